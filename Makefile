@@ -1,0 +1,48 @@
+# Every target makes the virtual environment it needs. pip reads its usual variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL,
+# PIP_FIND_LINKS, ...), so that it can be pointed at a mirror or at a CPU build of torch.
+
+PYTHON ?= python3
+JOBS ?= 2
+N ?= 1000
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint docs bench fuzz clean
+
+help: ## List the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+
+demo: $(INSTALLED) ## Show what Partita does, in under a minute
+	$(BIN)/partita demo
+
+test: lint ## Check style, types and layers, then run the tests (JOBS=2 at a time)
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(INSTALLED) ## Check style, types and layers only
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+docs: $(INSTALLED) ## Run the examples of the documentation
+	$(BIN)/python -m pytest tests/test_documentation.py
+
+bench: $(INSTALLED) ## Measure beside torch
+	$(BIN)/python -m benchmarks
+
+fuzz: $(INSTALLED) ## Check the laws on N=1000 generated graphs
+	$(BIN)/python -m partita.testing.fuzz --graphs $(N)
+
+clean: ## Remove the virtual environment, caches and build outputs
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and through the constraints: its pinned version also fits a build with a local suffix such as +cpu,
+# and nothing later can ask for another one.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,120 @@
+"""Graph modules that generate their Python code when they are first called, and not before."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from partita._torch.ambient import read_ambient, restore_after_error
+from partita._torch.graph_records import graph_from_record, record_of_graph
+
+__all__ = ["LazyModule", "lazy_module"]
+
+#: Two threads that call one module for the first time must not both install its code.
+_CODE_LOCK = threading.RLock()
+
+
+class LazyModule(_LazyGraphModule):
+    """A graph module whose code waits for its first call, that keeps its whole graph when pickled or copied.
+
+    torch's own graph modules are pickled as source text and traced again on load, which executes and drops every node
+    that has no tensor input (mode toggles, random draws, constants). This one stores the nodes.
+    """
+
+    #: Whether the graph switches modes and must put them back when a node in it raises.
+    _restores_modes: bool
+
+    def _real_recompile(self) -> Any:
+        code = super()._real_recompile()
+        if self.__dict__.get("_restores_modes"):
+            cls: Any = type(self)
+            cls.forward = _keep_modes(cls.forward)
+        return code
+
+    def real_recompile(self) -> None:
+        with _CODE_LOCK:
+            super().real_recompile()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {key: value for key, value in self.__dict__.items() if key != "_graph"}
+        return _unpickle, (type(self).__name__, state, record_of_graph(self._graph))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyModule:
+        graph: Any = Graph(tracer_cls=self._graph._tracer_cls)
+        copied = _blank(type(self).__name__)
+        memo[id(self)] = copied
+        values: dict[Any, Any] = {}
+        output = graph.graph_copy(self._graph, values, return_output_node=True)
+        if output is not None:
+            value, old_output = output
+            new_output = graph.output(value, type_expr=getattr(old_output, "type", None))
+            new_output.meta = copy.copy(old_output.meta)
+        graph.set_codegen(copy.deepcopy(self._graph._codegen))
+        state = {key: value for key, value in self.__dict__.items() if key != "_graph"}
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        _adopt(copied, graph)
+        return copied
+
+
+def lazy_module(graph: Graph, *, training: bool, restores_modes: bool = False, is_impure: bool = False) -> LazyModule:
+    """A module without state that runs `graph`; register what its nodes name before it is called."""
+    module = _blank("GraphModule")
+    nn.Module.__init__(module)
+    tracer = graph._tracer_cls
+    module.__dict__.update(
+        training=training,
+        meta={},
+        shape_env=None,
+        _tracer_cls=tracer if tracer is not None and "<locals>" not in tracer.__qualname__ else None,
+        _tracer_extras=graph._tracer_extras or {},
+        _replace_hooks=[],
+        _create_node_hooks=[],
+        _erase_node_hooks=[],
+        _deepcopy_hooks=[],
+        # `Graph.eliminate_dead_code` asks for this name: without it a call that only has effects is deleted.
+        _is_impure=is_impure,
+        _restores_modes=restores_modes,
+    )
+    _adopt(module, graph)
+    return module
+
+
+def _blank(class_name: str) -> LazyModule:
+    cls = type("GraphModuleImpl", (LazyModule,), {"forward": _LazyGraphModule._lazy_forward})
+    cls.__name__ = class_name
+    return object.__new__(cls)
+
+
+def _adopt(module: LazyModule, graph: Graph) -> None:
+    module.__dict__["_graph"] = graph
+    graph.owning_module = module
+
+
+def _unpickle(class_name: str, state: dict[str, Any], record: Any) -> LazyModule:
+    module = _blank(class_name)
+    module.__dict__.update(state)
+    _adopt(module, graph_from_record(record))
+    return module
+
+
+def _keep_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_keeping_modes(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        ambient = read_ambient()
+        try:
+            return forward(self, *args, **kwargs)
+        except BaseException as error:
+            restore_after_error(ambient, error)
+            raise
+
+    return forward_keeping_modes

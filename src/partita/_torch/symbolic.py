@@ -1,0 +1,45 @@
+"""Symbolic numbers: which symbols a traced value mentions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["is_unbacked", "symbol_of", "symbols_in"]
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def symbols_in(value: Any) -> tuple[Any, ...]:
+    """The free symbols of a tensor, symbolic number or container of them, sorted by name."""
+    if not _is_symbolic(value):
+        return ()
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    return tuple(sorted(free_symbols(value), key=str))
+
+
+def symbol_of(value: Any) -> Any:
+    """The symbol that `value` is, when it is one symbol and nothing more; else None."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
+        return None
+    expression = value.node.expr
+    return expression if expression.is_symbol else None
+
+
+def is_unbacked(symbol: Any) -> bool:
+    """Whether the symbol's value is only known once the program has run up to it."""
+    return str(symbol).startswith(("u", "zuf"))
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(type(size) is torch.SymInt for size in (*value.shape, *_strides(value)))
+    if isinstance(value, tuple | list):
+        return any(map(_is_symbolic, value))
+    return isinstance(value, _SYMBOLIC)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()

@@ -1,0 +1,30 @@
+"""Trees: nested containers taken apart into leaves with paths, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+__all__ = ["Tree", "flatten"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The leaves of a value, the path of each as Python text such as `[0]['loss']`, and the containers around them."""
+
+    paths: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+
+    def rebuilt(self, leaves: Iterable[Any]) -> Any:
+        """The same containers, new objects, around other leaves."""
+        return pytree.tree_unflatten(list(leaves), self.structure)
+
+
+def flatten(value: Any) -> Tree:
+    """`value` as a tree, with every container type that torch knows or that was registered with it."""
+    pairs, structure = pytree.tree_flatten_with_path(value)
+    return Tree(tuple(pytree.keystr(path) for path, _ in pairs), tuple(leaf for _, leaf in pairs), structure)

@@ -1,0 +1,156 @@
+"""`torch.fx.passes.split_module`, with its names, arguments and results, on Partita's engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from partita.compat._split_order import alone_first, lifo_order, original_order
+from partita.errors import CallbackError, MissingLabelError
+from partita.graphs.program import Program
+from partita.regions import Partition as RegionPartition
+from partita.regions import Region
+from partita.rewrite.bodies import BodyStyle
+from partita.rewrite.outline import Outlined, OutlineStyle, outline
+
+__all__ = ["Partition", "split_module", "split_module_simple"]
+
+log = logging.getLogger(__name__)
+
+
+class Partition:
+    """What is known of one part, as torch records it; shown at debug level."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.submod_name = f"submod_{name}"
+        self.node_names: list[str] = []
+        self.inputs: dict[str, None] = {}
+        self.outputs: dict[str, None] = {}
+        self.dependencies: dict[str, None] = {}
+        self.dependents: dict[str, None] = {}
+        self.graph = Graph()
+        self.environment: dict[Node, Node] = {}
+        self.targets: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        rows = {
+            "name": self.name,
+            " nodes": self.node_names,
+            " inputs": self.inputs,
+            " outputs": self.outputs,
+            " partitions depended on": self.dependencies,
+            " partition dependents": self.dependents,
+        }
+        return ",\n".join(f"{title}: {row}" for title, row in rows.items())
+
+
+def split_module(
+    m: GraphModule,
+    root_m: torch.nn.Module | None,
+    split_callback: Callable[[Node], int | str],
+    qualname_map: dict[str, str] | None = None,
+    keep_original_order: bool | None = False,  # noqa: FBT001, FBT002
+    keep_original_node_name: bool | None = False,  # noqa: FBT001, FBT002
+    keep_original_input_name: bool = True,  # noqa: FBT001, FBT002
+    *,
+    partition_affix: str | None = None,
+    tuple_return: bool = False,
+) -> GraphModule:
+    """A new module in which the nodes that `split_callback` gives one id run as one submodule.
+
+    `root_m` is not used. The callback is asked once per operator, in graph order. `m` is not changed; parameters and
+    buffers are shared. `qualname_map` is filled with the old name of every module that moved into a part.
+    """
+    program = Program.of(m)
+    parts = _parts({node: _asked(split_callback, node) for node in program.operators()}, partition_affix)
+    partition = RegionPartition(program, parts)
+    style = OutlineStyle(
+        body=BodyStyle(
+            keeps_node_names=bool(keep_original_node_name),
+            keeps_input_names=keep_original_input_name,
+            returns_tuple=tuple_return,
+        ),
+        attributes_first=not keep_original_order,
+        keeps_unused_state=False,
+    )
+    order = original_order(partition) if keep_original_order else lifo_order(partition)
+    outlined = outline(partition, order=order, style=style)
+    if qualname_map is not None:
+        qualname_map.update(outlined.moved)
+    _finish(outlined, partition)
+    return outlined.graph_module
+
+
+def split_module_simple(
+    m: GraphModule, node_to_partition: Mapping[Node, int], *, partition_affix: str | None = None
+) -> GraphModule:
+    """A new module cut by a mapping from operators to part ids; parts follow in order of first appearance."""
+    program = Program.of(m)
+    missing = [node.name for node in program.operators() if node not in node_to_partition]
+    if missing:
+        raise MissingLabelError(
+            f"node_to_partition has no id for {', '.join(map(repr, missing[:5]))}"
+            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; give every operator one"
+        )
+    parts = _parts({node: node_to_partition[node] for node in program.operators()}, partition_affix)
+    partition = RegionPartition(program, parts)
+    style = OutlineStyle(
+        body=BodyStyle(keeps_node_names=False, returns_tuple=False), attributes_first=True, keeps_unused_state=False
+    )
+    outlined = outline(partition, order=alone_first(partition, partition.order), style=style)
+    _finish(outlined, partition)
+    return outlined.graph_module
+
+
+def _asked(split_callback: Callable[[Node], int | str], node: Node) -> int | str:
+    try:
+        label = split_callback(node)
+    except Exception as error:
+        raise CallbackError(
+            f"split_callback raised {type(error).__name__} for node {node.name!r}: {error}; nothing was changed"
+        ) from error
+    if label is None:
+        raise CallbackError(f"split_callback gave None for node {node.name!r}; return a part id for every operator")
+    return label
+
+
+def _parts(labels: Mapping[Node, int | str], affix: str | None) -> list[Region]:
+    """The parts in order of first appearance; ids that print alike are one part."""
+    nodes: dict[str, list[Node]] = {}
+    names: dict[int | str, str] = {}
+    for node, label in labels.items():
+        name = names.get(label)
+        if name is None:
+            name = names[label] = str(label) if affix is None else f"{affix}_{label}"
+        nodes.setdefault(name, []).append(node)
+    return [Region(f"submod_{name}", tuple(held), name) for name, held in nodes.items()]
+
+
+def _finish(outlined: Outlined, partition: RegionPartition) -> None:
+    outlined.graph_module.meta["partition_names"] = set(outlined.names)
+    if log.isEnabledFor(logging.DEBUG):
+        for record in _records(outlined, partition):
+            log.debug("%s", record)
+
+
+def _records(outlined: Outlined, partition: RegionPartition) -> list[Partition]:
+    nodes = partition.program.index.nodes
+    records = [Partition(str(region.label)) for region in partition]
+    for record, region, border, body in zip(
+        records, partition, partition.borders.of_regions, outlined.bodies, strict=True
+    ):
+        record.node_names = [node.name for node in region.nodes]
+        record.inputs = {nodes[crossing].name: None for crossing in border.inputs if isinstance(crossing, int)}
+        record.outputs = {nodes[crossing].name: None for crossing in border.outputs if isinstance(crossing, int)}
+        record.graph = body.graph
+        record.targets = dict(body.named_children())
+    for before, after in partition.quotient.causes:
+        if before < len(records) and after < len(records):
+            records[before].dependents[records[after].name] = None
+            records[after].dependencies[records[before].name] = None
+    return records

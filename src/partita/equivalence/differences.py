@@ -1,0 +1,148 @@
+"""Differences: two observations of the same call, one of each program, and what is not the same in them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import fields
+
+from partita._torch.ambient import Ambient
+from partita.equivalence.findings import Difference, Tolerance
+from partita.equivalence.observation import Moment, Named, Observation, Raised, TensorRecord
+from partita.equivalence.values import value_difference
+
+__all__ = ["differences"]
+
+_PROPERTIES = ("type", "dtype", "shape", "stride", "device", "layout", "requires_grad", "inference")
+#: Autograd chooses how it lays out a gradient, and a gradient is a leaf of its own.
+_GRADIENT_PROPERTIES = ("dtype", "shape", "device", "layout")
+
+
+def differences(before: Observation, after: Observation, tolerance: Tolerance | None) -> Iterator[Difference]:
+    """Everything that differs, what matters most first."""
+    yield from _raised(before.raised, after.raised, "the call")
+    if before.raised is None and after.raised is None:
+        yield from _structures(before.structure, after.structure, "output")
+        yield from _leaves(before.outputs, after.outputs, tolerance)
+        yield from _homes(before, after)
+        yield from _gradients(before, after, tolerance)
+    if (before.raised is None) == (after.raised is None):
+        yield from _structures(before.input_structure, after.input_structure, "the inputs after the call")
+        yield from _leaves(_after_the_call(before.inputs), _after_the_call(after.inputs), tolerance)
+        yield from _leaves(before.state, after.state, tolerance)
+    for one, other in zip(before.moments, after.moments, strict=False):
+        yield from _moments(one, other)
+    yield from _undeclared(before, after)
+
+
+def _raised(before: Raised | None, after: Raised | None, where: str) -> Iterator[Difference]:
+    if (before and before.type) is not (after and after.type):
+        one, other = (str(error) if error else "no exception" for error in (before, after))
+        yield Difference("exception", where, f"{one} != {other}")
+
+
+def _structures(before: object, after: object, where: str) -> Iterator[Difference]:
+    if before != after:
+        yield Difference("structure", where, f"{_in_one_line(before)} != {_in_one_line(after)}")
+
+
+def _in_one_line(structure: object) -> str:
+    return " ".join(str(structure).split())
+
+
+def _after_the_call(inputs: Named) -> Named:
+    return tuple((f"{name} after the call", leaf) for name, leaf in inputs)
+
+
+def _leaves(before: Named, after: Named, tolerance: Tolerance | None) -> Iterator[Difference]:
+    ones, others = dict(before), dict(after)
+    for name, one in ones.items():
+        if name in others:
+            yield from _leaf(one, others[name], name, tolerance)
+    for name in ones.keys() ^ others.keys():
+        yield Difference("presence", name, f"only {'the original' if name in ones else 'the other program'} has it")
+
+
+def _leaf(before: object, after: object, where: str, tolerance: Tolerance | None) -> Iterator[Difference]:
+    if isinstance(before, TensorRecord) and isinstance(after, TensorRecord):
+        yield from _tensors(before, after, where, tolerance, _PROPERTIES)
+    elif type(before) is not type(after):
+        yield Difference("type", where, f"{_type_name(before)} != {_type_name(after)}")
+    elif not _same(before, after, tolerance):
+        yield Difference("value", where, f"{before!r} != {after!r}")
+
+
+def _type_name(leaf: object) -> str:
+    return "Tensor" if isinstance(leaf, TensorRecord) else type(leaf).__name__
+
+
+def _same(before: object, after: object, tolerance: Tolerance | None) -> bool:
+    if isinstance(before, float) and isinstance(after, float):
+        if tolerance is not None and math.isclose(before, after, rel_tol=tolerance.rtol, abs_tol=tolerance.atol):
+            return True
+        both_nan = math.isnan(before) and math.isnan(after)
+        return both_nan or struct.pack("d", before) == struct.pack("d", after)
+    # Objects without an equality of their own are made anew by every call; their type is all that can be compared.
+    if type(before).__eq__ is object.__eq__:
+        return True
+    try:
+        return bool(before == after)
+    except (RuntimeError, ValueError):
+        return repr(before) == repr(after)
+
+
+def _tensors(
+    before: TensorRecord, after: TensorRecord, where: str, tolerance: Tolerance | None, properties: tuple[str, ...]
+) -> Iterator[Difference]:
+    for name in properties:
+        one, other = getattr(before, name), getattr(after, name)
+        if one != other:
+            yield Difference(name, where, f"{one} != {other}")
+    if (before.shape, before.dtype) == (after.shape, after.dtype):
+        detail = value_difference(before.value, after.value, tolerance)
+        if detail is not None:
+            yield Difference("value", where, detail)
+
+
+def _homes(before: Observation, after: Observation) -> Iterator[Difference]:
+    others = dict(after.homes)
+    for name, home in before.homes:
+        if name in others and others[name] != home:
+            one, other = (str(place) if place else "has memory of its own" for place in (home, others[name]))
+            yield Difference("aliasing", name, f"{one} != {other}")
+
+
+def _gradients(before: Observation, after: Observation, tolerance: Tolerance | None) -> Iterator[Difference]:
+    yield from _raised(before.backward_raised, after.backward_raised, "backward")
+    if before.backward_raised or after.backward_raised:
+        return
+    others = dict(after.gradients)
+    for name, one in before.gradients:
+        other = others.get(name)
+        if one is None or other is None:
+            if one is not other:
+                yield Difference("gradient", name, "none != a gradient" if one is None else "a gradient != none")
+            continue
+        for found in _tensors(one, other, name, tolerance, _GRADIENT_PROPERTIES):
+            detail = found.detail if found.kind == "value" else f"{found.kind} {found.detail}"
+            yield Difference("gradient", name, detail)
+
+
+def _moments(before: Moment, after: Moment) -> Iterator[Difference]:
+    for field in fields(Ambient):
+        one, other = getattr(before.ambient, field.name), getattr(after.ambient, field.name)
+        if field.name == "autocast":
+            one, other = (tuple(set(mine) - set(theirs)) for mine, theirs in ((one, other), (other, one)))
+        if one != other:
+            yield Difference("mode", f"{field.name.replace('_', ' ')} {before.name}", f"{one} != {other}")
+    if before.random is not None and after.random is not None:
+        for generator in before.random.moved(after.random):
+            yield Difference("random state", f"{generator} {before.name}", "more, fewer or other draws")
+
+
+def _undeclared(before: Observation, after: Observation) -> Iterator[Difference]:
+    for which, observation in (("the original", before), ("the other program", after)):
+        for label in observation.undeclared:
+            detail = f"{which} wrote it although its effects say that nothing does, so it was not restored"
+            yield Difference("undeclared write", label, detail)

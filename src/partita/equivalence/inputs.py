@@ -1,0 +1,162 @@
+"""Inputs: the arguments of one call, copied where the call may write them, sharing memory as the originals do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from partita._torch.trees import Tree, flatten
+from partita.equivalence.other_data import fill_with_other_data
+from partita.equivalence.storages import storage_key, storage_of
+
+__all__ = ["Arguments", "Inputs", "arguments_of", "input_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Arguments ready for one call: all tensors, those that are no copies, and those to take gradients of."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    tensors: tuple[tuple[str, Tensor], ...]
+    passed_on: tuple[tuple[str, Tensor], ...]
+    leaves: tuple[tuple[str, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments as given, from which the inputs of every call are made."""
+
+    tree: Tree
+
+    def matches(self, placeholders: Sequence[Node]) -> bool:
+        """Whether the placeholders stand for the leaves one by one; keywords may come in any order, so they do not."""
+        positional = all(path.startswith("[0]") for path in self.tree.paths)
+        return positional and len(placeholders) == len(self.tree.leaves)
+
+    def inputs(self, *, written: Callable[[int], bool], state: frozenset[int], other_data: bool = False) -> Inputs:
+        """Inputs for one call: copies where `written(number)` or for other data, else the arguments themselves.
+
+        Memory that inputs share with `state` is left in place, since the state's snapshot looks after it.
+        """
+        made = _Made(list(self.tree.leaves))
+        for numbers in _groups(made.leaves, state):
+            if other_data or any(map(written, numbers)):
+                made.copy(numbers)
+                if other_data:
+                    fill_with_other_data([made.leaves[number] for number in numbers])
+            else:
+                made.pass_on(numbers)
+        args, kwargs = self.tree.rebuilt(made.leaves)
+        tensors = {number: leaf for number, leaf in enumerate(made.leaves) if isinstance(leaf, Tensor)}
+        return Inputs(
+            args=args,
+            kwargs=kwargs,
+            tensors=self._named(tensors),
+            passed_on=self._named({number: tensors[number] for number in made.passed_on}),
+            leaves=self._named(made.gradients),
+        )
+
+    def _named(self, tensors: Mapping[int, Tensor]) -> tuple[tuple[str, Tensor], ...]:
+        return tuple((input_name(self.tree.paths[number]), tensor) for number, tensor in tensors.items())
+
+
+def arguments_of(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Arguments:
+    """The arguments of a call."""
+    return Arguments(flatten((tuple(args), dict(kwargs or {}))))
+
+
+def input_name(path: str) -> str:
+    """`input[0]` for the path of a positional argument, `input['mask']` for that of a keyword."""
+    return "input" + path[path.index("]") + 1 :]
+
+
+def _groups(leaves: Sequence[object], state: frozenset[int]) -> list[list[int]]:
+    """The numbers of the tensors and generators, those of one memory together."""
+    groups: defaultdict[object, list[int]] = defaultdict(list)
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Generator):
+            groups[id(leaf)].append(number)
+        elif isinstance(leaf, Tensor):
+            key = storage_key(leaf)
+            if key is None or key not in state:
+                groups[("memory", key) if key is not None else id(leaf)].append(number)
+    return list(groups.values())
+
+
+class _Made:
+    """The leaves of one call while they are being made."""
+
+    def __init__(self, leaves: list[object]) -> None:
+        self.leaves = leaves
+        self.gradients: dict[int, Tensor] = {}
+        self.passed_on: list[int] = []
+
+    def pass_on(self, numbers: Sequence[int]) -> None:
+        """The tensors themselves, but cut off from the graph that made them."""
+        seen: dict[int, Tensor] = {}
+        for number in numbers:
+            leaf = self.leaves[number]
+            if isinstance(leaf, Tensor):
+                if leaf.grad_fn is not None and id(leaf) not in seen:
+                    seen[id(leaf)] = leaf.detach().requires_grad_()
+                passed = self.leaves[number] = seen.get(id(leaf), leaf)
+                self.passed_on.append(number)
+                if passed.requires_grad:
+                    self.gradients[number] = passed
+
+    def copy(self, numbers: Sequence[int]) -> None:
+        """New tensors that lie in one new memory as the old ones lay in theirs."""
+        originals = [self.leaves[number] for number in numbers]
+        tensors = {id(leaf): leaf for leaf in originals if isinstance(leaf, Tensor)}
+        if not tensors:
+            generators = {id(leaf): leaf.clone_state() for leaf in originals if isinstance(leaf, torch.Generator)}
+            for number, leaf in zip(numbers, originals, strict=True):
+                self.leaves[number] = generators[id(leaf)]
+            return
+        copies = dict(zip(tensors, _copies(list(tensors.values())), strict=True))
+        for number, leaf in zip(numbers, originals, strict=True):
+            self.leaves[number], source = copies[id(leaf)]
+            if source is not None:
+                self.gradients[number] = source
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    """Copies of tensors of one memory, each with the leaf that collects its gradient."""
+    storage = storage_of(tensors[0])
+    ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    if storage is None or not ordinary:
+        alone = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        return [(copy, copy if copy.requires_grad else None) for copy in alone]
+    copied = storage.clone()
+    if any(tensor.grad_fn is not None for tensor in tensors) and len({tensor.dtype for tensor in tensors}) == 1:
+        return _inside_a_graph(tensors, copied)
+    laid = [_laid_out(tensor, copied).requires_grad_(tensor.requires_grad) for tensor in tensors]
+    return [(copy, copy if copy.requires_grad else None) for copy in laid]
+
+
+def _inside_a_graph(tensors: Sequence[Tensor], storage: torch.UntypedStorage) -> list[tuple[Tensor, Tensor | None]]:
+    """Copies that are results, not leaves: those may be written where a leaf that requires grad may not."""
+    first = tensors[0]
+    whole = torch.empty(0, dtype=first.dtype, device=first.device)
+    leaf = whole.set_(storage, 0, (storage.nbytes() // first.element_size(),), (1,)).requires_grad_()
+    with torch.enable_grad():
+        base = leaf.clone()
+        views = [base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()) for tensor in tensors]
+    return [
+        (view, leaf) if tensor.requires_grad else (view.detach(), None)
+        for tensor, view in zip(tensors, views, strict=True)
+    ]
+
+
+def _laid_out(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        copy = copy.conj()
+    return copy

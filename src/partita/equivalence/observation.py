@@ -1,0 +1,114 @@
+"""Observations: all that can be seen of one call once it is over."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita._torch.ambient import Ambient
+from partita._torch.trees import flatten
+from partita.equivalence.aliasing import Home
+from partita.equivalence.randomness import RandomState
+from partita.equivalence.storages import storage_key
+
+__all__ = ["Moment", "Named", "Observation", "Raised", "TensorRecord", "named_leaves", "record_of"]
+
+#: A leaf or record with the words that say where it was.
+Named = tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A tensor as it was: its properties, and its values apart from any graph."""
+
+    type: str
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...] | None
+    device: torch.device
+    layout: torch.layout
+    requires_grad: bool
+    inference: bool
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception without its traceback, which would keep the memory of the call alive."""
+
+    type: type[Exception]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.type.__name__}: {self.text.strip().partition(chr(10))[0][:200]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Ambient modes and random state right after something ran; random state is None where an exception cut it off."""
+
+    name: str
+    ambient: Ambient
+    random: RandomState | None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one call gave, wrote and left behind."""
+
+    raised: Raised | None
+    structure: object
+    outputs: Named
+    input_structure: object
+    inputs: Named
+    homes: tuple[tuple[str, Home | None], ...]
+    moments: tuple[Moment, ...]
+    backward_raised: Raised | None = None
+    gradients: tuple[tuple[str, TensorRecord | None], ...] = ()
+    state: Named = ()
+    undeclared: tuple[str, ...] = ()
+
+
+def record_of(leaf: object, *, restored: frozenset[int] = frozenset()) -> object:
+    """What to keep of a leaf; values are copied only if they lie in memory that will be `restored`."""
+    if isinstance(leaf, torch.Generator):
+        leaf = leaf.get_state()
+    if not isinstance(leaf, Tensor):
+        return leaf
+    value = leaf.detach()
+    strided = leaf.layout is torch.strided
+    return TensorRecord(
+        type=type(leaf).__name__,
+        dtype=leaf.dtype,
+        shape=leaf.shape,
+        stride=_telling_strides(leaf) if strided else None,
+        device=leaf.device,
+        layout=leaf.layout,
+        requires_grad=leaf.requires_grad,
+        inference=leaf.is_inference(),
+        value=value.clone() if storage_key(leaf) in restored else value,
+    )
+
+
+def named_leaves(value: object, root: str) -> tuple[tuple[str, object], ...]:
+    """The leaves of `value` with their paths after `root`; dataclasses that torch does not know are opened too."""
+    tree = flatten(value)
+    found: list[tuple[str, object]] = []
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                found += named_leaves(getattr(leaf, field.name), f"{root}{path}.{field.name}")
+            found.append((f"the type of {root}{path}", type(leaf)))
+        else:
+            found.append((root + path, leaf))
+    return tuple(found)
+
+
+def _telling_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides, with 0 along axes of one element or none, where any stride means the same."""
+    empty = tensor.numel() == 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(0 if empty or size == 1 else stride for size, stride in pairs)

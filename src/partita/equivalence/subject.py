@@ -1,0 +1,103 @@
+"""Subjects: what is compared, whatever it came as: how to call it, its state, and what a call may write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn import Module
+
+from partita._torch.trees import flatten
+from partita.equivalence.inputs import Arguments
+from partita.equivalence.state import Slot, slots_of
+from partita.equivalence.storages import storage_key
+from partita.errors import OptionError, PartitaError
+from partita.graphs.program import Program
+
+__all__ = ["Comparable", "Subject", "subject_of"]
+
+Comparable: TypeAlias = Program | Module | Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A callable with its state; `written` holds storage keys, `written_inputs` numbers of placeholders.
+
+    `written_inputs` is None where nothing is known, so that any input may be written.
+    """
+
+    call: Callable[..., object]
+    root: Module | None
+    slots: tuple[Slot, ...]
+    written: frozenset[int]
+    written_inputs: frozenset[int] | None
+    placeholders: tuple[Node, ...] = ()
+    output_names: tuple[str, ...] = ()
+
+    def may_write(self, number: int, arguments: Arguments) -> bool:
+        """Whether leaf `number` of the arguments may be written."""
+        if self.written_inputs is None:
+            return True
+        exact = arguments.matches(self.placeholders)
+        return number in self.written_inputs if exact else bool(self.written_inputs)
+
+
+def subject_of(source: Comparable) -> Subject:
+    """What `source` is; a callable that is no program may write all of its state and inputs."""
+    if isinstance(source, Program):
+        return _of_program(source, source.module())
+    if isinstance(source, GraphModule):
+        return _of_graph_module(source)
+    if not callable(source):
+        raise OptionError(f"a program, a module or a function can be compared, not {type(source).__name__}")
+    root = source if isinstance(source, Module) else getattr(source, "__self__", None)
+    return _of_unknown(source, root if isinstance(root, Module) else None)
+
+
+def _of_graph_module(module: GraphModule) -> Subject:
+    try:
+        return _of_program(Program.of(module), module)
+    except PartitaError:
+        # A graph without an answer about its effects can still be run.
+        return _of_unknown(module, module)
+
+
+def _of_program(program: Program, module: GraphModule) -> Subject:
+    nodes, effects = program.index.nodes, program.effects
+    placeholders = tuple(node for node in nodes if node.op == "placeholder")
+    number = {node: place for place, node in enumerate(placeholders)}
+    written = [nodes[i] for i in effects.written_inputs]
+    held = [_held_by(program.graph_module, str(node.target)) for node in written if node.op == "get_attr"]
+    held += [program.graph_module.get_submodule(str(nodes[i].target)) for i in effects.written_modules]
+    return Subject(
+        call=module,
+        root=module,
+        slots=slots_of(module),
+        written=_keys(tensor for value in held for tensor in _tensors_of(value)),
+        written_inputs=frozenset(number[node] for node in written if node in number),
+        placeholders=placeholders,
+        output_names=tuple(leaf.name if isinstance(leaf, Node) else "" for leaf in flatten(nodes[-1].args[0]).leaves),
+    )
+
+
+def _of_unknown(call: Callable[..., object], root: Module | None) -> Subject:
+    slots = slots_of(root)
+    return Subject(call, root, slots, _keys(slot.tensor for slot in slots), None)
+
+
+def _held_by(root: Module, target: str) -> object:
+    return attrgetter(target)(root)
+
+
+def _tensors_of(value: object) -> Iterable[Tensor]:
+    if isinstance(value, Module):
+        return (slot.tensor for slot in slots_of(value))
+    return (value,) if isinstance(value, Tensor) else ()
+
+
+def _keys(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(key for key in map(storage_key, tensors) if key is not None)

@@ -1,0 +1,99 @@
+"""A program: one face for whatever holds a graph, with its analyses computed once, when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, final
+
+from torch.fx import Graph, GraphModule, Node
+
+from partita.errors import OptionError, UnknownNodeError
+from partita.graphs.effects import Effects, effects_of
+from partita.graphs.index import Index
+from partita.graphs.modes import Modes, modes_of
+from partita.graphs.state_keys import StateKeys
+from partita.graphs.tolerance import EXACT, Tolerance
+
+__all__ = ["Program"]
+
+
+@final
+class Program:
+    """A graph with its state and its calling convention; build one with `Program.of`.
+
+    A program is read, never written: every rewrite gives a new one that shares the parameters and buffers. Its
+    analyses are kept, so edit a graph before you make a program of it, not after.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        *,
+        pure: Iterable[Callable[..., Any]] = (),
+        state_keys: StateKeys = StateKeys(),
+        tolerance: Tolerance = EXACT,
+    ) -> None:
+        self._graph_module = graph_module
+        self.pure = frozenset(pure)
+        #: How the names in the state dict relate to those of the program that this one was made from.
+        self.state_keys = state_keys
+        #: How far the treatments that made this program may have changed its numbers.
+        self.tolerance = tolerance
+
+    @classmethod
+    def of(cls, source: Program | GraphModule, *, pure: Iterable[Callable[..., Any]] = ()) -> Program:
+        """The program that `source` holds; functions in `pure` are taken at your word to have no side effects."""
+        if isinstance(source, Program):
+            trusted = source.pure | frozenset(pure)
+            return cls(source.graph_module, pure=trusted, state_keys=source.state_keys, tolerance=source.tolerance)
+        if not isinstance(source, GraphModule):
+            raise OptionError(
+                f"a program is made from a torch.fx.GraphModule, not from {type(source).__name__}; "
+                "trace the module first, for example with torch.fx.symbolic_trace or torch.export.export(...).module()"
+            )
+        return cls(source, pure=pure)
+
+    @property
+    def graph(self) -> Graph:
+        return self._graph_module.graph
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """The module that owns the graph and its state."""
+        return self._graph_module
+
+    def module(self) -> GraphModule:
+        """The program as a module that is called like the original."""
+        return self._graph_module
+
+    @cached_property
+    def index(self) -> Index:
+        return Index(self.graph)
+
+    @cached_property
+    def modes(self) -> Modes:
+        """The grad, inference and autocast state that each node runs under."""
+        return modes_of(self.index)
+
+    @cached_property
+    def effects(self) -> Effects:
+        """What must keep its order although no data flows."""
+        return effects_of(self.index, self._graph_module, pure=self.pure)
+
+    def operators(self) -> list[Node]:
+        """The nodes that compute something, in graph order: all but inputs, attributes and the output."""
+        return [node for node in self.index.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+    def node(self, name: str) -> Node:
+        """The node called `name`."""
+        for node in self.index.nodes:
+            if node.name == name:
+                return node
+        near = get_close_matches(name, [node.name for node in self.index.nodes], n=3)
+        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+        raise UnknownNodeError(f"no node is called {name!r}{hint}")
+
+    def __repr__(self) -> str:
+        return f"Program({type(self._graph_module).__name__}, {len(self.index)} nodes)"

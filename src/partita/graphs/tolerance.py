@@ -1,0 +1,28 @@
+"""How far numbers may differ and still count as equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partita.errors import OptionError
+
+__all__ = ["EXACT", "Tolerance"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Relative and absolute distance; both zero means the same bits."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.relative < 0 or self.absolute < 0:
+            raise OptionError(f"a tolerance is not negative: {self.relative}, {self.absolute}")
+
+    def __or__(self, other: Tolerance) -> Tolerance:
+        """The wider of the two."""
+        return Tolerance(max(self.relative, other.relative), max(self.absolute, other.absolute))
+
+
+EXACT = Tolerance()

@@ -1,0 +1,65 @@
+"""A plan as a table for people: one row a region."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from partita.graphs.values import bytes_of
+from partita.plans.treatment import Treatment
+from partita.regions import Partition
+
+__all__ = ["table"]
+
+_HEAD = ("region", "nodes", "in", "out", "bytes in", "bytes out", "treatment", "label")
+
+
+def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
+    """The regions in the order in which they will run, then what was left out and why."""
+    rows = [_HEAD]
+    called = [vertex for vertex in partition.order if vertex < len(partition)]
+    for place in called:
+        region, border = partition.regions[place], partition.borders.of_regions[place]
+        rows.append(
+            (
+                region.name,
+                str(len(region)),
+                str(len(border.inputs)),
+                str(len(border.outputs)),
+                _bytes(partition, border.inputs),
+                _bytes(partition, border.outputs),
+                repr(treatments[place]),
+                "" if region.label is None else str(region.label),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, *_remarks(partition)])
+
+
+def _bytes(partition: Partition, crossings: object) -> str:
+    nodes, total = partition.program.index.nodes, 0
+    assert isinstance(crossings, dict)
+    for crossing in crossings:
+        if isinstance(crossing, int):
+            size = bytes_of(nodes[crossing])
+            if size is None:
+                return "?"
+            total += size
+    return f"{total:,}"
+
+
+def _remarks(partition: Partition) -> list[str]:
+    remarks = []
+    for reason, count in Counter(partition.reasons.values()).most_common():
+        remarks.append(f"left out: {count} {'node' if count == 1 else 'nodes'}: {reason}")
+    nodes = partition.program.index.nodes
+    barriers = [nodes[number] for number in partition.program.effects.barriers]
+    if barriers:
+        names = ", ".join(dict.fromkeys(str(getattr(node.target, "__name__", node.target)) for node in barriers))
+        remarks.append(
+            f"barriers: {len(barriers)} calls of what nobody knows ({names}); where they have no side effects, "
+            "say so with Program.of(..., pure=[...])"
+        )
+    return remarks

@@ -1,0 +1,141 @@
+"""Borders: what crosses into and out of each region, so that only tensors and symbolic numbers do.
+
+Items of a container are taken out on the side of the container's producer. A container that is still used whole on
+another side crosses item by item and is put together again there. A region also gets every symbol that the shapes of
+its inputs mention.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch.fx import GraphModule, Node
+
+from partita.graphs.index import Index
+from partita.graphs.modes import Modes
+from partita.graphs.symbols import Dimension, Symbols
+from partita.graphs.values import container_items, is_projection
+from partita.solvers.quotient import ALONE, NOWHERE
+
+__all__ = ["Border", "Borders", "Crossing", "Item", "borders_of", "settle_projections"]
+
+
+class Item(NamedTuple):
+    """One item of the container that a node gives."""
+
+    number: int
+    place: int
+
+
+#: What crosses a border: a node's value, an item of its container, or the size of one dimension of its tensor.
+Crossing = int | Item | Dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What a region takes and gives, each in order of first use; dicts serve as ordered sets."""
+
+    inputs: dict[Crossing, None]
+    outputs: dict[int | Item, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """The borders of all regions, the containers that cross item by item, and the edges that symbols add."""
+
+    of_regions: tuple[Border, ...]
+    taken_apart: dict[int, tuple[object, ...]]
+    symbol_edges: tuple[tuple[int, int], ...]
+
+
+def settle_projections(owner: list[int], index: Index, root: GraphModule) -> frozenset[int]:
+    """Moves every node that takes an item out of a container to where the container is made; tells which do so."""
+    found = set()
+    for number in _possible_projections(index):
+        node = index.nodes[number]
+        if is_projection(node, root):
+            source = node.args[0]
+            assert isinstance(source, Node)
+            made_in = owner[index.number[source]]
+            owner[number] = ALONE if made_in == NOWHERE else made_in
+            found.add(number)
+    return frozenset(found)
+
+
+def borders_of(owner: list[int], regions: int, index: Index, *, modes: Modes, root: GraphModule) -> Borders:
+    """What crosses, found in one sweep over the data edges."""
+    sweep = _Sweep(owner, index, root, tuple(Border({}, {}) for _ in range(regions)))
+    toggles = modes.toggles
+    for source, target in index.edges():
+        made, used = owner[source], owner[target]
+        if made != used and (made >= 0 or used >= 0) and target not in toggles:
+            sweep.cross(source, made, used)
+    return Borders(sweep.borders, sweep.taken_apart, tuple(sweep.symbol_edges))
+
+
+class _Sweep:
+    """The borders found so far."""
+
+    def __init__(self, owner: list[int], index: Index, root: GraphModule, borders: tuple[Border, ...]) -> None:
+        self.owner, self.index, self.root, self.borders = owner, index, root, borders
+        self.symbols = Symbols(index)
+        self.taken_apart: dict[int, tuple[object, ...]] = {}
+        self.symbol_edges: list[tuple[int, int]] = []
+        self._whole: dict[int, bool] = {}
+
+    def cross(self, source: int, made: int, used: int) -> None:
+        crossings: tuple[int | Item, ...] = (source,)
+        if not self._crosses_whole(source):
+            items = self.taken_apart[source]
+            crossings = tuple(Item(source, place) for place, item in enumerate(items) if type(item) is not int)
+        if made >= 0:
+            for crossing in crossings:
+                self.borders[made].outputs.setdefault(crossing)
+        if used >= 0:
+            for crossing in crossings:
+                self.borders[used].inputs.setdefault(crossing)
+            self._add_symbols(source, used)
+
+    def _crosses_whole(self, source: int) -> bool:
+        whole = self._whole.get(source)
+        if whole is None:
+            items = container_items(self.index.nodes[source])
+            whole = self._whole[source] = items is None or any(isinstance(item, tuple | list) for item in items)
+            if not whole:
+                assert items is not None
+                self.taken_apart[source] = items
+        return whole
+
+    def _add_symbols(self, source: int, used: int) -> None:
+        for place, _ in self.symbols.sources(source):
+            if isinstance(place, Dimension):
+                self.borders[used].inputs.setdefault(place)
+                continue
+            read_in = self.owner[place]
+            if read_in == used:
+                continue
+            self.borders[used].inputs.setdefault(place)
+            if read_in >= 0:
+                self.borders[read_in].outputs.setdefault(place)
+                self.symbol_edges.append((place, self._first[used]))
+
+    @cached_property
+    def _first(self) -> dict[int, int]:
+        """The first node of each region; only symbols that one region computes for another ask for it."""
+        first: dict[int, int] = {}
+        for number, region in enumerate(self.owner):
+            first.setdefault(region, number)
+        return first
+
+
+def _possible_projections(index: Index) -> list[int]:
+    graph, number = index.graph, index.number
+    found = [
+        number[node]
+        for target in (operator.getitem, getattr)
+        for node in graph.find_nodes(op="call_function", target=target, sort=False)
+    ]
+    return sorted(found)

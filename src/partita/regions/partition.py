@@ -1,0 +1,115 @@
+"""A partition: disjoint regions that are acyclic together, with the reason for every node left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import final
+
+from torch.fx import Node
+
+from partita.errors import CycleError, RegionError
+from partita.graphs.program import Program
+from partita.regions.borders import Borders, borders_of, settle_projections
+from partita.regions.region import Region
+from partita.solvers.quotient import ALONE, NOWHERE, Quotient, quotient
+
+__all__ = ["Partition"]
+
+
+@final
+class Partition:
+    """Regions of one program that can be called one after another; an illegal one cannot be built.
+
+    `owner[i]` says where node `i` runs (a region's place, or outside), with items of containers settled beside what
+    makes the container; `order` is the order of the calls: regions by place, single nodes from `len(regions)` on.
+    """
+
+    __slots__ = ("borders", "order", "owner", "program", "quotient", "reasons", "regions")
+
+    def __init__(
+        self, program: Program, regions: Iterable[Region], reasons: Mapping[Node, str] | None = None
+    ) -> None:
+        self.program = program
+        self.regions = tuple(regions)
+        self.reasons: Mapping[Node, str] = MappingProxyType(dict(reasons or {}))
+        index, modes, root = program.index, program.modes, program.graph_module
+        self.owner = _owners(program, self.regions)
+        projections = settle_projections(self.owner, index, root)
+        self.borders: Borders = borders_of(self.owner, len(self.regions), index, modes=modes, root=root)
+        self.quotient: Quotient = quotient(self.owner, len(self.regions), self._edges(projections))
+        for place, region in enumerate(self.regions):
+            # A region of nothing but toggles has no node to run, yet it is called in its turn.
+            self.quotient.first.setdefault(place, index.number[region.nodes[0]])
+        order = self.quotient.stable_order()
+        if order is None:
+            raise _cycle_error(self)
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.regions)
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self.regions)
+
+    def region_of(self, node: Node) -> Region | None:
+        """The region in which `node` will run, or None."""
+        place = self.owner[self.program.index.number[node]]
+        return self.regions[place] if place >= 0 else None
+
+    def _edges(self, projections: frozenset[int]) -> Iterator[tuple[int, int]]:
+        """Everything that may not be reordered; taking an item out of a container touches no memory."""
+        effects = self.program.effects
+        ordered: Iterable[tuple[int, int]] = zip(effects.before, effects.after, strict=True)
+        if projections:
+            ordered = ((a, b) for a, b in ordered if a not in projections and b not in projections)
+        return chain(self.program.index.edges(), ordered, self.borders.symbol_edges)
+
+
+def _owners(program: Program, regions: tuple[Region, ...]) -> list[int]:
+    index, toggles = program.index, program.modes.toggles
+    number = index.number
+    owner = [NOWHERE if node.op in ("placeholder", "output") else ALONE for node in index.nodes]
+    names: dict[str, Region] = {}
+    for place, region in enumerate(regions):
+        if names.setdefault(region.name, region) is not region:
+            raise RegionError(f"two regions are called {region.name!r}; give each its own name")
+        for node in region.nodes:
+            at = number.get(node)
+            if at is None:
+                raise RegionError(
+                    f"region {region.name!r} holds {node.name!r}, which is not a node of this program; "
+                    "take the nodes from `program.graph`"
+                )
+            if owner[at] >= 0:
+                raise RegionError(
+                    f"regions {regions[owner[at]].name!r} and {region.name!r} overlap: both hold {node.name!r}; "
+                    f"take it out of one of them"
+                )
+            owner[at] = place if node.op != "get_attr" else ALONE
+    for at in toggles:
+        owner[at] = NOWHERE
+    return owner
+
+
+def _cycle_error(partition: Partition) -> CycleError:
+    """An error that names the shortest cycle, the nodes that cause it, and what would break it."""
+    quotient, nodes, regions = partition.quotient, partition.program.index.nodes, partition.regions
+    cycle = quotient.shortest_cycle()
+
+    def called(vertex: int) -> str:
+        return f"region {regions[vertex].name!r}" if vertex < len(regions) else f"node {nodes[vertex - len(regions)].name!r}"
+
+    steps = []
+    for edge in cycle:
+        before, after = quotient.causes[edge]
+        steps.append(f"{called(edge[0])} before {called(edge[1])} ({nodes[before].name} -> {nodes[after].name})")
+    members = [regions[edge[0]].name for edge in cycle if edge[0] < len(regions)]
+    before, after = quotient.causes[cycle[-1]]
+    if len(members) > 1:
+        repair = f"merge {' and '.join(map(repr, members))}, or move {nodes[before].name!r} out of {members[-1]!r}"
+    else:
+        outside = [nodes[edge[0] - len(regions)].name for edge in cycle if edge[0] >= len(regions)]
+        repair = f"take {', '.join(map(repr, outside))} into {members[0]!r}, or split {members[0]!r} there"
+    return CycleError(f"cycle exists between partitions! Needed: {'; '.join(steps)}. To repair it, {repair}")

@@ -1,0 +1,47 @@
+"""A region: a name, a label, and nodes in graph order."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import final
+
+from torch.fx import Node
+
+from partita.errors import RegionError
+
+__all__ = ["Region"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Operators that are treated as one; `label` is what the policy called them, `name` what the program will."""
+
+    name: str
+    nodes: tuple[Node, ...] = field(repr=False)
+    label: Hashable = None
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise RegionError(f"region {self.name!r} is empty; leave it out, or give it a node")
+        held = [node.name for node in self.nodes if node.op in ("placeholder", "output")]
+        if held:
+            raise RegionError(
+                f"region {self.name!r} holds {', '.join(map(repr, held))}: inputs and outputs of a program belong to no "
+                "region; leave them out"
+            )
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def inputs(self) -> tuple[Node, ...]:
+        """The nodes outside whose values the region reads, in order of first use."""
+        inside = set(self.nodes)
+        read = (source for node in self.nodes for source in node.all_input_nodes)
+        return tuple(dict.fromkeys(source for source in read if source not in inside))
+
+    def outputs(self) -> tuple[Node, ...]:
+        """The nodes inside whose values are read outside, in graph order."""
+        inside = set(self.nodes)
+        return tuple(node for node in self.nodes if any(user not in inside for user in node.users))

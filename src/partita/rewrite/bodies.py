@@ -1,0 +1,208 @@
+"""Bodies: the graph of one region, with its inputs first, its own modes set and put back, and its border as output."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from partita._torch.nodes import GraphWriter
+from partita.graphs.modes import AMBIENT, Modes
+from partita.graphs.program import Program
+from partita.graphs.symbols import Dimension
+from partita.graphs.values import VALUE_KEYS, container_items, value_of
+from partita.regions.borders import Border, Crossing, Item
+from partita.regions.partition import Partition
+from partita.rewrite.mode_writer import ModeWriter
+from partita.rewrite.state import attribute_of
+
+__all__ = ["Body", "BodyStyle", "meta_of_crossing", "name_of_crossing", "rebuilt", "write_body"]
+
+
+@dataclass(frozen=True, slots=True)
+class BodyStyle:
+    """How the nodes of a body are called, and whether a single output is wrapped."""
+
+    keeps_node_names: bool = True
+    keeps_input_names: bool = True
+    returns_tuple: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A region's graph, what crosses as its inputs and outputs, and its own name for each target that it uses."""
+
+    graph: Graph
+    inputs: tuple[Crossing, ...]
+    outputs: tuple[int | Item, ...]
+    targets: dict[str, str]
+    switches_modes: bool
+
+
+def write_body(partition: Partition, place: int, numbers: Sequence[int], style: BodyStyle) -> Body:
+    """The body of the region at `place`, whose nodes have these `numbers`."""
+    return _BodyWriter(partition, partition.borders.of_regions[place], style).body(numbers)
+
+
+class _BodyWriter:
+    """One body while it is written: `env` gives the new value for each old node."""
+
+    def __init__(self, partition: Partition, border: Border, style: BodyStyle) -> None:
+        program = partition.program
+        self.program: Program = program
+        self.border, self.style = border, style
+        self.taken_apart = partition.borders.taken_apart
+        self.nodes = program.index.nodes
+        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.modes = ModeWriter(self.writer)
+        self.env: dict[Node, Any] = {}
+        self.items: dict[Item, Any] = {}
+        self.targets: dict[str, str] = {}
+
+    def body(self, numbers: Sequence[int]) -> Body:
+        if self.style.keeps_node_names:
+            self.writer.names.reserve(self.nodes[number].name for number in numbers)
+        inputs = self._write_inputs()
+        self._write_nodes(numbers)
+        outputs = tuple(self.border.outputs)
+        values = tuple(map(self._output, outputs))
+        self.modes.switch(AMBIENT)
+        bare = len(values) == 1 and not self.style.returns_tuple
+        self.writer.write("output", "output", (values[0] if bare else values,), name=self.writer.names.fresh("output"))
+        return Body(self.writer.close(), inputs, outputs, self.targets, self.modes.has_switched)
+
+    def _write_inputs(self) -> tuple[Crossing, ...]:
+        passed, held = [], []
+        for crossing in self.border.inputs:
+            node = self.nodes[crossing] if isinstance(crossing, int) else None
+            holds = node is not None and node.op == "get_attr" and self._names_module(node)
+            (held if holds else passed).append(crossing)
+        for place, crossing in enumerate(passed):
+            self._write_placeholder(place, crossing)
+        for crossing in held:
+            assert isinstance(crossing, int)
+            self._write_module(self.nodes[crossing])
+        for number in dict.fromkeys(crossing.number for crossing in passed if isinstance(crossing, Item)):
+            self.env[self.nodes[number]] = rebuilt(self.writer, self.nodes[number], number, self.items)
+        for number, items in self.taken_apart.items():
+            if all(type(item) is int for item in items):
+                self.env.setdefault(self.nodes[number], items)
+        return tuple(passed)
+
+    def _write_placeholder(self, place: int, crossing: Crossing) -> None:
+        writer, source = self.writer, self.nodes[crossing if isinstance(crossing, int) else crossing.number]
+        name = name_of_crossing(crossing, source) if self.style.keeps_input_names else f"arg_{place}"
+        chosen = writer.names.fresh(name) if self.style.keeps_node_names else writer.names.fresh_for(name)
+        type_expr = source.type if isinstance(crossing, int) else None
+        placeholder = writer.write("placeholder", name, name=chosen, type_expr=type_expr)
+        if isinstance(crossing, int):
+            writer.copy_meta(source, placeholder)
+            self.env[source] = placeholder
+        else:
+            placeholder.meta.update(meta_of_crossing(crossing, source))
+            if isinstance(crossing, Item):
+                self.items[crossing] = placeholder
+
+    def _names_module(self, node: Node) -> bool:
+        return isinstance(attribute_of(self.program.graph_module, node), nn.Module)
+
+    def _write_module(self, node: Node) -> None:
+        """The body of a higher-order operator: it is read inside, under its own path."""
+        name = self._name_for(node)
+        target = str(node.target)
+        self.targets[target] = target
+        self.env[node] = self.writer.copy(node, self.env.__getitem__, name=name)
+
+    def _write_nodes(self, numbers: Sequence[int]) -> None:
+        modes: Modes = self.program.modes
+        if modes.by_number is None:
+            self._write_run(numbers)
+            return
+        for mode, run in groupby(numbers, modes.by_number.__getitem__):
+            self.modes.switch(mode)
+            self._write_run(list(run))
+
+    def _write_run(self, numbers: Sequence[int]) -> None:
+        nodes = [self.nodes[number] for number in numbers]
+        plain: list[Node] = []
+        for node in nodes:
+            if node.op == "call_module":
+                self._write_plain(plain)
+                plain = []
+                target = self._local_target(str(node.target))
+                attribute_of(self.program.graph_module, node)
+                self.env[node] = self.writer.copy(node, self.env.__getitem__, name=self._name_for(node, target), target=target)
+            else:
+                plain.append(node)
+        self._write_plain(plain)
+
+    def _write_plain(self, nodes: list[Node]) -> None:
+        if self.style.keeps_node_names:
+            self.writer.copy_run(nodes, self.env, [node.name for node in nodes])
+        else:
+            fresh_for = self.writer.names.fresh_for
+            self.writer.copy_run(nodes, self.env, [fresh_for(node.target) for node in nodes])
+
+    def _name_for(self, node: Node, target: str | None = None) -> str:
+        if self.style.keeps_node_names:
+            return self.writer.names.fresh(node.name) if node.op == "get_attr" else node.name
+        return self.writer.names.fresh_for(target or node.target)
+
+    def _local_target(self, target: str) -> str:
+        """A path inside the body: the old one joined by underscores, numbered where another one has that name."""
+        for local, original in self.targets.items():
+            if original == target:
+                return local
+        base = local = target.replace(".", "_")
+        count = 0
+        while local in self.targets:
+            count += 1
+            local = f"{base}_{count}"
+        self.targets[local] = target
+        return local
+
+    def _output(self, crossing: int | Item) -> Any:
+        if not isinstance(crossing, Item):
+            return self.env[self.nodes[crossing]]
+        if crossing not in self.items:
+            source = self.nodes[crossing.number]
+            name = self.writer.names.fresh(name_of_crossing(crossing, source))
+            item = self.writer.write("call_function", operator.getitem, (self.env[source], crossing.place), name=name)
+            item.meta.update(meta_of_crossing(crossing, source))
+            self.items[crossing] = item
+        return self.items[crossing]
+
+
+def rebuilt(writer: GraphWriter, source: Node, number: int, items: Mapping[Item, Any]) -> Any:
+    """A container like the one that `source` gives, put together from its items; plain integers stand for themselves."""
+    traced = container_items(source)
+    assert traced is not None
+    values = [item if type(item) is int else items[Item(number, place)] for place, item in enumerate(traced)]
+    value = value_of(source)
+    if type(value) is torch.Size:
+        node = writer.write("call_function", torch.Size, (tuple(values),), name=writer.names.fresh(source.name))
+        writer.copy_meta(source, node)
+        return node
+    return values if type(value) is list else tuple(values)
+
+
+def name_of_crossing(crossing: Crossing, source: Node) -> str:
+    if isinstance(crossing, Item):
+        return f"{source.name}_item_{crossing.place}"
+    return f"{source.name}_size_{crossing.axis}" if isinstance(crossing, Dimension) else source.name
+
+
+def meta_of_crossing(crossing: Item | Dimension, source: Node) -> dict[str, Any]:
+    """The traced value of an item or a size, under the names that its source uses."""
+    found = {}
+    for key in VALUE_KEYS:
+        if key in source.meta:
+            value = source.meta[key]
+            found[key] = value[crossing.place] if isinstance(crossing, Item) else value.shape[crossing.axis]
+    return found

@@ -1,0 +1,248 @@
+"""Outlining: each region becomes a body and a call of it, in a new program that shares the state of the old one."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from partita._torch.lazy_modules import LazyModule, lazy_module
+from partita._torch.nodes import GraphWriter, map_nodes
+from partita._torch.operators import SYM_SIZE
+from partita.graphs.modes import AMBIENT
+from partita.graphs.symbols import Dimension
+from partita.graphs.values import VALUE_KEYS
+from partita.regions.borders import Crossing, Item
+from partita.regions.partition import Partition
+from partita.rewrite.bodies import Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt, write_body
+from partita.rewrite.mode_writer import ModeWriter
+from partita.rewrite.pause_gc import gc_paused
+from partita.rewrite.state import adopt_hooks, attribute_of, is_persistent, place, share_state
+
+__all__ = ["Outlined", "OutlineStyle", "outline"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineStyle:
+    """How an outlined program is written down; the defaults are Partita's own, `compat` asks for torch's."""
+
+    body: BodyStyle = BodyStyle()
+    #: Reads of attributes come first, in one block, instead of where they stood.
+    attributes_first: bool = False
+    #: State that no node names is kept as well.
+    keeps_unused_state: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outlined:
+    """The new module; for each region its attribute name and body; the old path of every target that moved."""
+
+    graph_module: GraphModule
+    names: tuple[str, ...]
+    bodies: tuple[LazyModule, ...]
+    moved: dict[str, str]
+
+
+def outline(
+    partition: Partition,
+    *,
+    names: Sequence[str] | None = None,
+    order: Sequence[int] | None = None,
+    style: OutlineStyle = OutlineStyle(),
+) -> Outlined:
+    """A program in which every region is one call; `order` may be any order that the partition allows."""
+    with gc_paused():
+        return _Outliner(partition, names or [region.name for region in partition], style).outlined(
+            partition.order if order is None else order
+        )
+
+
+class _Outliner:
+    """The outer graph while it is written: `env` gives the new value for each old node, `loose` for what else crosses."""
+
+    def __init__(self, partition: Partition, names: Sequence[str], style: OutlineStyle) -> None:
+        self.partition, self.style = partition, style
+        self.program = partition.program
+        self.root = partition.program.graph_module
+        self.nodes = self.program.index.nodes
+        self.writer = GraphWriter(self.program.graph._tracer_cls)
+        self.modes = ModeWriter(self.writer)
+        self.env: dict[Node, Any] = {}
+        self.loose: dict[Item | Dimension, Node] = {}
+        self.names = tuple(names)
+
+    def outlined(self, order: Sequence[int]) -> Outlined:
+        bodies = self._write_bodies()
+        self._write_inputs()
+        modes, regions = self.program.modes, len(self.partition)
+        for vertex in order:
+            if vertex < regions:
+                self.modes.switch(AMBIENT)
+                self._write_call(self.names[vertex], bodies[vertex])
+            elif self.nodes[vertex - regions] not in self.env and not self._is_read_inside_only(vertex - regions):
+                self.modes.switch(modes.at(vertex - regions))
+                self._write_alone(self.nodes[vertex - regions])
+        self._write_output()
+        return self._assemble(self.writer.close(), bodies)
+
+    def _write_bodies(self) -> list[Body]:
+        numbers: list[list[int]] = [[] for _ in self.partition.regions]
+        for number, place in enumerate(self.partition.owner):
+            if place >= 0:
+                numbers[place].append(number)
+        return [write_body(self.partition, at, held, self.style.body) for at, held in enumerate(numbers)]
+
+    def _write_inputs(self) -> None:
+        """The placeholders, with the reads of attributes among them where the style asks for that."""
+        if self.style.body.keeps_node_names:
+            self.writer.names.reserve(self._kept_names())
+        ops = ("placeholder", "get_attr") if self.style.attributes_first else ("placeholder",)
+        for node in self.nodes:
+            if node.op in ops:
+                self._write_alone(node)
+
+    def _kept_names(self) -> set[str]:
+        """The names of the old nodes that have a node in the outer graph as well."""
+        owner, borders = self.partition.owner, self.partition.borders.of_regions
+        kept = {node.name for node, place in zip(self.nodes, owner, strict=True) if place < 0}
+        given = (crossing for border in borders for crossing in border.outputs)
+        return kept | {self.nodes[crossing].name for crossing in given if isinstance(crossing, int)}
+
+    def _write_alone(self, node: Node) -> None:
+        if node.op == "get_attr":
+            attribute_of(self.root, node)
+        self.env[node] = self.writer.copy(node, self._value, name=self._name_for(node))
+
+    def _is_read_inside_only(self, number: int) -> bool:
+        """Whether a node is a body of higher-order operators that all moved into regions."""
+        node, owner, numbers = self.nodes[number], self.partition.owner, self.program.index.number
+        return (
+            node.op == "get_attr"
+            and bool(node.users)
+            and isinstance(attribute_of(self.root, node), GraphModule)
+            and all(owner[numbers[user]] >= 0 for user in node.users)
+        )
+
+    def _write_call(self, name: str, body: Body) -> None:
+        call = self.writer.write(
+            "call_module", name, tuple(map(self._crossing, body.inputs)), name=self.writer.names.fresh_for(name)
+        )
+        outputs = body.outputs
+        if len(outputs) == 1 and not self.style.body.returns_tuple:
+            self._give(outputs[0], call)
+            return
+        for at, crossing in enumerate(outputs):
+            item = self.writer.write("call_function", operator.getitem, (call, at), name=self._name_of_item(crossing))
+            self._give(crossing, item)
+        _copy_values(tuple(map(self._crossing, outputs)), call)
+
+    def _give(self, crossing: int | Item, value: Node) -> None:
+        """Notes that `value` stands for `crossing` from here on."""
+        if isinstance(crossing, Item):
+            value.meta.update(meta_of_crossing(crossing, self.nodes[crossing.number]))
+            self.loose[crossing] = value
+        else:
+            source = self.nodes[crossing]
+            self.writer.copy_meta(source, value)
+            self.env[source] = value
+
+    def _name_of_item(self, crossing: int | Item) -> str:
+        names = self.writer.names
+        if not self.style.body.keeps_node_names:
+            return names.fresh_for(operator.getitem)
+        if isinstance(crossing, Item):
+            return names.fresh(name_of_crossing(crossing, self.nodes[crossing.number]))
+        return self.nodes[crossing].name
+
+    def _name_for(self, node: Node) -> str:
+        if self.style.body.keeps_node_names:
+            return node.name
+        return self.writer.names.fresh_for(node.target)
+
+    def _crossing(self, crossing: Crossing) -> Any:
+        """The value in the outer graph of something that crosses; items and sizes are read when first needed."""
+        if isinstance(crossing, int):
+            return self._value(self.nodes[crossing])
+        if crossing not in self.loose:
+            source = self.nodes[crossing.number]
+            place, target = (
+                (crossing.axis, SYM_SIZE) if isinstance(crossing, Dimension) else (crossing.place, operator.getitem)
+            )
+            name = self.writer.names.fresh(name_of_crossing(crossing, source))
+            node = self.writer.write("call_function", target, (self._value(source), place), name=name)
+            node.meta.update(meta_of_crossing(crossing, source))
+            self.loose[crossing] = node
+        return self.loose[crossing]
+
+    def _value(self, node: Node) -> Any:
+        """The new value of `node`; a container that came in items is put together when first needed."""
+        value = self.env.get(node)
+        if value is None:
+            number = self.program.index.number[node]
+            items = {item: value for item, value in self.loose.items() if isinstance(item, Item)}
+            value = self.env[node] = rebuilt(self.writer, node, number, items)
+        return value
+
+    def _write_output(self) -> None:
+        output = self.nodes[-1]
+        args = map_nodes(output.args, self._value)
+        self.modes.switch(self.program.modes.final)
+        node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=output.type)
+        self.writer.copy_meta(output, node)
+
+    def _assemble(self, graph: Graph, bodies: list[Body]) -> Outlined:
+        # The code generator carries the calling convention; a copy, so that neither graph can change the other's.
+        graph.set_codegen(copy.deepcopy(self.root.graph._codegen))
+        effectful, owner = self.program.effects.effectful, self.partition.owner
+        impure = {owner[number] for number in effectful}
+        base = lazy_module(graph, training=self.root.training)
+        base.meta.update(self.root.meta)
+        type(base).__name__ = type(self.root).__name__
+        base.shape_env = getattr(self.root, "shape_env", None)
+        modules, moved = [], {}
+        for at, (name, body) in enumerate(zip(self.names, bodies, strict=True)):
+            module = lazy_module(
+                body.graph, training=self.root.training, restores_modes=body.switches_modes, is_impure=at in impure
+            )
+            for local, original in body.targets.items():
+                place(module, local, self.root.get_submodule(original))
+                moved[f"{name}.{local}"] = original
+            modules.append(module)
+        self._share_state(base, moved)
+        base._modules.update(zip(self.names, modules, strict=True))
+        adopt_hooks(self.root, base)
+        return Outlined(base, self.names, tuple(modules), moved)
+
+    def _share_state(self, base: GraphModule, moved: dict[str, str]) -> None:
+        named = {
+            str(node.target)
+            for node in base.graph.nodes
+            if node.op in ("get_attr", "call_module") and str(node.target) not in self.names
+        }
+        if self.style.keeps_unused_state:
+            share_state(self.root, base, without=frozenset(moved.values()) - named)
+        for node in base.graph.nodes:
+            if node.op == "get_attr" or (node.op == "call_module" and node.target in named):
+                path = str(node.target)
+                if not self.style.keeps_unused_state or not _has(base, path):
+                    value = attribute_of(self.root, node)
+                    place(base, path, value, persistent=is_persistent(self.root, path))
+
+
+def _has(module: Any, path: str) -> bool:
+    for part in path.split("."):
+        if not hasattr(module, part):
+            return False
+        module = getattr(module, part)
+    return True
+
+
+def _copy_values(nodes: tuple[Node, ...], call: Node) -> None:
+    """The traced value of a call is the tuple of the values that it gives."""
+    for key in VALUE_KEYS:
+        if nodes and all(key in node.meta for node in nodes):
+            call.meta[key] = tuple(node.meta[key] for node in nodes)

@@ -1,0 +1,114 @@
+"""State: reading what a node names on a module, and putting it on another without copying a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from partita.errors import MissingTargetError
+
+__all__ = ["adopt_hooks", "attribute_of", "place", "share_state"]
+
+_HOOKS = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_OWN_KEYS = frozenset(nn.Module().__dict__) | {
+    "_graph",
+    "_code",
+    "_lineno_map",
+    "_prologue_start",
+    "_tracer_cls",
+    "_tracer_extras",
+    "_replace_hooks",
+    "_create_node_hooks",
+    "_erase_node_hooks",
+    "_deepcopy_hooks",
+    "_is_impure",
+    "_restores_modes",
+    "meta",
+    "shape_env",
+}
+
+
+def attribute_of(root: nn.Module, node: Node) -> Any:
+    """What `node` names by its dotted target."""
+    value: Any = root
+    for part in str(node.target).split("."):
+        if not hasattr(value, part):
+            raise MissingTargetError(
+                f"Node target {node.target} not found! Node {node.name!r} ({node.op}) names it, but the module has no "
+                f"{part!r} there; register it on the module, or erase the node"
+            )
+        value = getattr(value, part)
+    return value
+
+
+def place(root: nn.Module, path: str, value: Any, *, persistent: bool = True) -> None:
+    """Registers `value` on `root` under a dotted path, with plain modules on the way."""
+    *folders, name = path.split(".")
+    module = root
+    for folder in folders:
+        inner = module._modules.get(folder)
+        if inner is None:
+            inner = nn.Module()
+            inner.training = root.training
+            module._modules[folder] = inner
+        module = inner
+    if isinstance(value, nn.Parameter):
+        module._parameters[name] = value
+    elif isinstance(value, nn.Module):
+        module._modules[name] = value
+    elif isinstance(value, torch.Tensor):
+        module.register_buffer(name, value, persistent=persistent)
+    else:
+        module.__dict__[name] = value
+
+
+def is_persistent(root: nn.Module, path: str) -> bool:
+    """Whether the buffer at `path` is saved with the module."""
+    folder, _, name = path.rpartition(".")
+    return name not in root.get_submodule(folder)._non_persistent_buffers_set
+
+
+def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str], prefix: str = "") -> None:
+    """Gives `target` all state of `source` at the same paths, but for the modules at the paths in `without`.
+
+    Tensors and whole submodules are shared. Only a module with something taken out of it becomes a plain container.
+    """
+    target._parameters.update(source._parameters)
+    target._buffers.update(source._buffers)
+    target._non_persistent_buffers_set.update(source._non_persistent_buffers_set)
+    for name, child in source._modules.items():
+        path = f"{prefix}{name}"
+        if path in without:
+            continue
+        if child is not None and any(taken.startswith(f"{path}.") for taken in without):
+            container = nn.Module()
+            container.training = child.training
+            share_state(child, container, without=without, prefix=f"{path}.")
+            target._modules[name] = container
+        else:
+            target._modules[name] = child
+    for name, value in source.__dict__.items():
+        if name not in _OWN_KEYS and name not in target.__dict__:
+            target.__dict__[name] = value
+
+
+def adopt_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Gives `target` the hooks of `source`, in tables of its own."""
+    for name in _HOOKS:
+        getattr(target, name).update(getattr(source, name))
+    target._is_full_backward_hook = source._is_full_backward_hook

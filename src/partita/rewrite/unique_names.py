@@ -1,0 +1,26 @@
+"""Names for new submodules that collide with nothing a module already has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+__all__ = ["unique_names"]
+
+
+def unique_names(wanted: Iterable[str], root: nn.Module) -> tuple[str, ...]:
+    """The wanted names as identifiers, numbered where `root` or another of them has that name."""
+    taken: set[str] = set()
+    names = []
+    for name in wanted:
+        base = re.sub(r"\W", "_", name) or "region"
+        base = f"region_{base}" if base[0].isdigit() else base
+        chosen, count = base, 0
+        while chosen in taken or hasattr(root, chosen):
+            count += 1
+            chosen = f"{base}_{count}"
+        taken.add(chosen)
+        names.append(chosen)
+    return tuple(names)

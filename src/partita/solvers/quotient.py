@@ -1,0 +1,138 @@
+"""The quotient of a graph by groups of its nodes: its edges, an order of it, or the shortest cycle in it.
+
+Numbers only. `owner[i]` says where node `i` belongs: a group (0 and up), `ALONE` (a vertex of its own) or `NOWHERE`
+(not part of the order at all). Group `g` is vertex `g`; a node `i` that stands alone is vertex `groups + i`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+__all__ = ["ALONE", "NOWHERE", "Quotient", "quotient"]
+
+ALONE, NOWHERE = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Quotient:
+    """The vertices with the number of their first node, and for each edge one pair of nodes that causes it."""
+
+    groups: int
+    first: dict[int, int]
+    causes: dict[tuple[int, int], tuple[int, int]]
+
+    def stable_order(self) -> list[int] | None:
+        """The vertices in an order that obeys every edge, earliest first node first; None if there is a cycle."""
+        waits, successors = self._neighbours()
+        ready = [(number, vertex) for vertex, number in self.first.items() if not waits[vertex]]
+        heapify(ready)
+        order: list[int] = []
+        while ready:
+            vertex = heappop(ready)[1]
+            order.append(vertex)
+            for after in successors.get(vertex, ()):
+                waits[after] -= 1
+                if not waits[after]:
+                    heappush(ready, (self.first[after], after))
+        return order if len(order) == len(self.first) else None
+
+    def shortest_cycle(self) -> list[tuple[int, int]]:
+        """The edges of a cycle that no other cycle is shorter than, among those through one of its vertices."""
+        _, successors = self._neighbours()
+        best: list[int] = []
+        for start in self._vertices_on_cycles():
+            path = _path_back(start, successors, limit=len(best) or None)
+            if path and (not best or len(path) < len(best)):
+                best = path
+            if len(best) == 2:
+                break
+        return list(zip(best, best[1:] + best[:1], strict=True))
+
+    def _neighbours(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        waits = dict.fromkeys(self.first, 0)
+        successors: dict[int, list[int]] = {}
+        for before, after in self.causes:
+            waits[after] += 1
+            successors.setdefault(before, []).append(after)
+        return waits, successors
+
+    def _vertices_on_cycles(self) -> list[int]:
+        """Groups that neither end of a peeling reaches: all cycles run through them; few are tried."""
+        remaining = set(self.first)
+        for edges in (self.causes, [(b, a) for a, b in self.causes]):
+            remaining -= _peeled(remaining, edges)
+        groups = [vertex for vertex in sorted(remaining) if vertex < self.groups]
+        return groups[:_STARTS_TRIED]
+
+
+#: A shortest cycle is searched from this many groups, so that a hopeless partition still fails in linear time.
+_STARTS_TRIED = 32
+
+
+def quotient(owner: Sequence[int], groups: int, edges: Iterable[tuple[int, int]]) -> Quotient:
+    """The quotient graph of the nodes by `owner` under `edges`."""
+    first: dict[int, int] = {}
+    for number, group in enumerate(owner):
+        if group >= 0:
+            first.setdefault(group, number)
+        elif group == ALONE:
+            first[groups + number] = number
+    causes: dict[tuple[int, int], tuple[int, int]] = {}
+    for before, after in edges:
+        source, target = owner[before], owner[after]
+        if source == target and source >= 0:
+            continue
+        if source < 0:
+            if source == NOWHERE:
+                continue
+            source = groups + before
+        if target < 0:
+            if target == NOWHERE:
+                continue
+            target = groups + after
+        if (source, target) not in causes:
+            causes[source, target] = (before, after)
+    return Quotient(groups, first, causes)
+
+
+def _peeled(vertices: set[int], edges: Iterable[tuple[int, int]]) -> set[int]:
+    """The vertices that can be taken away one after another, each with no edge from one still there."""
+    inside = [(a, b) for a, b in edges if a in vertices and b in vertices]
+    waits = dict.fromkeys(vertices, 0)
+    successors: dict[int, list[int]] = {}
+    for before, after in inside:
+        waits[after] += 1
+        successors.setdefault(before, []).append(after)
+    ready = [vertex for vertex in vertices if not waits[vertex]]
+    gone: set[int] = set()
+    while ready:
+        vertex = ready.pop()
+        gone.add(vertex)
+        for after in successors.get(vertex, ()):
+            waits[after] -= 1
+            if not waits[after]:
+                ready.append(after)
+    return gone
+
+
+def _path_back(start: int, successors: dict[int, list[int]], *, limit: int | None) -> list[int]:
+    """The shortest cycle through `start`, as vertices from `start` on; empty if there is none under `limit`."""
+    came_from: dict[int, int] = {}
+    queue = deque([(start, 1)])
+    while queue:
+        vertex, length = queue.popleft()
+        if limit is not None and length >= limit:
+            return []
+        for after in successors.get(vertex, ()):
+            if after == start:
+                path = [vertex]
+                while path[-1] != start:
+                    path.append(came_from[path[-1]])
+                return path[::-1]
+            if after not in came_from:
+                came_from[after] = vertex
+                queue.append((after, length + 1))
+    return []

@@ -1,0 +1,147 @@
+"""A draft: a graph under construction whose every node is run as it is added, so that the program must run too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from partita.testing.state import ATTRIBUTES, State
+
+__all__ = ["Draft", "Unfit"]
+
+_ODD_NAMES = ("submod_0", "self_1", "add_1", "getitem", "submod_1_0", "output_1", "cache", "l_self_x_")
+
+
+class Unfit(Exception):
+    """A step does not fit where it stands, so the program goes without it."""
+
+
+@final
+class Draft:
+    """A graph and, for each of its nodes, the value it had when it ran."""
+
+    def __init__(self, graph: Graph, state: State, *, odd_names: int = 0) -> None:
+        self.graph = graph
+        self.state = state
+        self.values: dict[Node, Any] = {}
+        self.open: list[tuple[Callable[[Any], object], Node]] = []
+        self.inputs: list[Node] = []
+        self._odd_names = odd_names
+        self._saved: set[int] = set()
+        self._owned: set[int] = set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While open, nodes run as in a call: grad on, no other mode; all is put back at the end, random state too."""
+        hooks = saved_tensors_hooks(self._remember_saved, lambda nothing: nothing)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), hooks:
+            torch.default_generator.manual_seed(0)
+            try:
+                yield
+            finally:
+                for leave, entered in reversed(self.open):
+                    leave(self.values[entered])
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call of a function."""
+        return self._add("call_function", target, target, args, kwargs)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        """A call of a method of the first argument."""
+        return self._add("call_method", name, lambda owner, *rest, **named: getattr(owner, name)(*rest, **named), args, kwargs)
+
+    def module(self, entry: str, *args: Any, **kwargs: Any) -> Node:
+        """A call of a module of the state."""
+        self.state.need(entry)
+        return self._add("call_module", entry, self.state.root.get_submodule(entry), args, kwargs)
+
+    def attribute(self, path: str) -> Node:
+        """A read of a parameter, a buffer or a module of the state."""
+        self.state.need(ATTRIBUTES.get(path, path))
+        value: Any = self.state.root
+        for part in path.split("."):
+            value = getattr(value, part)
+        if isinstance(value, Tensor):
+            self._owned.add(_storage(value))
+        return self._add("get_attr", path, lambda: value, (), {})
+
+    def receive(self, node: Node, value: object) -> None:
+        """Takes a placeholder and what is passed for it."""
+        self.values[node] = value
+        self.inputs.append(node)
+
+    def disown(self, node: Node) -> None:
+        """Lets no later step use the value of `node`."""
+        del self.values[node]
+
+    def tensor(self, pick: int, suits: Callable[[Tensor], bool] = lambda value: True) -> Node:
+        """A floating tensor that suits, counted back from the newest."""
+        return _newest(pick, self.tensors(suits))
+
+    def matrix(self, pick: int) -> Node:
+        """A tensor of the size that modules take."""
+        return self.tensor(pick, lambda value: value.shape == (4, 6))
+
+    def like(self, node: Node, pick: int) -> Node:
+        """A tensor of the same shape as `node`, perhaps `node` itself."""
+        shape = self.values[node].shape
+        return self.tensor(pick, lambda value: value.shape == shape)
+
+    def writable(self, pick: int) -> Node:
+        """A tensor that may be written without spoiling what the backward pass has kept."""
+        return self.tensor(pick, self.may_write)
+
+    def may_write(self, value: Tensor) -> bool:
+        """Whether nothing that the backward pass has kept lies in the storage of `value`."""
+        return _storage(value) not in self._saved
+
+    def outlives_call(self, node: Node) -> bool:
+        """Whether the tensor belongs to the state, so that gradients must not flow into it from one call to the next."""
+        return _storage(self.values[node]) in self._owned
+
+    def tensors(self, suits: Callable[[Tensor], bool] = lambda value: True) -> list[Node]:
+        """All floating tensors that suit, in graph order."""
+        return [n for n, v in self.values.items() if isinstance(v, Tensor) and v.is_floating_point() and suits(v)]
+
+    def valued(self, *types: type) -> list[Node]:
+        """All nodes whose value is of exactly one of these types, in graph order."""
+        return [node for node, value in self.values.items() if type(value) in types]
+
+    def choose(self, pick: int, nodes: list[Node]) -> Node:
+        """One of `nodes`, counted back from the newest."""
+        return _newest(pick, nodes)
+
+    def _add(self, op: str, target: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        lookup = self.values.__getitem__
+        try:
+            value = run(*map_arg(args, lookup), **map_arg(kwargs, lookup))
+        except (RuntimeError, TypeError, ValueError, IndexError) as refusal:
+            raise Unfit(f"{op} {target}: {refusal}") from refusal
+        node = self.graph.create_node(op, target, args, kwargs, name=self._odd_name())
+        self.values[node] = value
+        return node
+
+    def _odd_name(self) -> str | None:
+        if not self._odd_names or len(self.values) % (self._odd_names + 1):
+            return None
+        return _ODD_NAMES[len(self.values) % len(_ODD_NAMES)]
+
+    def _remember_saved(self, kept: Tensor) -> None:
+        self._saved.add(_storage(kept))
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _newest(pick: int, nodes: list[Node]) -> Node:
+    if not nodes:
+        raise Unfit("nothing suits")
+    return nodes[-1 - pick % len(nodes)]

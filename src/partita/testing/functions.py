@@ -1,0 +1,38 @@
+"""Python functions that no analysis knows: to a partitioner each is a black box."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["branches", "bump", "halve", "jitter", "note", "peel"]
+
+
+def halve(x: Tensor) -> Tensor:
+    """A new tensor; the function is pure."""
+    return torch.tanh(x) * 0.5
+
+
+def bump(x: Tensor) -> Tensor:
+    """The argument itself, written to, which the name does not say."""
+    return x.add_(0.125)
+
+
+def note(x: Tensor) -> None:
+    """Nothing, but the argument is written to."""
+    x.mul_(0.75)
+
+
+def jitter(x: Tensor) -> Tensor:
+    """The argument plus noise from the global generator."""
+    return x + 0.125 * torch.rand_like(x)
+
+
+def peel(x: Tensor) -> Tensor:
+    """A view of the argument."""
+    return x.view(x.shape)[..., :2]
+
+
+def branches(x: Tensor) -> dict[str, object]:
+    """Containers in containers."""
+    return {"whole": x.sin(), "parts": [x.cos(), (x * 0.5, x.neg())]}

@@ -1,0 +1,91 @@
+"""Metadata: what nodes carry besides their call, as tracers leave it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAST, EXIT_INFERENCE
+
+__all__ = ["annotate"]
+
+_EXITS: Mapping[object, Callable[[Any], object]] = {ENTER_AUTOCAST: EXIT_AUTOCAST, ENTER_INFERENCE: EXIT_INFERENCE}
+
+
+def annotate(graph_module: GraphModule, style: str, placed: Sequence[object]) -> bool:
+    """Gives every node the metadata that `style` names; False where the values of this program cannot be faked."""
+    if style == "none":
+        return True
+    for place, node in enumerate(graph_module.graph.nodes):
+        node.meta["custom"] = {"place": place, "inner": {"tags": [node.op]}}
+        node.meta["stack_trace"] = f'  File "model.py", line {place + 1}, in forward\n'
+    return style == "custom" or _propagate(graph_module, style, placed)
+
+
+def _propagate(graph_module: GraphModule, style: str, placed: Sequence[object]) -> bool:
+    nodes: list[Node] = list(graph_module.graph.nodes)
+    if any(str(node.target).startswith("**") for node in nodes if node.op == "placeholder"):
+        return False
+    if any(node.target == "*args" for node in nodes if node.op == "placeholder"):
+        *placed, rest = placed
+        placed = [*placed, *tuple(cast(Iterable[object], rest))]
+    done = _run_fake(graph_module, placed)
+    for node in nodes:
+        # Numbers of a fake run say nothing that the real ones would, so a failed run leaves no values behind.
+        value = node.meta.pop("val", None) if not done or style == "example_value" else node.meta.get("val")
+        if done and style in ("example_value", "both"):
+            node.meta["example_value"] = value
+    return done
+
+
+def _run_fake(graph_module: GraphModule, placed: Sequence[object]) -> bool:
+    with torch.enable_grad():
+        try:
+            _FakeRun(graph_module).propagate(*placed)
+        # Reading a number out of a fake tensor is refused, each kind of number with an error of its own.
+        except Exception:
+            return False
+    return True
+
+
+class _FakeRun(FakeTensorProp):
+    """Runs a graph on fake tensors; where that fails, it leaves the modes that the graph has entered."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__(graph_module)
+        self._open: list[tuple[Callable[[Any], object], object]] = []
+        self._fake_mode: Any = None
+
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().placeholder(target, args, kwargs)
+        if self._fake_mode is None:
+            self._fake_mode = cast(Any, value).fake_mode
+            # Modules keep their real parameters.
+            self._fake_mode.allow_non_fake_inputs = True
+        # Tensors that were passed inside a container arrive here as they are, and a real one would be written.
+        is_real = isinstance(value, Tensor) and not hasattr(value, "fake_mode")
+        return self._fake_mode.from_tensor(value) if is_real else value
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._fake_mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    def run_node(self, node: Node) -> Any:
+        try:
+            result = super().run_node(node)
+        except Exception:
+            # An inference block restores the dispatch state it found, so it must be left before the fake mode is.
+            while self._open:
+                leave, context = self._open.pop()
+                leave(context)
+            raise
+        if node.target in _EXITS:
+            self._open.append((_EXITS[node.target], result))
+        elif node.target in (EXIT_AUTOCAST, EXIT_INFERENCE):
+            self._open.pop()
+        return result

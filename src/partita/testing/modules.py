@@ -1,0 +1,62 @@
+"""Modules for generated programs: leaves with effects of their own, and graph modules to call and to pass on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+__all__ = ["Fork", "Meter", "nested_module", "pure_body", "writing_body"]
+
+
+class Meter(nn.Module):
+    """Returns its input scaled by a running total, which every call updates."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.total.mul_(0.5).add_(x.detach().mean().tanh())
+        return x * self.total.clone()
+
+
+class Fork(nn.Module):
+    """Returns a tuple and a dict in one tuple."""
+
+    def forward(self, x: Tensor, *, scale: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
+        return x * scale, {"left": x.sin(), "right": x.cos()}
+
+
+def nested_module() -> GraphModule:
+    """A graph module with a parameter, an in-place operator and a random draw."""
+    root = nn.Module()
+    root.linear = nn.Linear(6, 6)
+    root.dropout = nn.Dropout(0.25)
+    graph = Graph()
+    hidden = graph.call_module("linear", (graph.placeholder("x"),))
+    hidden = graph.call_method("add_", (hidden, 0.5))
+    hidden = graph.call_module("dropout", (hidden,))
+    graph.output(graph.call_function(torch.tanh, (hidden,)))
+    return GraphModule(root, graph)
+
+
+def pure_body() -> GraphModule:
+    """A body for a higher-order operator: one operand, two results."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    sine = graph.call_function(torch.ops.aten.sin.default, (x,))
+    graph.output((sine, graph.call_function(torch.ops.aten.mul.Tensor, (sine, x))))
+    return GraphModule(nn.Module(), graph)
+
+
+def writing_body() -> GraphModule:
+    """A body that writes to its operand."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    written = graph.call_function(torch.ops.aten.mul_.Tensor, (x, 0.5))
+    graph.output((graph.call_function(torch.ops.aten.cos.default, (written,)),))
+    return GraphModule(nn.Module(), graph)

@@ -1,0 +1,58 @@
+"""Seeds: recipes drawn from a numbered random source, for more programs than hypothesis has patience for."""
+
+from __future__ import annotations
+
+from random import Random
+
+from partita.testing.features import ALL, Features
+from partita.testing.inputs import INPUT_KINDS, PLAIN_INPUT_KINDS
+from partita.testing.outputs import OUTPUT_KINDS, PLAIN_OUTPUT_KINDS
+from partita.testing.recipe import LARGEST_PICK, METADATA, Input, Picks, Recipe, Step
+from partita.testing.steps.table import families_of, kinds_in
+
+__all__ = ["random_recipe"]
+
+
+def random_recipe(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> Recipe:
+    """The recipe of that number.
+
+    Each draws from about half of the families only, since programs made of a few things show what these do to one
+    another, while programs made of everything show little of anything.
+    """
+    source = Random(seed)
+    kinds = _some_kinds(source, features)
+    inputs = INPUT_KINDS if features.inputs else PLAIN_INPUT_KINDS
+    outputs = OUTPUT_KINDS if features.outputs else PLAIN_OUTPUT_KINDS
+    return Recipe(
+        inputs=(
+            Input(source.choice((*PLAIN_INPUT_KINDS, "leaf"))),
+            *(Input(source.choice(inputs), _pick(source)) for _ in range(source.randrange(5))),
+        ),
+        steps=tuple(Step(source.choice(kinds), _picks(source)) for _ in range(source.randint(1, max_nodes))),
+        output=Step(source.choice((*outputs, "tuple", "tuple")), _picks(source)),
+        pytree=features.pytree and source.random() < 0.12,
+        training=source.random() < 0.7,
+        restores_grad=source.random() < 0.6,
+        metadata=source.choice((*METADATA, *["none"] * 3)) if features.metadata else "none",
+        odd_names=source.randint(1, 4) if features.names and source.random() < 0.2 else 0,
+        max_nodes=max_nodes,
+        source=_reproducer(seed, max_nodes, features),
+    )
+
+
+def _some_kinds(source: Random, features: Features) -> tuple[str, ...]:
+    families = tuple(family for family in families_of(features) if source.random() < 0.6)
+    return kinds_in((*families, "functions"))
+
+
+def _pick(source: Random) -> int:
+    return source.randint(0, LARGEST_PICK)
+
+
+def _picks(source: Random) -> Picks:
+    return _pick(source), _pick(source), _pick(source), _pick(source)
+
+
+def _reproducer(seed: int, max_nodes: int, features: Features) -> str:
+    limits = f", max_nodes={max_nodes}" if max_nodes != 30 else ""
+    return f"random_case({seed}{limits}{f', features={features}' if features != ALL else ''})"

@@ -1,0 +1,1 @@
+"""Steps: what a generated program can do, one file a family."""

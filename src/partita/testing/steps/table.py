@@ -1,0 +1,57 @@
+"""The table of all steps by the name of their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from partita.testing.draft import Draft
+from partita.testing.features import Features
+from partita.testing.recipe import Picks
+from partita.testing.steps.compute import FUNCTIONS, METHODS, OVERLOADS
+from partita.testing.steps.containers import CONTAINERS
+from partita.testing.steps.draws import DRAWS
+from partita.testing.steps.modes import AUTOCAST, GRAD, INFERENCE
+from partita.testing.steps.opaque import CHECKS, HIGHER_ORDER, UNKNOWN
+from partita.testing.steps.owned import ATTRIBUTE_READS, MODULES
+from partita.testing.steps.sizes import ITEMS, SIZES
+from partita.testing.steps.views import VIEWS
+from partita.testing.steps.writes import WRITES
+
+__all__ = ["STEPS", "families_of", "kinds_in"]
+
+#: What each kind of step does; a kind is called by its family, a dot and its form.
+STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
+    **FUNCTIONS,
+    **OVERLOADS,
+    **METHODS,
+    **VIEWS,
+    **WRITES,
+    **MODULES,
+    **ATTRIBUTE_READS,
+    **CONTAINERS,
+    **SIZES,
+    **ITEMS,
+    **DRAWS,
+    **GRAD,
+    **AUTOCAST,
+    **INFERENCE,
+    **CHECKS,
+    **UNKNOWN,
+    **HIGHER_ORDER,
+}
+
+
+def families_of(features: Features) -> tuple[str, ...]:
+    """The families of steps that `features` allow."""
+    families = dict.fromkeys(kind.partition(".")[0] for kind in STEPS)
+    return tuple(family for family in families if features.has(family))
+
+
+def kinds_in(families: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds of steps in these families, some more than once."""
+    return tuple(kind for kind in _WEIGHTED if kind.partition(".")[0] in families)
+
+
+# What opens a mode always fits and what closes it seldom, so without weights all modes would stay on to the end.
+_WEIGHTS = {"grad.on": 2, "autocast.exit": 4, "inference.exit": 7, "sizes.arithmetic": 2}
+_WEIGHTED = tuple(kind for kind in STEPS for _ in range(_WEIGHTS.get(kind, 1)))

@@ -1,0 +1,136 @@
+"""Steps that write to tensors: in place, through views, into `out=`, to inputs and to buffers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.fx import Node
+from torch.nn import functional as F
+
+from partita.testing.draft import Draft, Unfit
+from partita.testing.recipe import Picks
+from partita.testing.state import BUFFERS
+from partita.testing.steps.views import view_of
+
+__all__ = ["WRITES"]
+
+aten = torch.ops.aten
+
+
+def method(draft: Draft, picks: Picks) -> None:
+    names = (("add_", 0.25), ("mul_", 0.5), ("relu_",), ("clamp_", -0.5, 0.5), ("zero_",), ("fill_", 0.25))
+    name, *rest = names[picks[1] % len(names)]
+    draft.method(str(name), draft.writable(picks[0]), *rest)
+
+
+def method_with(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    draft.method(("add_", "sub_", "mul_", "copy_")[picks[2] % 4], written, _partner(draft, written, picks[1]))
+
+
+def function(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    match picks[1] % 3:
+        case 0:
+            draft.call(torch.relu_, written)
+        case 1:
+            draft.call(F.relu, written, inplace=True)
+        case _:
+            draft.call(F.hardtanh, written, -0.5, 0.5, True)
+
+
+def overload(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    targets = (aten.add_.Tensor, aten.copy_.default, aten.mul_.Tensor)
+    draft.call(targets[picks[2] % 3], written, _partner(draft, written, picks[1]))
+
+
+def operator_form(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    draft.call((operator.iadd, operator.imul, operator.isub)[picks[2] % 3], written, _partner(draft, written, picks[1]))
+
+
+def out(draft: Draft, picks: Picks) -> None:
+    """A result put into a tensor that is there already, which autograd forbids where it would have to record."""
+    written = draft.writable(picks[0])
+    left, right = _without_history(draft, draft.like(written, picks[1])), _partner(draft, written, picks[2])
+    draft.call((torch.add, torch.mul)[picks[3] % 2], left, _without_history(draft, right), out=written)
+
+
+def setitem(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    key = (0, slice(0, 2), (Ellipsis, 0), slice(None, None, 2))[picks[1] % 4]
+    value = 0.25 if picks[2] % 2 else draft.call(operator.getitem, _partner(draft, written, picks[3]), key)
+    # A graph module gives this node the written tensor, an interpreter None, so nobody may rely on either.
+    draft.disown(draft.call(operator.setitem, written, key, value))
+
+
+def through_view(draft: Draft, picks: Picks) -> None:
+    """A write to a view, so that the base changes although nothing names it."""
+    view = view_of(draft, draft.writable(picks[0]), picks[1])
+    draft.method(("mul_", "add_")[picks[2] % 2], view, 0.5)
+
+
+def through_detached(draft: Draft, picks: Picks) -> None:
+    draft.method("mul_", draft.method("detach", draft.writable(picks[0])), 0.5)
+
+
+def buffer(draft: Draft, picks: Picks) -> None:
+    written = draft.attribute(BUFFERS[picks[0] % len(BUFFERS)])
+    _check_free(draft, written)
+    if picks[2] % 2:
+        draft.method("mul_", written, 0.5)
+    else:
+        draft.method("copy_", written, _partner(draft, written, picks[1]))
+
+
+def input_(draft: Draft, picks: Picks) -> None:
+    """A write that the caller sees; autograd forbids it on what the caller wants gradients of."""
+    free = draft.tensors(lambda value: not value.requires_grad and draft.may_write(value))
+    written = draft.choose(picks[0], [node for node in free if node in draft.inputs])
+    draft.method(("add_", "mul_")[picks[1] % 2], written, 0.25)
+
+
+def foreach(draft: Draft, picks: Picks) -> None:
+    targets = (aten._foreach_add_.Scalar, aten._foreach_mul_.Scalar)
+    draft.call(targets[picks[2] % 2], [draft.writable(picks[0]), draft.writable(picks[1])], 0.5)
+
+
+def metadata(draft: Draft, picks: Picks) -> None:
+    """A change of a tensor's shape in place."""
+    copied = draft.method("clone", draft.matrix(picks[0]))
+    draft.method(("t_", "unsqueeze_")[picks[1] % 2], copied, *((), (0,))[picks[1] % 2])
+
+
+def _partner(draft: Draft, written: Node, pick: int) -> Node:
+    """What is written into `written`; state takes no history, else one call would reach into the next."""
+    partner = draft.like(written, pick)
+    return _without_history(draft, partner) if draft.outlives_call(written) else partner
+
+
+def _without_history(draft: Draft, node: Node) -> Node:
+    return draft.method("detach", node) if draft.values[node].requires_grad else node
+
+
+def _check_free(draft: Draft, written: Node) -> None:
+    if not draft.may_write(draft.values[written]):
+        raise Unfit(f"the backward pass needs {written}")
+
+
+WRITES: Mapping[str, Callable[[Draft, Picks], None]] = {
+    "writes.method": method,
+    "writes.method_with": method_with,
+    "writes.function": function,
+    "writes.overload": overload,
+    "writes.operator": operator_form,
+    "writes.out": out,
+    "writes.setitem": setitem,
+    "writes.through_view": through_view,
+    "writes.through_detached": through_detached,
+    "writes.buffer": buffer,
+    "writes.input": input_,
+    "writes.foreach": foreach,
+    "writes.metadata": metadata,
+}

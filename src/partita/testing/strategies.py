@@ -1,0 +1,77 @@
+"""Strategies: programs, and regions over them, for hypothesis to draw and to shrink."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from partita.testing.build import build
+from partita.testing.captured import CAPTURES, captured_case
+from partita.testing.case import Case
+from partita.testing.features import ALL, Features
+from partita.testing.inputs import INPUT_KINDS, PLAIN_INPUT_KINDS
+from partita.testing.outputs import OUTPUT_KINDS, PLAIN_OUTPUT_KINDS
+from partita.testing.recipe import LARGEST_PICK, METADATA, Input, Recipe, Step
+from partita.testing.regions import LABEL_STYLES, Labelling, Labels, label
+from partita.testing.steps.table import families_of, kinds_in
+
+__all__ = ["captured_programs", "labelled_programs", "labellings", "programs", "recipes"]
+
+_MOST_INPUTS = 5
+
+
+def programs(*, max_nodes: int = 30, features: Features = ALL) -> SearchStrategy[Case]:
+    """Programs of up to about `max_nodes` nodes that run on their arguments."""
+    return recipes(max_nodes=max_nodes, features=features).map(build)
+
+
+def labelled_programs(*, max_nodes: int = 30, features: Features = ALL) -> SearchStrategy[tuple[Case, Labels]]:
+    """Programs with a region for each node, or None: some partitions are legal, some are cyclic."""
+    drawn = st.tuples(programs(max_nodes=max_nodes, features=features), labellings())
+    return drawn.map(lambda pair: (pair[0], label(pair[0].graph_module.graph, pair[1])))
+
+
+def captured_programs() -> SearchStrategy[Case]:
+    """Small models captured by torch's own tracers, symbolic sizes and all; tens of milliseconds to seconds each."""
+    return st.sampled_from(CAPTURES).map(lambda capture: captured_case(*capture))
+
+
+def recipes(*, max_nodes: int = 30, features: Features = ALL) -> SearchStrategy[Recipe]:
+    """Recipes for programs; deleting steps and lowering picks both keep a recipe a recipe."""
+    pick = st.integers(0, LARGEST_PICK)
+    picks = st.tuples(pick, pick, pick, pick)
+    inputs = st.builds(Input, kind=st.sampled_from(INPUT_KINDS if features.inputs else PLAIN_INPUT_KINDS), pick=pick)
+    outputs = st.sampled_from(OUTPUT_KINDS if features.outputs else PLAIN_OUTPUT_KINDS)
+    return st.builds(
+        Recipe,
+        inputs=st.lists(inputs, min_size=1, max_size=_MOST_INPUTS).map(tuple),
+        steps=_kinds(features).flatmap(
+            lambda kinds: st.lists(st.builds(Step, kind=st.sampled_from(kinds), picks=picks), max_size=max_nodes)
+        ).map(tuple),
+        output=st.builds(Step, kind=outputs, picks=picks),
+        pytree=st.booleans() if features.pytree else st.just(False),
+        training=st.booleans(),
+        restores_grad=st.booleans(),
+        metadata=st.sampled_from(METADATA) if features.metadata else st.just("none"),
+        odd_names=st.integers(0, 4) if features.names else st.just(0),
+        max_nodes=st.just(max_nodes),
+    )
+
+
+def labellings() -> SearchStrategy[Labelling]:
+    """Ways to label a graph."""
+    return st.builds(
+        Labelling,
+        style=st.sampled_from(tuple(LABEL_STYLES)),
+        count=st.integers(1, 5),
+        salt=st.integers(0, 255),
+        gap=st.sampled_from((0, 5, 3, 2)),
+        toggles=st.booleans(),
+        reverse=st.booleans(),
+    )
+
+
+def _kinds(features: Features) -> SearchStrategy[tuple[str, ...]]:
+    families = families_of(features)
+    some = st.lists(st.sampled_from(families), unique=True, max_size=len(families))
+    return some.map(lambda chosen: kinds_in((*chosen, "functions")))

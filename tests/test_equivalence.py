@@ -1,0 +1,294 @@
+"""Two programs that differ in one aspect are told apart by exactly that aspect; equal ones are equal."""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partita.equivalence import Comparison, Difference, Tolerance, compare, verify
+from partita.errors import OptionError, VerificationError
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    name: str
+
+
+class Model(nn.Module):
+    """A module whose forward is a function of itself and the input."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("count", torch.zeros(3))
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self, *args, **kwargs)
+
+
+def pair(before: Callable[..., Any], after: Callable[..., Any]) -> tuple[Model, Model]:
+    """Two models that share their state."""
+    one, other = Model(before), Model(after)
+    other.weight, other.count = one.weight, one.count
+    return one, other
+
+
+def kinds(before: Callable[..., Any], after: Callable[..., Any], *args: Any, **options: Any) -> set[str]:
+    return {difference.kind for difference in compare(*pair(before, after), args, **options).differences}
+
+
+def vector() -> Tensor:
+    return torch.tensor([1.0, -2.0, 3.0])
+
+
+def leaf() -> Tensor:
+    return vector().requires_grad_()
+
+
+def counted(model: Any, x: Tensor, times: int = 1) -> Tensor:
+    for _ in range(times):
+        model.count.add_(x)
+    return x * model.weight
+
+
+def drawn(x: Tensor, draws: int) -> Tensor:
+    for _ in range(draws):
+        torch.rand(1)
+    return x + 1
+
+
+def leaking_grad_mode(x: Tensor) -> Tensor:
+    y = x + 1
+    torch.set_grad_enabled(False)
+    return y
+
+
+def leaking_autocast(x: Tensor) -> Tensor:
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+    return x + 1
+
+
+def leaking_cache_flag(x: Tensor) -> Tensor:
+    torch.set_autocast_cache_enabled(not torch.is_autocast_cache_enabled())
+    return x + 1
+
+
+def failing(*, leak: bool) -> Tensor:
+    if leak:
+        torch.set_grad_enabled(not torch.is_grad_enabled())
+    raise ValueError("no")
+
+
+def with_fourth_bit(x: Tensor) -> Tensor:
+    return torch.nextafter(x * 2, torch.full_like(x, torch.inf))
+
+
+def with_hidden_gradient(x: Tensor) -> Tensor:
+    return x * 2 + (x - x.detach())
+
+
+def writing_input(x: Tensor) -> Tensor:
+    y = x * 2
+    x.zero_()
+    return y
+
+
+def with_second_call(model: Any, x: Tensor) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    return x * model.calls
+
+
+CASES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any], Callable[[], Tensor]]] = {
+    "one bit of a value": ("value", lambda m, x: x * 2, lambda m, x: with_fourth_bit(x), vector),
+    "the sign of zero": ("value", lambda m, x: x * 0.0, lambda m, x: (x * 0.0).abs(), vector),
+    "a NaN and a number": ("value", lambda m, x: x.log(), lambda m, x: x.log().nan_to_num(), vector),
+    "dtype": ("dtype", lambda m, x: x, lambda m, x: x.double(), vector),
+    "shape": ("shape", lambda m, x: x + 1, lambda m, x: (x + 1)[None], vector),
+    "stride": ("stride", lambda m, x: torch.ones(2, 3), lambda m, x: torch.ones(3, 2).t(), vector),
+    "layout": ("layout", lambda m, x: torch.eye(2), lambda m, x: torch.eye(2).to_sparse(), vector),
+    "device": ("device", lambda m, x: torch.ones(2), lambda m, x: torch.ones(2, device="meta"), vector),
+    "type of a tensor": ("type", lambda m, x: x + 1, lambda m, x: nn.Parameter(x + 1, requires_grad=False), vector),
+    "requires_grad": ("requires_grad", lambda m, x: x + 1, lambda m, x: (x + 1).requires_grad_(), vector),
+    "gradient": ("gradient", lambda m, x: x * 2, lambda m, x: with_hidden_gradient(x), leaf),
+    "a buffer written twice": ("value", lambda m, x: counted(m, x), lambda m, x: counted(m, x, 2), vector),
+    "an input written": ("value", lambda m, x: x * 2, lambda m, x: writing_input(x), vector),
+    "an input given back": ("aliasing", lambda m, x: x, lambda m, x: x.clone(), vector),
+    "outputs that share memory": (
+        "aliasing",
+        lambda m, x: [x + 1, x + 1],
+        lambda m, x: [(y := x + 1), y],
+        vector,
+    ),
+    "a parameter given back": ("aliasing", lambda m, x: m.count, lambda m, x: m.count.clone(), vector),
+    "another part of the memory": (
+        "aliasing",
+        lambda m, x: x.zero_()[0],
+        lambda m, x: x.zero_()[1],
+        vector,
+    ),
+    "random draws": ("random state", lambda m, x: drawn(x, 1), lambda m, x: drawn(x, 2), vector),
+    "grad mode left off": ("mode", lambda m, x: x + 1, lambda m, x: leaking_grad_mode(x), vector),
+    "autocast left on": ("mode", lambda m, x: x + 1, lambda m, x: leaking_autocast(x), vector),
+    "the autocast cache flag": ("mode", lambda m, x: x + 1, lambda m, x: leaking_cache_flag(x), vector),
+    "a mode left by an exception": ("mode", lambda m, x: failing(leak=False), lambda m, x: failing(leak=True), vector),
+    "an exception": ("exception", lambda m, x: x + 1, lambda m, x: failing(leak=False), vector),
+    "the type of an exception": ("exception", lambda m, x: x + m.nothing, lambda m, x: failing(leak=False), vector),
+    "list or tuple": ("structure", lambda m, x: (x + 1, None), lambda m, x: [x + 1, None], vector),
+    "named tuple or tuple": ("structure", lambda m, x: Pair(x + 1, 2), lambda m, x: (x + 1, 2), vector),
+    "keys": ("structure", lambda m, x: {"a": 1}, lambda m, x: {"b": 1}, vector),
+    "a number": ("value", lambda m, x: (1, "a"), lambda m, x: (2, "a"), vector),
+    "a string in a dataclass": ("value", lambda m, x: Result(x + 1, "a"), lambda m, x: Result(x + 1, "b"), vector),
+    "type of a number": ("type", lambda m, x: 1, lambda m, x: True, vector),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_difference_is_told_by_its_kind(case: str) -> None:
+    kind, before, after, make = CASES[case]
+    expected = {kind, "presence"} if kind == "structure" and case != "list or tuple" else {kind}
+    if case == "another part of the memory":
+        expected = {"aliasing"}
+    assert kinds(before, after, make()) == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_equals_itself(case: str) -> None:
+    _, before, after, make = CASES[case]
+    for forward in (before, after):
+        assert verify(*pair(forward, forward), (make(),)).equal
+
+
+def test_a_lost_gradient_is_found() -> None:
+    comparison = compare(*pair(lambda m, x: m.weight * x, lambda m, x: m.weight.detach() * x), (leaf(),))
+    assert Difference("gradient", "'weight'", "a gradient != none", "first call") in comparison.differences
+
+
+def test_an_inference_tensor_is_told_from_an_ordinary_one() -> None:
+    def inferred(_: Any, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return x + 1
+
+    assert kinds(lambda m, x: x + 1, inferred, vector()) == {"inference"}
+
+
+def test_a_call_under_no_grad_is_made() -> None:
+    def frozen(_: Any, x: Tensor) -> Tensor:
+        return x + 1 if torch.is_grad_enabled() else x + 2
+
+    comparison = compare(*pair(lambda m, x: x + 1, frozen), (vector(),))
+    assert [difference.when for difference in comparison.differences] == ["under no_grad"]
+
+
+def test_a_second_call_sees_the_state_that_the_first_left() -> None:
+    comparison = compare(*pair(lambda m, x: x * 1, with_second_call), (vector(),))
+    assert [difference.when for difference in comparison.differences] == ["second call, other data"]
+
+
+def test_a_second_call_has_other_data() -> None:
+    seen = vector()
+    comparison = compare(*pair(lambda m, x: x + 0, lambda m, x: seen.clone()), (vector(),))
+    assert [difference.when for difference in comparison.differences] == ["second call, other data"]
+
+
+def test_whole_numbers_stay_valid_indices_in_the_second_call() -> None:
+    table = nn.Embedding(5, 2)
+    comparison = verify(table, table, (torch.tensor([[4, 0, 1]]),))
+    assert comparison.notes == ()
+
+
+def test_a_number_within_the_tolerance_is_equal() -> None:
+    one, other = pair(lambda m, x: x * m.weight, lambda m, x: x * m.weight * 1.0001)
+    assert not compare(one, other, (leaf(),)).equal
+    assert verify(one, other, (leaf(),), tolerance=Tolerance(rtol=1e-3)).equal
+
+
+def test_a_tolerance_is_no_less_than_nothing() -> None:
+    with pytest.raises(OptionError, match="rtol is -1"):
+        Tolerance(rtol=-1)
+
+
+def test_an_error_says_what_differs_where_and_by_how_much() -> None:
+    def shifted(_: Any, x: Tensor) -> dict[str, Tensor]:
+        y = x + 1
+        y[1] += 0.25
+        return {"loss": y}
+
+    with pytest.raises(VerificationError) as caught:
+        verify(*pair(lambda m, x: {"loss": x + 1}, shifted), (vector(),), second_call=False, no_grad_call=False)
+    assert str(caught.value).splitlines() == [
+        "the programs do not mean the same: 1 difference in 1 call",
+        "  value of output['loss'] (first call): max |difference| 0.25 at (1,): -1.0 != -0.75 (1 of 3 elements differ)",
+    ]
+
+
+def test_gradients_can_be_left_out() -> None:
+    assert kinds(lambda m, x: x * 2, lambda m, x: with_hidden_gradient(x), leaf(), gradients=False) == set()
+
+
+def test_a_write_that_carries_gradients_is_followed() -> None:
+    def cached(model: Any, x: Tensor, *, cut: bool) -> Tensor:
+        model.count.copy_((model.weight.detach() if cut else model.weight) * x)
+        return x + 1
+
+    found = kinds(lambda m, x: cached(m, x, cut=False), lambda m, x: cached(m, x, cut=True), vector())
+    assert found == {"requires_grad", "gradient"}
+
+
+def test_state_written_before_an_exception_is_compared() -> None:
+    def refused(model: Any, x: Tensor, *, written: bool) -> Tensor:
+        if written:
+            model.count.add_(1)
+        raise ValueError("no")
+
+    found = kinds(lambda m, x: refused(m, x, written=False), lambda m, x: refused(m, x, written=True), vector())
+    assert found == {"value"}
+
+
+def test_a_copy_of_the_model_is_paired_by_name_and_noted() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    comparison = verify(model, copy.deepcopy(model), (torch.randn(4, 3),))
+    assert "copies, paired by name" in comparison.notes[0]
+
+
+def test_state_under_other_names_is_reported_under_the_names_of_the_original() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage = nn.ModuleDict({"a": model[0], "b": model[1]})
+
+        def forward(self, x: Tensor) -> Tensor:
+            norm = self.stage["b"]
+            norm(self.stage["a"](x))
+            return norm(self.stage["a"](x))  # type: ignore[no-any-return]
+
+    places = {difference.where for difference in compare(model, Renamed(), (torch.randn(4, 3),)).differences}
+    assert places == {"buffer '1.running_mean'", "buffer '1.running_var'", "buffer '1.num_batches_tracked'"}
+
+
+def test_what_differs_in_every_call_is_told_once() -> None:
+    comparison = compare(*pair(lambda m, x: x + 1, lambda m, x: x + 2), (vector(),))
+    assert len(comparison.differences) == 1
+    assert comparison.calls == 3
+
+
+def test_an_original_that_raises_leaves_a_note() -> None:
+    comparison = verify(*pair(lambda m, x: failing(leak=False), lambda m, x: failing(leak=False)), (vector(),))
+    assert comparison.notes[0] == "first call: the original raises ValueError: no, so less could be compared"
+
+
+def test_an_empty_comparison_reads_well() -> None:
+    assert str(Comparison((), calls=2)) == "nothing differs in 2 calls"

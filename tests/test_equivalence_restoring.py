@@ -1,0 +1,218 @@
+"""A comparison leaves state, inputs, gradients, random state and modes as it found them, and copies little."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from partita.equivalence import compare, verify
+
+
+class Careless(nn.Module):
+    """Writes everything that it can reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("count", torch.zeros(3))
+        self.plain = torch.zeros(3)
+        self.caches = [torch.zeros(3)]
+        self.calls = 0
+
+    def forward(self, x: Tensor, items: list[Any]) -> Tensor:
+        self.calls += 1
+        self.plain += 1
+        self.caches[0].add_(1)
+        self.caches.append(x)
+        self.count = self.count + self.weight.detach()
+        self.last = x
+        items.append(self.calls)
+        x.mul_(2)
+        torch.rand(1)
+        random.random()
+        torch.set_grad_enabled(False)
+        torch.autocast("cpu").__enter__()
+        return self.weight * x
+
+
+def modes() -> tuple[object, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
+
+
+def test_everything_is_as_it_was() -> None:
+    model, x, items = Careless(), torch.ones(3), [1]
+    model.weight.grad = gradient = torch.full((3,), 7.0)
+    count, plain, cache = model.count, model.plain, model.caches[0]
+    seed, python_seed, ambient = torch.get_rng_state(), random.getstate(), modes()
+    assert verify(model, model, (x, items)).equal
+    assert model.weight.grad is gradient
+    assert gradient.tolist() == [7.0] * 3
+    assert model.count is count
+    assert model.plain is plain
+    assert model.caches == [cache]
+    assert not hasattr(model, "last")
+    assert model.calls == 0
+    assert all(tensor.tolist() == [0.0] * 3 for tensor in (count, plain, cache))
+    assert x.tolist() == [1.0] * 3
+    assert items == [1]
+    assert torch.equal(seed, torch.get_rng_state())
+    assert python_seed == random.getstate()
+    assert modes() == ambient
+
+
+def test_everything_is_as_it_was_after_an_exception() -> None:
+    class Refusing(Careless):
+        def forward(self, x: Tensor, items: list[Any]) -> Tensor:
+            super().forward(x, items)
+            raise ValueError("no")
+
+    model, x, ambient = Refusing(), torch.ones(3), modes()
+    assert verify(model, model, (x, [])).equal
+    assert modes() == ambient
+    assert model.plain.tolist() == [0.0] * 3
+    assert x.tolist() == [1.0] * 3
+
+
+def test_a_buffer_that_joins_a_graph_leaves_it_again() -> None:
+    class Joining(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("cache", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache.add_(self.weight * x)
+            return self.cache.sum()
+
+    model = Joining()
+    assert verify(model, model, (torch.ones(3),)).notes == ()
+    assert not model.cache.requires_grad
+    assert model.cache.tolist() == [0.0] * 3
+
+
+def test_leaves_in_a_closure_keep_their_gradient_field() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    comparison = compare(lambda x: x * weight, lambda x: x * weight.detach(), (torch.ones(3),))
+    assert weight.grad is None
+    assert {difference.kind for difference in comparison.differences} == {"requires_grad", "gradient"}
+
+
+def test_the_same_tensor_given_twice_stays_one() -> None:
+    def together(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return y * 2
+
+    def apart(x: Tensor, y: Tensor) -> Tensor:
+        seen = y * 2
+        x.add_(1)
+        return seen
+
+    x = torch.ones(3)
+    assert verify(together, together, (x, x)).equal
+    assert {difference.kind for difference in compare(together, apart, (x, x)).differences} == {"value"}
+    assert compare(together, apart, (x, x.clone())).equal
+    assert not compare(together, apart, (x[:2], x[1:])).equal
+    assert x.tolist() == [1.0] * 3
+
+
+def test_an_input_inside_a_graph_can_be_written() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    x = leaf * 2
+
+    def written(y: Tensor) -> Tensor:
+        return y.mul_(3).sum()
+
+    assert verify(written, written, (x,)).notes == ()
+    assert x.tolist() == [2.0] * 3
+    assert leaf.grad is None
+    x.sum().backward()
+    different = compare(written, lambda y: y.mul_(3).detach().sum(), (x.detach().requires_grad_() * 1,)).differences
+    assert {"requires_grad"} <= {difference.kind for difference in different}
+
+
+def test_strides_of_inputs_are_kept() -> None:
+    def strides(x: Tensor) -> tuple[int, ...]:
+        assert x.stride() == (1, 4)
+        return x.stride()
+
+    assert verify(strides, strides, (torch.ones(3, 4).t(),)).notes == ()
+
+
+def test_expanded_inputs_are_accepted() -> None:
+    function = torch.sum
+    assert verify(function, function, (torch.ones(1, 3).expand(4, 3),)).notes == ()
+
+
+def test_a_parameter_given_as_input_stays_that_parameter() -> None:
+    model = nn.Linear(3, 3)
+
+    def shares(x: Tensor) -> bool:
+        return x.data_ptr() == model.weight.data_ptr()
+
+    model.forward = shares  # type: ignore[method-assign, assignment]
+    assert model(model.weight)
+    assert verify(model, model, (model.weight,)).equal
+
+
+def test_generators_given_as_inputs_are_not_drawn_from() -> None:
+    generator = torch.Generator().manual_seed(3)
+    state = generator.get_state()
+
+    def once(source: torch.Generator) -> Tensor:
+        return torch.rand(2, generator=source)
+
+    def twice(source: torch.Generator) -> Tensor:
+        drawn = torch.rand(2, generator=source)
+        torch.rand(2, generator=source)
+        return drawn
+
+    assert verify(once, once, (generator,)).equal
+    assert not compare(once, twice, (generator,)).equal
+    assert torch.equal(state, generator.get_state())
+
+
+def test_the_ambient_autocast_reaches_both_programs() -> None:
+    model = nn.Linear(3, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        comparison = verify(model, model, (torch.ones(2, 3),))
+        assert torch.is_autocast_enabled("cpu")
+    assert comparison.notes == ()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_comparison_can_be_made_under_any_grad_mode(mode: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with mode():
+        found = modes()
+        assert verify(model, model, (torch.randn(4, 3),)).equal
+        assert modes() == found
+    assert model[1].num_batches_tracked == 0
+
+
+def test_reentrant_checkpoints_get_their_gradients() -> None:
+    model = nn.Linear(3, 3)
+    x = torch.randn(2, 3, requires_grad=True)
+    assert verify(model, lambda y: checkpoint(model, y, use_reentrant=True), (x,)).notes == ()
+
+
+def test_a_mask_drawn_again_in_backward_is_found() -> None:
+    def whole(x: Tensor) -> Tensor:
+        return torch.dropout(x, 0.5, train=True)
+
+    def again(x: Tensor) -> Any:
+        return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False)
+
+    kinds = {difference.kind for difference in compare(whole, again, (torch.ones(64, requires_grad=True),)).differences}
+    assert kinds == {"random state", "gradient"}
+
+
+def test_hooks_are_called() -> None:
+    model = nn.Linear(3, 3)
+    hooked = nn.Sequential(model)
+    hooked.register_forward_hook(lambda module, args, output: output + 1)
+    assert not compare(nn.Sequential(model), hooked, (torch.ones(2, 3),)).equal
