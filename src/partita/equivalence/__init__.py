@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from partita.equivalence.compare import compare, verify
-from partita.equivalence.findings import Comparison, Difference, Tolerance
+from partita.equivalence.findings import Comparison, Difference
+from partita.graphs.tolerance import Tolerance
 
 __all__ = ["Comparison", "Difference", "Tolerance", "compare", "verify"]

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from partita._torch.ambient import Ambient
-from partita.equivalence.findings import Difference, Tolerance
+from partita.equivalence.findings import Difference
 from partita.equivalence.observation import Moment, Named, Observation, Raised, TensorRecord
 from partita.equivalence.values import value_difference
+from partita.graphs.tolerance import EXACT, Tolerance
 
 __all__ = ["differences"]
 
@@ -19,7 +20,7 @@ _PROPERTIES = ("type", "dtype", "shape", "stride", "device", "layout", "requires
 _GRADIENT_PROPERTIES = ("dtype", "shape", "device", "layout")
 
 
-def differences(before: Observation, after: Observation, tolerance: Tolerance | None) -> Iterator[Difference]:
+def differences(before: Observation, after: Observation, tolerance: Tolerance) -> Iterator[Difference]:
     """Everything that differs, what matters most first."""
     yield from _raised(before.raised, after.raised, "the call")
     if before.raised is None and after.raised is None:
@@ -31,8 +32,10 @@ def differences(before: Observation, after: Observation, tolerance: Tolerance | 
         yield from _structures(before.input_structure, after.input_structure, "the inputs after the call")
         yield from _leaves(_after_the_call(before.inputs), _after_the_call(after.inputs), tolerance)
         yield from _leaves(before.state, after.state, tolerance)
+        yield from _replaced(before.state, after.state)
     for one, other in zip(before.moments, after.moments, strict=False):
-        yield from _moments(one, other)
+        yield from _modes(one, other)
+        yield from _random_states(one, other)
     yield from _undeclared(before, after)
 
 
@@ -55,16 +58,22 @@ def _after_the_call(inputs: Named) -> Named:
     return tuple((f"{name} after the call", leaf) for name, leaf in inputs)
 
 
-def _leaves(before: Named, after: Named, tolerance: Tolerance | None) -> Iterator[Difference]:
+def _leaves(before: Named, after: Named, tolerance: Tolerance) -> Iterator[Difference]:
     ones, others = dict(before), dict(after)
     for name, one in ones.items():
         if name in others:
             yield from _leaf(one, others[name], name, tolerance)
-    for name in ones.keys() ^ others.keys():
-        yield Difference("presence", name, f"only {'the original' if name in ones else 'the other program'} has it")
 
 
-def _leaf(before: object, after: object, where: str, tolerance: Tolerance | None) -> Iterator[Difference]:
+def _replaced(before: Named, after: Named) -> Iterator[Difference]:
+    """State in whose place only one of the programs has put another tensor; both show all state that may be written."""
+    ones, others = dict(before), dict(after)
+    for name in [*(name for name in ones if name not in others), *(name for name in others if name not in ones)]:
+        which = "the original" if name in ones else "the other program"
+        yield Difference("identity", name, f"only {which} puts another tensor in its place")
+
+
+def _leaf(before: object, after: object, where: str, tolerance: Tolerance) -> Iterator[Difference]:
     if isinstance(before, TensorRecord) and isinstance(after, TensorRecord):
         yield from _tensors(before, after, where, tolerance, _PROPERTIES)
     elif type(before) is not type(after):
@@ -77,9 +86,9 @@ def _type_name(leaf: object) -> str:
     return "Tensor" if isinstance(leaf, TensorRecord) else type(leaf).__name__
 
 
-def _same(before: object, after: object, tolerance: Tolerance | None) -> bool:
+def _same(before: object, after: object, tolerance: Tolerance) -> bool:
     if isinstance(before, float) and isinstance(after, float):
-        if tolerance is not None and math.isclose(before, after, rel_tol=tolerance.rtol, abs_tol=tolerance.atol):
+        if tolerance != EXACT and abs(before - after) <= tolerance.absolute + tolerance.relative * abs(before):
             return True
         both_nan = math.isnan(before) and math.isnan(after)
         return both_nan or struct.pack("d", before) == struct.pack("d", after)
@@ -93,16 +102,22 @@ def _same(before: object, after: object, tolerance: Tolerance | None) -> bool:
 
 
 def _tensors(
-    before: TensorRecord, after: TensorRecord, where: str, tolerance: Tolerance | None, properties: tuple[str, ...]
+    before: TensorRecord, after: TensorRecord, where: str, tolerance: Tolerance, properties: tuple[str, ...]
 ) -> Iterator[Difference]:
+    alike = (before.shape, before.layout) == (after.shape, after.layout)
     for name in properties:
         one, other = getattr(before, name), getattr(after, name)
-        if one != other:
+        # Strides have nothing to say where there are other axes, or none.
+        if one != other and (alike or name != "stride"):
             yield Difference(name, where, f"{one} != {other}")
-    if (before.shape, before.dtype) == (after.shape, after.dtype):
+    if (before.shape, before.dtype) == (after.shape, after.dtype) and not _has_no_values(before, after):
         detail = value_difference(before.value, after.value, tolerance)
         if detail is not None:
             yield Difference("value", where, detail)
+
+
+def _has_no_values(*records: TensorRecord) -> bool:
+    return any(record.device.type == "meta" for record in records)
 
 
 def _homes(before: Observation, after: Observation) -> Iterator[Difference]:
@@ -113,7 +128,7 @@ def _homes(before: Observation, after: Observation) -> Iterator[Difference]:
             yield Difference("aliasing", name, f"{one} != {other}")
 
 
-def _gradients(before: Observation, after: Observation, tolerance: Tolerance | None) -> Iterator[Difference]:
+def _gradients(before: Observation, after: Observation, tolerance: Tolerance) -> Iterator[Difference]:
     yield from _raised(before.backward_raised, after.backward_raised, "backward")
     if before.backward_raised or after.backward_raised:
         return
@@ -129,13 +144,19 @@ def _gradients(before: Observation, after: Observation, tolerance: Tolerance | N
             yield Difference("gradient", name, detail)
 
 
-def _moments(before: Moment, after: Moment) -> Iterator[Difference]:
+def _modes(before: Moment, after: Moment) -> Iterator[Difference]:
+    # After an exception, putting the modes back is right even where the original does not.
+    if before.random is None and after.ambient == after.found:
+        return
     for field in fields(Ambient):
         one, other = getattr(before.ambient, field.name), getattr(after.ambient, field.name)
         if field.name == "autocast":
             one, other = (tuple(set(mine) - set(theirs)) for mine, theirs in ((one, other), (other, one)))
         if one != other:
             yield Difference("mode", f"{field.name.replace('_', ' ')} {before.name}", f"{one} != {other}")
+
+
+def _random_states(before: Moment, after: Moment) -> Iterator[Difference]:
     if before.random is not None and after.random is not None:
         for generator in before.random.moved(after.random):
             yield Difference("random state", f"{generator} {before.name}", "more, fewer or other draws")

@@ -1,28 +1,11 @@
-"""Findings: what a comparison of two programs tells, and how far numbers may be apart."""
+"""Findings: what a comparison of two programs tells."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import final
 
-from partita.errors import OptionError
-
-__all__ = ["Comparison", "Difference", "Tolerance"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Numbers count as equal when |a - b| <= atol + rtol * |a|, where a comes from the original."""
-
-    rtol: float = 0.0
-    atol: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("rtol", self.rtol), ("atol", self.atol)):
-            if not (math.isfinite(value) and value >= 0):
-                raise OptionError(f"{name} is {value!r}; give a finite number that is not negative")
+__all__ = ["Comparison", "Difference"]
 
 
 @final

@@ -48,9 +48,10 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Ambient modes and random state right after something ran; random state is None where an exception cut it off."""
+    """The modes that something found and left, and its random state; None where an exception cut it off."""
 
     name: str
+    found: Ambient
     ambient: Ambient
     random: RandomState | None
 

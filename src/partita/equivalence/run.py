@@ -86,7 +86,8 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
             seen, made = _called(subjects[0], state, inputs, start)
             if call.backward and seen.raised is None:
                 raised, gradients = gradients_of(made, leaves)
-                moment = Moment("after backward", read_ambient(), None if raised else random_state())
+                left = seen.moments[-1].ambient
+                moment = Moment("after backward", left, read_ambient(), None if raised else random_state())
                 seen = replace(seen, moments=(*seen.moments, moment), backward_raised=raised, gradients=gradients)
         touched = [label for (label, tensor), old in zip(unwritten, versions, strict=True) if version_of(tensor) != old]
         seen = replace(seen, state=_state_now(state, start), undeclared=tuple(touched))
@@ -103,12 +104,14 @@ def _called(
     subject: Subject, state: Sequence[Watched], inputs: Inputs, start: Start
 ) -> tuple[Observation, list[Tensor]]:
     """The observation of the bare call, and the tensors that gradients can flow from."""
-    raised, result = None, None
+    raised, result, found = None, None, read_ambient()
     try:
         result = subject.call(*inputs.args, **inputs.kwargs)
+        moment = Moment("after the call", found, read_ambient(), random_state())
     except Exception as error:
         raised = Raised(type(error), str(error))
-    moment = Moment("after the call", read_ambient(), None if raised else random_state())
+        # Whoever catches the error sees these modes; a guard in the frames that it holds may go with it.
+        moment = Moment("after the call", found, read_ambient(), None)
     outputs = () if raised else named_leaves(result, "output")
     tensors = [(name, leaf) for name, leaf in outputs if isinstance(leaf, Tensor)]
     held = [(place.label, tensor) for place in state if (tensor := place.slot.current()) is not None]

@@ -17,6 +17,7 @@ from partita.equivalence.state import Slot, slots_of
 from partita.equivalence.storages import storage_key
 from partita.errors import OptionError, PartitaError
 from partita.graphs.program import Program
+from partita.graphs.tolerance import EXACT, Tolerance
 
 __all__ = ["Comparable", "Subject", "subject_of"]
 
@@ -35,6 +36,7 @@ class Subject:
     slots: tuple[Slot, ...]
     written: frozenset[int]
     written_inputs: frozenset[int] | None
+    tolerance: Tolerance = EXACT
     placeholders: tuple[Node, ...] = ()
     output_names: tuple[str, ...] = ()
 
@@ -79,6 +81,7 @@ def _of_program(program: Program, module: GraphModule) -> Subject:
         slots=slots_of(module),
         written=_keys(tensor for value in held for tensor in _tensors_of(value)),
         written_inputs=frozenset(number[node] for node in written if node in number),
+        tolerance=program.tolerance,
         placeholders=placeholders,
         output_names=tuple(leaf.name if isinstance(leaf, Node) else "" for leaf in flatten(nodes[-1].args[0]).leaves),
     )
@@ -95,8 +98,14 @@ def _held_by(root: Module, target: str) -> object:
 
 def _tensors_of(value: object) -> Iterable[Tensor]:
     if isinstance(value, Module):
-        return (slot.tensor for slot in slots_of(value))
+        # The modules of torch.nn keep statistics in buffers and leave their parameters to the optimizer.
+        spared = "parameter" if all(map(_is_of_torch, value.modules())) else ""
+        return (slot.tensor for slot in slots_of(value) if slot.kind != spared)
     return (value,) if isinstance(value, Tensor) else ()
+
+
+def _is_of_torch(module: Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _keys(tensors: Iterable[Tensor]) -> frozenset[int]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.equivalence.findings import Tolerance
+from partita.graphs.tolerance import EXACT, Tolerance
 
 __all__ = ["value_difference"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def value_difference(before: Tensor, after: Tensor, tolerance: Tolerance | None) -> str | None:
+def value_difference(before: Tensor, after: Tensor, tolerance: Tolerance) -> str | None:
     """What to say about the numbers of two tensors of one shape and dtype; None if there is nothing to say.
 
-    Without a tolerance every bit counts, so 0.0 is not -0.0; but any NaN equals any other NaN.
+    Where the tolerance is exact every bit counts, so 0.0 is not -0.0; but any NaN equals any other NaN.
     """
     before, after = _readable(before), _readable(after).to(before.device)
     differing = _differing(before, after, tolerance)
@@ -32,15 +32,16 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _differing(before: Tensor, after: Tensor, tolerance: Tolerance | None) -> Tensor:
+def _differing(before: Tensor, after: Tensor, tolerance: Tolerance) -> Tensor:
     if before.is_complex():
         pairs = _differing(torch.view_as_real(before), torch.view_as_real(after), tolerance)
         return pairs.any(-1)
     if not before.is_floating_point():
         return _bits(before) != _bits(after)
-    if tolerance is not None:
+    if tolerance != EXACT:
         wide_before, wide_after = _wide(before), _wide(after)
-        return ~torch.isclose(wide_after, wide_before, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
+        limits = {"rtol": tolerance.relative, "atol": tolerance.absolute}
+        return ~torch.isclose(wide_after, wide_before, equal_nan=True, **limits)
     differing = _bits(before) != _bits(after)
     # Only a NaN can differ in bits and still count as equal, so most comparisons end here.
     return differing & ~(_wide(before).isnan() & _wide(after).isnan()) if bool(differing.any()) else differing

@@ -52,6 +52,8 @@ def _rule_by_place(module: str, name: str) -> Rule | None:
         return _DRAWS
     if module == "torch.nn.init":
         return Rule(Behaviour(writes=((0, "tensor"),), aliases=((0, "tensor"),), draws=True))
+    if module.startswith(("torch.masked.", "torch.signal.")):
+        return _ALIASES
     if "_functorch" in module and module.startswith("torch."):
         return _ALIASES if name in _INSIDE_FUNCTORCH else _FENCES
     return None
@@ -162,8 +164,8 @@ _SETS = Rule(Behaviour(writes=(FIRST,), aliases=(EVERY,)))
 
 _TELLING = frozenset(("inplace", "max_norm", "running_mean", "out"))
 _HANDS_BACK = frozenset(
-    ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "interpolate", "pad")
-) | {"multi_head_attention_forward", "upsample", "upsample_bilinear", "upsample_nearest"}
+    ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "local_response_norm")
+)
 _RANDOM = frozenset(
     ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
 ) | {"multi_head_attention_forward", "rrelu", "svd_lowrank", "pca_lowrank", "get_approximate_basis", "lobpcg"}

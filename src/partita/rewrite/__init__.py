@@ -1,0 +1,7 @@
+"""Rewriting: the only code that builds graphs from graphs."""
+
+from partita.rewrite.gather import gather
+from partita.rewrite.inline import inline
+from partita.rewrite.outline import outline
+
+__all__ = ["gather", "inline", "outline"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from partita.graphs.symbols import Dimension
 from partita.graphs.values import VALUE_KEYS
 from partita.regions.borders import Crossing, Item
 from partita.regions.partition import Partition
+from partita.rewrite.assembly import module_like
 from partita.rewrite.bodies import Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt, write_body
 from partita.rewrite.mode_writer import ModeWriter
 from partita.rewrite.pause_gc import gc_paused
-from partita.rewrite.state import adopt_hooks, attribute_of, is_persistent, place, share_state
+from partita.rewrite.state import attribute_of, find, is_persistent, place, share_state
 
 __all__ = ["Outlined", "OutlineStyle", "outline"]
 
@@ -195,14 +195,9 @@ class _Outliner:
         self.writer.copy_meta(output, node)
 
     def _assemble(self, graph: Graph, bodies: list[Body]) -> Outlined:
-        # The code generator carries the calling convention; a copy, so that neither graph can change the other's.
-        graph.set_codegen(copy.deepcopy(self.root.graph._codegen))
         effectful, owner = self.program.effects.effectful, self.partition.owner
         impure = {owner[number] for number in effectful}
-        base = lazy_module(graph, training=self.root.training)
-        base.meta.update(self.root.meta)
-        type(base).__name__ = type(self.root).__name__
-        base.shape_env = getattr(self.root, "shape_env", None)
+        base = module_like(self.root, graph)
         modules, moved = [], {}
         for at, (name, body) in enumerate(zip(self.names, bodies, strict=True)):
             module = lazy_module(
@@ -214,7 +209,6 @@ class _Outliner:
             modules.append(module)
         self._share_state(base, moved)
         base._modules.update(zip(self.names, modules, strict=True))
-        adopt_hooks(self.root, base)
         return Outlined(base, self.names, tuple(modules), moved)
 
     def _share_state(self, base: GraphModule, moved: dict[str, str]) -> None:
@@ -228,17 +222,9 @@ class _Outliner:
         for node in base.graph.nodes:
             if node.op == "get_attr" or (node.op == "call_module" and node.target in named):
                 path = str(node.target)
-                if not self.style.keeps_unused_state or not _has(base, path):
+                if not self.style.keeps_unused_state or find(base, path) is None:
                     value = attribute_of(self.root, node)
                     place(base, path, value, persistent=is_persistent(self.root, path))
-
-
-def _has(module: Any, path: str) -> bool:
-    for part in path.split("."):
-        if not hasattr(module, part):
-            return False
-        module = getattr(module, part)
-    return True
 
 
 def _copy_values(nodes: tuple[Node, ...], call: Node) -> None:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from partita.errors import MissingTargetError
 
-__all__ = ["adopt_hooks", "attribute_of", "place", "share_state"]
+__all__ = ["adopt_hooks", "attribute_of", "find", "is_persistent", "place", "share_state"]
 
 _HOOKS = (
     "_backward_pre_hooks",
@@ -53,6 +53,14 @@ def attribute_of(root: nn.Module, node: Node) -> Any:
                 f"{part!r} there; register it on the module, or erase the node"
             )
         value = getattr(value, part)
+    return value
+
+
+def find(root: nn.Module, path: str) -> Any:
+    """What stands at a dotted path, or None."""
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part, None)
     return value
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import torch
 from torch.fx import GraphModule
 
 from partita.testing.case import Case
-from partita.testing.draft import Draft, Unfit
+from partita.testing.draft import Draft, UnfitError
 from partita.testing.features import ALL, Features
 from partita.testing.inputs import arguments_of, in_order, new_graph, receive_inputs
 from partita.testing.metadata import annotate
 from partita.testing.outputs import place_output
-from partita.testing.recipe import Recipe
+from partita.testing.recipe import Input, Recipe
 from partita.testing.seeds import random_recipe
 from partita.testing.state import State, forget
 from partita.testing.steps.modes import close_modes
@@ -25,24 +28,29 @@ def random_case(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> 
 
 
 def build(recipe: Recipe) -> Case:
-    """The program that `recipe` describes, less the steps that do not fit, with state and arguments as before any call."""
-    inputs = in_order(recipe.inputs, pytree=recipe.pytree)
+    """The program that `recipe` describes, less the steps that do not fit, in the state before its first call."""
+    ambient = torch.inference_mode(False), torch.autocast("cpu", enabled=False)
+    with torch.random.fork_rng(devices=[]), ambient[0], ambient[1]:
+        inputs = in_order(recipe.inputs, pytree=recipe.pytree)
+        draft, taken = _drafted(recipe, inputs)
+        # Drafting wrote to the state and the arguments that it ran on, so the case gets fresh ones.
+        state = State(training=recipe.training, used=draft.state.used)
+        graph_module = GraphModule(state.root, draft.graph)
+        forget(graph_module, state.used)
+        arguments = arguments_of(inputs, pytree=recipe.pytree)
+        annotated = annotate(graph_module, recipe.metadata, arguments.args if recipe.pytree else arguments.placed)
+    traits = (*taken, *_other_traits(recipe, inputs, annotated=annotated))
+    return Case(graph_module, arguments.args, arguments.kwargs, tuple(dict.fromkeys(traits)), str(recipe))
+
+
+def _drafted(recipe: Recipe, inputs: Sequence[Input]) -> tuple[Draft, list[str]]:
     draft = Draft(new_graph(pytree=recipe.pytree), State(training=recipe.training), odd_names=recipe.odd_names)
     with draft.running():
         receive_inputs(draft, inputs, arguments_of(inputs, pytree=recipe.pytree))
-        traits = _take_steps(draft, recipe)
+        taken = _take_steps(draft, recipe)
         close_modes(draft, restores_grad=recipe.restores_grad)
         place_output(draft, recipe.output, pytree=recipe.pytree)
-    # Drafting wrote to the state and the arguments that it ran on, so the case gets fresh ones.
-    state = State(training=recipe.training, used=draft.state.used)
-    graph_module = GraphModule(state.root, draft.graph)
-    forget(graph_module, state.used)
-    arguments = arguments_of(inputs, pytree=recipe.pytree)
-    annotated = annotate(graph_module, recipe.metadata, arguments.args if recipe.pytree else arguments.placed)
-    traits += [f"input.{item.kind}" for item in inputs] + [f"output.{recipe.output.kind}"] * (not recipe.pytree)
-    traits += [f"metadata.{recipe.metadata}"] * annotated + ["pytree"] * recipe.pytree
-    traits += ["training" if recipe.training else "evaluation"] + ["odd_names"] * bool(recipe.odd_names)
-    return Case(graph_module, arguments.args, arguments.kwargs, tuple(dict.fromkeys(traits)), str(recipe))
+    return draft, taken
 
 
 def _take_steps(draft: Draft, recipe: Recipe) -> list[str]:
@@ -53,7 +61,19 @@ def _take_steps(draft: Draft, recipe: Recipe) -> list[str]:
             break
         try:
             STEPS[step.kind](draft, step.picks)
-        except Unfit:
+        except UnfitError:
             continue
         taken.append(step.kind)
     return taken
+
+
+def _other_traits(recipe: Recipe, inputs: Sequence[Input], *, annotated: bool) -> Iterator[str]:
+    """What a case contains besides its steps."""
+    for item in inputs:
+        yield f"input.{item.kind}"
+    yield "output.pytree" if recipe.pytree else f"output.{recipe.output.kind}"
+    if annotated:
+        yield f"metadata.{recipe.metadata}"
+    if recipe.odd_names:
+        yield "names.odd"
+    yield "training.on" if recipe.training else "training.off"

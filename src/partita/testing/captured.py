@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -16,9 +17,12 @@ from partita.testing.state import ramp
 
 __all__ = ["CAPTURES", "captured_case"]
 
+#: From a model and its arguments to a graph and the arguments that this takes.
+Route: TypeAlias = Callable[[nn.Module, tuple[Any, ...]], tuple[GraphModule, tuple[Any, ...]]]
+
 
 def captured_case(model: str, route: str) -> Case:
-    """The named model captured by the named route; `CAPTURES` lists the pairs that torch can do."""
+    """The named model captured by the named route; `CAPTURES` lists the pairs."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         graph_module, args = _ROUTES[route](_prepared(model), _arguments(model))
     return Case(graph_module, args, {}, (f"model.{model}", f"capture.{route}"), f"captured_case({model!r}, {route!r})")
@@ -41,9 +45,16 @@ def _by_symbolic_trace(model: nn.Module, args: tuple[Any, ...]) -> tuple[GraphMo
     return symbolic_trace(model), args
 
 
-def _by_make_fx(tracing_mode: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[GraphModule, tuple[Any, ...]]]:
+def _by_make_fx(tracing_mode: Literal["fake", "symbolic"], *, pre_dispatch: bool) -> Route:
+    """A graph of overloads whose state is an argument; toggles are in it if traced before dispatch."""
+
     def trace(model: nn.Module, args: tuple[Any, ...]) -> tuple[GraphModule, tuple[Any, ...]]:
-        return make_fx(model, tracing_mode=tracing_mode)(*args), args
+        def call(state: dict[str, Tensor], *inputs: Any) -> Any:
+            return functional_call(model, state, inputs)
+
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        traced = make_fx(call, tracing_mode=tracing_mode, pre_dispatch=pre_dispatch)(state, *args)
+        return traced, (state, *args)
 
     return trace
 
@@ -55,9 +66,19 @@ def _by_export(model: nn.Module, args: tuple[Any, ...]) -> tuple[GraphModule, tu
 
 
 def _by_dynamic_export(model: nn.Module, args: tuple[Any, ...]) -> tuple[GraphModule, tuple[Any, ...]]:
-    exported = torch.export.export(model, args, dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},)).module()
+    rows = torch.export.Dim("rows", min=2, max=64)
+    exported = torch.export.export(model, args, dynamic_shapes=_sized(args, rows)).module()
     assert isinstance(exported, GraphModule)
     return exported, args
+
+
+def _sized(value: Any, rows: object) -> Any:
+    """The structure of `value` with `rows` for the first size of every tensor."""
+    if isinstance(value, dict):
+        return {key: _sized(inner, rows) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_sized(inner, rows) for inner in value)
+    return {0: rows}
 
 
 def _by_dynamo(model: nn.Module, args: tuple[Any, ...]) -> tuple[GraphModule, tuple[Any, ...]]:
@@ -67,19 +88,19 @@ def _by_dynamo(model: nn.Module, args: tuple[Any, ...]) -> tuple[GraphModule, tu
     def record(graph_module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             taken.append((graph_module, inputs))
-            raise _Recorded
+            raise _RecordedError
 
         return run
 
     torch.compiler.reset()
     try:
         torch.compile(model, backend=record, fullgraph=True, dynamic=True)(*args)
-    except _Recorded:
+    except _RecordedError:
         return taken[0]
     raise AssertionError("Dynamo made no graph")
 
 
-class _Recorded(Exception):
+class _RecordedError(Exception):
     """Stops a model at its first graph, before that has written anything."""
 
 
@@ -92,16 +113,14 @@ _MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "Structured": Structured,
 }
 
-_ROUTES: Mapping[str, Callable[[nn.Module, tuple[Any, ...]], tuple[GraphModule, tuple[Any, ...]]]] = {
+_ROUTES: Mapping[str, Route] = {
     "symbolic_trace": _by_symbolic_trace,
-    "make_fx": _by_make_fx("fake"),
-    "make_fx_symbolic": _by_make_fx("symbolic"),
+    "make_fx": _by_make_fx("fake", pre_dispatch=True),
+    "make_fx_symbolic": _by_make_fx("symbolic", pre_dispatch=False),
     "export": _by_export,
     "export_dynamic": _by_dynamic_export,
     "dynamo": _by_dynamo,
 }
 
-_IMPOSSIBLE: frozenset[tuple[str, str]] = frozenset()
-
-#: Every model by every route that can record it.
-CAPTURES = tuple((model, route) for route in _ROUTES for model in _MODELS if (model, route) not in _IMPOSSIBLE)
+#: Every model by every route.
+CAPTURES = tuple((model, route) for route in _ROUTES for model in _MODELS)

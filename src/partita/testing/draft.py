@@ -14,12 +14,12 @@ from torch.fx.node import map_arg
 
 from partita.testing.state import ATTRIBUTES, State
 
-__all__ = ["Draft", "Unfit"]
+__all__ = ["Draft", "UnfitError"]
 
 _ODD_NAMES = ("submod_0", "self_1", "add_1", "getitem", "submod_1_0", "output_1", "cache", "l_self_x_")
 
 
-class Unfit(Exception):
+class UnfitError(Exception):
     """A step does not fit where it stands, so the program goes without it."""
 
 
@@ -39,9 +39,9 @@ class Draft:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While open, nodes run as in a call: grad on, no other mode; all is put back at the end, random state too."""
+        """While open, nodes run as in a call: grad on, no other mode, the same random numbers."""
         hooks = saved_tensors_hooks(self._remember_saved, lambda nothing: nothing)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), hooks:
+        with torch.enable_grad(), hooks:
             torch.default_generator.manual_seed(0)
             try:
                 yield
@@ -55,7 +55,9 @@ class Draft:
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         """A call of a method of the first argument."""
-        return self._add("call_method", name, lambda owner, *rest, **named: getattr(owner, name)(*rest, **named), args, kwargs)
+        return self._add(
+            "call_method", name, lambda owner, *rest, **named: getattr(owner, name)(*rest, **named), args, kwargs
+        )
 
     def module(self, entry: str, *args: Any, **kwargs: Any) -> Node:
         """A call of a module of the state."""
@@ -103,7 +105,7 @@ class Draft:
         return _storage(value) not in self._saved
 
     def outlives_call(self, node: Node) -> bool:
-        """Whether the tensor belongs to the state, so that gradients must not flow into it from one call to the next."""
+        """Whether the tensor belongs to the state, so that no gradient may flow into it from one call to the next."""
         return _storage(self.values[node]) in self._owned
 
     def tensors(self, suits: Callable[[Tensor], bool] = lambda value: True) -> list[Node]:
@@ -118,12 +120,14 @@ class Draft:
         """One of `nodes`, counted back from the newest."""
         return _newest(pick, nodes)
 
-    def _add(self, op: str, target: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _add(
+        self, op: str, target: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Node:
         lookup = self.values.__getitem__
         try:
             value = run(*map_arg(args, lookup), **map_arg(kwargs, lookup))
         except (RuntimeError, TypeError, ValueError, IndexError) as refusal:
-            raise Unfit(f"{op} {target}: {refusal}") from refusal
+            raise UnfitError(f"{op} {target}: {refusal}") from refusal
         node = self.graph.create_node(op, target, args, kwargs, name=self._odd_name())
         self.values[node] = value
         return node
@@ -143,5 +147,5 @@ def _storage(value: Tensor) -> int:
 
 def _newest(pick: int, nodes: list[Node]) -> Node:
     if not nodes:
-        raise Unfit("nothing suits")
+        raise UnfitError("nothing suits")
     return nodes[-1 - pick % len(nodes)]

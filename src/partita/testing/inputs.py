@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.fx import PH, Graph, Node, symbolic_trace
+from torch.fx import PH, Graph, Node, symbolic_trace  # type: ignore[attr-defined]
 
 from partita.testing.draft import Draft
 from partita.testing.recipe import Input

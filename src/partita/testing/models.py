@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 __all__ = ["Attention", "Buffered", "Casting", "Frozen", "Mixer", "Structured"]
 
@@ -22,7 +22,8 @@ class Mixer(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.dropout(self.relu(self.batch(self.first(x))))) + x
+        hidden: Tensor = self.dropout(self.relu(self.batch(self.first(x))))
+        return torch.add(x, self.second(hidden))
 
 
 class Attention(nn.Module):
@@ -37,7 +38,7 @@ class Attention(nn.Module):
         rows = x.size(0)
         query, key, value = self.project(self.norm(x)).chunk(3, dim=-1)
         query, key, value = (part.reshape(rows, 2, 3).transpose(0, 1) for part in (query, key, value))
-        mixed = F.softmax(query @ key.transpose(1, 2), dim=-1) @ value
+        mixed = functional.softmax(query @ key.transpose(1, 2), dim=-1) @ value
         return x + mixed.transpose(0, 1).reshape(rows, x.shape[1]), mixed
 
 
@@ -70,7 +71,7 @@ class Frozen(nn.Module):
         hidden = self.first(x).tanh()
         with torch.no_grad():
             target = self.second(hidden).sin()
-        return self.second(hidden + target)
+        return torch.add(x, self.second(hidden + target))
 
 
 class Casting(nn.Module):
@@ -87,7 +88,7 @@ class Casting(nn.Module):
             with torch.no_grad():
                 scale = self.second(x).sigmoid()
             hidden = hidden * scale
-        return hidden.float() + x
+        return torch.add(x, hidden.float())
 
 
 class Structured(nn.Module):

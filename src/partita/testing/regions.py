@@ -88,7 +88,8 @@ def _interleaved(nodes: Sequence[Node], labelling: Labelling) -> list[int]:
 
 def _by_target(nodes: Sequence[Node], labelling: Labelling) -> list[int]:
     """Equal operators together, as support tables do."""
-    return [sum(map(ord, f"{node.op} {node._pretty_print_target(node.target)}")) % labelling.count for node in nodes]
+    names = [getattr(node.target, "__name__", node.target) for node in nodes]
+    return [sum(map(ord, str(name))) % labelling.count for name in names]
 
 
 def _levels(nodes: Sequence[Node], labelling: Labelling) -> list[int]:

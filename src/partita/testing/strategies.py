@@ -45,9 +45,9 @@ def recipes(*, max_nodes: int = 30, features: Features = ALL) -> SearchStrategy[
     return st.builds(
         Recipe,
         inputs=st.lists(inputs, min_size=1, max_size=_MOST_INPUTS).map(tuple),
-        steps=_kinds(features).flatmap(
-            lambda kinds: st.lists(st.builds(Step, kind=st.sampled_from(kinds), picks=picks), max_size=max_nodes)
-        ).map(tuple),
+        steps=_kinds(features)
+        .flatmap(lambda kinds: st.lists(st.builds(Step, kind=st.sampled_from(kinds), picks=picks), max_size=max_nodes))
+        .map(tuple),
         output=st.builds(Step, kind=outputs, picks=picks),
         pytree=st.booleans() if features.pytree else st.just(False),
         training=st.booleans(),

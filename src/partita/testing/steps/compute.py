@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from partita.testing.draft import Draft
 from partita.testing.recipe import Picks
@@ -16,8 +16,23 @@ __all__ = ["FUNCTIONS", "METHODS", "OVERLOADS"]
 
 aten = torch.ops.aten
 
-_UNARY: tuple[Callable[..., Any], ...] = (torch.tanh, torch.sin, F.gelu, torch.neg, operator.neg, torch.sigmoid, F.silu)
-_BINARY: tuple[Callable[..., Any], ...] = (torch.add, operator.sub, torch.mul, operator.add, torch.maximum, operator.mul)
+_UNARY: tuple[Callable[..., Any], ...] = (
+    torch.tanh,
+    torch.sin,
+    functional.gelu,
+    torch.neg,
+    operator.neg,
+    torch.sigmoid,
+    functional.silu,
+)
+_BINARY: tuple[Callable[..., Any], ...] = (
+    torch.add,
+    operator.sub,
+    torch.mul,
+    operator.add,
+    torch.maximum,
+    operator.mul,
+)
 
 
 def unary(draft: Draft, picks: Picks) -> None:
@@ -40,9 +55,9 @@ def optional(draft: Draft, picks: Picks) -> None:
     """An argument that may be None, passed as a node where the program has one, and a flag likewise."""
     nothing, flags = draft.valued(type(None)), draft.valued(bool)
     weight = draft.choose(picks[1], nothing) if nothing else None
-    normal = draft.call(F.layer_norm, draft.matrix(picks[0]), (6,), weight=weight)
+    normal = draft.call(functional.layer_norm, draft.matrix(picks[0]), (6,), weight=weight)
     if flags:
-        draft.call(F.leaky_relu, normal, 0.1, draft.choose(picks[1], flags))
+        draft.call(functional.leaky_relu, normal, 0.1, draft.choose(picks[1], flags))
 
 
 def reduced(draft: Draft, picks: Picks) -> None:
@@ -60,7 +75,7 @@ def selected(draft: Draft, picks: Picks) -> None:
 def product(draft: Draft, picks: Picks) -> None:
     left, right = draft.matrix(picks[0]), draft.matrix(picks[1])
     scores = draft.call(torch.matmul, left, draft.method("t", right))
-    draft.call(torch.matmul, draft.call(F.softmax, scores, dim=-1), right)
+    draft.call(torch.matmul, draft.call(functional.softmax, scores, dim=-1), right)
 
 
 def discarded(draft: Draft, picks: Picks) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from partita.testing.draft import Draft
 from partita.testing.recipe import Picks
@@ -31,7 +31,7 @@ def dropout(draft: Draft, picks: Picks) -> None:
     tensor = draft.tensor(picks[0])
     match picks[1] % 3:
         case 0:
-            draft.call(F.dropout, tensor, 0.5, training=True)
+            draft.call(functional.dropout, tensor, 0.5, training=True)
         case 1:
             draft.call(torch.dropout, tensor, 0.25, True)
         case _:

@@ -13,7 +13,7 @@ from partita._torch.toggles import (
     EXIT_INFERENCE,
     SET_GRAD,
 )
-from partita.testing.draft import Draft, Unfit
+from partita.testing.draft import Draft, UnfitError
 from partita.testing.recipe import Picks
 
 __all__ = ["AUTOCAST", "GRAD", "INFERENCE", "close_modes"]
@@ -82,14 +82,14 @@ def close_modes(draft: Draft, *, restores_grad: bool) -> None:
 
 def _enter(draft: Draft, enter: Callable[..., object], leave: Callable[..., object], *options: object) -> None:
     if len(draft.open) >= _DEEPEST:
-        raise Unfit("enough modes are open")
+        raise UnfitError("enough modes are open")
     draft.open.append((leave, draft.call(enter, *options)))
 
 
 def _leave(draft: Draft, leave: Callable[..., object]) -> None:
     # Torch keeps autocast in what an inference block restores when left, so the two may nest but never cross.
     if not draft.open or draft.open[-1][0] is not leave:
-        raise Unfit("another mode was entered last")
+        raise UnfitError("another mode was entered last")
     draft.call(leave, draft.open[-1][1])
     draft.open.pop()
 

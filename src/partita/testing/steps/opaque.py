@@ -75,9 +75,9 @@ def writing_body(draft: Draft, picks: Picks) -> None:
 def _recorded_assertion() -> Callable[..., Any]:
     """The function that torch.fx itself records for a specialised argument; its name is private to torch."""
     graph = symbolic_trace(lambda x, number: x, concrete_args={"number": 1}).graph
-    targets = [node.target for node in graph.nodes if node.op == "call_function" and node.target is not operator.eq]
-    assert callable(targets[0])
-    return targets[0]
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.eq]
+    target: Callable[..., Any] = calls[0].target
+    return target
 
 
 _ASSERT = _recorded_assertion()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from partita.testing.draft import Draft
 from partita.testing.recipe import Picks
@@ -49,7 +49,7 @@ def linear(draft: Draft, picks: Picks) -> None:
     """A functional layer whose weight is known by two names."""
     matrix = draft.matrix(picks[0])
     weight = draft.attribute(("weight", "tied.weight", "linear.weight")[picks[1] % 3])
-    draft.call(F.linear, matrix, weight, draft.attribute("bias") if picks[2] % 2 else None)
+    draft.call(functional.linear, matrix, weight, draft.attribute("bias") if picks[2] % 2 else None)
 
 
 def scale(draft: Draft, picks: Picks) -> None:

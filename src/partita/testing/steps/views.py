@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch.fx import Node
-from torch.nn import functional as F
+from torch.nn import functional
 
 from partita.testing.draft import Draft
 from partita.testing.recipe import Picks
@@ -39,7 +39,7 @@ def perhaps_alias(draft: Draft, picks: Picks) -> None:
         case 1:
             draft.method("to", tensor, torch.float32)
         case 2:
-            draft.call(F.dropout, tensor, 0.5, False)
+            draft.call(functional.dropout, tensor, 0.5, False)
         case _:
             draft.call(torch.flatten, tensor)
 

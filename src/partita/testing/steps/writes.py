@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch.fx import Node
-from torch.nn import functional as F
+from torch.nn import functional
 
-from partita.testing.draft import Draft, Unfit
+from partita.testing.draft import Draft, UnfitError
 from partita.testing.recipe import Picks
 from partita.testing.state import BUFFERS
 from partita.testing.steps.views import view_of
@@ -36,9 +36,9 @@ def function(draft: Draft, picks: Picks) -> None:
         case 0:
             draft.call(torch.relu_, written)
         case 1:
-            draft.call(F.relu, written, inplace=True)
+            draft.call(functional.relu, written, inplace=True)
         case _:
-            draft.call(F.hardtanh, written, -0.5, 0.5, True)
+            draft.call(functional.hardtanh, written, -0.5, 0.5, True)
 
 
 def overload(draft: Draft, picks: Picks) -> None:
@@ -116,7 +116,7 @@ def _without_history(draft: Draft, node: Node) -> Node:
 
 def _check_free(draft: Draft, written: Node) -> None:
     if not draft.may_write(draft.values[written]):
-        raise Unfit(f"the backward pass needs {written}")
+        raise UnfitError(f"the backward pass needs {written}")
 
 
 WRITES: Mapping[str, Callable[[Draft, Picks], None]] = {

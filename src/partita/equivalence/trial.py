@@ -1,0 +1,115 @@
+"""Trials: the same calls of both programs, and what they show to be different."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from partita.equivalence.differences import differences
+from partita.equivalence.findings import Comparison, Difference
+from partita.equivalence.inputs import Arguments
+from partita.equivalence.observation import Observation
+from partita.equivalence.other_shapes import resized
+from partita.equivalence.pairing import Pairing, paired
+from partita.equivalence.randomness import random_state
+from partita.equivalence.run import Call, Start, Watched, run
+from partita.equivalence.snapshot import snapshot_of
+from partita.equivalence.storages import storage_key
+from partita.equivalence.subject import Subject
+from partita.graphs.tolerance import Tolerance
+
+__all__ = ["Pair", "pair_of", "tried", "tried_on_other_shapes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two programs with the places of their state that belong together, and the start of all their runs."""
+
+    before: Subject
+    after: Subject
+    before_state: tuple[Watched, ...]
+    after_state: tuple[Watched, ...]
+    start: Start
+    tolerance: Tolerance
+    notes: tuple[str, ...]
+
+
+def pair_of(before: Subject, after: Subject, tolerance: Tolerance | None) -> Pair:
+    """A pair ready to run; without a tolerance, the one that the programs themselves declare."""
+    restored = before.written | after.written
+    slots = (*before.slots, *after.slots)
+    keys = frozenset(key for slot in slots if (key := storage_key(slot.tensor)) is not None)
+    roots = [subject.root for subject in (before, after) if subject.root is not None]
+    pairing = paired(before.slots, after.slots)
+    one, other = _watched(pairing, restored)
+    allowed = before.tolerance | after.tolerance if tolerance is None else tolerance
+    start = Start(snapshot_of(roots, slots, written=restored), random_state(), keys, restored)
+    return Pair(before, after, one, other, start, allowed, pairing.notes)
+
+
+def _watched(pairing: Pairing, restored: frozenset[int]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
+    """Both sides of the pairing, under the original's names; a place is written if either program may write it."""
+    ones: list[Watched] = []
+    others: list[Watched] = []
+    for one, other in zip(pairing.before, pairing.after, strict=True):
+        may_be_written = any(storage_key(slot.tensor) in restored for slot in (one, other))
+        for slot, side in ((one, ones), (other, others)):
+            side.append(Watched(one.name, one.label, slot, may_be_written, slot.tensor.grad_fn is not None))
+    return tuple(ones), tuple(others)
+
+
+def tried(pair: Pair, calls: Sequence[Call]) -> Comparison:
+    """What differs in these calls, made one after the other."""
+    ones = run([pair.before, pair.after], pair.before_state, calls, pair.start)
+    return _against(pair, calls, ones)
+
+
+def _against(pair: Pair, calls: Sequence[Call], ones: Sequence[Observation]) -> Comparison:
+    others = run([pair.after, pair.before], pair.after_state, calls, pair.start)
+    found: list[Difference] = []
+    notes: list[str] = []
+    for call, one, other in zip(calls, ones, others, strict=True):
+        names = _output_nodes(pair.before, one)
+        for difference in differences(one, other, pair.tolerance):
+            where = names.get(difference.where, difference.where)
+            found.append(replace(difference, where=where, when=call.name))
+        notes += _exceptions(call, one)
+    return Comparison(tuple(found), tuple(notes), len(calls))
+
+
+def tried_on_other_shapes(pair: Pair, call: Call) -> Comparison:
+    """The first other sizes that the original accepts, compared."""
+    refused = []
+    for words, arguments in _other_sizes(pair, call.arguments):
+        other = replace(call, name=f"with {words}", arguments=arguments)
+        ones = run([pair.before, pair.after], pair.before_state, [other], pair.start)
+        if ones[0].raised is None:
+            return _against(pair, [other], ones)
+        refused.append(f"{words} ({ones[0].raised})")
+    return Comparison((), tuple([f"the original accepts no other sizes: {'; '.join(refused)}"] if refused else []))
+
+
+def _other_sizes(pair: Pair, arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
+    for subject in (pair.before, pair.after):
+        found = False
+        for sizes in resized(arguments, subject.placeholders):
+            found = True
+            yield sizes
+        if found:
+            return
+
+
+def _output_nodes(subject: Subject, observation: Observation) -> dict[str, str]:
+    """Each output's place with the name of the node that gives it, where the graph tells."""
+    if len(subject.output_names) != len(observation.outputs):
+        return {}
+    pairs = zip(observation.outputs, subject.output_names, strict=True)
+    return {place: f"{place} (node {name!r})" for (place, _), name in pairs if name}
+
+
+def _exceptions(call: Call, seen: Observation) -> list[str]:
+    return [
+        f"{call.name}: {what} raises {raised}, so less could be compared"
+        for what, raised in (("the original", seen.raised), ("the original's backward", seen.backward_raised))
+        if raised is not None
+    ]

@@ -1,0 +1,45 @@
+"""Gathering: every region becomes an unbroken run of nodes, and nothing else moves more than it must."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from partita._torch.nodes import GraphWriter
+from partita.graphs.program import Program
+from partita.regions.partition import Partition
+from partita.rewrite.assembly import module_like
+from partita.rewrite.mode_writer import ModeWriter
+from partita.rewrite.pause_gc import gc_paused
+from partita.rewrite.state import share_state
+
+__all__ = ["gather"]
+
+
+def gather(partition: Partition) -> Program:
+    """A new program, equal to the old one, in which the nodes of each region stand side by side."""
+    program = partition.program
+    index, modes, root = program.index, program.modes, program.graph_module
+    with gc_paused():
+        writer = GraphWriter(program.graph._tracer_cls)
+        writer.names.reserve(node.name for node in index.nodes)
+        switching = ModeWriter(writer)
+        env: dict[Node, Node] = {}
+        for number in _gathered_numbers(partition):
+            node = index.nodes[number]
+            switching.switch(modes.final if node.op == "output" else modes.at(number))
+            env[node] = writer.copy(node, env.__getitem__, name=node.name)
+        module = module_like(root, writer.close())
+        share_state(root, module, without=frozenset())
+    return Program(module, pure=program.pure, state_keys=program.state_keys, tolerance=program.tolerance)
+
+
+def _gathered_numbers(partition: Partition) -> list[int]:
+    nodes, regions = partition.program.index.nodes, len(partition)
+    held: list[list[int]] = [[] for _ in partition.regions]
+    for number, place in enumerate(partition.owner):
+        if place >= 0:
+            held[place].append(number)
+    gathered = [number for number, node in enumerate(nodes) if node.op == "placeholder"]
+    for vertex in partition.order:
+        gathered += held[vertex] if vertex < regions else [vertex - regions]
+    return [*gathered, len(nodes) - 1]

@@ -1,0 +1,177 @@
+"""Inlining: a call of a body becomes the nodes of the body; the inverse of outlining."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from partita._torch.nodes import GraphWriter, map_nodes
+from partita._torch.operators import SYM_SIZE
+from partita.errors import ModeError, OptionError
+from partita.graphs.modes import AMBIENT, Mode
+from partita.graphs.program import Program
+from partita.rewrite.assembly import module_like
+from partita.rewrite.mode_writer import ModeWriter
+from partita.rewrite.pause_gc import gc_paused
+from partita.rewrite.state import attribute_of, find, place, share_state
+
+__all__ = ["inline"]
+
+
+def inline(program: Program, calls: Collection[str] | None = None) -> Program:
+    """A new program with the bodies of these calls, by node name, in their place; of all graph modules if None.
+
+    A body is copied, never taken: whoever else calls it still can. A module with forward hooks stays a call, since the
+    hooks would be lost.
+    """
+    with gc_paused():
+        return _Inliner(program, _chosen(program, calls)).inlined()
+
+
+def _chosen(program: Program, calls: Collection[str] | None) -> dict[Node, GraphModule]:
+    found = {}
+    for node in program.index.nodes:
+        if node.op == "call_module" and (calls is None or node.name in calls):
+            body = attribute_of(program.graph_module, node)
+            if isinstance(body, GraphModule) and not _has_hooks(body):
+                found[node] = body
+            elif calls is not None:
+                why = "it has hooks that would be lost" if isinstance(body, GraphModule) else "it is no graph module"
+                raise OptionError(f"node {node.name!r} calls {node.target!r}, which cannot be inlined: {why}")
+    missing = set(calls or ()) - {node.name for node in found}
+    if missing:
+        raise OptionError(f"no call of a module is named {', '.join(sorted(map(repr, missing)))}")
+    return found
+
+
+class _Inliner:
+    """The flat graph while it is written."""
+
+    def __init__(self, program: Program, chosen: Mapping[Node, GraphModule]) -> None:
+        self.program, self.chosen = program, chosen
+        self.root = program.graph_module
+        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.modes = ModeWriter(self.writer)
+        self.env: dict[Node, Any] = {}
+        self.placed: dict[str, Any] = {}
+
+    def inlined(self) -> Program:
+        nodes, modes = self.program.index.nodes, self.program.modes
+        self.writer.names.reserve(node.name for node in nodes if not self._vanishes(node))
+        for number, node in enumerate(nodes):
+            if number in modes.toggles:
+                continue
+            if node in self.chosen:
+                self._write_body(node, self.chosen[node], modes.at(number))
+            elif self._takes_item(node):
+                self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
+            else:
+                self.modes.switch(modes.final if node.op == "output" else modes.at(number))
+                self.env[node] = self.writer.copy(node, self.env.__getitem__, name=node.name)
+        return self._assembled()
+
+    def _takes_item(self, node: Node) -> bool:
+        """Whether `node` unpacks what an inlined body gave as a tuple."""
+        if node.target is not operator.getitem or len(node.args) != 2:
+            return False
+        source, item = node.args
+        return isinstance(source, Node) and isinstance(item, int) and isinstance(self.env.get(source), tuple | list)
+
+    def _vanishes(self, node: Node) -> bool:
+        source = node.args[0] if node.target is operator.getitem and node.args else None
+        return node in self.chosen or (isinstance(source, Node) and source in self.chosen)
+
+    def _write_body(self, call: Node, body: GraphModule, outer: Mode) -> None:
+        inner = Program.of(body)
+        if inner.modes.final != AMBIENT:
+            raise ModeError(
+                f"the body that {call.name!r} calls leaves {inner.modes.final} behind, so it cannot be inlined; "
+                "close its blocks first"
+            )
+        env = _bound(call, body, lambda argument: map_nodes(argument, self.env.__getitem__))
+        for number, node in enumerate(inner.index.nodes):
+            if node.op == "placeholder" or number in inner.modes.toggles:
+                continue
+            if node.op == "output":
+                self.env[call] = map_nodes(node.args[0], env.__getitem__)
+                return
+            self.modes.switch(_inside(outer, inner.modes.at(number)))
+            target = self._place(call, node, body) if node.op in ("call_module", "get_attr") else None
+            env[node] = self.writer.copy(
+                node, env.__getitem__, name=self.writer.names.fresh(node.name), target=target
+            )
+
+    def _place(self, call: Node, node: Node, body: GraphModule) -> str:
+        """A path for what the body names: where it was before it moved, or else where it is now."""
+        value = attribute_of(body, node)
+        now = f"{call.target}.{node.target}"
+        before = self.program.state_keys.original(now)
+        known = self.placed.get(before, find(self.root, before))
+        path = before if known is None or known is value else now
+        self.placed[path] = value
+        return path
+
+    def _assembled(self) -> Program:
+        graph = self.writer.close()
+        had_users = {node.name for node in self.program.index.nodes if node.users}
+        for node in reversed(graph.nodes):
+            if node.target in (SYM_SIZE, operator.getitem) and not node.users and node.name in had_users:
+                graph.erase_node(node)
+        module = module_like(self.root, graph)
+        gone = {str(node.target) for node in self.chosen}
+        still_called = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+        share_state(self.root, module, without=frozenset(gone - still_called))
+        for path, value in self.placed.items():
+            if find(module, path) is not value:
+                place(module, path, value)
+        keys = self.program.state_keys
+        left = {new: old for new, old in keys.moved.items() if find(module, new) is not None}
+        return Program(
+            module, pure=self.program.pure, state_keys=replace(keys, moved=left), tolerance=self.program.tolerance
+        )
+
+
+def _bound(call: Node, body: GraphModule, translated: Callable[[Any], Any]) -> dict[Node, Any]:
+    """What each input of the body stands for: by position, by keyword, or its default."""
+    env: dict[Node, Any] = {}
+    positional, named = list(call.args), dict(call.kwargs)
+    for placeholder in (node for node in body.graph.nodes if node.op == "placeholder"):
+        target = str(placeholder.target)
+        if target.startswith("**"):
+            env[placeholder] = translated(named)
+            named = {}
+        elif target.startswith("*"):
+            env[placeholder] = translated(tuple(positional))
+            positional = []
+        elif positional:
+            env[placeholder] = translated(positional.pop(0))
+        elif target in named:
+            env[placeholder] = translated(named.pop(target))
+        elif placeholder.args:
+            env[placeholder] = placeholder.args[0]
+        else:
+            raise OptionError(f"the call {call.name!r} gives no value for {target!r}; pass one, or give it a default")
+    if positional or named:
+        raise OptionError(f"the call {call.name!r} gives more arguments than its body takes: {positional or named}")
+    return env
+
+
+def _inside(outer: Mode, inner: Mode) -> Mode:
+    """The mode of a node that sets `inner` in a body that is called under `outer`."""
+    devices = {autocast.device for autocast in inner.autocast}
+    return Mode(
+        outer.grad if inner.grad is None else inner.grad,
+        outer.inference if inner.inference is None else inner.inference,
+        (*(autocast for autocast in outer.autocast if autocast.device not in devices), *inner.autocast),
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    )

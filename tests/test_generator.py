@@ -1,0 +1,249 @@
+"""The generator makes programs that run, that contain everything, and that are the same every time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, find, given, settings
+from torch import Tensor
+from torch.fx import GraphModule
+
+from partita.errors import OptionError
+from partita.testing import (
+    CAPTURES,
+    Case,
+    Features,
+    Labels,
+    build,
+    captured_case,
+    labelled_programs,
+    programs,
+    random_case,
+    random_labels,
+    random_recipe,
+    recipes,
+)
+from partita.testing.steps.table import STEPS
+
+few = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return [random_case(seed) for seed in range(500)]
+
+
+def outcome(case: Case) -> list[object]:
+    """What a call returns and leaves behind, in a form that can be compared."""
+    torch.manual_seed(0)
+    grad = torch.is_grad_enabled()
+    try:
+        returned = case.run()
+    finally:
+        torch.set_grad_enabled(grad)
+    left = [*case.graph_module.state_dict(keep_vars=True).values(), case.args, case.kwargs, torch.get_rng_state()]
+    return [read(value) for value in leaves([returned, left])]
+
+
+def read(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return (str(value.dtype), value.stride(), value.requires_grad, value.is_inference(), value.tolist())
+
+
+def leaves(value: object) -> Iterator[object]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        for inner in value:
+            yield from leaves(inner)
+    else:
+        yield value
+
+
+def fingerprints(seeds: int) -> str:
+    made = ((random_case(seed), seed) for seed in range(seeds))
+    return "\n".join(f"{case.graph_module.code}{random_labels(case.graph_module.graph, seed)}" for case, seed in made)
+
+
+def test_every_case_runs_and_repeats_itself(cases: list[Case]) -> None:
+    for case in cases:
+        case.graph_module.graph.lint()
+        assert outcome(case.copy()) == outcome(case.copy()), case.origin
+
+
+def test_no_case_leaves_a_mode_behind_but_grad(cases: list[Case]) -> None:
+    for case in cases[:200]:
+        with torch.enable_grad():
+            case.copy().run()
+        assert not torch.is_autocast_enabled("cpu"), case.origin
+        assert not torch.is_inference_mode_enabled(), case.origin
+
+
+def test_gradients_exist_often_and_fail_seldom(cases: list[Case]) -> None:
+    passed = failed = 0
+    for case in cases:
+        with torch.enable_grad():
+            returned = [
+                value for value in leaves(case.copy().run()) if isinstance(value, Tensor) and value.requires_grad
+            ]
+        if not returned:
+            continue
+        try:
+            sum((value.float().sum() for value in returned), torch.zeros(())).backward()
+            passed += 1
+        except RuntimeError:
+            failed += 1
+    assert passed > len(cases) // 3
+    assert failed < len(cases) // 20
+
+
+def test_values_stay_finite(cases: list[Case]) -> None:
+    wild = 0
+    for case in cases:
+        with torch.enable_grad():
+            tensors = [value for value in leaves(case.copy().run()) if isinstance(value, Tensor)]
+        wild += not all(value.isfinite().all() for value in tensors)
+    assert wild < len(cases) // 20
+
+
+def test_everything_appears_in_one_case_of_twenty(cases: list[Case]) -> None:
+    counts = Counter(trait for case in cases for trait in case.traits)
+    assert {kind for kind in STEPS if kind not in counts} == set()
+    assert {trait: count for trait, count in counts.items() if count < len(cases) // 20} == {}
+
+
+def test_building_leaves_random_state_and_modes_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        for seed in range(50):
+            random_case(seed)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_metadata_changes_nothing_but_metadata() -> None:
+    for seed in range(60):
+        plain, rich = (build(replace(random_recipe(seed), metadata=style)) for style in ("none", "both"))
+        assert str(plain.graph_module.graph) == str(rich.graph_module.graph)
+        assert outcome(plain) == outcome(rich), plain.origin
+
+
+def test_metadata_holds_fake_values() -> None:
+    for seed in range(60):
+        case = build(replace(random_recipe(seed), metadata="both"))
+        if "metadata.both" not in case.traits:
+            continue
+        values = [node.meta[key] for node in case.graph_module.graph.nodes for key in ("val", "example_value")]
+        assert all(hasattr(value, "fake_mode") for value in leaves(values) if isinstance(value, Tensor)), case.origin
+
+
+def test_sharing_and_persistence_survive_a_copy(cases: list[Case]) -> None:
+    tied = [case for case in cases if {"weight", "tied.weight"} <= attributes(case)]
+    viewed = [case for case in cases if {"cache", "cache_row"} <= attributes(case)]
+    assert tied
+    assert viewed
+    for case in [*tied, *[case.copy() for case in tied]]:
+        module = case.graph_module
+        assert module.get_parameter("weight") is module.get_parameter("tied.weight")
+    for case in [*viewed, *[case.copy() for case in viewed]]:
+        module = case.graph_module
+        assert "cache" not in module.state_dict()
+        assert storage(module, "cache") == storage(module, "cache_row")
+
+
+def attributes(case: Case) -> set[str]:
+    return {str(node.target) for node in case.graph_module.graph.nodes if node.op == "get_attr"}
+
+
+def storage(module: GraphModule, buffer: str) -> int:
+    return module.get_buffer(buffer).untyped_storage().data_ptr()
+
+
+def test_two_processes_agree() -> None:
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from test_generator import fingerprints; print(fingerprints(50))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, __file__.rpartition("/")[0]]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == fingerprints(50).strip()
+
+
+def test_a_case_prints_what_makes_it_again() -> None:
+    case = random_case(7, features=Features(writes=False))
+    assert case.origin == "random_case(7, features=Features(writes=False))"
+    again = eval(case.origin, {"random_case": random_case, "Features": Features})
+    assert again.graph_module.code == case.graph_module.code
+
+
+@pytest.mark.parametrize("family", ["writes", "random", "grad", "autocast", "inference", "higher_order", "containers"])
+def test_a_family_that_is_off_stays_out(family: str) -> None:
+    for seed in range(30):
+        case = random_case(seed, features=Features(**{family: False}))
+        assert not [trait for trait in case.traits if trait.startswith(f"{family}.")]
+
+
+def test_an_unknown_feature_is_named() -> None:
+    with pytest.raises(OptionError, match="'colour'"):
+        Features.only("writes", "colour")
+
+
+@few
+@given(programs(max_nodes=20))
+def test_drawn_programs_run(case: Case) -> None:
+    outcome(case)
+
+
+@few
+@given(labelled_programs(max_nodes=20))
+def test_labels_cover_the_graph_and_spare_its_ends(pair: tuple[Case, Labels]) -> None:
+    case, labels = pair
+    nodes = list(case.graph_module.graph.nodes)
+    assert list(labels) == [node.name for node in nodes]
+    assert all(labels[node.name] is None for node in nodes if node.op in ("placeholder", "output"))
+
+
+def test_hypothesis_shrinks_to_the_step_that_matters() -> None:
+    writes: Callable[[object], bool] = lambda recipe: "writes.setitem" in build(recipe).traits  # type: ignore[arg-type] # noqa: E731
+    smallest = find(
+        recipes(max_nodes=12), writes, settings=settings(max_examples=2000, deadline=None, derandomize=True)
+    )
+    assert [step.kind for step in smallest.steps] == ["writes.setitem"]
+    assert len(smallest.inputs) == 1
+
+
+def test_random_labels_are_of_many_kinds(cases: list[Case]) -> None:
+    drawn = [random_labels(case.graph_module.graph, seed) for seed, case in enumerate(cases)]
+    kinds = Counter(shape_of(labels) for labels in drawn)
+    assert min(kinds["runs"], kinds["interleaved"], kinds["falling"]) > len(cases) // 10
+
+
+def shape_of(labels: Labels) -> str:
+    given_labels = [value for value in labels.values() if value is not None]
+    runs = [value for value, before in zip(given_labels, [None, *given_labels], strict=False) if value != before]
+    if len(runs) > len(set(runs)):
+        return "interleaved"
+    return "falling" if len(runs) > 1 and runs == sorted(runs, reverse=True) else "runs"
+
+
+@pytest.mark.parametrize("route", sorted({route for _, route in CAPTURES}))
+def test_captured_programs_run_and_repeat_themselves(route: str) -> None:
+    for model, other in CAPTURES:
+        if other == route:
+            case = captured_case(model, route)
+            assert outcome(case.copy()) == outcome(case.copy()), case.origin
+
+
+def test_captured_programs_have_symbolic_sizes() -> None:
+    for route, key in (("export_dynamic", "val"), ("make_fx_symbolic", "val"), ("dynamo", "example_value")):
+        nodes = deepcopy(captured_case("Attention", route)).graph_module.graph.nodes
+        shapes = [size for node in nodes if isinstance(node.meta.get(key), Tensor) for size in node.meta[key].shape]
+        assert any(isinstance(size, torch.SymInt) for size in shapes), route
