@@ -162,7 +162,7 @@ def dump(module: GraphModule) -> list[object]:
         for name, value in [*module.named_parameters(), *module.named_buffers(), *module.named_modules()]
     ]
     graph = module.graph
-    tables = [id(graph._codegen), len(graph), sorted(graph._graph_namespace._used_names)]
+    tables = [id(graph._codegen), graph._len, sorted(graph._graph_namespace._used_names)]
     return [nodes, state, tables, sorted(vars(module)), _frozen(module.meta), module.training, module.code]
 
 

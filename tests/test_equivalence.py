@@ -270,7 +270,7 @@ def test_state_under_other_names_is_reported_under_the_names_of_the_original() -
         def forward(self, x: Tensor) -> Tensor:
             norm = self.stage["b"]
             norm(self.stage["a"](x))
-            return norm(self.stage["a"](x))  # type: ignore[no-any-return]
+            return norm(self.stage["a"](x))
 
     places = {difference.where for difference in compare(model, Renamed(), (torch.randn(4, 3),)).differences}
     assert places == {"buffer '1.running_mean'", "buffer '1.running_var'", "buffer '1.num_batches_tracked'"}
@@ -289,3 +289,23 @@ def test_an_original_that_raises_leaves_a_note() -> None:
 
 def test_an_empty_comparison_reads_well() -> None:
     assert str(Comparison((), calls=2)) == "nothing differs in 2 calls"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_random_draws_on_the_device_are_counted() -> None:
+    def drawn_on_device(_: Any, x: Tensor) -> Tensor:
+        torch.rand(1, device="cuda")
+        return x + 1
+
+    state = torch.cuda.get_rng_state()
+    places = {found.where for found in compare(*pair(lambda m, x: x + 1, drawn_on_device), (vector(),)).differences}
+    assert places == {"cuda:0 after the call", "cuda:0 after backward"}
+    assert torch.equal(state, torch.cuda.get_rng_state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_on_the_device_equals_itself() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).cuda()
+    mean = model[1].running_mean.clone()
+    assert verify(model, model, (torch.randn(4, 3, device="cuda", requires_grad=True),)).notes == ()
+    assert torch.equal(model[1].running_mean, mean)

@@ -122,7 +122,7 @@ def test_sizes_that_the_original_refuses_are_noted() -> None:
             raise ValueError("four, please")
         return real(x)
 
-    free.forward = strict  # type: ignore[method-assign]
+    free.forward = strict
     comparison = verify(free, free, (torch.randn(4),))
     assert "accepts no other sizes" in comparison.notes[0]
 

@@ -154,7 +154,7 @@ def test_a_parameter_given_as_input_stays_that_parameter() -> None:
     def shares(x: Tensor) -> bool:
         return x.data_ptr() == model.weight.data_ptr()
 
-    model.forward = shares  # type: ignore[method-assign, assignment]
+    model.forward = shares
     assert model(model.weight)
     assert verify(model, model, (model.weight,)).equal
 
@@ -217,3 +217,27 @@ def test_hooks_are_called() -> None:
     hooked = nn.Sequential(model)
     hooked.register_forward_hook(lambda module, args, output: output + 1)
     assert not compare(nn.Sequential(model), hooked, (torch.ones(2, 3),)).equal
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn),
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.arange(4).to(torch.uint16).reshape(2, 2),
+        torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        torch.empty(0, 3),
+        torch.ones(5).unfold(0, 3, 1),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["sparse", "csr", "float8", "conjugate", "uint16", "quantized", "empty", "overlapping", "jagged", "nested"],
+)
+def test_unusual_tensors_can_be_compared(value: Tensor) -> None:
+    def given_back(x: Tensor) -> Tensor:
+        return x
+
+    assert verify(given_back, given_back, (value,)).notes == ()
+    assert not compare(given_back, lambda x: 1, (value,)).equal

@@ -1,7 +1,24 @@
 """Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program still means the same."""
 
+from partita.equivalence import Comparison, Tolerance, compare, verify
+from partita.graphs.fingerprint import fingerprint
 from partita.graphs.program import Program
 from partita.plans import Plan, plan
 from partita.regions import Partition, Region
+from partita.rewrite import gather, inline, outline
 
-__all__ = ["Partition", "Plan", "Program", "Region", "plan"]
+__all__ = [
+    "Comparison",
+    "Partition",
+    "Plan",
+    "Program",
+    "Region",
+    "Tolerance",
+    "compare",
+    "fingerprint",
+    "gather",
+    "inline",
+    "outline",
+    "plan",
+    "verify",
+]

@@ -7,16 +7,16 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
 from partita._torch.names import Names
 
-try:
-    from torch._C import _fx_map_arg, _NodeBase
-except ImportError:  # A torch without these: the public way, slower.
-    _fx_map_arg = _NodeBase = None
+# A torch without these gets the public way, which is slower.
+_NodeBase: Any = getattr(torch._C, "_NodeBase", None)
+_fx_map_arg: Callable[[Any, Callable[[Node], Any]], Any] | None = getattr(torch._C, "_fx_map_arg", None)
 
 __all__ = ["GraphWriter", "copy_meta", "input_nodes", "map_nodes"]
 
@@ -56,8 +56,8 @@ class GraphWriter:
         graph = self.graph
         node = Node.__new__(Node)
         _NodeBase.__init__(node, graph, name, op, target, type_expr)
-        node._update_args_kwargs(args, kwargs or _NO_KWARGS)  # type: ignore[attr-defined]
-        graph._root._prepend(node)  # type: ignore[attr-defined]
+        node._update_args_kwargs(args, dict(kwargs) if kwargs else _NO_KWARGS)
+        graph._root._prepend(node)
         graph._find_nodes_lookup_table.table[(op, target if op == "call_function" else None)][node] = None
         self._written.append(node)
         return node
@@ -84,13 +84,13 @@ class GraphWriter:
             return
         graph, written, metas = self.graph, self._written, self._metas
         make, begin, lookup = Node.__new__, _NodeBase.__init__, env.__getitem__
-        put = graph._root._prepend  # type: ignore[attr-defined]
+        put = graph._root._prepend
         table = graph._find_nodes_lookup_table.table
         for node, name in zip(nodes, names, strict=True):
             op, target, kwargs = node.op, node.target, node._kwargs
             copied = make(Node)
             begin(copied, graph, name, op, target, node.type)
-            copied._update_args_kwargs(  # type: ignore[attr-defined]
+            copied._update_args_kwargs(
                 map_nodes(node._args, lookup), map_nodes(kwargs, lookup) if kwargs else kwargs
             )
             if node.meta:

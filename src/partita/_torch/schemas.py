@@ -97,7 +97,7 @@ def has_registered_effect(target: Any) -> bool:
 
 
 def nodes_by_target(graph: Graph) -> Mapping[tuple[str, Any], Collection[Node]]:
-    """The nodes of `graph` by op and target (None for all but functions), without a walk where torch keeps such a table."""
+    """The nodes of `graph` by op and target (None for all but functions), from the table that torch keeps."""
     table = getattr(graph, "_find_nodes_lookup_table", None)
     if table is not None:
         return table.table  # type: ignore[no-any-return]
@@ -171,5 +171,5 @@ def _overlap(argument: Any, result: Any) -> bool:
 try:
     from torch._higher_order_ops.effects import _get_effect
 except ImportError:
-    _get_effect = None
+    _get_effect = None  # type: ignore[assignment]
 _MAY_SHARE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)

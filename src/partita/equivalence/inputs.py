@@ -129,7 +129,7 @@ class _Made:
 def _copies(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
     """Copies of tensors of one memory, each with the leaf that collects its gradient."""
     storage = storage_of(tensors[0])
-    ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
     if storage is None or not ordinary:
         alone = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         return [(copy, copy if copy.requires_grad else None) for copy in alone]

@@ -79,12 +79,12 @@ def record_of(leaf: object, *, restored: frozenset[int] = frozenset()) -> object
         leaf = leaf.get_state()
     if not isinstance(leaf, Tensor):
         return leaf
-    value = leaf.detach()
-    strided = leaf.layout is torch.strided
+    value = _rows(leaf.detach()) if leaf.is_nested else leaf.detach()
+    strided = leaf.layout is torch.strided and not leaf.is_nested
     return TensorRecord(
         type=type(leaf).__name__,
         dtype=leaf.dtype,
-        shape=leaf.shape,
+        shape=value.shape,
         stride=_telling_strides(leaf) if strided else None,
         device=leaf.device,
         layout=leaf.layout,
@@ -106,6 +106,13 @@ def named_leaves(value: object, root: str) -> tuple[tuple[str, object], ...]:
         else:
             found.append((root + path, leaf))
     return tuple(found)
+
+
+def _rows(nested: Tensor) -> Tensor:
+    """The lengths and the values of a nested tensor's rows in one, since its own shape is a symbol."""
+    rows = nested.unbind()
+    lengths = torch.tensor([size for row in rows for size in row.shape], device=nested.device)
+    return torch.cat([lengths.to(nested.dtype), *(row.flatten() for row in rows)])
 
 
 def _telling_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -17,10 +17,15 @@ def fill_with_other_data(leaves: Sequence[object]) -> None:
     negative, change sign, so that probabilities stay probabilities.
     """
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.numel() > 0 and leaf.layout is torch.strided and not leaf.is_quantized:
+        if isinstance(leaf, Tensor) and _is_fillable(leaf):
             _fill(leaf.detach())
             # The others look at the same memory, which has been changed by now.
             return
+
+
+def _is_fillable(tensor: Tensor) -> bool:
+    special = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return not special and tensor.numel() > 0
 
 
 def _fill(tensor: Tensor) -> None:

@@ -93,9 +93,7 @@ def storages_of(index: Index, behaviours: NodeBehaviours, acting: Mapping[Node, 
     return storages
 
 
-def written_classes(
-    index: Index, storages: Storages, acting: Mapping[Node, Behaviour]
-) -> dict[int, set[int]]:
+def written_classes(index: Index, storages: Storages, acting: Mapping[Node, Behaviour]) -> dict[int, set[int]]:
     """The classes that each writing node may write, by its number."""
     find, number = storages.find, index.number
     written: dict[int, set[int]] = {}

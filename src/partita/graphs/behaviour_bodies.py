@@ -84,13 +84,11 @@ def _as_seen_by_operator(node: Node, body: nn.Module, told: Behaviour) -> Behavi
 
 def _operand_places(node: Node, count: int) -> list[int] | None:
     """The argument in which each of `count` inputs of the body travels; None where that cannot be told."""
-    last_body = max((i for i, a in enumerate(node.args) if any(n.op == "get_attr" for n in _leaves(a) if _is_node(n))), default=-1)
-    places = [i for i, given in enumerate(node.args) if i > last_body for leaf in _leaves(given) if not isinstance(leaf, str)]
+    leaves = [(i, leaf) for i, given in enumerate(node.args) for leaf in _leaves(given)]
+    last_body = max((i for i, leaf in leaves if isinstance(leaf, Node) and leaf.op == "get_attr"), default=-1)
+    # `invoke_subgraph` names its body in a string between body and operands.
+    places = [i for i, leaf in leaves if i > last_body and not isinstance(leaf, str)]
     return places if len(places) == count else None
-
-
-def _is_node(leaf: Any) -> bool:
-    return isinstance(leaf, Node)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -121,7 +119,9 @@ def _of_bare_operator(node: Node) -> Behaviour:
     return merged((replace(told, writes=(EVERY,) if told.writes else (), aliases=(EVERY,)), ordered))
 
 
-_FUNCTIONAL = frozenset(("auto_functionalized", "auto_functionalized_v2", "out_dtype", "triton_kernel_wrapper_functional"))
+_FUNCTIONAL = frozenset(
+    ("auto_functionalized", "auto_functionalized_v2", "out_dtype", "triton_kernel_wrapper_functional")
+)
 _RUNS_OPERATOR = frozenset(
     ("graphsafe_run_with_rng_state", "run_and_save_rng_state", "run_with_rng_state", "with_effects")
 )

@@ -41,13 +41,14 @@ def _behaviour(signature: Signature) -> Behaviour:
     if not writes and _writes_by_name(namespace, name):
         writes = aliases = (EVERY,)
     communicates = namespace in _COMMUNICATING
+    waits = communicates and name == "wait_tensor"
     return Behaviour(
-        writes=(FIRST,) if name == "wait_tensor" else writes,
-        aliases=(FIRST,) if name == "wait_tensor" else aliases,
+        writes=_slots(signature.arguments[:1]) if waits else writes,
+        aliases=_slots(signature.arguments[:1]) if waits else aliases,
         draws=signature.draws or name in _TOUCHES_GENERATOR,
         impure=namespace in _IMPURE or (not signature.returns and not writes),
-        communicates=communicates and name != "wait_tensor",
-        waits=communicates and name == "wait_tensor",
+        communicates=communicates and not waits,
+        waits=waits,
         fences=name in _RUNS_AUTOGRAD,
     )
 

@@ -10,8 +10,24 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-__all__ = ["ALIASING", "EVERY", "FENCE", "FIRST", "PURE", "UNKNOWN", "Behaviour", "Rule", "Slot"]
-__all__ += ["argument", "merged", "nodes_in", "nodes_in_slots"]
+__all__ = [
+    "ALIASES",
+    "ALIASING",
+    "EVERY",
+    "FENCES",
+    "FIRST",
+    "IMPURE",
+    "PURE",
+    "QUIET",
+    "UNKNOWN",
+    "Behaviour",
+    "Rule",
+    "Slot",
+    "argument",
+    "merged",
+    "nodes_in",
+    "nodes_in_slots",
+]
 
 #: An argument: its position (-1 where only a keyword reaches it) and its name.
 Slot = tuple[int, str]
@@ -78,10 +94,14 @@ class Rule:
 
 PURE = Behaviour()
 ALIASING = Behaviour(aliases=(EVERY,))
-FENCE = Behaviour(aliases=(EVERY,), impure=True, fences=True)
 UNKNOWN = Behaviour(
     writes=(EVERY,), aliases=(EVERY,), draws=True, impure=True, communicates=True, unknown=True, shares_state=True
 )
+
+QUIET = Rule(PURE, is_quiet=True)
+ALIASES = Rule(ALIASING, is_quiet=True)
+IMPURE = Rule(Behaviour(impure=True))
+FENCES = Rule(Behaviour(aliases=(EVERY,), impure=True, fences=True))
 
 
 def argument(node: Node, slot: Slot, default: Any = None) -> Any:

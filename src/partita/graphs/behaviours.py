@@ -18,14 +18,12 @@ from partita.graphs.behaviour_bodies import behaviour_of_body, behaviour_of_call
 from partita.graphs.behaviour_functions import rule_of_function
 from partita.graphs.behaviour_methods import rule_of_method
 from partita.graphs.behaviour_modules import behaviour_of_module
-from partita.graphs.behaviour_terms import ALIASING, EVERY, PURE, UNKNOWN, Behaviour, Rule, Slot
+from partita.graphs.behaviour_terms import ALIASES, EVERY, PURE, UNKNOWN, Behaviour, Rule, Slot
 
 __all__ = ["EVERY", "Behaviour", "Behaviours", "Slot", "behaviour_of"]
 
 
-def behaviour_of(
-    node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()
-) -> Behaviour:
+def behaviour_of(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> Behaviour:
     """What the single node `node` of `root` may do; functions in `pure` are trusted to do nothing but compute."""
     return Behaviours(root, pure).of(node)
 
@@ -43,6 +41,7 @@ class Behaviours:
         self.root = root
         self.pure = pure
         self._known_modules = {} if known_modules is None else known_modules
+        self._rules: dict[Any, Rule] = {}
 
     def of(self, node: Node) -> Behaviour:
         """What `node` may do; the mode toggles are nobody's effect here, since modes are told apart per node."""
@@ -56,13 +55,11 @@ class Behaviours:
 
     def acting(self, graph: Graph) -> dict[Node, Behaviour]:
         """The nodes that do more than compute a result; whole targets that cannot are skipped without a walk."""
-        nodes = self._suspects(graph, _may_act)
-        return {node: told for node, told in zip(nodes, map(self.of, nodes), strict=True) if told.acts}
+        return {node: told for node, told in self._told(graph, _may_act) if told.acts}
 
     def aliasing(self, graph: Graph) -> dict[Node, Behaviour]:
         """The nodes whose result may share storage with an argument or with state."""
-        nodes = self._suspects(graph, _may_alias)
-        told = zip(nodes, map(self.of, nodes), strict=True)
+        told = self._told(graph, _may_alias)
         return {node: behaviour for node, behaviour in told if behaviour.aliases or behaviour.shares_state}
 
     def of_module(self, module: nn.Module) -> Behaviour:
@@ -100,32 +97,42 @@ class Behaviours:
         return behaviour_of_body(module, Behaviours(module, self.pure, self._known_modules))
 
     def _of_function(self, node: Node) -> Behaviour:
-        if is_higher_order(node.target) and node.target not in self.pure:
+        if self._runs_bodies(node.target):
             bodies = list(self.bodies(node))
             told = behaviour_of_call(node, bodies, self.of_module)
             return replace(told, impure=True) if has_registered_effect(node.target) and not bodies else told
         return self._rule(node.target).of(node)
 
     def _rule(self, target: Any) -> Rule:
-        if target in self.pure:
-            return _TRUSTED
-        rule = rule_of_function(target)
-        if has_registered_effect(target) and not rule.usual.impure and target is not operator.setitem:
-            return Rule(replace(rule.usual, impure=True), out=rule.out)
+        rule = self._rules.get(target)
+        if rule is None:
+            rule = ALIASES if target in self.pure else rule_of_function(target)
+            if _is_impure_by_registration(target, rule) and target not in self.pure:
+                rule = Rule(replace(rule.usual, impure=True), out=rule.out)
+            self._rules[target] = rule
         return rule
 
-    def _suspects(self, graph: Graph, suspicion: Callable[[Rule, Iterable[Node]], bool]) -> list[Node]:
-        found: list[Node] = []
+    def _told(
+        self, graph: Graph, suspicion: Callable[[Rule, Iterable[Node]], bool]
+    ) -> Iterator[tuple[Node, Behaviour]]:
+        """The behaviour of every node whose target is under suspicion."""
         for (op, target), nodes in nodes_by_target(graph).items():
             if op == "call_method":
                 names = {name for name in set(map(_target, nodes)) if suspicion(rule_of_method(name), ())}
-                found += (node for node in nodes if node.target in names) if names else ()
-            elif op == "call_module":
-                found += nodes
+                yield from ((node, self.of(node)) for node in nodes if node.target in names)
+            elif op == "call_module" or (op == "call_function" and self._runs_bodies(target)):
+                yield from ((node, self.of(node)) for node in nodes)
             elif op == "call_function" and target not in TOGGLES:
-                if (is_higher_order(target) and target not in self.pure) or suspicion(self._rule(target), nodes):
-                    found += nodes
-        return found
+                rule = self._rule(target)
+                if suspicion(rule, nodes):
+                    yield from zip(nodes, map(rule.of, nodes), strict=True)
+
+    def _runs_bodies(self, target: Any) -> bool:
+        return is_higher_order(target) and target not in self.pure
+
+
+def _is_impure_by_registration(target: Any, rule: Rule) -> bool:
+    return has_registered_effect(target) and not rule.usual.impure and target is not operator.setitem
 
 
 def _may_act(rule: Rule, nodes: Iterable[Node]) -> bool:
@@ -142,6 +149,5 @@ def _may_alias(rule: Rule, nodes: Iterable[Node]) -> bool:
     )
 
 
-_TRUSTED = Rule(ALIASING, is_quiet=True)
 _target = operator.attrgetter("target")
 _kwargs = operator.attrgetter("kwargs")

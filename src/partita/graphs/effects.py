@@ -29,7 +29,7 @@ __all__ = ["Effects", "effects_of"]
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """Edge `e` says that node `before[e]` stays before node `after[e]`; edges are grouped by `after`, in graph order."""
+    """Edge `e`: node `before[e]` stays before node `after[e]`; edges are grouped by `after`, in graph order."""
 
     before: array[int]
     after: array[int]
@@ -117,10 +117,11 @@ def _touch_memory(
     if not any(told.writes or told.state_writes for told in acting.values()):
         return ()
     storages = storages_of(index, behaviours, acting)
-    written_inputs = _written_inputs(index, storages, acting)
+    written = written_classes(index, storages, acting)
+    written_inputs = _written_inputs(index, storages, written, acting)
     if any(index.nodes[i].op == "placeholder" for i in written_inputs):
         _join_placeholders(index, storages)
-    written = written_classes(index, storages, acting)
+        written = {i: set(map(storages.find, classes)) for i, classes in written.items()}
     for i, classes in written.items():
         touches.writes.setdefault(i, set()).update(classes)
     hot = set().union(*written.values())
@@ -130,9 +131,11 @@ def _touch_memory(
     return written_inputs
 
 
-def _written_inputs(index: Index, storages: Storages, acting: Mapping[Node, Behaviour]) -> tuple[int, ...]:
-    modifying = {node: told for node, told in acting.items() if not told.waits}
-    modified = set().union(*written_classes(index, storages, modifying).values())
+def _written_inputs(
+    index: Index, storages: Storages, written: Mapping[int, set[int]], acting: Mapping[Node, Behaviour]
+) -> tuple[int, ...]:
+    """The inputs and attributes whose storage changes; to wait for a collective changes nothing."""
+    modified = set().union(*(classes for i, classes in written.items() if not acting[index.nodes[i]].waits))
     return tuple(
         i
         for i, node in enumerate(index.nodes)
@@ -161,9 +164,7 @@ def _touch_inputs(touches: _Touches, index: Index, roots: list[int], hot: set[in
             reads.setdefault(target, []).append((roots[source], source))
 
 
-def _touch_state(
-    touches: _Touches, index: Index, behaviours: Behaviours, storages: Storages, hot: set[int]
-) -> None:
+def _touch_state(touches: _Touches, index: Index, behaviours: Behaviours, storages: Storages, hot: set[int]) -> None:
     """Calls that run modules read the tensors of those modules; what an unknown function may rebind is read at once."""
     if not storages.is_open and not any(True for _ in storages.tensors_in(hot)):
         return

@@ -106,7 +106,7 @@ class _Hasher:
             return None
         source = next(iter(sources))
         traced = container_items(source) if isinstance(source, Node) else None
-        if traced is None or len(traced) != len(items):
+        if not isinstance(source, Node) or traced is None or len(traced) != len(items):
             return None
         for place, (item, value) in enumerate(zip(items, traced, strict=True)):
             if isinstance(item, Node):

@@ -81,7 +81,7 @@ class _State:
 
     def switch(self, node: Node) -> bool:
         """Takes note of `node`; whether it does nothing but switch modes."""
-        action = _ACTIONS.get(node.target)
+        action = _ACTIONS.get(node.target)  # type: ignore[arg-type]
         if action is not None:
             action(self, node)
             return True

@@ -78,7 +78,8 @@ class _BodyWriter:
         return Body(self.writer.close(), inputs, outputs, self.targets, self.modes.has_switched)
 
     def _write_inputs(self) -> tuple[Crossing, ...]:
-        passed, held = [], []
+        passed: list[Crossing] = []
+        held: list[Crossing] = []
         for crossing in self.border.inputs:
             node = self.nodes[crossing] if isinstance(crossing, int) else None
             holds = node is not None and node.op == "get_attr" and self._names_module(node)

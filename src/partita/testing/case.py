@@ -25,6 +25,7 @@ class Case:
     def copy(self) -> Case:
         """The same case with its own state and arguments, for a run that may write to them; sharing is kept."""
         graph_module, args, kwargs = deepcopy((self.graph_module, self.args, self.kwargs))
+        _forget_alike(graph_module, self.graph_module)
         return replace(self, graph_module=graph_module, args=args, kwargs=kwargs)
 
     def run(self) -> object:
@@ -33,3 +34,12 @@ class Case:
 
     def __repr__(self) -> str:
         return f"<Case {self.origin}\n{self.graph_module.graph}>"
+
+
+def _forget_alike(copied: GraphModule, original: GraphModule) -> None:
+    """Makes the same buffers non-persistent as in the original: a deep copy of a graph module keeps all (torch 2.13)."""
+    kept = original.state_dict()
+    for name, buffer in copied.named_buffers(remove_duplicate=False):
+        if name not in kept:
+            owner, _, leaf = name.rpartition(".")
+            copied.get_submodule(owner).register_buffer(leaf, buffer, persistent=False)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -36,10 +37,11 @@ def _propagate(graph_module: GraphModule, style: str, placed: Sequence[object]) 
         placed = [*placed, *tuple(cast(Iterable[object], rest))]
     done = _run_fake(graph_module, placed)
     for node in nodes:
-        # Numbers of a fake run say nothing that the real ones would, so a failed run leaves no values behind.
-        value = node.meta.pop("val", None) if not done or style == "example_value" else node.meta.get("val")
-        if done and style in ("example_value", "both"):
-            node.meta["example_value"] = value
+        value = node.meta.pop("val", None)
+        if not done or value is None:
+            continue
+        for key in ("val", "example_value") if style == "both" else (style,):
+            node.meta[key] = value
     return done
 
 
@@ -65,8 +67,6 @@ class _FakeRun(FakeTensorProp):
         value = super().placeholder(target, args, kwargs)
         if self._fake_mode is None:
             self._fake_mode = cast(Any, value).fake_mode
-            # Modules keep their real parameters.
-            self._fake_mode.allow_non_fake_inputs = True
         # Tensors that were passed inside a container arrive here as they are, and a real one would be written.
         is_real = isinstance(value, Tensor) and not hasattr(value, "fake_mode")
         return self._fake_mode.from_tensor(value) if is_real else value
@@ -74,6 +74,12 @@ class _FakeRun(FakeTensorProp):
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
         return self._fake_mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.module.get_submodule(target)
+        state = [*module.named_parameters(), *module.named_buffers()]
+        fake_state = {name: self._fake_mode.from_tensor(tensor) for name, tensor in state}
+        return functional_call(module, fake_state, args, kwargs)
 
     def run_node(self, node: Node) -> Any:
         try:

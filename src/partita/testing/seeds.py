@@ -33,7 +33,7 @@ def random_recipe(seed: int, *, max_nodes: int = 30, features: Features = ALL) -
         pytree=features.pytree and source.random() < 0.12,
         training=source.random() < 0.7,
         restores_grad=source.random() < 0.6,
-        metadata=source.choice((*METADATA, *["none"] * 3)) if features.metadata else "none",
+        metadata=source.choice((*METADATA, *["none"] * 5)) if features.metadata else "none",
         odd_names=source.randint(1, 4) if features.names and source.random() < 0.2 else 0,
         max_nodes=max_nodes,
         source=_reproducer(seed, max_nodes, features),

@@ -1,0 +1,32 @@
+"""`partita demo`: the main job on a small built-in model, told in chapters."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from partita.cli.demo import splitting, wrong_answers
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_to", "run"]
+
+_CHAPTERS = (splitting, wrong_answers)
+
+
+def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Makes the command known to the command line."""
+    parser = commands.add_parser("demo", help="cut a small transformer, verify it, and see what torch gets wrong")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tells every chapter; the status is 1 if one of them found a difference."""
+    passed = True
+    for number, chapter in enumerate(_CHAPTERS, 1):
+        title = f"{number}. {chapter.TITLE}"
+        print(f"\n{title}\n{'=' * len(title)}")
+        passed &= chapter.tell()
+    print("\nAll of it held." if passed else "\nSomething did not hold; see above.")
+    return 0 if passed else 1
