@@ -38,7 +38,9 @@ class Draft:
         node.meta.update(meta)
         return node
 
-    def call(self, function: Callable[..., Any], *args: Any, meta: Mapping[str, Any] | None = None, **kwargs: Any) -> Node:
+    def call(
+        self, function: Callable[..., Any], *args: Any, meta: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Node:
         node = self.graph.call_function(function, args, kwargs)
         node.meta.update(meta or {})
         return node

@@ -297,8 +297,9 @@ def test_random_draws_on_the_device_are_counted() -> None:
         torch.rand(1, device="cuda")
         return x + 1
 
+    models = pair(lambda m, x: x + 1, drawn_on_device)
     state = torch.cuda.get_rng_state()
-    places = {found.where for found in compare(*pair(lambda m, x: x + 1, drawn_on_device), (vector(),)).differences}
+    places = {found.where for found in compare(*models, (vector(),)).differences}
     assert places == {"cuda:0 after the call", "cuda:0 after backward"}
     assert torch.equal(state, torch.cuda.get_rng_state())
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from torch import Tensor
 from torch.fx import GraphModule
 
 from partita.errors import OptionError
 from partita.testing import (
-    CAPTURES,
     Case,
     Features,
     Labels,
+    Recipe,
     build,
-    captured_case,
     labelled_programs,
     programs,
     random_case,
@@ -32,7 +30,7 @@ from partita.testing import (
 )
 from partita.testing.steps.table import STEPS
 
-few = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -69,49 +67,39 @@ def leaves(value: object) -> Iterator[object]:
 
 
 def fingerprints(seeds: int) -> str:
-    made = ((random_case(seed), seed) for seed in range(seeds))
+    made = ((random_case(seed, features=Features(metadata=False)), seed) for seed in range(seeds))
     return "\n".join(f"{case.graph_module.code}{random_labels(case.graph_module.graph, seed)}" for case, seed in made)
 
 
 def test_every_case_runs_and_repeats_itself(cases: list[Case]) -> None:
-    for case in cases:
+    for case in cases[:150]:
         case.graph_module.graph.lint()
         assert outcome(case.copy()) == outcome(case.copy()), case.origin
 
 
-def test_no_case_leaves_a_mode_behind_but_grad(cases: list[Case]) -> None:
-    for case in cases[:200]:
-        with torch.enable_grad():
-            case.copy().run()
-        assert not torch.is_autocast_enabled("cpu"), case.origin
-        assert not torch.is_inference_mode_enabled(), case.origin
-
-
-def test_gradients_exist_often_and_fail_seldom(cases: list[Case]) -> None:
-    passed = failed = 0
-    for case in cases:
-        with torch.enable_grad():
-            returned = [
-                value for value in leaves(case.copy().run()) if isinstance(value, Tensor) and value.requires_grad
-            ]
-        if not returned:
-            continue
-        try:
-            sum((value.float().sum() for value in returned), torch.zeros(())).backward()
-            passed += 1
-        except RuntimeError:
-            failed += 1
-    assert passed > len(cases) // 3
-    assert failed < len(cases) // 20
-
-
-def test_values_stay_finite(cases: list[Case]) -> None:
-    wild = 0
+def test_cases_behave_as_models_do(cases: list[Case]) -> None:
+    counts: Counter[str] = Counter()
     for case in cases:
         with torch.enable_grad():
             tensors = [value for value in leaves(case.copy().run()) if isinstance(value, Tensor)]
-        wild += not all(value.isfinite().all() for value in tensors)
-    assert wild < len(cases) // 20
+        assert not torch.is_autocast_enabled("cpu"), case.origin
+        assert not torch.is_inference_mode_enabled(), case.origin
+        counts[backward_of(tensors)] += 1
+        counts["wild"] += not all(value.isfinite().all() for value in tensors)
+    assert counts["works"] > len(cases) // 3
+    assert counts["fails"] < len(cases) // 20
+    assert counts["wild"] < len(cases) // 20
+
+
+def backward_of(tensors: list[Tensor]) -> str:
+    trained = [value.float().sum() for value in tensors if value.requires_grad]
+    if not trained:
+        return "missing"
+    try:
+        sum(trained, torch.zeros(())).backward()
+    except RuntimeError:
+        return "fails"
+    return "works"
 
 
 def test_everything_appears_in_one_case_of_twenty(cases: list[Case]) -> None:
@@ -131,18 +119,18 @@ def test_building_leaves_random_state_and_modes_alone() -> None:
 
 
 def test_metadata_changes_nothing_but_metadata() -> None:
-    for seed in range(60):
+    for seed in range(40):
         plain, rich = (build(replace(random_recipe(seed), metadata=style)) for style in ("none", "both"))
         assert str(plain.graph_module.graph) == str(rich.graph_module.graph)
         assert outcome(plain) == outcome(rich), plain.origin
 
 
 def test_metadata_holds_fake_values() -> None:
-    for seed in range(60):
+    for seed in range(40):
         case = build(replace(random_recipe(seed), metadata="both"))
         if "metadata.both" not in case.traits:
             continue
-        values = [node.meta[key] for node in case.graph_module.graph.nodes for key in ("val", "example_value")]
+        values = [node.meta[key] for node in case.graph_module.graph.nodes for key in node.meta]
         assert all(hasattr(value, "fake_mode") for value in leaves(values) if isinstance(value, Tensor)), case.origin
 
 
@@ -186,7 +174,7 @@ def test_a_case_prints_what_makes_it_again() -> None:
 
 @pytest.mark.parametrize("family", ["writes", "random", "grad", "autocast", "inference", "higher_order", "containers"])
 def test_a_family_that_is_off_stays_out(family: str) -> None:
-    for seed in range(30):
+    for seed in range(15):
         case = random_case(seed, features=Features(**{family: False}))
         assert not [trait for trait in case.traits if trait.startswith(f"{family}.")]
 
@@ -212,18 +200,22 @@ def test_labels_cover_the_graph_and_spare_its_ends(pair: tuple[Case, Labels]) ->
 
 
 def test_hypothesis_shrinks_to_the_step_that_matters() -> None:
-    writes: Callable[[object], bool] = lambda recipe: "writes.setitem" in build(recipe).traits  # type: ignore[arg-type] # noqa: E731
+    drawn = recipes(max_nodes=8, features=Features.only("writes", "inputs", "names"))
     smallest = find(
-        recipes(max_nodes=12), writes, settings=settings(max_examples=2000, deadline=None, derandomize=True)
+        drawn, writes_an_item, settings=settings(few, max_examples=500, phases=[Phase.generate, Phase.shrink])
     )
     assert [step.kind for step in smallest.steps] == ["writes.setitem"]
     assert len(smallest.inputs) == 1
 
 
+def writes_an_item(recipe: Recipe) -> bool:
+    return "writes.setitem" in build(recipe).traits
+
+
 def test_random_labels_are_of_many_kinds(cases: list[Case]) -> None:
     drawn = [random_labels(case.graph_module.graph, seed) for seed, case in enumerate(cases)]
     kinds = Counter(shape_of(labels) for labels in drawn)
-    assert min(kinds["runs"], kinds["interleaved"], kinds["falling"]) > len(cases) // 10
+    assert min(kinds["runs"], kinds["interleaved"], kinds["falling"]) > len(cases) // 20
 
 
 def shape_of(labels: Labels) -> str:
@@ -232,18 +224,3 @@ def shape_of(labels: Labels) -> str:
     if len(runs) > len(set(runs)):
         return "interleaved"
     return "falling" if len(runs) > 1 and runs == sorted(runs, reverse=True) else "runs"
-
-
-@pytest.mark.parametrize("route", sorted({route for _, route in CAPTURES}))
-def test_captured_programs_run_and_repeat_themselves(route: str) -> None:
-    for model, other in CAPTURES:
-        if other == route:
-            case = captured_case(model, route)
-            assert outcome(case.copy()) == outcome(case.copy()), case.origin
-
-
-def test_captured_programs_have_symbolic_sizes() -> None:
-    for route, key in (("export_dynamic", "val"), ("make_fx_symbolic", "val"), ("dynamo", "example_value")):
-        nodes = deepcopy(captured_case("Attention", route)).graph_module.graph.nodes
-        shapes = [size for node in nodes if isinstance(node.meta.get(key), Tensor) for size in node.meta[key].shape]
-        assert any(isinstance(size, torch.SymInt) for size in shapes), route

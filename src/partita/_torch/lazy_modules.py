@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import Graph
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph_module import _WrappedCall
 
 from partita._torch.ambient import read_ambient, restore_after_error
 from partita._torch.graph_records import graph_from_record, record_of_graph
@@ -32,11 +34,31 @@ class LazyModule(_LazyGraphModule):
     #: Whether the graph switches modes and must put them back when a node in it raises.
     _restores_modes: bool
 
+    @property
+    def __call__(self) -> Any:
+        """Generates the code, then is what any module's `__call__` is.
+
+        torch's lazy modules generate code inside `forward`, after the hooks have run, and so run them twice. This way
+        the code is there before anyone asks for `forward`, which is also what Dynamo needs.
+        """
+        self.real_recompile()
+        return types.MethodType(type(self).__call__, self)
+
+    def _lazy_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.real_recompile()
+        return self.forward(*args, **kwargs)
+
     def _real_recompile(self) -> Any:
+        cls: Any = type(self)
+        # The code's own `__call__`, installed below, would look for the one above it, which is the property here.
+        cls._wrapped_call = _WrappedCall(cls, nn.Module.__call__)
         code = super()._real_recompile()
         if self.__dict__.get("_restores_modes"):
-            cls: Any = type(self)
             cls.forward = _keep_modes(cls.forward)
+        # Code that calls parts is about to need theirs; parts that went to a compiler are no lazy modules any more.
+        for child in self.children():
+            if isinstance(child, LazyModule):
+                child.real_recompile()
         return code
 
     def real_recompile(self) -> None:
@@ -88,7 +110,7 @@ def lazy_module(graph: Graph, *, training: bool, restores_modes: bool = False, i
 
 
 def _blank(class_name: str) -> LazyModule:
-    cls = type("GraphModuleImpl", (LazyModule,), {"forward": _LazyGraphModule._lazy_forward})
+    cls = type("GraphModuleImpl", (LazyModule,), {"forward": LazyModule._lazy_forward})
     cls.__name__ = class_name
     return object.__new__(cls)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import operator
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 from torch.fx.graph import CodeGen
@@ -22,6 +22,7 @@ __all__ = [
     "Argument",
     "Signature",
     "flattens_inputs",
+    "has_keywords",
     "has_registered_effect",
     "is_higher_order",
     "nodes_by_target",
@@ -66,8 +67,6 @@ class Signature:
 
 def signatures_of(target: Any) -> tuple[Signature, ...]:
     """The overloads that a call of `target` may reach; none where torch has no schema for it."""
-    if isinstance(target, CustomOpDef):
-        target = target._opoverload
     if isinstance(target, OpOverload):
         return (_signature(target._schema, target.tags),)
     if isinstance(target, OpOverloadPacket):
@@ -94,6 +93,11 @@ def has_registered_effect(target: Any) -> bool:
     if target in _side_effectful_functions:
         return True
     return _get_effect is not None and isinstance(target, OpOverload) and _get_effect(target) is not None
+
+
+def has_keywords(nodes: Iterable[Node]) -> bool:
+    """Whether any of these calls passes an argument by keyword."""
+    return any(map(_keywords, nodes))
 
 
 def nodes_by_target(graph: Graph) -> Mapping[tuple[str, Any], Collection[Node]]:
@@ -172,4 +176,5 @@ try:
     from torch._higher_order_ops.effects import _get_effect
 except ImportError:
     _get_effect = None  # type: ignore[assignment]
+_keywords = operator.attrgetter("_kwargs")
 _MAY_SHARE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)

@@ -76,10 +76,11 @@ def split_module(
             returns_tuple=tuple_return,
         ),
         attributes_first=not keep_original_order,
+        keeps_outer_names=False,
         keeps_unused_state=False,
     )
     order = original_order(partition) if keep_original_order else lifo_order(partition)
-    outlined = outline(partition, order=order, style=style)
+    outlined = outline(partition, names=_names(partition), order=order, style=style)
     if qualname_map is not None:
         qualname_map.update(outlined.moved)
     _finish(outlined, partition)
@@ -100,9 +101,13 @@ def split_module_simple(
     parts = _parts({node: node_to_partition[node] for node in program.operators()}, partition_affix)
     partition = RegionPartition(program, parts)
     style = OutlineStyle(
-        body=BodyStyle(keeps_node_names=False, returns_tuple=False), attributes_first=True, keeps_unused_state=False
+        body=BodyStyle(keeps_node_names=False, returns_tuple=False),
+        attributes_first=True,
+        keeps_outer_names=False,
+        keeps_unused_state=False,
     )
-    outlined = outline(partition, order=alone_first(partition, partition.order), style=style)
+    order = alone_first(partition, partition.order)
+    outlined = outline(partition, names=_names(partition), order=order, style=style)
     _finish(outlined, partition)
     return outlined.graph_module
 
@@ -129,6 +134,20 @@ def _parts(labels: Mapping[Node, int | str], affix: str | None) -> list[Region]:
             name = names[label] = str(label) if affix is None else f"{affix}_{label}"
         nodes.setdefault(name, []).append(node)
     return [Region(f"submod_{name}", tuple(held), name) for name, held in nodes.items()]
+
+
+def _names(partition: RegionPartition) -> list[str]:
+    """The names of the parts; one that an attribute of the module has already is numbered."""
+    taken = {str(node.target).partition(".")[0] for node in partition.program.index.nodes if node.op == "get_attr"}
+    names = []
+    for region in partition:
+        name, count = region.name, 0
+        while name in taken:
+            count += 1
+            name = f"{region.name}_{count}"
+        taken.add(name)
+        names.append(name)
+    return names
 
 
 def _finish(outlined: Outlined, partition: RegionPartition) -> None:

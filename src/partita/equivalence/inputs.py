@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,14 +39,14 @@ class Arguments:
         positional = all(path.startswith("[0]") for path in self.tree.paths)
         return positional and len(placeholders) == len(self.tree.leaves)
 
-    def inputs(self, *, written: Callable[[int], bool], state: frozenset[int], other_data: bool = False) -> Inputs:
-        """Inputs for one call: copies where `written(number)` or for other data, else the arguments themselves.
+    def inputs(self, *, written: frozenset[int], state: frozenset[int], other_data: bool = False) -> Inputs:
+        """Inputs for one call: copies of those `written` or for other data, else the arguments themselves.
 
         Memory that inputs share with `state` is left in place, since the state's snapshot looks after it.
         """
         made = _Made(list(self.tree.leaves))
         for numbers in _groups(made.leaves, state):
-            if other_data or any(map(written, numbers)):
+            if other_data or not written.isdisjoint(numbers):
                 made.copy(numbers)
                 if other_data:
                     fill_with_other_data([made.leaves[number] for number in numbers])

@@ -73,11 +73,8 @@ def run(
 
 def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call, start: Start) -> Observation:
     with restored_ambient(), torch.set_grad_enabled(call.grad):
-        inputs = call.arguments.inputs(
-            written=lambda number: any(subject.may_write(number, call.arguments) for subject in subjects),
-            state=start.state,
-            other_data=call.other_data,
-        )
+        written = frozenset[int]().union(*(subject.written_among(call.arguments) for subject in subjects))
+        inputs = call.arguments.inputs(written=written, state=start.state, other_data=call.other_data)
         parameters = [(place.name, place.slot.tensor) for place in state if place.slot.tensor.requires_grad]
         leaves = [*((repr(name), leaf) for name, leaf in parameters), *inputs.leaves]
         unwritten = _unwritten(state, inputs)

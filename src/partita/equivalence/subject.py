@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -40,12 +40,12 @@ class Subject:
     placeholders: tuple[Node, ...] = ()
     output_names: tuple[str, ...] = ()
 
-    def may_write(self, number: int, arguments: Arguments) -> bool:
-        """Whether leaf `number` of the arguments may be written."""
-        if self.written_inputs is None:
-            return True
+    def written_among(self, arguments: Arguments) -> frozenset[int]:
+        """The numbers of the arguments' leaves that may be written."""
         exact = arguments.matches(self.placeholders)
-        return number in self.written_inputs if exact else bool(self.written_inputs)
+        if self.written_inputs is not None and (exact or not self.written_inputs):
+            return self.written_inputs
+        return frozenset(range(len(arguments.tree.leaves)))
 
 
 def subject_of(source: Comparable) -> Subject:
@@ -78,7 +78,7 @@ def _of_program(program: Program, module: GraphModule) -> Subject:
     return Subject(
         call=module,
         root=module,
-        slots=slots_of(module),
+        slots=tuple(replace(slot, name=program.state_keys.original(slot.name)) for slot in slots_of(module)),
         written=_keys(tensor for value in held for tensor in _tensors_of(value)),
         written_inputs=frozenset(number[node] for node in written if node in number),
         tolerance=program.tolerance,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.graphs.tolerance import EXACT, Tolerance
+from partita.graphs.tolerance import Tolerance
 
 __all__ = ["value_difference"]
 
@@ -38,7 +38,7 @@ def _differing(before: Tensor, after: Tensor, tolerance: Tolerance) -> Tensor:
         return pairs.any(-1)
     if not before.is_floating_point():
         return _bits(before) != _bits(after)
-    if tolerance != EXACT:
+    if tolerance.relative or tolerance.absolute:
         wide_before, wide_after = _wide(before), _wide(after)
         limits = {"rtol": tolerance.relative, "atol": tolerance.absolute}
         return ~torch.isclose(wide_after, wide_before, equal_nan=True, **limits)

@@ -6,8 +6,8 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn import functional
 
 from partita.graphs.behaviour_terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, Behaviour, merged
 
@@ -18,6 +18,8 @@ def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()
     """What a call of `module` may do, children included; `pure` may name modules or their classes."""
     if module in pure or type(module) in pure:
         return replace(ALIASING, shares_state=True)
+    if (type(module).__module__, type(module).__name__) in _ASSERTING:
+        return Behaviour(impure=True)
     parts = list(module.modules())
     if not all(map(_is_torch_own, parts)):
         return UNKNOWN
@@ -32,7 +34,7 @@ def _is_torch_own(module: nn.Module) -> bool:
     if any(getattr(module, hooks, None) for hooks in _HOOKS):
         return False
     activation = vars(module).get("activation")
-    return activation is None or activation in (F.relu, F.gelu) or isinstance(activation, str)
+    return activation is None or activation in (functional.relu, functional.gelu) or isinstance(activation, str)
 
 
 def _of_one(module: nn.Module) -> Behaviour:
@@ -81,6 +83,8 @@ def _draws(module: Any) -> bool:
     return isinstance(module, nn.RReLU)
 
 
+#: The module that `ExportedProgram.module` adds to check its inputs.
+_ASSERTING = frozenset((("torch.export._unlift", "GuardsFn"),))
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -36,7 +36,7 @@ def _behaviour(signature: Signature) -> Behaviour:
     namespace, _, name = signature.name.partition("::")
     writes = _slots(a for a in signature.arguments if a.written or _is_written_silently(name, a))
     aliases = _slots(a for a in signature.arguments if a.shared)
-    if signature.may_share or name in _SHARES_SILENTLY:
+    if (signature.may_share and name not in _UPDATES_STATISTICS) or name in _SHARES_SILENTLY:
         aliases = (EVERY,)
     if not writes and _writes_by_name(namespace, name):
         writes = aliases = (EVERY,)

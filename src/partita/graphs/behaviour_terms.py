@@ -101,7 +101,7 @@ UNKNOWN = Behaviour(
 QUIET = Rule(PURE, is_quiet=True)
 ALIASES = Rule(ALIASING, is_quiet=True)
 IMPURE = Rule(Behaviour(impure=True))
-FENCES = Rule(Behaviour(aliases=(EVERY,), impure=True, fences=True))
+FENCES = Rule(Behaviour(aliases=(EVERY,), fences=True))
 
 
 def argument(node: Node, slot: Slot, default: Any = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.schemas import has_registered_effect, is_higher_order, nodes_by_target
+from partita._torch.schemas import has_keywords, has_registered_effect, is_higher_order, nodes_by_target
 from partita._torch.toggles import TOGGLES
 from partita.errors import MissingTargetError
 from partita.graphs.aliasing import attribute
@@ -108,7 +108,7 @@ class Behaviours:
         if rule is None:
             rule = ALIASES if target in self.pure else rule_of_function(target)
             if _is_impure_by_registration(target, rule) and target not in self.pure:
-                rule = Rule(replace(rule.usual, impure=True), out=rule.out)
+                rule = _also_impure(rule)
             self._rules[target] = rule
         return rule
 
@@ -135,9 +135,13 @@ def _is_impure_by_registration(target: Any, rule: Rule) -> bool:
     return has_registered_effect(target) and not rule.usual.impure and target is not operator.setitem
 
 
+def _also_impure(rule: Rule) -> Rule:
+    return Rule(replace(rule.usual, impure=True), lambda node: replace(rule.of(node), impure=True))
+
+
 def _may_act(rule: Rule, nodes: Iterable[Node]) -> bool:
     return not rule.is_quiet and (
-        rule.usual.acts or rule.by_call is not None or (rule.out is not None and any(map(_kwargs, nodes)))
+        rule.usual.acts or rule.by_call is not None or (rule.out is not None and has_keywords(nodes))
     )
 
 
@@ -145,9 +149,8 @@ def _may_alias(rule: Rule, nodes: Iterable[Node]) -> bool:
     return (
         bool(rule.usual.aliases or rule.usual.shares_state)
         or rule.by_call is not None
-        or (rule.out is not None and any(map(_kwargs, nodes)))
+        or (rule.out is not None and has_keywords(nodes))
     )
 
 
 _target = operator.attrgetter("target")
-_kwargs = operator.attrgetter("kwargs")

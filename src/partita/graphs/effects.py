@@ -2,9 +2,10 @@
 
 Together with the data edges of the index this is the one relation that every cut and every move obeys. Operators with
 a schema are believed. A function that nobody knows may write its arguments and all state of the module, draw random
-numbers and act on the world; it is ordered against everything that could notice, and against nothing else. Two things
-are assumed: tensors that the module owns are not passed to it as inputs as well, and an unknown function does not reach
-the inputs of the graph other than through its arguments. Mode toggles are not effects: see `modes`.
+numbers and act on the world; it is ordered against everything that could notice, and against nothing else. Three things
+are assumed: tensors that the module owns are not passed to it as inputs as well, an unknown function does not reach the
+inputs of the graph other than through its arguments, and it does not put other tensors in the place of the module's
+attributes. Mode toggles are not effects: see `modes`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,6 @@ class Effects:
     written_inputs: tuple[int, ...] = ()
     #: Nodes whose target names a module that may write state of its own: calls, and bodies fetched for an operator.
     written_modules: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.before)
 
     def edges(self) -> Iterator[tuple[int, int]]:
         """Every edge as (node that stays before, node that stays after)."""
@@ -165,14 +163,12 @@ def _touch_inputs(touches: _Touches, index: Index, roots: list[int], hot: set[in
 
 
 def _touch_state(touches: _Touches, index: Index, behaviours: Behaviours, storages: Storages, hot: set[int]) -> None:
-    """Calls that run modules read the tensors of those modules; what an unknown function may rebind is read at once."""
+    """Calls that run modules read the tensors of those modules."""
     if not storages.is_open and not any(True for _ in storages.tensors_in(hot)):
         return
     world = storages.find(storages.world)
     for i, node in enumerate(index.nodes):
-        if node.op == "get_attr" and storages.is_open:
-            touches.reads.setdefault(i, []).append((world, -1))
-        elif node.op in ("call_module", "call_function"):
+        if node.op in ("call_module", "call_function"):
             for body in behaviours.bodies(node):
                 numbers = {storages.known_number_of(tensor) for tensor in tensors_of(body)} - {None}
                 classes = {storages.find(number) for number in numbers if number is not None} & hot

@@ -78,6 +78,8 @@ class _Hasher:
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Node):
+            if argument in self.modes.read:
+                return repr(None)
             return f"%{self.hashes[self.index.number[argument]]}"
         if isinstance(argument, tuple | list):
             whole = self._whole_container(argument)

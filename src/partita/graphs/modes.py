@@ -6,7 +6,7 @@ no longer depends on order: a node can move, and whoever writes it down again se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,6 +49,9 @@ class Modes:
     toggles: frozenset[int] = frozenset()
     final: Mode = AMBIENT
 
+    #: Toggles whose result somebody reads: it is always None.
+    read: tuple[Node, ...] = ()
+
     def at(self, number: int) -> Mode:
         return AMBIENT if self.by_number is None else self.by_number[number]
 
@@ -62,11 +65,24 @@ def modes_of(index: Index) -> Modes:
         if node.op == "call_function" and state.switch(node):
             found.add(number)
         by_number.append(state.mode)
-    return Modes(tuple(by_number), frozenset(found), state.mode)
+    read = tuple(_read_toggles(index.nodes[number] for number in sorted(found)))
+    return Modes(tuple(by_number), frozenset(found), state.mode, read)
 
 
 def _has_toggles(graph: Graph) -> bool:
     return any(graph.find_nodes(op="call_function", target=target, sort=False) for target in toggles.TOGGLES)
+
+
+def _read_toggles(nodes: Iterable[Node]) -> Iterator[Node]:
+    for node in nodes:
+        readers = [user for user in node.users if user.target not in toggles.TOGGLES]
+        if readers and node.target in (toggles.ENTER_AUTOCAST, toggles.ENTER_INFERENCE):
+            raise ModeError(
+                f"node {readers[0].name!r} reads {node.name!r}, the handle of a block; only the node that leaves the "
+                "block may read it: take it out of the arguments"
+            )
+        if readers and node.target is not toggles.IS_GRAD_ENABLED:
+            yield node
 
 
 @dataclass(slots=True)
@@ -76,7 +92,7 @@ class _State:
     mode: Mode = AMBIENT
     active: dict[str, Autocast] = field(default_factory=dict)
     left_autocast: dict[Node, Autocast | None] = field(default_factory=dict)
-    left_inference: dict[Node, Mode] = field(default_factory=dict)
+    left_inference: dict[Node, tuple[Mode, tuple[Node, ...]]] = field(default_factory=dict)
     asked_grad: dict[Node, bool | None] = field(default_factory=dict)
 
     def switch(self, node: Node) -> bool:
@@ -103,12 +119,19 @@ class _State:
         wanted = node.args[0] if node.args else node.kwargs.get("mode", True)
         if not isinstance(wanted, bool):
             raise _not_constant(node)
-        self.left_inference[node] = self.mode
+        self.left_inference[node] = (self.mode, tuple(self.left_autocast))
         # Entering sets the grad mode as well, to the opposite; leaving restores both.
         self.mode = replace(self.mode, inference=wanted, grad=not wanted)
 
     def exit_inference(self, node: Node) -> None:
-        before = self.left_inference.pop(_opener(node, self.left_inference), AMBIENT)
+        before, blocks = self.left_inference.pop(_opener(node, self.left_inference))
+        crossing = set(blocks) ^ set(self.left_autocast)
+        if crossing:
+            # Leaving an inference block puts back the whole dispatch state, autocast included (seen in torch 2.13).
+            raise ModeError(
+                f"the autocast block of {min(block.name for block in crossing)!r} crosses the inference block that "
+                f"{node.name!r} leaves; close the inner block before the outer one"
+            )
         self.mode = replace(self.mode, inference=before.inference, grad=before.grad)
 
     def enter_autocast(self, node: Node) -> None:

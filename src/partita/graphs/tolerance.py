@@ -11,10 +11,16 @@ __all__ = ["EXACT", "Tolerance"]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Relative and absolute distance; both zero means the same bits."""
+    """Relative and absolute distance; both zero means the same bits.
+
+    `reordered` says that operators run in another order than before. Values do not notice, but autograd sums the
+    gradients of a value that is used twice in the order in which the uses ran, and a sum in another order may round
+    otherwise. It allows gradients, and nothing else, to differ by a few units of rounding.
+    """
 
     relative: float = 0.0
     absolute: float = 0.0
+    reordered: bool = False
 
     def __post_init__(self) -> None:
         if self.relative < 0 or self.absolute < 0:
@@ -22,7 +28,9 @@ class Tolerance:
 
     def __or__(self, other: Tolerance) -> Tolerance:
         """The wider of the two."""
-        return Tolerance(max(self.relative, other.relative), max(self.absolute, other.absolute))
+        return Tolerance(
+            max(self.relative, other.relative), max(self.absolute, other.absolute), self.reordered or other.reordered
+        )
 
 
 EXACT = Tolerance()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.containers import returns_container
 
-__all__ = ["VALUE_KEYS", "bytes_of", "container_items", "is_projection", "value_of"]
+__all__ = ["VALUE_KEYS", "bytes_of", "container_items", "crossing_places", "is_projection", "value_of"]
 
 #: torch.export and make_fx write "val", Dynamo writes "example_value".
 VALUE_KEYS = ("val", "example_value")
@@ -29,6 +30,16 @@ def container_items(node: Node) -> tuple[Any, ...] | None:
     """The traced items of a plain tuple, list or torch.Size; None where `node` gives something else or unknown."""
     value = value_of(node)
     return tuple(value) if type(value) in (tuple, list, torch.Size) else None
+
+
+def crossing_places(items: Sequence[Any]) -> tuple[int, ...]:
+    """The places of a container whose items must be passed on; the others are known constants.
+
+    A tracer that writes symbols into a size has made sure of the plain numbers beside them. Sizes of nothing but plain
+    numbers may be those of an example, so these are passed on.
+    """
+    fixed = any(isinstance(item, torch.SymInt) for item in items)
+    return tuple(place for place, item in enumerate(items) if not fixed or type(item) is not int)
 
 
 def is_projection(node: Node, root: GraphModule | None = None) -> bool:

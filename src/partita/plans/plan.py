@@ -65,9 +65,8 @@ class Plan:
             module._modules[name] = treatment.treat(body)
         keys = self.program.state_keys.then(outlined.moved)
         name_state(module, keys, naming=state_names)
-        return Program(
-            module, pure=self.program.pure, state_keys=keys, tolerance=self.program.tolerance | self.tolerance
-        )
+        tolerance = self.program.tolerance | self.tolerance | Tolerance(reordered=outlined.reordered)
+        return Program(module, pure=self.program.pure, state_keys=keys, tolerance=tolerance)
 
     def annotate(self) -> Program:
         """A new program, cut nowhere, whose nodes carry the marks that the treatments give their regions."""

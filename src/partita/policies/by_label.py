@@ -8,8 +8,10 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.errors import CallbackError
+from partita.errors import OptionError
 from partita.graphs.program import Program
+from partita.policies.asking import asked
+from partita.policies.naming import distinct_names
 from partita.regions import Partition, Region
 
 __all__ = ["ByLabel"]
@@ -22,11 +24,15 @@ class ByLabel:
 
     label: Callable[[Node], Hashable]
 
+    def __post_init__(self) -> None:
+        if not callable(self.label):
+            raise OptionError(f"ByLabel takes a function from nodes to labels, not {self.label!r}")
+
     def __call__(self, program: Program) -> Partition:
         nodes: dict[Hashable, list[Node]] = {}
         reasons: dict[Node, str] = {}
         for node in program.operators():
-            label = _asked(self.label, node)
+            label = asked(self.label, node, node=node, role="label function")
             if label is None:
                 reasons[node] = "its label is None"
             else:
@@ -36,22 +42,8 @@ class ByLabel:
 
 def regions_by_label(nodes: dict[Hashable, list[Node]]) -> list[Region]:
     """A region for each label, named after it; labels that print alike get names that differ."""
-    regions, taken = [], set()
-    for label, held in nodes.items():
-        name = base = label if isinstance(label, str) and label.isidentifier() else f"part_{label}"
-        count = 0
-        while name in taken:
-            count += 1
-            name = f"{base}_{count}"
-        taken.add(name)
-        regions.append(Region(name, tuple(held), label))
-    return regions
-
-
-def _asked(label: Callable[[Node], Hashable], node: Node) -> Hashable:
-    try:
-        return label(node)
-    except Exception as error:
-        raise CallbackError(
-            f"the label function raised {type(error).__name__} for node {node.name!r}: {error}; nothing was changed"
-        ) from error
+    wanted = (label if isinstance(label, str) and label.isidentifier() else f"part_{label}" for label in nodes)
+    return [
+        Region(name, tuple(held), label)
+        for name, (label, held) in zip(distinct_names(wanted), nodes.items(), strict=True)
+    ]

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from partita.graphs.index import Index
 from partita.graphs.modes import Modes
 from partita.graphs.symbols import Dimension, Symbols
-from partita.graphs.values import container_items, is_projection
+from partita.graphs.values import container_items, crossing_places, is_projection
 from partita.solvers.quotient import ALONE, NOWHERE
 
 __all__ = ["Border", "Borders", "Crossing", "Item", "borders_of", "settle_projections"]
@@ -71,7 +71,7 @@ def borders_of(owner: list[int], regions: int, index: Index, *, modes: Modes, ro
     toggles = modes.toggles
     for source, target in index.edges():
         made, used = owner[source], owner[target]
-        if made != used and (made >= 0 or used >= 0) and target not in toggles:
+        if made != used and (made >= 0 or used >= 0) and target not in toggles and source not in toggles:
             sweep.cross(source, made, used)
     return Borders(sweep.borders, sweep.taken_apart, tuple(sweep.symbol_edges))
 
@@ -90,7 +90,7 @@ class _Sweep:
         crossings: tuple[int | Item, ...] = (source,)
         if not self._crosses_whole(source):
             items = self.taken_apart[source]
-            crossings = tuple(Item(source, place) for place, item in enumerate(items) if type(item) is not int)
+            crossings = tuple(Item(source, place) for place in crossing_places(items))
         if made >= 0:
             for crossing in crossings:
                 self.borders[made].outputs.setdefault(crossing)

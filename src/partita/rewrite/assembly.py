@@ -7,7 +7,8 @@ import copy
 from torch.fx import Graph, GraphModule
 
 from partita._torch.lazy_modules import LazyModule, lazy_module
-from partita.rewrite.state import adopt_hooks
+from partita._torch.nodes import copy_meta
+from partita.rewrite.state import adopt_hooks, share_plain_attributes
 
 __all__ = ["module_like"]
 
@@ -17,8 +18,9 @@ def module_like(root: GraphModule, graph: Graph) -> LazyModule:
     # The code generator carries the calling convention; a copy, so that neither graph can change the other's.
     graph.set_codegen(copy.deepcopy(root.graph._codegen))
     module = lazy_module(graph, training=root.training)
-    module.meta.update(root.meta)
+    copy_meta(root.meta, module.meta, {})
     module.shape_env = getattr(root, "shape_env", None)
     type(module).__name__ = type(root).__name__
     adopt_hooks(root, module)
+    share_plain_attributes(root, module)
     return module

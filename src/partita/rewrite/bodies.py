@@ -16,7 +16,7 @@ from partita._torch.nodes import GraphWriter
 from partita.graphs.modes import AMBIENT, Modes
 from partita.graphs.program import Program
 from partita.graphs.symbols import Dimension
-from partita.graphs.values import VALUE_KEYS, container_items, value_of
+from partita.graphs.values import VALUE_KEYS, container_items, crossing_places, value_of
 from partita.regions.borders import Border, Crossing, Item
 from partita.regions.partition import Partition
 from partita.rewrite.mode_writer import ModeWriter
@@ -57,11 +57,10 @@ class _BodyWriter:
         program = partition.program
         self.program: Program = program
         self.border, self.style = border, style
-        self.taken_apart = partition.borders.taken_apart
         self.nodes = program.index.nodes
         self.writer = GraphWriter(program.graph._tracer_cls)
         self.modes = ModeWriter(self.writer)
-        self.env: dict[Node, Any] = {}
+        self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.items: dict[Item, Any] = {}
         self.targets: dict[str, str] = {}
 
@@ -75,7 +74,9 @@ class _BodyWriter:
         self.modes.switch(AMBIENT)
         bare = len(values) == 1 and not self.style.returns_tuple
         self.writer.write("output", "output", (values[0] if bare else values,), name=self.writer.names.fresh("output"))
-        return Body(self.writer.close(), inputs, outputs, self.targets, self.modes.has_switched)
+        graph = self.writer.close()
+        self.modes.close()
+        return Body(graph, inputs, outputs, self.targets, self.modes.has_switched)
 
     def _write_inputs(self) -> tuple[Crossing, ...]:
         passed: list[Crossing] = []
@@ -91,9 +92,6 @@ class _BodyWriter:
             self._write_module(self.nodes[crossing])
         for number in dict.fromkeys(crossing.number for crossing in passed if isinstance(crossing, Item)):
             self.env[self.nodes[number]] = rebuilt(self.writer, self.nodes[number], number, self.items)
-        for number, items in self.taken_apart.items():
-            if all(type(item) is int for item in items):
-                self.env.setdefault(self.nodes[number], items)
         return tuple(passed)
 
     def _write_placeholder(self, place: int, crossing: Crossing) -> None:
@@ -184,7 +182,9 @@ def rebuilt(writer: GraphWriter, source: Node, number: int, items: Mapping[Item,
     """A container like the one that `source` gives, put together from its items; plain integers stand for themselves."""
     traced = container_items(source)
     assert traced is not None
-    values = [item if type(item) is int else items[Item(number, place)] for place, item in enumerate(traced)]
+    values: list[Any] = list(traced)
+    for place in crossing_places(traced):
+        values[place] = items[Item(number, place)]
     value = value_of(source)
     if type(value) is torch.Size:
         node = writer.write("call_function", torch.Size, (tuple(values),), name=writer.names.fresh(source.name))

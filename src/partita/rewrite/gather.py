@@ -6,6 +6,7 @@ from torch.fx import Node
 
 from partita._torch.nodes import GraphWriter
 from partita.graphs.program import Program
+from partita.graphs.tolerance import Tolerance
 from partita.regions.partition import Partition
 from partita.rewrite.assembly import module_like
 from partita.rewrite.mode_writer import ModeWriter
@@ -23,14 +24,18 @@ def gather(partition: Partition) -> Program:
         writer = GraphWriter(program.graph._tracer_cls)
         writer.names.reserve(node.name for node in index.nodes)
         switching = ModeWriter(writer)
-        env: dict[Node, Node] = {}
-        for number in _gathered_numbers(partition):
+        env: dict[Node, Node | None] = dict.fromkeys(modes.read)
+        numbers = _gathered_numbers(partition)
+        for number in numbers:
             node = index.nodes[number]
             switching.switch(modes.final if node.op == "output" else modes.at(number))
             env[node] = writer.copy(node, env.__getitem__, name=node.name)
-        module = module_like(root, writer.close())
+        graph = writer.close()
+        switching.close()
+        module = module_like(root, graph)
         share_state(root, module, without=frozenset())
-    return Program(module, pure=program.pure, state_keys=program.state_keys, tolerance=program.tolerance)
+    tolerance = program.tolerance | Tolerance(reordered=numbers != sorted(numbers))
+    return Program(module, pure=program.pure, state_keys=program.state_keys, tolerance=tolerance)
 
 
 def _gathered_numbers(partition: Partition) -> list[int]:

@@ -57,7 +57,7 @@ class _Inliner:
         self.root = program.graph_module
         self.writer = GraphWriter(program.graph._tracer_cls)
         self.modes = ModeWriter(self.writer)
-        self.env: dict[Node, Any] = {}
+        self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.placed: dict[str, Any] = {}
 
     def inlined(self) -> Program:
@@ -94,6 +94,7 @@ class _Inliner:
                 "close its blocks first"
             )
         env = _bound(call, body, lambda argument: map_nodes(argument, self.env.__getitem__))
+        env.update(dict.fromkeys(inner.modes.read))
         for number, node in enumerate(inner.index.nodes):
             if node.op == "placeholder" or number in inner.modes.toggles:
                 continue
@@ -118,6 +119,7 @@ class _Inliner:
 
     def _assembled(self) -> Program:
         graph = self.writer.close()
+        self.modes.close()
         had_users = {node.name for node in self.program.index.nodes if node.users}
         for node in reversed(graph.nodes):
             if node.target in (SYM_SIZE, operator.getitem) and not node.users and node.name in had_users:

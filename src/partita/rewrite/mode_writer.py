@@ -35,9 +35,16 @@ class ModeWriter:
         self._switch_autocasts(wanted.autocast)
         self.mode = wanted
 
+    def close(self) -> None:
+        """Takes out the question for the caller's grad mode if its answer was never put back."""
+        if self._ambient_grad is not None and not self._ambient_grad.users:
+            self._writer.graph.erase_node(self._ambient_grad)
+
     def _switch_inference(self, wanted: Mode) -> None:
         if wanted.inference == self.mode.inference:
             return
+        # Autocast and inference blocks may nest but not cross: leaving the one would switch the other.
+        self._switch_autocasts(())
         if self._inference is not None:
             entered, before = self._inference
             self._call(toggles.EXIT_INFERENCE, entered)

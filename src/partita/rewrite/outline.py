@@ -33,18 +33,22 @@ class OutlineStyle:
     body: BodyStyle = BodyStyle()
     #: Reads of attributes come first, in one block, instead of where they stood.
     attributes_first: bool = False
+    #: Nodes of the outer graph are called like the nodes of the old graph that they stand for.
+    keeps_outer_names: bool = True
     #: State that no node names is kept as well.
     keeps_unused_state: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Outlined:
-    """The new module; for each region its attribute name and body; the old path of every target that moved."""
+    """The new module; for each region its attribute name and body; the old path of every module that moved."""
 
     graph_module: GraphModule
     names: tuple[str, ...]
     bodies: tuple[LazyModule, ...]
     moved: dict[str, str]
+    #: Whether any node runs before one that it used to run after.
+    reordered: bool
 
 
 def outline(
@@ -71,12 +75,13 @@ class _Outliner:
         self.nodes = self.program.index.nodes
         self.writer = GraphWriter(self.program.graph._tracer_cls)
         self.modes = ModeWriter(self.writer)
-        self.env: dict[Node, Any] = {}
+        self.env: dict[Node, Any] = dict.fromkeys(self.program.modes.read)
         self.loose: dict[Item | Dimension, Node] = {}
         self.names = tuple(names)
 
     def outlined(self, order: Sequence[int]) -> Outlined:
-        bodies = self._write_bodies()
+        numbers = self._numbers()
+        bodies = [write_body(self.partition, at, held, self.style.body) for at, held in enumerate(numbers)]
         self._write_inputs()
         modes, regions = self.program.modes, len(self.partition)
         for vertex in order:
@@ -87,18 +92,21 @@ class _Outliner:
                 self.modes.switch(modes.at(vertex - regions))
                 self._write_alone(self.nodes[vertex - regions])
         self._write_output()
-        return self._assemble(self.writer.close(), bodies)
+        graph = self.writer.close()
+        self.modes.close()
+        return self._assemble(graph, bodies, reordered=_is_reordered(self.partition, numbers, order))
 
-    def _write_bodies(self) -> list[Body]:
+    def _numbers(self) -> list[list[int]]:
+        """The nodes of each region, by number, in graph order."""
         numbers: list[list[int]] = [[] for _ in self.partition.regions]
         for number, place in enumerate(self.partition.owner):
             if place >= 0:
                 numbers[place].append(number)
-        return [write_body(self.partition, at, held, self.style.body) for at, held in enumerate(numbers)]
+        return numbers
 
     def _write_inputs(self) -> None:
         """The placeholders, with the reads of attributes among them where the style asks for that."""
-        if self.style.body.keeps_node_names:
+        if self.style.keeps_outer_names:
             self.writer.names.reserve(self._kept_names())
         ops = ("placeholder", "get_attr") if self.style.attributes_first else ("placeholder",)
         for node in self.nodes:
@@ -152,16 +160,17 @@ class _Outliner:
 
     def _name_of_item(self, crossing: int | Item) -> str:
         names = self.writer.names
-        if not self.style.body.keeps_node_names:
+        if not self.style.keeps_outer_names:
             return names.fresh_for(operator.getitem)
         if isinstance(crossing, Item):
             return names.fresh(name_of_crossing(crossing, self.nodes[crossing.number]))
         return self.nodes[crossing].name
 
     def _name_for(self, node: Node) -> str:
-        if self.style.body.keeps_node_names:
+        if self.style.keeps_outer_names:
             return node.name
-        return self.writer.names.fresh_for(node.target)
+        keeps = self.style.body.keeps_node_names and node.op == "placeholder"
+        return self.writer.names.fresh(node.name) if keeps else self.writer.names.fresh_for(node.target)
 
     def _crossing(self, crossing: Crossing) -> Any:
         """The value in the outer graph of something that crosses; items and sizes are read when first needed."""
@@ -180,12 +189,11 @@ class _Outliner:
 
     def _value(self, node: Node) -> Any:
         """The new value of `node`; a container that came in items is put together when first needed."""
-        value = self.env.get(node)
-        if value is None:
+        if node not in self.env:
             number = self.program.index.number[node]
             items = {item: value for item, value in self.loose.items() if isinstance(item, Item)}
-            value = self.env[node] = rebuilt(self.writer, node, number, items)
-        return value
+            self.env[node] = rebuilt(self.writer, node, number, items)
+        return self.env[node]
 
     def _write_output(self) -> None:
         output = self.nodes[-1]
@@ -194,7 +202,7 @@ class _Outliner:
         node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=output.type)
         self.writer.copy_meta(output, node)
 
-    def _assemble(self, graph: Graph, bodies: list[Body]) -> Outlined:
+    def _assemble(self, graph: Graph, bodies: list[Body], *, reordered: bool) -> Outlined:
         effectful, owner = self.program.effects.effectful, self.partition.owner
         impure = {owner[number] for number in effectful}
         base = module_like(self.root, graph)
@@ -207,24 +215,32 @@ class _Outliner:
                 place(module, local, self.root.get_submodule(original))
                 moved[f"{name}.{local}"] = original
             modules.append(module)
-        self._share_state(base, moved)
-        base._modules.update(zip(self.names, modules, strict=True))
-        return Outlined(base, self.names, tuple(modules), moved)
+        self._place_state(base, dict(zip(self.names, modules, strict=True)), moved)
+        return Outlined(base, self.names, tuple(modules), moved, reordered)
 
-    def _share_state(self, base: GraphModule, moved: dict[str, str]) -> None:
-        named = {
-            str(node.target)
-            for node in base.graph.nodes
-            if node.op in ("get_attr", "call_module") and str(node.target) not in self.names
-        }
+    def _place_state(self, base: GraphModule, parts: dict[str, LazyModule], moved: dict[str, str]) -> None:
+        """Puts parts and state where the outer graph names them: shorter paths first, then in graph order, like torch."""
+        named = {str(node.target): node for node in base.graph.nodes if node.op in ("get_attr", "call_module")}
         if self.style.keeps_unused_state:
-            share_state(self.root, base, without=frozenset(moved.values()) - named)
-        for node in base.graph.nodes:
-            if node.op == "get_attr" or (node.op == "call_module" and node.target in named):
-                path = str(node.target)
-                if not self.style.keeps_unused_state or find(base, path) is None:
-                    value = attribute_of(self.root, node)
-                    place(base, path, value, persistent=is_persistent(self.root, path))
+            share_state(self.root, base, without=frozenset(moved.values()) - named.keys())
+        for path, node in sorted(named.items(), key=lambda entry: entry[0].count(".")):
+            if path in parts:
+                base._modules[path] = parts[path]
+            elif find(base, path) is None:
+                place(base, path, attribute_of(self.root, node), persistent=is_persistent(self.root, path))
+
+
+def _is_reordered(partition: Partition, numbers: Sequence[Sequence[int]], order: Sequence[int]) -> bool:
+    last = -1
+    nodes = partition.program.index.nodes
+    for vertex in order:
+        held = numbers[vertex] if vertex < len(numbers) else (vertex - len(numbers),)
+        if not held or nodes[held[0]].op == "get_attr":
+            continue
+        if held[0] < last:
+            return True
+        last = held[-1]
+    return False
 
 
 def _copy_values(nodes: tuple[Node, ...], call: Node) -> None:

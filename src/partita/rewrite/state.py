@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from partita.errors import MissingTargetError
 
-__all__ = ["adopt_hooks", "attribute_of", "find", "is_persistent", "place", "share_state"]
+__all__ = ["adopt_hooks", "attribute_of", "find", "is_persistent", "place", "share_plain_attributes", "share_state"]
 
 _HOOKS = (
     "_backward_pre_hooks",
@@ -110,6 +110,11 @@ def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str]
             target._modules[name] = container
         else:
             target._modules[name] = child
+    share_plain_attributes(source, target)
+
+
+def share_plain_attributes(source: nn.Module, target: nn.Module) -> None:
+    """Gives `target` what else hangs on `source`: hooks of exported modules, for one, read such attributes."""
     for name, value in source.__dict__.items():
         if name not in _OWN_KEYS and name not in target.__dict__:
             target.__dict__[name] = value

@@ -37,7 +37,7 @@ class Case:
 
 
 def _forget_alike(copied: GraphModule, original: GraphModule) -> None:
-    """Makes the same buffers non-persistent as in the original: a deep copy of a graph module keeps all (torch 2.13)."""
+    """Makes the same buffers non-persistent as in the original, which torch 2.13 forgets in copies of graph modules."""
     kept = original.state_dict()
     for name, buffer in copied.named_buffers(remove_duplicate=False):
         if name not in kept:

@@ -34,7 +34,7 @@ class Draft:
         self.open: list[tuple[Callable[[Any], object], Node]] = []
         self.inputs: list[Node] = []
         self._odd_names = odd_names
-        self._saved: set[int] = set()
+        self._saved: dict[int, Tensor] = {}
         self._owned: set[int] = set()
 
     @contextmanager
@@ -138,7 +138,8 @@ class Draft:
         return _ODD_NAMES[len(self.values) % len(_ODD_NAMES)]
 
     def _remember_saved(self, kept: Tensor) -> None:
-        self._saved.add(_storage(kept))
+        # Kept alive, so that no later tensor can be given the same address.
+        self._saved[_storage(kept)] = kept.detach()
 
 
 def _storage(value: Tensor) -> int:

@@ -1,0 +1,1 @@
+"""Measures Partita beside torch, in one run: `python -m benchmarks`."""

@@ -1,0 +1,66 @@
+"""`python -m benchmarks`: measures, prints a table, keeps JSON."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks import analyses, calling, code_generation, first_call, growth, memory, splitting
+from benchmarks.report import as_json, line, put_into_readme
+from benchmarks.scales import SCALES
+
+SECTIONS = {
+    "split": splitting.rows,
+    "first-call": first_call.rows,
+    "call": calling.rows,
+    "code": code_generation.rows,
+    "steps": analyses.rows,
+    "memory": memory.rows,
+    "growth": growth.rows,
+}
+_HERE = Path(__file__).resolve().parent
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the sections that are asked for; 1 if `--check` is given and a target is missed."""
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows = []
+    for section in options.sections or SECTIONS:
+        for row in SECTIONS[section](SCALES[options.scale]):
+            print(line(row), flush=True)
+            rows.append(row)
+    command = " ".join(["python -m benchmarks", *arguments])
+    out = options.out or _HERE / "results" / f"{options.scale}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(as_json(rows, command))
+    if options.readme:
+        put_into_readme(_HERE / "README.md", rows, command)
+    missed = [row for row in rows if row.verdict == "MISSED"]
+    with_target = sum(row.target is not None for row in rows)
+    print(f"{len(rows)} rows, {with_target} with a target, {len(missed)} MISSED; kept in {out}")
+    return 1 if missed and options.check else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"some of: {', '.join(SECTIONS)}")
+    scale = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("quick", "small graphs, under a minute"),
+        ("full", "more turns, and torch's split_module at 256k nodes"),
+        ("tiny", "only to see that everything runs"),
+    ):
+        scale.add_argument(f"--{name}", dest="scale", action="store_const", const=name, default="default", help=text)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/SCALE.json if not given")
+    parser.add_argument("--readme", action="store_true", help="put the table into benchmarks/README.md")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

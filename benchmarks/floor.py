@@ -1,0 +1,30 @@
+"""The floor: copying every node once, by the shortest route that torch has, and doing nothing else."""
+
+from __future__ import annotations
+
+from torch._C import _fx_map_arg, _NodeBase
+from torch.fx import Graph, Node
+
+__all__ = ["minimal_copy"]
+
+
+def minimal_copy(graph: Graph) -> Graph:
+    """A graph with the same nodes, names and metadata; nobody has looked at what it may do or where it is cut."""
+    copy = Graph()
+    env: dict[Node, Node] = {}
+    swap, put, table = env.__getitem__, copy._root._prepend, copy._find_nodes_lookup_table.table  # type: ignore[attr-defined]
+    for node in graph.nodes:
+        op, target = node.op, node.target
+        copied = Node.__new__(Node)
+        _NodeBase.__init__(copied, copy, node.name, op, target, node.type)
+        copied._update_args_kwargs(_fx_map_arg(node._args, swap), _fx_map_arg(node._kwargs, swap))  # type: ignore[attr-defined]
+        if node.meta:
+            copied.meta.update(node.meta)
+        put(copied)
+        table[op, target if op == "call_function" else None][copied] = None
+        env[node] = copied
+    copy._len = len(env)
+    namespace = copy._graph_namespace
+    namespace._obj_to_name.update({node: node.name for node in env.values()})
+    namespace._used_names.update(node.name for node in env.values())
+    return copy

@@ -1,0 +1,71 @@
+"""The rows as a table for people and as JSON for later comparison."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.rows import Row
+
+__all__ = ["as_json", "line", "markdown", "put_into_readme"]
+
+_BEGIN, _END = "<!-- table: begin -->", "<!-- table: end -->"
+_HEAD = ("measured", "case", "ours", "beside", "theirs", "reading", "target", "")
+
+
+def line(row: Row) -> str:
+    """One row for a terminal."""
+    section, case, ours, beside, other, reading, target, verdict = _cells(row)
+    return f"{section:24} {case:44} {ours:>14}  {beside:20} {other:>14}  {reading:>20}  {target:7} {verdict}".rstrip()
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """All rows as a Markdown table."""
+    lines = [_HEAD, ("---",) * len(_HEAD), *map(_cells, rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def as_json(rows: Sequence[Row], command: str) -> str:
+    """All rows with the command and the machine that made them."""
+    found = [
+        {**asdict(row), "target": None if row.target is None else str(row.target), "verdict": row.verdict}
+        for row in rows
+    ]
+    return json.dumps({"command": command, "machine": machine(), "rows": found}, indent=1) + "\n"
+
+
+def machine() -> dict[str, str]:
+    """What the numbers depend on."""
+    return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
+
+
+def put_into_readme(path: Path, rows: Sequence[Row], command: str) -> None:
+    """Replaces the table of the README."""
+    text = path.read_text()
+    before, after = text[: text.index(_BEGIN)], text[text.index(_END) :]
+    made_by = ", ".join(f"{name} {version}" for name, version in machine().items())
+    path.write_text(f"{before}{_BEGIN}\nMade by `{command}` ({made_by}).\n\n{markdown(rows)}\n{after}")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.section,
+        row.case,
+        f"{_number(row.ours)} {row.unit}",
+        row.beside,
+        "" if row.other is None else f"{_number(row.other)} {row.unit}",
+        "" if row.value is None else f"{_number(row.value)} {row.reading}",
+        "" if row.target is None else str(row.target),
+        row.verdict,
+    )
+
+
+def _number(value: float) -> str:
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -1,0 +1,42 @@
+"""CPU seconds, taken in turns, with the garbage collector as a user has it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+__all__ = ["CPU", "Clock", "interleaved", "median", "quotient", "seconds"]
+
+#: Reads a clock, in seconds.
+Clock = Callable[[], float]
+
+#: The CPU seconds of this process, all threads together: other processes on the machine do not show in them.
+CPU: Clock = time.process_time
+
+
+def seconds(action: Callable[[], object], clock: Clock = CPU) -> float:
+    """What one call takes; rubbish of earlier calls is cleared first, and dropping the result does not count."""
+    gc.collect()
+    start = clock()
+    result = action()
+    spent = clock() - start
+    del result
+    return spent
+
+
+def interleaved(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """What each action takes, `repeats` times: in turns, starting with another one each time."""
+    names = list(actions)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            taken[name].append(seconds(actions[name]))
+    return taken
+
+
+def quotient(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median of the quotients turn by turn: what slows a whole turn down cancels out."""
+    return median(a / b for a, b in zip(above, below, strict=True))

@@ -1,0 +1,111 @@
+"""ByModule: the nodes of one call of a module form one region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from fnmatch import fnmatchcase
+from typing import final
+
+from torch.fx import Node
+
+from partita.errors import OptionError
+from partita.graphs.program import Program
+from partita.policies.asking import asked
+from partita.policies.imported import imported
+from partita.policies.legal_partition import legal_partition
+from partita.policies.module_calls import ModuleCall, calls_around
+from partita.policies.places import Piece, no_places, placeable
+from partita.regions import Partition
+
+__all__ = ["ByModule"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ByModule:
+    """A region for each call of the modules that are asked for, by what the tracer noted in `nn_module_stack`.
+
+    `paths` are patterns such as "layers.*" (as in `fnmatch`: a star also matches dots), or a function from paths to
+    truth; `classes` are module classes or their names; `depth` counts calls from the program inwards. What is given
+    must hold together; of nested calls that match, the outermost is taken. Where one call cannot run all nodes of a
+    module, the largest part that it can run is kept.
+    """
+
+    paths: str | tuple[str, ...] | Callable[[str], object] = ()
+    _: KW_ONLY
+    classes: type | str | tuple[type | str, ...] = ()
+    depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.paths):
+            object.__setattr__(self, "paths", _texts(self.paths))
+        object.__setattr__(self, "classes", _classes(self.classes))
+        if self.depth is not None and (type(self.depth) is not int or self.depth < 1):
+            raise OptionError(f"depth counts calls of modules from 1 on, not {self.depth!r}")
+        if not (self.paths or self.classes or self.depth):
+            raise OptionError("ByModule needs paths, classes or a depth, for example ByModule('layers.*')")
+
+    def __call__(self, program: Program) -> Partition:
+        places, reasons = no_places(program), dict[Node, str]()
+        known: dict[tuple[str, type | str], bool] = {}
+        found: dict[tuple[str, ...], int] = {}
+        pieces: list[Piece] = []
+        for number in placeable(program):
+            node = program.index.nodes[number]
+            calls = calls_around(node, program.graph_module)
+            chosen = self._chosen(calls, node, known)
+            if chosen is None:
+                reasons[node] = "it runs in no module that the policy asks for"
+                continue
+            key = tuple(call.key for call in calls[: chosen + 1])
+            places[number] = found.setdefault(key, len(found))
+            if places[number] == len(pieces):
+                pieces.append(Piece(calls[chosen].path, calls[chosen].path))
+        return legal_partition(program, places, pieces, reasons, only_largest=True)
+
+    def _chosen(
+        self, calls: tuple[ModuleCall, ...], node: Node, known: dict[tuple[str, type | str], bool]
+    ) -> int | None:
+        """The place in `calls` of the outermost one that is asked for."""
+        for at, call in enumerate(calls):
+            if self.depth is not None and at != self.depth - 1:
+                continue
+            question = (call.path, call.type)
+            if question not in known:
+                known[question] = self._is_path(call.path, node) and self._is_class(call.type)
+            if known[question]:
+                return at
+        return None
+
+    def _is_path(self, path: str, node: Node) -> bool:
+        if callable(self.paths):
+            return bool(asked(self.paths, path, node=node, role="function for module paths"))
+        return not self.paths or any(fnmatchcase(path, pattern) for pattern in self.paths)
+
+    def _is_class(self, traced: type | str) -> bool:
+        # torch.export writes down the names of classes, the other tracers the classes.
+        found = imported(traced) if isinstance(traced, str) else traced
+        full_name = traced if isinstance(traced, str) else f"{traced.__module__}.{traced.__qualname__}"
+        assert isinstance(self.classes, tuple)
+        for wanted in self.classes:
+            if isinstance(wanted, str):
+                if wanted in (full_name, full_name.rpartition(".")[2]):
+                    return True
+            elif isinstance(found, type) and issubclass(found, wanted):
+                return True
+        return not self.classes
+
+
+def _texts(paths: object) -> tuple[str, ...]:
+    texts = (paths,) if isinstance(paths, str) else paths
+    if not isinstance(texts, tuple | list) or not all(isinstance(text, str) and text for text in texts):
+        raise OptionError(f"paths are patterns for names of modules, such as 'layers.*', or a function, not {paths!r}")
+    return tuple(texts)
+
+
+def _classes(classes: object) -> tuple[type | str, ...]:
+    several = classes if isinstance(classes, tuple | list) else (classes,)
+    if not all(isinstance(one, type) or (isinstance(one, str) and one) for one in several):
+        raise OptionError(f"classes are module classes or their names, not {classes!r}")
+    return tuple(several)

@@ -1,0 +1,35 @@
+"""The torch.compile backend `partita`: cuts Dynamo's graph and hands each part to another backend.
+
+`torch.compile(model, backend="partita", options={"policy": ByModule(...), "inner": "inductor"})` finds it by its entry
+point; the function can be given as the backend as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from partita.graphs.program import Program
+from partita.plans import Plan, plan
+from partita.tracing.backend_options import BackendOptions
+from partita.tracing.piece_compiler import compile_pieces
+from partita.tracing.pieces import Waiting
+
+__all__ = ["partita"]
+
+
+def partita(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> GraphModule:
+    """A module like `gm` whose regions run as the inner backend compiled them; nodes outside regions run eagerly.
+
+    The options are `policy` (who cuts; by default all is one region), `treatment` (by default `Call()`) and `inner`:
+    a backend's name or a function from a graph and fake example inputs to what is called, by default "inductor". It
+    gets the regions that are still graphs after their treatment, each with a tuple as output.
+    """
+    chosen = BackendOptions.read(options)
+    inner = chosen.inner_backend()
+    decided = plan(Program.of(gm), chosen.policy, chosen.treatment)
+    cut = Plan(decided.partition, tuple(map(Waiting, decided.treatments))).apply().graph_module
+    compile_pieces(cut, gm, inner, example_inputs)
+    return cut

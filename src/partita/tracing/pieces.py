@@ -1,0 +1,67 @@
+"""Pieces: regions on their way to a compiler, and what stands in their place afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Interpreter
+
+from partita.graphs.tolerance import Tolerance
+from partita.plans.treatment import Treatment
+from partita.regions import Region
+
+__all__ = ["Compiled", "Piece", "Waiting"]
+
+
+@final
+class Piece(nn.Module):
+    """A region's body and what its treatment made of it; it waits for its compiler and is never called."""
+
+    def __init__(self, body: GraphModule, treated: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.treated = treated
+        #: Compilers own the graph that they are given and may change it, so its meaning is kept apart.
+        self.graph: Graph = copy.deepcopy(body.graph)
+
+    def interpreter(self, kind: type[Interpreter]) -> Interpreter:
+        """What runs the body node by node, without generating code for it."""
+        return kind(self.body, graph=self.graph)
+
+
+@final
+class Compiled(nn.Module):
+    """The function that a compiler gave, called as a module."""
+
+    def __init__(self, function: Callable[..., Sequence[Any]]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any) -> Sequence[Any]:
+        return self._function(*args)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A treatment whose result waits as a piece instead of being called."""
+
+    treatment: Treatment
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return self.treatment.tolerance
+
+    @property
+    def mixes_modes(self) -> bool:
+        return self.treatment.mixes_modes
+
+    def treat(self, body: GraphModule) -> Piece:
+        return Piece(body, self.treatment.treat(body))
+
+    def marks(self, region: Region) -> Mapping[str, object]:
+        return self.treatment.marks(region)
