@@ -24,11 +24,12 @@ __all__ = ["rows"]
 
 def rows(scale: Scale) -> Iterator[Row]:
     """The steps on a graph without effects, on one with many, and on the exported model."""
-    nodes, repeats = scale.analysed_nodes, min(7, 2 * min(scale.beside_torch.values()))
+    nodes, repeats = scale.analysed_nodes, 5 if scale.layers else 1
     for kind in ("residual", "random", "writes"):
         yield from _rows(f"{kind} {nodes:,}, {PARTS} parts", build(kind, nodes), PARTS, repeats)
-    module = functional(exported_llama(scale.layers))
-    yield from _rows(f"Llama {scale.layers} layers, 32 parts", module, 32, repeats)
+    if scale.layers:
+        module = functional(exported_llama(scale.layers))
+        yield from _rows(f"Llama {scale.layers} layers, 32 parts", module, 32, repeats)
 
 
 def _rows(case: str, module: GraphModule, parts: int, repeats: int) -> Iterator[Row]:

@@ -18,6 +18,9 @@ __all__ = ["rows"]
 
 _PARTS = 100
 
+#: Calls until the code is generated and Python's interpreter has specialised it.
+_WARM_UP = 20
+
 #: "No more than torch's": what two equal modules differ by here from run to run.
 _NOISE = 0.03
 
@@ -25,6 +28,8 @@ _NOISE = 0.03
 def rows(scale: Scale) -> Iterator[Row]:
     """A graph of small operators, where the calls of the parts weigh most, and the exported model."""
     yield _row(f"residual 1,000, {_PARTS} parts", build("residual", 1_000), (torch.ones(2, 2),), scale)
+    if not scale.layers:
+        return
     program = exported_llama(scale.layers)
     yield _row(f"Llama {scale.layers} layers, {_PARTS} parts", functional(program), flat_inputs(program), scale)
 
@@ -34,7 +39,7 @@ def _row(case: str, module: GraphModule, given: tuple[torch.Tensor, ...], scale:
     calls = 10
     with torch.no_grad():
         for cut in split.values():
-            cut(*given)
+            _calls(cut, given, _WARM_UP)()
         taken = interleaved({name: _calls(cut, given, calls) for name, cut in split.items()}, scale.turns_of_calls)
     return Row(
         section="call",

@@ -23,6 +23,8 @@ def rows(scale: Scale) -> Iterator[Row]:
     target = at_least(2) if nodes == 16_000 else None
     for kind in scale.kinds:
         yield _row(f"{kind} {nodes:,}, {PARTS} parts", build(kind, nodes), (torch.ones(2, 2),), target)
+    if not scale.layers:
+        return
     program = exported_llama(scale.layers)
     target = at_least(2) if has_targets(scale.layers) else None
     yield _row(f"Llama {scale.layers} layers, {PARTS} parts", functional(program), flat_inputs(program), target)

@@ -12,12 +12,12 @@ def minimal_copy(graph: Graph) -> Graph:
     """A graph with the same nodes, names and metadata; nobody has looked at what it may do or where it is cut."""
     copy = Graph()
     env: dict[Node, Node] = {}
-    swap, put, table = env.__getitem__, copy._root._prepend, copy._find_nodes_lookup_table.table  # type: ignore[attr-defined]
+    swap, put, table = env.__getitem__, copy._root._prepend, copy._find_nodes_lookup_table.table
     for node in graph.nodes:
         op, target = node.op, node.target
         copied = Node.__new__(Node)
         _NodeBase.__init__(copied, copy, node.name, op, target, node.type)
-        copied._update_args_kwargs(_fx_map_arg(node._args, swap), _fx_map_arg(node._kwargs, swap))  # type: ignore[attr-defined]
+        copied._update_args_kwargs(_fx_map_arg(node._args, swap), _fx_map_arg(node._kwargs, swap))
         if node.meta:
             copied.meta.update(node.meta)
         put(copied)

@@ -64,8 +64,8 @@ def _residual(graph: Graph, value: Node, count: int) -> Node:
 
 
 def _fan_out(graph: Graph, value: Node, count: int) -> Node:
-    """Half of the nodes read the input, the others fold them together one by one."""
-    folded = value
+    """Every second node reads the input, those between fold them together one by one."""
+    folded = leaf = value
     for place in range(count):
         if place % 2:
             folded = graph.call_function(torch.add, (folded, leaf))

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
 from benchmarks.floor import minimal_copy
 from benchmarks.graphs import build
 from benchmarks.splitting import PARTS, splits
-from benchmarks.timing import interleaved, median, seconds
+from benchmarks.timing import CPU, clocked, interleaved, median
 
 __all__ = ["measured"]
 
@@ -35,7 +34,7 @@ def measured(name: str, **arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def large_split(kind: str, nodes: int, slow: bool, repeats: int) -> dict[str, list[float]]:
+def large_split(kind: str, nodes: int, *, slow: bool, repeats: int) -> dict[str, list[float]]:
     """The CPU seconds of each way to split a large graph."""
     return interleaved(splits(build(kind, nodes), PARTS, slow=slow), repeats)
 
@@ -43,7 +42,7 @@ def large_split(kind: str, nodes: int, slow: bool, repeats: int) -> dict[str, li
 def growing_split(kind: str, nodes: int, repeats: int) -> dict[str, float]:
     """The user and CPU seconds of our split; page faults of the system count in the second only."""
     split = splits(build(kind, nodes), PARTS)["ours"]
-    taken = [_user_and_cpu(split) for _ in range(repeats)]
+    taken = [clocked(split, _user_seconds, CPU) for _ in range(repeats)]
     return {"user": median(user for user, _ in taken), "cpu": median(cpu for _, cpu in taken)}
 
 
@@ -68,19 +67,8 @@ def _warm(way: str) -> None:
         splits(small, PARTS)[way]()
 
 
-def _user_and_cpu(action: Callable[[], object]) -> tuple[float, float]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    user = 0.0
-
-    def noted() -> object:
-        nonlocal before, user
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-        result = action()
-        user = resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
-        return result
-
-    cpu = seconds(noted)
-    return user, cpu
+def _user_seconds() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
 def _resident_bytes(entry: str) -> int:

@@ -33,7 +33,9 @@ def exported_llama(layers: int) -> ExportedProgram:
 
 def functional(program: ExportedProgram) -> GraphModule:
     """The exported graph itself, whose inputs are the parameters, the buffers and the tokens."""
-    return program.graph_module
+    module = program.graph_module
+    assert isinstance(module, GraphModule)
+    return module
 
 
 def flat_inputs(program: ExportedProgram) -> tuple[torch.Tensor, ...]:

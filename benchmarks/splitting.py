@@ -25,6 +25,8 @@ def rows(scale: Scale) -> Iterator[Row]:
         for nodes, repeats in scale.beside_torch.items():
             targets = (at_least(8), at_least(2)) if nodes in (16_000, 64_000) else (None, None)
             yield from _rows(f"{kind} {nodes:,}, {PARTS} parts", build(kind, nodes), PARTS, repeats, targets)
+    if not scale.layers:
+        return
     program = exported_llama(scale.layers)
     targets = (at_least(5), at_least(2)) if has_targets(scale.layers) else (None, None)
     for parts in (32, 100):
@@ -48,7 +50,7 @@ def splits(
         "ours": lambda: our_split.split_module(module, None, labels.__getitem__)
     }
     if slow:
-        ways["split_module"] = lambda: torch_split.split_module(module, None, labels.__getitem__)
+        ways["split_module"] = lambda: torch_split.split_module(module, module, labels.__getitem__)
     if simple:
         ways["split_module_simple"] = lambda: torch_split.split_module_simple(module, labels)
     return ways

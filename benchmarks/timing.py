@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-__all__ = ["CPU", "Clock", "interleaved", "median", "quotient", "seconds"]
+__all__ = ["CPU", "Clock", "clocked", "interleaved", "median", "quotient", "seconds"]
 
 #: Reads a clock, in seconds.
 Clock = Callable[[], float]
@@ -16,14 +16,19 @@ Clock = Callable[[], float]
 CPU: Clock = time.process_time
 
 
-def seconds(action: Callable[[], object], clock: Clock = CPU) -> float:
-    """What one call takes; rubbish of earlier calls is cleared first, and dropping the result does not count."""
+def clocked(action: Callable[[], object], *clocks: Clock) -> list[float]:
+    """What one call takes by each clock; rubbish of earlier calls is cleared first, dropping the result is free."""
     gc.collect()
-    start = clock()
+    starts = [clock() for clock in clocks]
     result = action()
-    spent = clock() - start
+    spent = [clock() - start for clock, start in zip(clocks, starts, strict=True)]
     del result
     return spent
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """The CPU seconds that one call takes."""
+    return clocked(action, CPU)[0]
 
 
 def interleaved(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

@@ -1669,3 +1669,163 @@ def test_equal_results_come_from_equal_calls() -> None:
         one, other = cut(module, every(2)), cut(module, every(2))
         assert one.code == other.code
         assert [part.code for part in parts(one).values()] == [part.code for part in parts(other).values()]
+
+
+# Odd corners -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["class", "forward", "a.b", "with space", "", "graph", "training", "1", "é", "x"])
+def test_any_text_is_a_label(cut: Cut, label: str) -> None:
+    module = residual()
+    result = cut(module, in_turn([label, label, "other", "other", label + "_"]))
+    check(module, result, x4())
+    check(module, pickle.loads(pickle.dumps(result)), x4())
+    check(module, cut(result, every(2)), x4())
+
+
+@pytest.mark.parametrize("affix", ["a.b", "a-b", "", "1"])
+def test_any_text_is_an_affix(affix: str) -> None:
+    module = residual()
+    check(module, split_module(module, None, every(2), partition_affix=affix), x4())
+
+
+@pytest.mark.parametrize("make", [graded, nested_modes, autocast_draft, inferring])
+def test_parts_and_results_with_modes_can_be_cut_again(cut: Cut, make: Callable[[], GraphModule]) -> None:
+    module = make()
+    result = cut(module, every(3))
+    check(module, cut(result, every(1)), torch.ones(4, 4))
+    for name, part in parts(result).items():
+        setattr(result, name, cut(part, every(2)))
+    check(module, result, torch.ones(4, 4))
+
+
+def test_a_question_about_the_mode_is_answered_under_the_mode_it_was_asked_in(cut: Cut) -> None:
+    draft = Draft()
+    x = draft.input("x")
+    before = draft.call(torch.is_grad_enabled)
+    draft.grad(False)
+    inside = draft.call(torch.is_grad_enabled)
+    draft.grad(before)
+    entered = draft.enter_autocast()
+    cast = draft.call(torch.is_autocast_enabled, "cpu")
+    draft.exit_autocast(entered)
+    module = draft.done((before, inside, cast, draft.call(torch.is_grad_enabled), draft.call(torch.sin, x)))
+    count = len(operators(module))
+    for labels in ([0] * count, range(count), [at // 2 for at in range(count)], [at // 3 for at in range(count)]):
+        for outer in (True, False):
+            with torch.set_grad_enabled(outer):
+                result = cut(module, in_turn(list(labels)))
+                assert result(x4())[:4] == module(x4())[:4] == (outer, False, True, outer)
+
+
+def test_empty_slots_of_a_module_survive(cut: Cut) -> None:
+    class Slotted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = None
+            self.linear = nn.Linear(4, 4, bias=False)
+            self.register_buffer("cache", None)
+            self.register_parameter("gate", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).sin()
+
+    module = symbolic_trace(Slotted())
+    check(module, cut(module, every(1)), x4())
+
+
+def test_arguments_inside_slices_dicts_and_lists_are_found(cut: Cut) -> None:
+    draft = Draft()
+    x, start = draft.input("x"), draft.input("start")
+    begin = draft.call(operator.add, start, 1)
+    end = draft.call(operator.add, begin, 2)
+    piece = draft.call(GETITEM, x, (slice(begin, end), None))
+    both = draft.call(torch.cat, tensors=[piece, draft.call(torch.neg, piece)], dim=0)
+    module = draft.done({"both": [both], "range": slice(begin, end)})
+    for step in (1, 2, 3):
+        check(module, cut(module, every(step)), x4(), 0)
+
+
+def test_a_graph_with_vmap_in_it_is_kept_whole_or_refused(cut: Cut) -> None:
+    def mapped(x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: (row.sin() * row).sum())(x).cos() + 1
+
+    module = dynamo_graph(mapped, torch.randn(3, 4), dynamic=False)
+    for step in (1, 2, 3, 100):
+        refused_or_same(cut, module, every(step), torch.randn(3, 4))
+
+
+def trained(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = x @ weight
+        with torch.no_grad():
+            z = (y @ weight).sin()
+    w = y.float() + z.float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=False):
+        v = w @ weight
+    return w * v
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_modes_and_gradients_survive_inside_torch_compile(cut: Cut, inner: str) -> None:
+    def backend(module: GraphModule, inputs: list[Any]) -> Any:
+        result = cut(module, every(3))
+        if inner == "eager":
+            return result.forward
+        return torch._dynamo.lookup_backend("aot_eager")(result, inputs)
+
+    torch._dynamo.reset()
+    results = []
+    for function in (trained, torch.compile(trained, backend=backend, fullgraph=True)):
+        torch.manual_seed(0)
+        x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        out = function(x, weight)
+        out.sum().backward()
+        results.append((out.detach(), x.grad, weight.grad))
+    assert all(map(torch.allclose, *results))
+    assert ambient()[:3] == (True, False, False)
+
+
+def test_a_write_inside_a_body_of_an_operator_is_an_effect_of_its_call(cut: Cut) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            early = self.count * 2
+            with torch.no_grad():
+                self.count.add_(x)
+            return early, self.count * 3
+
+    module = exported(Counting(), x4())
+    count = len(operators(module))
+    for labels in (
+        range(count),
+        range(count, 0, -1),
+        [at // 2 for at in range(count)],
+        [at % 2 for at in range(count)],
+    ):
+        refused_or_same(cut, module, in_turn(list(labels)), x4())
+
+
+def test_weights_shared_by_two_paths_are_written_once(cut: Cut) -> None:
+    shared = nn.BatchNorm1d(4)
+    draft = Draft(one=shared, other=shared)
+    x = draft.input("x")
+    y = draft.module("one", x)
+    module = draft.done(draft.module("other", y))
+    result = cut(module, in_turn([1, 0]))
+    check(module, result, torch.randn(5, 4))
+    assert len({id(b) for b in result.buffers()}) == 3
+
+
+def test_many_parts_are_called_in_an_order_that_a_chain_allows(cut: Cut) -> None:
+    draft = Draft()
+    value = draft.input("x")
+    for _ in range(400):
+        value = draft.call(torch.sin, value)
+    module = draft.done(value)
+    result = cut(module, every(1))
+    assert len(parts(result)) == 400
+    check(module, result, x4())

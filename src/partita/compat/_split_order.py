@@ -35,7 +35,9 @@ def original_order(partition: Partition) -> list[int]:
             order.setdefault(vertex)
         elif nodes[vertex - parts].op != "get_attr":
             order.setdefault(vertex)
-    return [*order, *(vertex for vertex in partition.order if vertex not in order)]
+    # An attribute that only the output reads comes last; one that nobody reads is dropped, as torch drops it.
+    late = (vertex for vertex in partition.order if vertex not in order and nodes[vertex - parts].users)
+    return [*order, *late]
 
 
 def alone_first(partition: Partition, order: Iterable[int]) -> list[int]:

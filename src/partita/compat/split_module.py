@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from partita.compat._split_order import alone_first, lifo_order, original_order
-from partita.errors import CallbackError, MissingLabelError
+from partita.errors import CallbackError, MissingLabelError, OptionError
 from partita.graphs.program import Program
 from partita.regions import Partition as RegionPartition
 from partita.regions import Region
@@ -77,6 +77,7 @@ def split_module(
         ),
         attributes_first=not keep_original_order,
         keeps_outer_names=False,
+        annotates_output=False,
         keeps_unused_state=False,
     )
     order = original_order(partition) if keep_original_order else lifo_order(partition)
@@ -91,8 +92,10 @@ def split_module_simple(
     m: GraphModule, node_to_partition: Mapping[Node, int], *, partition_affix: str | None = None
 ) -> GraphModule:
     """A new module cut by a mapping from operators to part ids; parts follow in order of first appearance."""
+    if not isinstance(node_to_partition, Mapping):
+        raise OptionError(f"node_to_partition maps nodes to part ids; {type(node_to_partition).__name__} is no mapping")
     program = Program.of(m)
-    missing = [node.name for node in program.operators() if node not in node_to_partition]
+    missing = [node.name for node in program.operators() if node_to_partition.get(node) is None]
     if missing:
         raise MissingLabelError(
             f"node_to_partition has no id for {', '.join(map(repr, missing[:5]))}"
@@ -104,6 +107,7 @@ def split_module_simple(
         body=BodyStyle(keeps_node_names=False, returns_tuple=False),
         attributes_first=True,
         keeps_outer_names=False,
+        annotates_output=False,
         keeps_unused_state=False,
     )
     order = alone_first(partition, partition.order)
@@ -127,11 +131,14 @@ def _asked(split_callback: Callable[[Node], int | str], node: Node) -> int | str
 def _parts(labels: Mapping[Node, int | str], affix: str | None) -> list[Region]:
     """The parts in order of first appearance; ids that print alike are one part."""
     nodes: dict[str, list[Node]] = {}
-    names: dict[int | str, str] = {}
+    names: dict[int, str] = {}
     for node, label in labels.items():
-        name = names.get(label)
+        # Most labels are small numbers, and printing one for each node would cost more than finding it again.
+        name = names.get(label) if type(label) is int else None
         if name is None:
-            name = names[label] = str(label) if affix is None else f"{affix}_{label}"
+            name = str(label) if affix is None else f"{affix}_{label}"
+            if type(label) is int:
+                names[label] = name
         nodes.setdefault(name, []).append(node)
     return [Region(f"submod_{name}", tuple(held), name) for name, held in nodes.items()]
 

@@ -77,8 +77,8 @@ class Behaviours:
         if isinstance(module, nn.Module):
             return module
         raise MissingTargetError(
-            f"node {node.name!r} calls the module {node.target!r}, which {type(self.root).__name__} does not have; "
-            "add it with `add_submodule`, or erase the node"
+            f"Node target {node.target} not found! Node {node.name!r} calls it, but {type(self.root).__name__} has no such "
+            "module; add it with `add_submodule`, or erase the node"
         )
 
     def bodies(self, node: Node) -> Iterator[nn.Module]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
+from partita.errors import UnknownNodeError
 from partita.graphs.modes import AMBIENT
 from partita.plans.treatment import Treatment
 from partita.regions import Partition
@@ -16,7 +17,9 @@ __all__ = ["explanation"]
 def explanation(partition: Partition, treatments: Sequence[Treatment], node: Node) -> str:
     """Where `node` runs, for which reason, under which mode, and what it must stay behind and before."""
     program = partition.program
-    number = program.index.number[node]
+    number = program.index.number.get(node)
+    if number is None:
+        raise UnknownNodeError(f"{node.name!r} is not a node of this program; take it from `program.graph`, or ask by name")
     lines = [f"{node.name}: {_where(partition, treatments, node)}"]
     mode = program.modes.at(number)
     if number in program.modes.toggles:

@@ -111,7 +111,7 @@ def _treatment_for(
     if isinstance(treatment, Mapping):
         chosen = treatment.get(region.name)
     else:
-        chosen = treatment(region)
+        chosen = treatment(region) if callable(treatment) else treatment
     if not isinstance(chosen, Treatment):
         raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); give it one, for example Call()")
     return chosen

@@ -8,7 +8,7 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.errors import OptionError
+from partita.errors import CallbackError, OptionError
 from partita.graphs.program import Program
 from partita.policies.asking import asked
 from partita.policies.naming import distinct_names
@@ -35,6 +35,8 @@ class ByLabel:
             label = asked(self.label, node, node=node, role="label function")
             if label is None:
                 reasons[node] = "its label is None"
+            elif not isinstance(label, Hashable):
+                raise CallbackError(f"the label of node {node.name!r} is {label!r}, which cannot be hashed; give a name or number")
             else:
                 nodes.setdefault(label, []).append(node)
         return Partition(program, regions_by_label(nodes), reasons)

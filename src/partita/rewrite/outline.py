@@ -35,6 +35,8 @@ class OutlineStyle:
     attributes_first: bool = False
     #: Nodes of the outer graph are called like the nodes of the old graph that they stand for.
     keeps_outer_names: bool = True
+    #: The type that the old graph returns is written down again.
+    annotates_output: bool = True
     #: State that no node names is kept as well.
     keeps_unused_state: bool = True
 
@@ -199,7 +201,8 @@ class _Outliner:
         output = self.nodes[-1]
         args = map_nodes(output.args, self._value)
         self.modes.switch(self.program.modes.final)
-        node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=output.type)
+        returns = output.type if self.style.annotates_output else None
+        node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=returns)
         self.writer.copy_meta(output, node)
 
     def _assemble(self, graph: Graph, bodies: list[Body], *, reordered: bool) -> Outlined:
