@@ -31,6 +31,10 @@ from partita.policies import ByLabel
 from partita.treatments import Call
 
 
+#: The ways that ask a function; a simple split takes a mapping.
+ASKING = {name: cut for name, cut in CUTS.items() if name != "simple"}
+
+
 @pytest.fixture(params=list(CUTS))
 def cut(request: pytest.FixtureRequest) -> Cut:
     return CUTS[request.param]
@@ -149,7 +153,7 @@ def test_a_cycle_names_the_shortest_way_round(cut: Cut) -> None:
     module = draft.done(value)
     labels = {node.name: at for at, node in enumerate(operators(module))}
     labels["sin_10"] = labels["sin_12"] = 99
-    with refused(module, CycleError, "sin_10", "sin_11", "sin_12") as _:
+    with refused(module, CycleError, "sin_10", "sin_11", "sin_12"):
         cut(module, by_name(labels))
     with pytest.raises(CycleError) as caught:
         cut(module, by_name(labels))
@@ -190,6 +194,7 @@ def test_a_region_around_a_node_that_is_left_out_is_refused_with_that_node() -> 
 # Callbacks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("cut", ASKING.values(), ids=ASKING)
 def test_a_callback_that_raises_is_named_with_its_node(cut: Cut) -> None:
     def label(node: Node) -> int:
         if node.name == "add":
@@ -197,9 +202,7 @@ def test_a_callback_that_raises_is_named_with_its_node(cut: Cut) -> None:
         return 0
 
     module = diamond()
-    if cut is CUTS["simple"]:
-        pytest.skip("a mapping does not raise")
-    with refused(module, CallbackError, "'add'", "KeyError", "no stage for it") as _:
+    with refused(module, CallbackError, "'add'", "KeyError", "no stage for it"):
         cut(module, label)
 
 
@@ -253,10 +256,9 @@ def test_a_simple_split_without_an_id_for_a_node_is_refused() -> None:
         split_module_simple(module, {})
 
 
+@pytest.mark.parametrize("cut", ASKING.values(), ids=ASKING)
 def test_a_callback_that_is_no_function_is_refused(cut: Cut) -> None:
     module = diamond()
-    if cut is CUTS["simple"]:
-        pytest.skip("takes a mapping")
     with refused(module, PartitaError):
         cut(module, "stage")  # type: ignore[arg-type]
 

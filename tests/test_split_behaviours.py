@@ -1823,9 +1823,9 @@ def test_weights_shared_by_two_paths_are_written_once(cut: Cut) -> None:
 def test_many_parts_are_called_in_an_order_that_a_chain_allows(cut: Cut) -> None:
     draft = Draft()
     value = draft.input("x")
-    for _ in range(400):
+    for _ in range(100):
         value = draft.call(torch.sin, value)
     module = draft.done(value)
     result = cut(module, every(1))
-    assert len(parts(result)) == 400
+    assert len(parts(result)) == 100
     check(module, result, x4())

@@ -1,4 +1,4 @@
-"""Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program still means the same."""
+"""Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program means the same."""
 
 from partita.equivalence import Comparison, Tolerance, compare, verify
 from partita.graphs.fingerprint import fingerprint

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Ambient", "read_ambient", "restore_after_error"]
+__all__ = ["Ambient", "read_ambient", "restore_after_error", "restore_autocast"]
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "privateuseone")
 
@@ -29,7 +29,8 @@ def read_ambient() -> Ambient:
         grad=torch.is_grad_enabled(),
         inference=torch.is_inference_mode_enabled(),
         autocast=tuple(
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in _AUTOCAST_DEVICES
         ),
         autocast_cache=torch.is_autocast_cache_enabled(),
         autocast_depth=_autocast_depth(),

@@ -64,9 +64,8 @@ def graph_from_record(record: GraphRecord) -> Graph:
     writer = GraphWriter(record.tracer_cls)
     nodes: list[Node] = []
     for op, target, args, kwargs, name, type_expr, meta in record.rows:
-        node = writer.write(
-            op, _unpacked_target(target), _unpacked(args, nodes), _unpacked(kwargs, nodes), name=name, type_expr=type_expr
-        )
+        read, named = _unpacked(args, nodes), _unpacked(kwargs, nodes)
+        node = writer.write(op, _unpacked_target(target), read, named, name=name, type_expr=type_expr)
         node.meta.update(meta)
         nodes.append(node)
     graph = writer.close()

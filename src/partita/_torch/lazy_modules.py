@@ -35,7 +35,7 @@ class LazyModule(_LazyGraphModule):
     _restores_modes: bool
 
     @property
-    def __call__(self) -> Any:
+    def __call__(self) -> Any:  # type: ignore[override]
         """Generates the code, then is what any module's `__call__` is.
 
         torch's lazy modules generate code inside `forward`, after the hooks have run, and so run them twice. This way

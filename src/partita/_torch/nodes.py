@@ -90,9 +90,7 @@ class GraphWriter:
             op, target, kwargs = node.op, node.target, node._kwargs
             copied = make(Node)
             begin(copied, graph, name, op, target, node.type)
-            copied._update_args_kwargs(
-                map_nodes(node._args, lookup), map_nodes(kwargs, lookup) if kwargs else kwargs
-            )
+            copied._update_args_kwargs(map_nodes(node._args, lookup), map_nodes(kwargs, lookup) if kwargs else kwargs)
             if node.meta:
                 copy_meta(node.meta, copied.meta, metas)
             put(copied)

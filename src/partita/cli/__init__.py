@@ -14,7 +14,7 @@ _COMMANDS = (demo,)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command named on the command line; the exit status is 0 where it did what it says."""
-    parser = argparse.ArgumentParser(prog="partita", description="Cut PyTorch graphs into regions and check the result.")
+    parser = argparse.ArgumentParser(prog="partita", description="Cuts PyTorch graphs and checks the result.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_to(commands)

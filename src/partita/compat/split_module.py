@@ -54,9 +54,9 @@ def split_module(
     root_m: torch.nn.Module | None,
     split_callback: Callable[[Node], int | str],
     qualname_map: dict[str, str] | None = None,
-    keep_original_order: bool | None = False,  # noqa: FBT001, FBT002
-    keep_original_node_name: bool | None = False,  # noqa: FBT001, FBT002
-    keep_original_input_name: bool = True,  # noqa: FBT001, FBT002
+    keep_original_order: bool | None = False,
+    keep_original_node_name: bool | None = False,
+    keep_original_input_name: bool = True,
     *,
     partition_affix: str | None = None,
     tuple_return: bool = False,

@@ -7,10 +7,10 @@ import struct
 from collections.abc import Iterator
 from dataclasses import fields
 
-from partita._torch.ambient import Ambient
 import torch
 from torch import Tensor
 
+from partita._torch.ambient import Ambient
 from partita.equivalence.findings import Difference
 from partita.equivalence.observation import Moment, Named, Observation, Raised, TensorRecord
 from partita.equivalence.values import value_difference

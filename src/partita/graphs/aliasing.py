@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from partita._torch.schemas import storage_key
+from partita.graphs.attributes import find
 from partita.graphs.behaviour_terms import Behaviour, nodes_in_slots
 from partita.graphs.index import Index
 from partita.graphs.values import value_of
 
-__all__ = ["NodeBehaviours", "Storages", "attribute", "storages_of", "tensors_of", "written_classes"]
+__all__ = ["NodeBehaviours", "Storages", "storages_of", "tensors_of", "written_classes"]
 
 
 class NodeBehaviours(Protocol):
@@ -122,7 +123,7 @@ def _join_results(index: Index, storages: Storages, behaviours: NodeBehaviours) 
 def _join_attributes(index: Index, storages: Storages, root: nn.Module) -> None:
     for i, node in enumerate(index.nodes):
         if node.op == "get_attr":
-            value = attribute(root, str(node.target))
+            value = find(root, str(node.target))
             if isinstance(value, Tensor):
                 storages.join(i, storages.number_of(value))
 
@@ -141,14 +142,6 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors_in(item)
-
-
-def attribute(root: nn.Module, path: str) -> object:
-    """What `path` names on `root`, or None."""
-    found: object = root
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

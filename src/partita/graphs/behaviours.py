@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.schemas import has_keywords, has_registered_effect, is_higher_order, nodes_by_target
 from partita._torch.toggles import TOGGLES
 from partita.errors import MissingTargetError
-from partita.graphs.aliasing import attribute
+from partita.graphs.attributes import find
 from partita.graphs.behaviour_bodies import behaviour_of_body, behaviour_of_call
 from partita.graphs.behaviour_functions import rule_of_function
 from partita.graphs.behaviour_methods import rule_of_method
@@ -73,12 +73,12 @@ class Behaviours:
 
     def called_module(self, node: Node) -> nn.Module:
         """The module that a call_module node calls."""
-        module = attribute(self.root, str(node.target))
+        module = find(self.root, str(node.target))
         if isinstance(module, nn.Module):
             return module
         raise MissingTargetError(
-            f"Node target {node.target} not found! Node {node.name!r} calls it, but {type(self.root).__name__} has no such "
-            "module; add it with `add_submodule`, or erase the node"
+            f"Node target {node.target} not found! Node {node.name!r} calls it, but {type(self.root).__name__} has no "
+            "such module; add it with `add_submodule`, or erase the node"
         )
 
     def bodies(self, node: Node) -> Iterator[nn.Module]:
@@ -87,7 +87,7 @@ class Behaviours:
             yield self.called_module(node)
         elif node.op == "call_function" and is_higher_order(node.target):
             for given in node.all_input_nodes:
-                body = attribute(self.root, str(given.target)) if given.op == "get_attr" else None
+                body = find(self.root, str(given.target)) if given.op == "get_attr" else None
                 if isinstance(body, nn.Module):
                     yield body
 

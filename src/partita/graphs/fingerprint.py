@@ -60,7 +60,8 @@ class _Hasher:
         projection = is_projection(node, self.program.graph_module)
         behind = [] if projection else sorted({self.hashes[at] for at in self.behind.get(number, ())})
         mode = "" if projection or node.op in ("placeholder", "get_attr", "output") else repr(self.modes.at(number))
-        return _digest(node.op, self._target(node), self._argument(node.args), self._argument(node.kwargs), behind, mode)
+        arguments = self._argument(node.args), self._argument(node.kwargs)
+        return _digest(node.op, self._target(node), arguments, behind, mode)
 
     def _reads_only_shape_or_item(self, node: Node) -> bool:
         return node.target in (SYM_SIZE, operator.getitem, torch.Size) or node.op == "get_attr"

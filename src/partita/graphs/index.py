@@ -67,9 +67,8 @@ def _check_order(index: Index) -> None:
     nodes = index.nodes
     outputs = index.graph.find_nodes(op="output")
     if len(outputs) > 1:
-        raise BrokenGraphError(
-            f"the graph has {len(outputs)} output nodes, {', '.join(repr(node.name) for node in outputs)}; erase all but one"
-        )
+        names = ", ".join(repr(node.name) for node in outputs)
+        raise BrokenGraphError(f"the graph has {len(outputs)} output nodes, {names}; erase all but one")
     if not nodes or nodes[-1].op != "output":
         raise BrokenGraphError(
             f"the graph does not end in an output node (it ends in {nodes[-1].name if nodes else 'nothing'!r}); "

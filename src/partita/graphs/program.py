@@ -13,7 +13,7 @@ from partita.errors import OptionError, UnknownNodeError
 from partita.graphs.effects import Effects, effects_of
 from partita.graphs.index import Index
 from partita.graphs.modes import Modes, modes_of
-from partita.graphs.state_keys import StateKeys
+from partita.graphs.state_keys import UNMOVED, StateKeys
 from partita.graphs.tolerance import EXACT, Tolerance
 
 __all__ = ["Program"]
@@ -32,7 +32,7 @@ class Program:
         graph_module: GraphModule,
         *,
         pure: Iterable[Callable[..., Any]] = (),
-        state_keys: StateKeys = StateKeys(),
+        state_keys: StateKeys = UNMOVED,
         tolerance: Tolerance = EXACT,
     ) -> None:
         self._graph_module = graph_module

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
-__all__ = ["StateKeys"]
+__all__ = ["UNMOVED", "StateKeys"]
 
 T = TypeVar("T")
 
@@ -41,3 +41,7 @@ class StateKeys:
         found = {key: state[self.original(key)] for key in keys if self.original(key) in state}
         used = {self.original(key) for key in found}
         return {**found, **{key: value for key, value in state.items() if key not in used}}
+
+
+#: The keys of a program that was made from no other.
+UNMOVED = StateKeys()

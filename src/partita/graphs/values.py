@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.containers import returns_container
+from partita.graphs.attributes import find
 
 __all__ = ["VALUE_KEYS", "bytes_of", "container_items", "crossing_places", "is_projection", "value_of"]
 
@@ -54,9 +55,11 @@ def is_projection(node: Node, root: GraphModule | None = None) -> bool:
     return node.target is getattr and isinstance(place, str) and isinstance(value_of(source), tuple)
 
 
-def bytes_of(node: Node) -> int | None:
+def bytes_of(node: Node, root: GraphModule | None = None) -> int | None:
     """The bytes of the tensors that `node` gives; None where that is unknown or symbolic."""
     value = value_of(node)
+    if value is None and node.op == "get_attr" and root is not None:
+        value = find(root, str(node.target))
     items = value if isinstance(value, tuple | list) else (value,)
     if value is None:
         return None

@@ -19,7 +19,7 @@ def explanation(partition: Partition, treatments: Sequence[Treatment], node: Nod
     program = partition.program
     number = program.index.number.get(node)
     if number is None:
-        raise UnknownNodeError(f"{node.name!r} is not a node of this program; take it from `program.graph`, or ask by name")
+        raise UnknownNodeError(f"{node.name!r} is not a node of this program; take it from `program.graph`")
     lines = [f"{node.name}: {_where(partition, treatments, node)}"]
     mode = program.modes.at(number)
     if number in program.modes.toggles:

@@ -1,4 +1,4 @@
-"""A plan: a partition of a program, a treatment for each region, and the reasons, all of it decided and nothing done."""
+"""A plan: a partition of a program, a treatment for each region, and the reasons; decided, and nothing done yet."""
 
 from __future__ import annotations
 

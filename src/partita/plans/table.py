@@ -43,7 +43,7 @@ def _bytes(partition: Partition, crossings: object) -> str:
     assert isinstance(crossings, dict)
     for crossing in crossings:
         if isinstance(crossing, int):
-            size = bytes_of(nodes[crossing])
+            size = bytes_of(nodes[crossing], partition.program.graph_module)
             if size is None:
                 return "?"
             total += size

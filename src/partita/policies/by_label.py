@@ -35,11 +35,18 @@ class ByLabel:
             label = asked(self.label, node, node=node, role="label function")
             if label is None:
                 reasons[node] = "its label is None"
-            elif not isinstance(label, Hashable):
-                raise CallbackError(f"the label of node {node.name!r} is {label!r}, which cannot be hashed; give a name or number")
             else:
-                nodes.setdefault(label, []).append(node)
+                _checked(nodes, label, node).append(node)
         return Partition(program, regions_by_label(nodes), reasons)
+
+
+def _checked(nodes: dict[Hashable, list[Node]], label: Hashable, node: Node) -> list[Node]:
+    try:
+        return nodes.setdefault(label, [])
+    except TypeError as error:
+        raise CallbackError(
+            f"the label of node {node.name!r} is {label!r}, which cannot be a key: {error}; give a name or a number"
+        ) from error
 
 
 def regions_by_label(nodes: dict[Hashable, list[Node]]) -> list[Region]:

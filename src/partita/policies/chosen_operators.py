@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from partita._torch.schemas import is_higher_order, signatures_of, signatures_of_method
 from partita.errors import OptionError
-from partita.graphs.aliasing import attribute
+from partita.graphs.attributes import find
 from partita.policies.imported import imported
 
 __all__ = ["Chosen", "Operator", "checked_operators", "plain_name"]
@@ -65,13 +65,14 @@ class Chosen:
         else:
             self._functions.append(operator)
             self._names.update(_schema_names(operator))
+            self._names.update(_custom_name(operator))
 
     def _is_chosen(self, node: Node) -> bool:
         target: Any = node.target
         if node.op == "call_method":
             return not self._names.isdisjoint((target, *_names_of_method(target)))
         if node.op == "call_module":
-            module = type(attribute(self._root, target))
+            module = type(find(self._root, target))
             names = (module.__name__, f"{module.__module__}.{module.__qualname__}")
             return any(issubclass(module, one) for one in self._classes) or not self._names.isdisjoint(names)
         return any(target is one for one in self._functions) or not self._names.isdisjoint(_names_of_function(target))
@@ -101,6 +102,12 @@ def _names_of_method(name: str) -> tuple[str, ...]:
 
 def _schema_names(target: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(signature.name.replace("::", ".") for signature in signatures_of(target)))
+
+
+def _custom_name(operator: Any) -> tuple[str, ...]:
+    """The name of what `torch.library.custom_op` returns; graphs hold the operator that it registers."""
+    name = getattr(operator, "_qualname", None)
+    return (name.replace("::", "."),) if isinstance(name, str) and "::" in name else ()
 
 
 _OVERLOAD = type(torch.ops.aten.add.Tensor)

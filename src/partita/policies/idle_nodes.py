@@ -72,9 +72,9 @@ _SIZE_NAMES = """
     sym_stride
 """
 _VIEW_NAMES = """
-    _reshape_alias _unsafe_view adjoint alias as_strided broadcast_to chunk detach diagonal dsplit expand expand_as
-    flatten hsplit imag lift_fresh moveaxis movedim narrow permute ravel real reshape reshape_as select slice split
-    split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsafe_chunk
+    _reshape_alias _unsafe_view adjoint alias as_strided broadcast_to chunk contiguous detach diagonal dsplit expand
+    expand_as flatten hsplit imag lift_fresh moveaxis movedim narrow permute ravel real reshape reshape_as select slice
+    split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsafe_chunk
     unsafe_split unsqueeze view view_as view_as_complex view_as_real vsplit
 """
 _SIZES_AND_VIEWS = frozenset((_SIZE_NAMES + _VIEW_NAMES).split())

@@ -42,12 +42,8 @@ def cut_into_runs(program: Program, places: Sequence[int]) -> Cut:
     """A piece for each run of one group in graph order: more pieces, but legal whatever crosses."""
     result, groups, current = list(places), [], ALONE
     items = settled(program, places)[1]
-    ordered = frozenset(program.effects.after)
     for number, group in enumerate(places):
-        if group == NOWHERE or number in items:
-            continue
-        # An attribute is read outside, so it breaks a run only if something before it may have set it.
-        if program.index.nodes[number].op == "get_attr" and number not in ordered:
+        if group == NOWHERE or number in items or program.index.nodes[number].op == "get_attr":
             continue
         if group >= 0:
             if group != current:

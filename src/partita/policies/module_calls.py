@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.fx import Node
 
-from partita.graphs.aliasing import attribute
+from partita.graphs.attributes import find
 
 __all__ = ["ModuleCall", "calls_around"]
 
@@ -43,7 +43,7 @@ def calls_around(node: Node, root: nn.Module) -> tuple[ModuleCall, ...]:
 def _calls_by_name(target: str, root: nn.Module) -> tuple[ModuleCall, ...]:
     parts = target.split(".")
     paths = (".".join(parts[: count + 1]) for count in range(len(parts)))
-    found = ((path, attribute(root, path)) for path in paths)
+    found = ((path, find(root, path)) for path in paths)
     return tuple(
         ModuleCall(path, path, type(module))
         for path, module in found

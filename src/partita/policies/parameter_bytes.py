@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from partita._torch.schemas import storage_key
-from partita.graphs.aliasing import attribute
+from partita.graphs.attributes import find
 from partita.graphs.program import Program
 from partita.graphs.values import value_of
 
@@ -36,12 +36,12 @@ def first_use_bytes(program: Program) -> list[int]:
 
 def _parameters(node: Node, root: nn.Module) -> Iterator[Tensor]:
     if node.op == "call_module":
-        module = attribute(root, str(node.target))
+        module = find(root, str(node.target))
         if isinstance(module, nn.Module):
             yield from module.parameters()
     for read in node.all_input_nodes:
         if read.op == "get_attr":
-            value = attribute(root, str(read.target))
+            value = find(root, str(read.target))
         else:
             value = value_of(read) if read.op == "placeholder" else None
         if isinstance(value, nn.Parameter):

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from torch import nn
 from torch.fx import GraphModule, Node
 
+from partita.graphs.attributes import find
 from partita.graphs.index import Index
 from partita.graphs.modes import Modes
 from partita.graphs.symbols import Dimension, Symbols
@@ -36,10 +38,14 @@ Crossing = int | Item | Dimension
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What a region takes and gives, each in order of first use; dicts serve as ordered sets."""
+    """What a region takes and gives, each in order of first use; dicts serve as ordered sets.
+
+    `modules` are reads of bodies of higher-order operators, which move inside instead of crossing.
+    """
 
     inputs: dict[Crossing, None]
     outputs: dict[int | Item, None]
+    modules: dict[int, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ def settle_projections(owner: list[int], index: Index, root: GraphModule) -> fro
 
 def borders_of(owner: list[int], regions: int, index: Index, *, modes: Modes, root: GraphModule) -> Borders:
     """What crosses, found in one sweep over the data edges."""
-    sweep = _Sweep(owner, index, root, tuple(Border({}, {}) for _ in range(regions)))
+    sweep = _Sweep(owner, index, root, tuple(Border({}, {}, {}) for _ in range(regions)))
     toggles = modes.toggles
     for source, target in index.edges():
         made, used = owner[source], owner[target]
@@ -87,6 +93,9 @@ class _Sweep:
         self._whole: dict[int, bool] = {}
 
     def cross(self, source: int, made: int, used: int) -> None:
+        if used >= 0 and self._names_module(source):
+            self.borders[used].modules.setdefault(source)
+            return
         crossings: tuple[int | Item, ...] = (source,)
         if not self._crosses_whole(source):
             items = self.taken_apart[source]
@@ -98,6 +107,12 @@ class _Sweep:
             for crossing in crossings:
                 self.borders[used].inputs.setdefault(crossing)
             self._add_symbols(source, used)
+
+    def _names_module(self, source: int) -> bool:
+        node = self.index.nodes[source]
+        if node.op != "get_attr":
+            return False
+        return isinstance(find(self.root, str(node.target)), nn.Module)
 
     def _crosses_whole(self, source: int) -> bool:
         whole = self._whole.get(source)

@@ -28,9 +28,7 @@ class Partition:
 
     __slots__ = ("borders", "order", "owner", "program", "quotient", "reasons", "regions")
 
-    def __init__(
-        self, program: Program, regions: Iterable[Region], reasons: Mapping[Node, str] | None = None
-    ) -> None:
+    def __init__(self, program: Program, regions: Iterable[Region], reasons: Mapping[Node, str] | None = None) -> None:
         self.program = program
         self.regions = tuple(regions)
         self.reasons: Mapping[Node, str] = MappingProxyType(dict(reasons or {}))
@@ -99,7 +97,8 @@ def _cycle_error(partition: Partition) -> CycleError:
     cycle = quotient.shortest_cycle()
 
     def called(vertex: int) -> str:
-        return f"region {regions[vertex].name!r}" if vertex < len(regions) else f"node {nodes[vertex - len(regions)].name!r}"
+        alone = vertex - len(regions)
+        return f"node {nodes[alone].name!r}" if alone >= 0 else f"region {regions[vertex].name!r}"
 
     steps = []
     for edge in cycle:

@@ -28,8 +28,8 @@ class Region:
         held = [node.name for node in self.nodes if node.op in ("placeholder", "output")]
         if held:
             raise RegionError(
-                f"region {self.name!r} holds {', '.join(map(repr, held))}: inputs and outputs of a program belong to no "
-                "region; leave them out"
+                f"region {self.name!r} holds {', '.join(map(repr, held))}: inputs and outputs of a program belong to "
+                "no region; leave them out"
             )
 
     def __len__(self) -> int:

@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import Graph, Node
 
 from partita._torch.nodes import GraphWriter
+from partita.graphs.attributes import attribute_of
 from partita.graphs.modes import AMBIENT, Modes
 from partita.graphs.program import Program
 from partita.graphs.symbols import Dimension
@@ -20,9 +20,8 @@ from partita.graphs.values import VALUE_KEYS, container_items, crossing_places, 
 from partita.regions.borders import Border, Crossing, Item
 from partita.regions.partition import Partition
 from partita.rewrite.mode_writer import ModeWriter
-from partita.rewrite.state import attribute_of
 
-__all__ = ["Body", "BodyStyle", "meta_of_crossing", "name_of_crossing", "rebuilt", "write_body"]
+__all__ = ["PLAIN_BODY", "Body", "BodyStyle", "meta_of_crossing", "name_of_crossing", "rebuilt", "write_body"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,9 @@ class BodyStyle:
     keeps_node_names: bool = True
     keeps_input_names: bool = True
     returns_tuple: bool = True
+
+
+PLAIN_BODY = BodyStyle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +81,14 @@ class _BodyWriter:
         return Body(graph, inputs, outputs, self.targets, self.modes.has_switched)
 
     def _write_inputs(self) -> tuple[Crossing, ...]:
-        passed: list[Crossing] = []
-        held: list[Crossing] = []
-        for crossing in self.border.inputs:
-            node = self.nodes[crossing] if isinstance(crossing, int) else None
-            holds = node is not None and node.op == "get_attr" and self._names_module(node)
-            (held if holds else passed).append(crossing)
+        passed = tuple(self.border.inputs)
         for place, crossing in enumerate(passed):
             self._write_placeholder(place, crossing)
-        for crossing in held:
-            assert isinstance(crossing, int)
-            self._write_module(self.nodes[crossing])
+        for number in self.border.modules:
+            self._write_module(self.nodes[number])
         for number in dict.fromkeys(crossing.number for crossing in passed if isinstance(crossing, Item)):
             self.env[self.nodes[number]] = rebuilt(self.writer, self.nodes[number], number, self.items)
-        return tuple(passed)
+        return passed
 
     def _write_placeholder(self, place: int, crossing: Crossing) -> None:
         writer, source = self.writer, self.nodes[crossing if isinstance(crossing, int) else crossing.number]
@@ -107,9 +103,6 @@ class _BodyWriter:
             placeholder.meta.update(meta_of_crossing(crossing, source))
             if isinstance(crossing, Item):
                 self.items[crossing] = placeholder
-
-    def _names_module(self, node: Node) -> bool:
-        return isinstance(attribute_of(self.program.graph_module, node), nn.Module)
 
     def _write_module(self, node: Node) -> None:
         """The body of a higher-order operator: it is read inside, under its own path."""
@@ -134,9 +127,10 @@ class _BodyWriter:
             if node.op == "call_module":
                 self._write_plain(plain)
                 plain = []
-                target = self._local_target(str(node.target))
                 attribute_of(self.program.graph_module, node)
-                self.env[node] = self.writer.copy(node, self.env.__getitem__, name=self._name_for(node, target), target=target)
+                target = self._local_target(str(node.target))
+                name = self._name_for(node, target)
+                self.env[node] = self.writer.copy(node, self.env.__getitem__, name=name, target=target)
             else:
                 plain.append(node)
         self._write_plain(plain)
@@ -179,7 +173,7 @@ class _BodyWriter:
 
 
 def rebuilt(writer: GraphWriter, source: Node, number: int, items: Mapping[Item, Any]) -> Any:
-    """A container like the one that `source` gives, put together from its items; plain integers stand for themselves."""
+    """A container like the one that `source` gives, put together from the items that crossed and known constants."""
     traced = container_items(source)
     assert traced is not None
     values: list[Any] = list(traced)

@@ -13,12 +13,13 @@ from torch.fx import GraphModule, Node
 from partita._torch.nodes import GraphWriter, map_nodes
 from partita._torch.operators import SYM_SIZE
 from partita.errors import ModeError, OptionError
+from partita.graphs.attributes import attribute_of, find
 from partita.graphs.modes import AMBIENT, Mode
 from partita.graphs.program import Program
 from partita.rewrite.assembly import module_like
 from partita.rewrite.mode_writer import ModeWriter
 from partita.rewrite.pause_gc import gc_paused
-from partita.rewrite.state import attribute_of, find, place, share_state
+from partita.rewrite.state import place, share_state
 
 __all__ = ["inline"]
 
@@ -103,9 +104,7 @@ class _Inliner:
                 return
             self.modes.switch(_inside(outer, inner.modes.at(number)))
             target = self._place(call, node, body) if node.op in ("call_module", "get_attr") else None
-            env[node] = self.writer.copy(
-                node, env.__getitem__, name=self.writer.names.fresh(node.name), target=target
-            )
+            env[node] = self.writer.copy(node, env.__getitem__, name=self.writer.names.fresh(node.name), target=target)
 
     def _place(self, call: Node, node: Node, body: GraphModule) -> str:
         """A path for what the body names: where it was before it moved, or else where it is now."""
@@ -174,6 +173,4 @@ def _inside(outer: Mode, inner: Mode) -> Mode:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    )
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))

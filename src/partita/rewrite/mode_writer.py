@@ -31,7 +31,7 @@ class ModeWriter:
             return
         self.has_switched = True
         self._switch_inference(wanted)
-        self._switch_grad(wanted.grad)
+        self._switch_grad(wanted)
         self._switch_autocasts(wanted.autocast)
         self.mode = wanted
 
@@ -55,12 +55,12 @@ class ModeWriter:
             self._inference = (entered, before)
             self.mode = Mode(not wanted.inference, wanted.inference)
 
-    def _switch_grad(self, wanted: bool | None) -> None:
-        if wanted == self.mode.grad:
+    def _switch_grad(self, wanted: Mode) -> None:
+        if wanted.grad == self.mode.grad:
             return
         if self._ambient_grad is None and self.mode.grad is None:
             self._ambient_grad = self._call(toggles.IS_GRAD_ENABLED)
-        self._call(toggles.SET_GRAD, self._ambient_grad if wanted is None else wanted)
+        self._call(toggles.SET_GRAD, self._ambient_grad if wanted.grad is None else wanted.grad)
 
     def _switch_autocasts(self, wanted: tuple[Autocast, ...]) -> None:
         shared = 0

@@ -12,25 +12,26 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.lazy_modules import LazyModule, lazy_module
 from partita._torch.nodes import GraphWriter, map_nodes
 from partita._torch.operators import SYM_SIZE
+from partita.graphs.attributes import attribute_of, find
 from partita.graphs.modes import AMBIENT
 from partita.graphs.symbols import Dimension
 from partita.graphs.values import VALUE_KEYS
 from partita.regions.borders import Crossing, Item
 from partita.regions.partition import Partition
 from partita.rewrite.assembly import module_like
-from partita.rewrite.bodies import Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt, write_body
+from partita.rewrite.bodies import PLAIN_BODY, Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt, write_body
 from partita.rewrite.mode_writer import ModeWriter
 from partita.rewrite.pause_gc import gc_paused
-from partita.rewrite.state import attribute_of, find, is_persistent, place, share_state
+from partita.rewrite.state import is_persistent, place, share_state
 
-__all__ = ["Outlined", "OutlineStyle", "outline"]
+__all__ = ["OutlineStyle", "Outlined", "outline"]
 
 
 @dataclass(frozen=True, slots=True)
 class OutlineStyle:
     """How an outlined program is written down; the defaults are Partita's own, `compat` asks for torch's."""
 
-    body: BodyStyle = BodyStyle()
+    body: BodyStyle = PLAIN_BODY
     #: Reads of attributes come first, in one block, instead of where they stood.
     attributes_first: bool = False
     #: Nodes of the outer graph are called like the nodes of the old graph that they stand for.
@@ -58,17 +59,17 @@ def outline(
     *,
     names: Sequence[str] | None = None,
     order: Sequence[int] | None = None,
-    style: OutlineStyle = OutlineStyle(),
+    style: OutlineStyle | None = None,
 ) -> Outlined:
     """A program in which every region is one call; `order` may be any order that the partition allows."""
     with gc_paused():
-        return _Outliner(partition, names or [region.name for region in partition], style).outlined(
+        return _Outliner(partition, names or [region.name for region in partition], style or OutlineStyle()).outlined(
             partition.order if order is None else order
         )
 
 
 class _Outliner:
-    """The outer graph while it is written: `env` gives the new value for each old node, `loose` for what else crosses."""
+    """The outer graph while it is written: `env` gives new values for old nodes, `loose` for what else crosses."""
 
     def __init__(self, partition: Partition, names: Sequence[str], style: OutlineStyle) -> None:
         self.partition, self.style = partition, style
@@ -101,9 +102,9 @@ class _Outliner:
     def _numbers(self) -> list[list[int]]:
         """The nodes of each region, by number, in graph order."""
         numbers: list[list[int]] = [[] for _ in self.partition.regions]
-        for number, place in enumerate(self.partition.owner):
-            if place >= 0:
-                numbers[place].append(number)
+        for number, region in enumerate(self.partition.owner):
+            if region >= 0:
+                numbers[region].append(number)
         return numbers
 
     def _write_inputs(self) -> None:
@@ -222,7 +223,7 @@ class _Outliner:
         return Outlined(base, self.names, tuple(modules), moved, reordered)
 
     def _place_state(self, base: GraphModule, parts: dict[str, LazyModule], moved: dict[str, str]) -> None:
-        """Puts parts and state where the outer graph names them: shorter paths first, then in graph order, like torch."""
+        """Puts parts and state where the outer graph names them: short paths first, then in graph order, like torch."""
         named = {str(node.target): node for node in base.graph.nodes if node.op in ("get_attr", "call_module")}
         if self.style.keeps_unused_state:
             share_state(self.root, base, without=frozenset(moved.values()) - named.keys())

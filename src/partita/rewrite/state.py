@@ -1,4 +1,4 @@
-"""State: reading what a node names on a module, and putting it on another without copying a tensor."""
+"""State: putting what one module holds on another, without copying a tensor."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
 
-from partita.errors import MissingTargetError
-
-__all__ = ["adopt_hooks", "attribute_of", "find", "is_persistent", "place", "share_plain_attributes", "share_state"]
+__all__ = ["adopt_hooks", "is_persistent", "place", "share_plain_attributes", "share_state"]
 
 _HOOKS = (
     "_backward_pre_hooks",
@@ -41,27 +38,6 @@ _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "meta",
     "shape_env",
 }
-
-
-def attribute_of(root: nn.Module, node: Node) -> Any:
-    """What `node` names by its dotted target."""
-    value: Any = root
-    for part in str(node.target).split("."):
-        if not hasattr(value, part):
-            raise MissingTargetError(
-                f"Node target {node.target} not found! Node {node.name!r} ({node.op}) names it, but the module has no "
-                f"{part!r} there; register it on the module, or erase the node"
-            )
-        value = getattr(value, part)
-    return value
-
-
-def find(root: nn.Module, path: str) -> Any:
-    """What stands at a dotted path, or None."""
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 def place(root: nn.Module, path: str, value: Any, *, persistent: bool = True) -> None:

@@ -66,5 +66,6 @@ def _forget_renaming(module: nn.Module) -> None:
     tables: tuple[Mapping[int, Any], ...] = (module._state_dict_hooks, module._load_state_dict_pre_hooks)
     for table in tables:
         assert isinstance(table, dict)
-        for handle in [key for key, hook in table.items() if isinstance(getattr(hook, "hook", hook), _Saving | _Loading)]:
-            del table[handle]
+        ours = [key for key, hook in table.items() if isinstance(getattr(hook, "hook", hook), _Saving | _Loading)]
+        for key in ours:
+            del table[key]

@@ -6,6 +6,7 @@ pieces, a write to one of them would change the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -39,11 +40,11 @@ class PieceCall:
 
     def owned(self) -> tuple[int, ...]:
         """The places of outputs that share memory with no argument and no other output."""
-        held = [_memory(value) for value in (*self.args, *self.outputs)]
+        holders = Counter(map(_memory, (*self.args, *self.outputs)))
         return tuple(
             place
             for place, value in enumerate(self.outputs)
-            if isinstance(value, Tensor) and held.count(_memory(value)) == 1
+            if isinstance(value, Tensor) and holders[_memory(value)] == 1
         )
 
 
@@ -58,9 +59,9 @@ class OwnedOutputs(nn.Module):
 
     def forward(self, *args: Any) -> Sequence[Any]:
         outputs = list(self._compiled(*args))
+        holders = Counter(map(_memory, (*args, *outputs)))
         for place in self._owned:
-            others = (*args, *outputs[:place], *outputs[place + 1 :])
-            if _memory(outputs[place]) in set(map(_memory, others)):
+            if holders[_memory(outputs[place])] > 1:
                 outputs[place] = outputs[place].clone()
         return outputs
 

@@ -105,4 +105,3 @@ _STORIES = (
         _mode_after_first_part,
     ),
 )
-
