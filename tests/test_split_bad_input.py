@@ -30,7 +30,6 @@ from partita.errors import (
 from partita.policies import ByLabel
 from partita.treatments import Call
 
-
 #: The ways that ask a function; a simple split takes a mapping.
 ASKING = {name: cut for name, cut in CUTS.items() if name != "simple"}
 

@@ -23,6 +23,7 @@ from partita._torch.toggles import TOGGLES
 from partita.graphs.aliasing import Storages, storages_of, tensors_of, written_classes
 from partita.graphs.behaviours import Behaviour, Behaviours
 from partita.graphs.index import Index
+from partita.graphs.projections import projections_of
 from partita.graphs.values import value_of
 
 __all__ = ["Effects", "effects_of"]
@@ -123,7 +124,7 @@ def _touch_memory(
     for i, classes in written.items():
         touches.writes.setdefault(i, set()).update(classes)
     hot = set().union(*written.values())
-    _touch_inputs(touches, index, storages.roots(), hot)
+    _touch_inputs(touches, index, storages.roots(), hot, projections_of(index, behaviours.root))
     _touch_state(touches, index, behaviours, storages, hot)
     _touch_operands_of_waits(touches, index, acting)
     return written_inputs
@@ -152,13 +153,18 @@ def _is_number(node: Node) -> bool:
     return isinstance(value_of(node), int | float | complex | str | SymInt | SymFloat | SymBool)
 
 
-def _touch_inputs(touches: _Touches, index: Index, roots: list[int], hot: set[int]) -> None:
-    """Every node reads its inputs; it matters where some node writes them. The output node is last anyway."""
+def _touch_inputs(
+    touches: _Touches, index: Index, roots: list[int], hot: set[int], projections: tuple[int, ...]
+) -> None:
+    """Every node reads its inputs; it matters where some node writes them.
+
+    Taking an item out of a container reads no memory, and the output node is last anyway.
+    """
     is_hot = bytearray(map(hot.__contains__, roots))
     edges = compress(index.edges(), map(is_hot.__getitem__, index.sources))
-    reads, last = touches.reads, len(index) - 1
+    reads, idle = touches.reads, {*projections, len(index) - 1}
     for source, target in edges:
-        if target != last:
+        if target not in idle:
             reads.setdefault(target, []).append((roots[source], source))
 
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.operators import OPERATORS, SYM_SIZE
 from partita.graphs.program import Program
-from partita.graphs.values import container_items, is_projection
+from partita.graphs.values import container_items
 
 __all__ = ["fingerprint"]
 
@@ -32,6 +32,7 @@ class _Hasher:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.index, self.modes, self.effects = program.index, program.modes, program.effects
+        self.projections = frozenset(program.projections)
         self.hashes: list[str] = []
         self.behind: dict[int, list[int]] = {}
         for before, after in zip(self.effects.before, self.effects.after, strict=True):
@@ -57,8 +58,8 @@ class _Hasher:
         same = self._rebuilt_container(node)
         if same is not None:
             return self.hashes[same]
-        projection = is_projection(node, self.program.graph_module)
-        behind = [] if projection else sorted({self.hashes[at] for at in self.behind.get(number, ())})
+        projection = number in self.projections
+        behind = sorted({self.hashes[at] for at in self.behind.get(number, ())})
         mode = "" if projection or node.op in ("placeholder", "get_attr", "output") else repr(self.modes.at(number))
         arguments = self._argument(node.args), self._argument(node.kwargs)
         return _digest(node.op, self._target(node), arguments, behind, mode)

@@ -13,6 +13,7 @@ from partita.errors import OptionError, UnknownNodeError
 from partita.graphs.effects import Effects, effects_of
 from partita.graphs.index import Index
 from partita.graphs.modes import Modes, modes_of
+from partita.graphs.projections import projections_of
 from partita.graphs.state_keys import UNMOVED, StateKeys
 from partita.graphs.tolerance import EXACT, Tolerance
 
@@ -76,6 +77,11 @@ class Program:
     def modes(self) -> Modes:
         """The grad, inference and autocast state that each node runs under."""
         return modes_of(self.index)
+
+    @cached_property
+    def projections(self) -> tuple[int, ...]:
+        """The nodes that only take an item out of a container, by number."""
+        return projections_of(self.index, self._graph_module)
 
     @cached_property
     def effects(self) -> Effects:

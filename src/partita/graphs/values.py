@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from partita._torch.containers import returns_container
 from partita.graphs.attributes import find
 
-__all__ = ["VALUE_KEYS", "bytes_of", "container_items", "crossing_places", "is_projection", "value_of"]
+__all__ = ["VALUE_KEYS", "bytes_of", "container_items", "crossing_places", "value_of"]
 
 #: torch.export and make_fx write "val", Dynamo writes "example_value".
 VALUE_KEYS = ("val", "example_value")
@@ -43,18 +41,6 @@ def crossing_places(items: Sequence[Any]) -> tuple[int, ...]:
     return tuple(place for place, item in enumerate(items) if not fixed or type(item) is not int)
 
 
-def is_projection(node: Node, root: GraphModule | None = None) -> bool:
-    """Whether `node` only takes one item, at a constant place, out of a container that another node gives."""
-    if node.op != "call_function" or len(node.args) != 2:
-        return False
-    source, place = node.args
-    if not isinstance(source, Node) or not isinstance(place, int | str):
-        return False
-    if node.target is operator.getitem:
-        return isinstance(place, int) and _gives_container(source, root)
-    return node.target is getattr and isinstance(place, str) and isinstance(value_of(source), tuple)
-
-
 def bytes_of(node: Node, root: GraphModule | None = None) -> int | None:
     """The bytes of the tensors that `node` gives; None where that is unknown or symbolic."""
     value = value_of(node)
@@ -71,20 +57,3 @@ def bytes_of(node: Node, root: GraphModule | None = None) -> int | None:
                 return None
             total += count * item.element_size()
     return total
-
-
-def _gives_container(node: Node, root: GraphModule | None) -> bool:
-    value = value_of(node)
-    if value is not None:
-        return isinstance(value, tuple | list)
-    if node.op == "call_module":
-        return _module_gives_container(node, root)
-    if node.target is getattr:
-        return node.args[1:] == ("shape",)
-    return node.op in ("call_function", "call_method") and returns_container(node.target)
-
-
-def _module_gives_container(node: Node, root: GraphModule | None) -> bool:
-    """A body that was cut out before says in its own graph what it gives."""
-    body = None if root is None else root.get_submodule(str(node.target))
-    return isinstance(body, GraphModule) and isinstance(body.graph.output_node().args[0], tuple | list)

@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from partita.graphs.behaviours import Behaviours
 from partita.graphs.program import Program
-from partita.graphs.values import is_projection, value_of
+from partita.graphs.projections import is_projection
+from partita.graphs.values import value_of
 from partita.policies.chosen_operators import plain_name
 
 __all__ = ["IdleNodes"]

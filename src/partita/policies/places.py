@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from partita.graphs.program import Program
-from partita.graphs.values import is_projection
+from partita.graphs.projections import is_projection
 from partita.policies.naming import distinct_names
 from partita.regions import Partition, Region
 from partita.regions.borders import settle_projections
@@ -57,8 +57,8 @@ def placeable(program: Program) -> Iterator[int]:
 def settled(program: Program, places: Sequence[int]) -> tuple[list[int], frozenset[int]]:
     """`places`, with items of containers beside what makes the container, and the numbers of those items."""
     result = list(places)
-    items = settle_projections(result, program.index, program.graph_module)
-    return result, items
+    settle_projections(result, program)
+    return result, frozenset(program.projections)
 
 
 def partition_of(

@@ -7,19 +7,19 @@ its inputs mention.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from partita.graphs.attributes import find
 from partita.graphs.index import Index
 from partita.graphs.modes import Modes
+from partita.graphs.program import Program
 from partita.graphs.symbols import Dimension, Symbols
-from partita.graphs.values import container_items, crossing_places, is_projection
+from partita.graphs.values import container_items, crossing_places
 from partita.solvers.quotient import ALONE, NOWHERE
 
 __all__ = ["Border", "Borders", "Crossing", "Item", "borders_of", "settle_projections"]
@@ -57,18 +57,12 @@ class Borders:
     symbol_edges: tuple[tuple[int, int], ...]
 
 
-def settle_projections(owner: list[int], index: Index, root: GraphModule) -> frozenset[int]:
-    """Moves every node that takes an item out of a container to where the container is made; tells which do so."""
-    found = set()
-    for number in _possible_projections(index):
-        node = index.nodes[number]
-        if is_projection(node, root):
-            source = node.args[0]
-            assert isinstance(source, Node)
-            made_in = owner[index.number[source]]
-            owner[number] = ALONE if made_in == NOWHERE else made_in
-            found.add(number)
-    return frozenset(found)
+def settle_projections(owner: list[int], program: Program) -> None:
+    """Moves every node that takes an item out of a container to where the container is made."""
+    index = program.index
+    for number in program.projections:
+        made_in = owner[index.sources[index.starts[number]]]
+        owner[number] = ALONE if made_in == NOWHERE else made_in
 
 
 def borders_of(owner: list[int], regions: int, index: Index, *, modes: Modes, root: GraphModule) -> Borders:
@@ -144,13 +138,3 @@ class _Sweep:
         for number, region in enumerate(self.owner):
             first.setdefault(region, number)
         return first
-
-
-def _possible_projections(index: Index) -> list[int]:
-    graph, number = index.graph, index.number
-    found = [
-        number[node]
-        for target in (operator.getitem, getattr)
-        for node in graph.find_nodes(op="call_function", target=target, sort=False)
-    ]
-    return sorted(found)

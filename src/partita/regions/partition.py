@@ -34,9 +34,9 @@ class Partition:
         self.reasons: Mapping[Node, str] = MappingProxyType(dict(reasons or {}))
         index, modes, root = program.index, program.modes, program.graph_module
         self.owner = _owners(program, self.regions)
-        projections = settle_projections(self.owner, index, root)
+        settle_projections(self.owner, program)
         self.borders: Borders = borders_of(self.owner, len(self.regions), index, modes=modes, root=root)
-        self.quotient: Quotient = quotient(self.owner, len(self.regions), self._edges(projections))
+        self.quotient: Quotient = quotient(self.owner, len(self.regions), self._edges())
         for place, region in enumerate(self.regions):
             # A region of nothing but toggles has no node to run, yet it is called in its turn.
             self.quotient.first.setdefault(place, index.number[region.nodes[0]])
@@ -56,13 +56,9 @@ class Partition:
         place = self.owner[self.program.index.number[node]]
         return self.regions[place] if place >= 0 else None
 
-    def _edges(self, projections: frozenset[int]) -> Iterator[tuple[int, int]]:
-        """Everything that may not be reordered; taking an item out of a container touches no memory."""
-        effects = self.program.effects
-        ordered: Iterable[tuple[int, int]] = zip(effects.before, effects.after, strict=True)
-        if projections:
-            ordered = ((a, b) for a, b in ordered if a not in projections and b not in projections)
-        return chain(self.program.index.edges(), ordered, self.borders.symbol_edges)
+    def _edges(self) -> Iterator[tuple[int, int]]:
+        """Everything that may not be reordered."""
+        return chain(self.program.index.edges(), self.program.effects.edges(), self.borders.symbol_edges)
 
 
 def _owners(program: Program, regions: tuple[Region, ...]) -> list[int]:

@@ -229,7 +229,7 @@ class _Outliner:
             share_state(self.root, base, without=frozenset(moved.values()) - named.keys())
         for path, node in sorted(named.items(), key=lambda entry: entry[0].count(".")):
             if path in parts:
-                base._modules[path] = parts[path]
+                place(base, path, parts[path])
             elif find(base, path) is None:
                 place(base, path, attribute_of(self.root, node), persistent=is_persistent(self.root, path))
 

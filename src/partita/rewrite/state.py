@@ -35,6 +35,8 @@ _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "_deepcopy_hooks",
     "_is_impure",
     "_restores_modes",
+    # Dynamo's: it promises AOTAutograd a source on every placeholder, which new nodes do not have.
+    "_param_name_to_source",
     "meta",
     "shape_env",
 }

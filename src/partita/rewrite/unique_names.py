@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Iterable
 
@@ -16,7 +17,7 @@ def unique_names(wanted: Iterable[str], root: nn.Module) -> tuple[str, ...]:
     names = []
     for name in wanted:
         base = re.sub(r"\W", "_", name) or "region"
-        base = f"region_{base}" if base[0].isdigit() else base
+        base = f"region_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
         chosen, count = base, 0
         while chosen in taken or hasattr(root, chosen):
             count += 1
