@@ -1,6 +1,8 @@
-"""Every Python example of the documentation runs.
+"""Every Python example of the documentation runs, and prints what the page says.
 
-The ```python blocks of one file share a namespace, in order. A block under a line `<!-- not run -->` is left out.
+The ```python blocks of one file share a namespace, in order. A block under a line `<!-- not run -->` is left out. A
+```text block under a line `<!-- prints -->` is what the Python block above it prints; `python -m
+tests.test_documentation` writes these blocks anew.
 """
 
 from __future__ import annotations
@@ -9,25 +11,30 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = "<!-- not run -->"
+PRINTS = "<!-- prints -->"
 
 _FENCE = re.compile(r" *(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The code of one fenced block and the line of the page on which that code begins."""
+    """The code of one fenced block, the line of the page on which it begins, and what it prints, where that is told."""
 
     line: int
     code: str
+    prints: str | None = None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -68,6 +75,15 @@ def test_only_python_blocks_that_are_not_excused_are_taken() -> None:
     assert list(python_blocks(text)) == [Block(2, "a = 1"), Block(14, "c = 3\n\nd = 4")]
 
 
+def test_a_page_tells_what_an_example_prints() -> None:
+    text = f"```python\nprint(1)\n```\nThat prints:\n\n{PRINTS}\n```text\n1\n```\n```text\nnothing\n```\n"
+    [block] = python_blocks(text)
+    assert block == Block(2, "print(1)", "1")
+    run(block, ROOT / "page.md", {})
+    with pytest.raises(AssertionError, match="line 2"):
+        run(replace(block, prints="2"), ROOT / "page.md", {})
+
+
 def test_an_unclosed_block_is_an_error() -> None:
     with pytest.raises(ValueError, match="line 2 is never closed"):
         list(python_blocks("text\n```python\na = 1\n"))
@@ -84,7 +100,33 @@ def test_a_failing_example_names_its_page_and_line(tmp_path: Path) -> None:
 
 
 def python_blocks(text: str) -> Iterator[Block]:
-    """The Python blocks of a page that are to be run, in order."""
+    """The Python blocks of a page that are to be run, in order, each with what it is said to print."""
+    waiting: Block | None = None
+    for block, info, remark in _fenced_blocks(text):
+        if info == "text" and remark == PRINTS and waiting is not None:
+            waiting = replace(waiting, prints=block.code.strip())
+        elif info == "python" and remark != NOT_RUN:
+            if waiting is not None:
+                yield waiting
+            waiting = block
+    if waiting is not None:
+        yield waiting
+
+
+def run(block: Block, page: Path, namespace: dict[str, object]) -> str:
+    """Runs a block in `namespace`, checks what it prints and gives that back; its traceback points into the page."""
+    padding = "\n" * (block.line - 1)
+    code = compile(padding + block.code, str(page), "exec", dont_inherit=True)
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(code, namespace)
+    found = "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
+    assert block.prints in (None, found), f"{page}, the block on line {block.line} prints:\n{found}"
+    return found
+
+
+def _fenced_blocks(text: str) -> Iterator[tuple[Block, str, str]]:
+    """Every fenced block with the first word of its information and the nearest text above it."""
     lines = text.splitlines()
     numbered = iter(enumerate(lines))
     for number, line in numbered:
@@ -92,15 +134,9 @@ def python_blocks(text: str) -> Iterator[Block]:
         if opening is None:
             continue
         body = _body(numbered, opening["ticks"], number)
-        if opening["info"].split()[:1] == ["python"] and not _is_excused(lines[:number]):
-            yield Block(line=number + 2, code=textwrap.dedent("\n".join(body)))
-
-
-def run(block: Block, page: Path, namespace: dict[str, object]) -> None:
-    """Runs a block in `namespace`; its traceback points into the page."""
-    padding = "\n" * (block.line - 1)
-    code = compile(padding + block.code, str(page), "exec", dont_inherit=True)
-    exec(code, namespace)
+        remark = next((above.strip() for above in reversed(lines[:number]) if above.strip()), "")
+        info = next(iter(opening["info"].split()), "")
+        yield Block(line=number + 2, code=textwrap.dedent("\n".join(body))), info, remark
 
 
 def _body(numbered: Iterator[tuple[int, str]], ticks: str, opened_at: int) -> list[str]:
@@ -113,13 +149,32 @@ def _body(numbered: Iterator[tuple[int, str]], ticks: str, opened_at: int) -> li
     raise ValueError(f"the block that opens on line {opened_at + 1} is never closed")
 
 
-def _is_excused(lines_above: list[str]) -> bool:
-    return next((line.strip() for line in reversed(lines_above) if line.strip()), "") == NOT_RUN
-
-
 def _fresh_namespace(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     # A real module, since dataclasses and pickle look their classes up by module name.
     module = ModuleType(re.sub(r"\W", "_", page.relative_to(ROOT).as_posix()))
     module.__file__ = str(page)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module.__dict__
+
+
+def _written_anew(page: Path, namespace: dict[str, object]) -> str:
+    """The page with what its examples print in every block that tells it."""
+    text = page.read_text(encoding="utf-8")
+    lines, edits, printed = text.splitlines(), [], ""
+    for block, info, remark in _fenced_blocks(text):
+        if info == "python" and remark != NOT_RUN:
+            printed = run(block, page, namespace)
+        elif info == "text" and remark == PRINTS:
+            first = block.line - 1
+            edits.append((first, first + len(block.code.splitlines()), printed.splitlines()))
+    for first, last, printed_lines in reversed(edits):
+        lines[first:last] = printed_lines
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for page in [Path(name).resolve() for name in sys.argv[1:]] or PAGES:
+            torch.manual_seed(0)
+            page.write_text(_written_anew(page, _fresh_namespace(page, patch)), encoding="utf-8")

@@ -213,3 +213,25 @@ def test_equal_annotations_around_an_unmarked_write_are_not_merged_across_it() -
 )
 def test_annotations_are_compared_by_what_they_hold(one: object, other: object, same: bool) -> None:
     assert len(ByAnnotation("part")(annotated_chain(one, other))) == (1 if same else 2)
+
+
+class Selecting(nn.Module):
+    """A size that only data decides, read by a group that needs the group that needs the size."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        early = x.tanh()
+        late = x[x > 1].sin().exp()
+        return early, late.cos(), torch.zeros(late.size(0))
+
+
+def test_groups_that_need_each_other_for_a_size_are_cut_into_runs() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])
+    module = torch.export.export(Selecting(), (x,)).module()
+    assert isinstance(module, GraphModule)
+    groups = {"tanh": "a", "exp": "a", "gt": "b", "index": "b", "sin": "b", "sym_size_int_1": "c", "cos": "c"}
+    for node in module.graph.nodes:
+        node.meta["part"] = groups.get(node.name)
+    plan = partita.plan(Program.of(module), ByAnnotation("part"), Call())
+    assert parts(plan.partition) == [["tanh"], ["gt", "index"], ["sym_size_int_1"], ["sin"], ["exp"], ["cos"]]
+    for before, after in zip(module(x), plan.apply().module()(x), strict=True):
+        assert torch.equal(before, after)

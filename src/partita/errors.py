@@ -12,6 +12,7 @@ __all__ = [
     "OptionError",
     "PartitaError",
     "RegionError",
+    "TreatmentError",
     "UnknownNodeError",
     "VerificationError",
 ]
@@ -50,6 +51,10 @@ class MissingLabelError(CallbackError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class TreatmentError(PartitaError, RuntimeError):
+    """A treatment raised, or gave something that cannot be called."""
 
 
 class UnknownNodeError(PartitaError, KeyError):

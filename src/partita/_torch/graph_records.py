@@ -62,6 +62,7 @@ def record_of_graph(graph: Graph) -> GraphRecord:
 def graph_from_record(record: GraphRecord) -> Graph:
     """The graph that `record_of_graph` wrote down."""
     writer = GraphWriter(record.tracer_cls)
+    writer.names.reserve(row[4] for row in record.rows)
     nodes: list[Node] = []
     for op, target, args, kwargs, name, type_expr, meta in record.rows:
         read, named = _unpacked(args, nodes), _unpacked(kwargs, nodes)

@@ -142,19 +142,19 @@ def _gradients(before: Observation, after: Observation, tolerance: Tolerance) ->
             if one is not other:
                 yield Difference("gradient", name, "none != a gradient" if one is None else "a gradient != none")
             continue
-        allowed = tolerance | _rounding(one) if tolerance.reordered else tolerance
+        allowed = tolerance | _rounding(one, tolerance.rounding) if tolerance.rounding else tolerance
         for found in _tensors(one, other, name, allowed, _GRADIENT_PROPERTIES):
             detail = found.detail if found.kind == "value" else f"{found.kind} {found.detail}"
             yield Difference("gradient", name, detail)
 
 
-def _rounding(gradient: TensorRecord) -> Tolerance:
+def _rounding(gradient: TensorRecord, unit: float) -> Tolerance:
     """What a sum in another order may change: some units of rounding of the largest element."""
     value = gradient.value
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
         return EXACT
     largest = float(value.detach().abs().nan_to_num(posinf=0.0).max())
-    return Tolerance(absolute=_UNITS * torch.finfo(value.dtype).eps * largest)
+    return Tolerance(absolute=_UNITS * max(unit, torch.finfo(value.dtype).eps) * largest)
 
 
 _UNITS = 16

@@ -32,7 +32,11 @@ def gradients_of(
     """The gradients that the leaves get from a weighted sum of `results`, and the exception that got in the way."""
     differentiable = [result for result in results if result.requires_grad]
     known = {id(leaf) for _, leaf in leaves}
-    reached = [leaf for leaf in _leaves_behind(differentiable) if id(leaf) not in known]
+    try:
+        behind = _leaves_behind(differentiable)
+    except RuntimeError as error:  # Some views that were written cannot even be asked for their graph.
+        return Raised(type(error), str(error)), ()
+    reached = [leaf for leaf in behind if id(leaf) not in known]
     everything = [*leaves, *((f"a leaf of shape {tuple(leaf.shape)} outside the state", leaf) for leaf in reached)]
     raised = None
     with kept_gradient_fields(reached):

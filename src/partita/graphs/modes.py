@@ -28,6 +28,13 @@ class Autocast:
     enabled: bool = True
     cache: bool | None = None
 
+    def within(self, outer: Autocast | None) -> Autocast:
+        """This block inside another one of its device, from which it takes what it leaves open."""
+        if outer is None:
+            return self
+        dtype = outer.dtype if self.dtype is None else self.dtype
+        return replace(self, dtype=dtype, cache=outer.cache if self.cache is None else self.cache)
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
@@ -51,6 +58,15 @@ class Modes:
 
     #: Toggles whose result somebody reads: it is always None.
     read: tuple[Node, ...] = ()
+
+    def with_projections(self, sources: Mapping[int, int]) -> Modes:
+        """Modes in which taking an item has the mode of what made the container: it runs beside that."""
+        if self.by_number is None or not sources:
+            return self
+        by_number = list(self.by_number)
+        for number, source in sources.items():
+            by_number[number] = by_number[source]
+        return replace(self, by_number=tuple(by_number))
 
     def at(self, number: int) -> Mode:
         return AMBIENT if self.by_number is None else self.by_number[number]
@@ -119,18 +135,20 @@ class _State:
         wanted = node.args[0] if node.args else node.kwargs.get("mode", True)
         if not isinstance(wanted, bool):
             raise _not_constant(node)
+        if not node.users:
+            return  # The block ends when its handle is dropped, which generated code does at once.
         self.left_inference[node] = (self.mode, tuple(self.left_autocast))
         # Entering sets the grad mode as well, to the opposite; leaving restores both.
         self.mode = replace(self.mode, inference=wanted, grad=not wanted)
 
     def exit_inference(self, node: Node) -> None:
         before, blocks = self.left_inference.pop(_opener(node, self.left_inference))
-        crossing = set(blocks) ^ set(self.left_autocast)
-        if crossing:
+        if blocks != tuple(self.left_autocast) or before.autocast != self.mode.autocast:
             # Leaving an inference block puts back the whole dispatch state, autocast included (seen in torch 2.13).
+            crossing = sorted(block.name for block in {*blocks} ^ {*self.left_autocast}) or [node.name]
             raise ModeError(
-                f"the autocast block of {min(block.name for block in crossing)!r} crosses the inference block that "
-                f"{node.name!r} leaves; close the inner block before the outer one"
+                f"autocast is not the same where {node.name!r} leaves an inference block as where that was entered "
+                f"({', '.join(map(repr, crossing))}); close the inner blocks before the outer one, last in first out"
             )
         self.mode = replace(self.mode, inference=before.inference, grad=before.grad)
 
@@ -138,13 +156,7 @@ class _State:
         entered = _autocast_arguments(node)
         outer = self.active.pop(entered.device, None)
         self.left_autocast[node] = outer
-        if outer is not None:  # What a nested block leaves open, it takes from the block around it.
-            entered = replace(
-                entered,
-                dtype=outer.dtype if entered.dtype is None else entered.dtype,
-                cache=outer.cache if entered.cache is None else entered.cache,
-            )
-        self.active[entered.device] = entered
+        self.active[entered.device] = entered.within(outer)
         self.mode = replace(self.mode, autocast=tuple(self.active.values()))
 
     def exit_autocast(self, node: Node) -> None:

@@ -76,7 +76,9 @@ class Program:
     @cached_property
     def modes(self) -> Modes:
         """The grad, inference and autocast state that each node runs under."""
-        return modes_of(self.index)
+        index = self.index
+        sources = {number: index.sources[index.starts[number]] for number in self.projections}
+        return modes_of(index).with_projections(sources)
 
     @cached_property
     def projections(self) -> tuple[int, ...]:

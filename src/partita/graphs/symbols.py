@@ -48,6 +48,10 @@ class Symbols:
                 found.append((place, symbol))
         return found
 
+    def symbol_at(self, number: int) -> Any:
+        """The symbol that node `number` gives, when it gives one symbol and nothing more; else None."""
+        return symbol_of(value_of(self._index.nodes[number]))
+
     def _mentions(self, number: int) -> tuple[Any, ...]:
         known = self._mentioned.get(number)
         if known is None:

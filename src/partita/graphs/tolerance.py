@@ -13,23 +13,26 @@ __all__ = ["EXACT", "Tolerance"]
 class Tolerance:
     """Relative and absolute distance; both zero means the same bits.
 
-    `reordered` says that operators run in another order than before. Values do not notice, but autograd sums the
+    `rounding` is for operators that run in another order than before. Values do not notice, but autograd sums the
     gradients of a value that is used twice in the order in which the uses ran, and a sum in another order may round
-    otherwise. It allows gradients, and nothing else, to differ by a few units of rounding.
+    otherwise. It allows gradients, and nothing else, to differ by a few of these units, or of their dtype's if that is
+    larger; zero means that no sum may change.
     """
 
     relative: float = 0.0
     absolute: float = 0.0
-    reordered: bool = False
+    rounding: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.relative < 0 or self.absolute < 0:
-            raise OptionError(f"a tolerance is not negative: {self.relative}, {self.absolute}")
+        if min(self.relative, self.absolute, self.rounding) < 0:
+            raise OptionError(f"a tolerance is not negative: {self.relative}, {self.absolute}, {self.rounding}")
 
     def __or__(self, other: Tolerance) -> Tolerance:
         """The wider of the two."""
         return Tolerance(
-            max(self.relative, other.relative), max(self.absolute, other.absolute), self.reordered or other.reordered
+            max(self.relative, other.relative),
+            max(self.absolute, other.absolute),
+            max(self.rounding, other.rounding),
         )
 
 

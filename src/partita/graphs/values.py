@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from partita.graphs.attributes import find
 
-__all__ = ["VALUE_KEYS", "bytes_of", "container_items", "crossing_places", "value_of"]
+__all__ = ["VALUE_KEYS", "bytes_of", "bytes_of_value", "container_items", "crossing_places", "value_of"]
 
 #: torch.export and make_fx write "val", Dynamo writes "example_value".
 VALUE_KEYS = ("val", "example_value")
@@ -46,11 +46,13 @@ def bytes_of(node: Node, root: GraphModule | None = None) -> int | None:
     value = value_of(node)
     if value is None and node.op == "get_attr" and root is not None:
         value = find(root, str(node.target))
-    items = value if isinstance(value, tuple | list) else (value,)
-    if value is None:
-        return None
+    return None if value is None else bytes_of_value(value)
+
+
+def bytes_of_value(value: Any) -> int | None:
+    """The bytes of a traced tensor, or of all in a container; None where a size is symbolic."""
     total = 0
-    for item in items:
+    for item in value if isinstance(value, tuple | list) else (value,):
         if isinstance(item, torch.Tensor):
             count = item.numel()
             if not isinstance(count, int):

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import final
+from typing import TypeGuard, final
 
-from torch.fx import Node
+from torch import nn
+from torch.fx import GraphModule, Node
 
-from partita.errors import ModeError, OptionError
+from partita.errors import ModeError, OptionError, TreatmentError
 from partita.graphs.program import Program
+from partita.graphs.summation import summation_tolerance
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.plans.explaining import explanation
 from partita.plans.table import table
@@ -20,7 +22,6 @@ from partita.regions import Partition, Region
 from partita.rewrite.marking import add_marks, marked
 from partita.rewrite.outline import outline
 from partita.rewrite.state_keys import StateNaming, name_state
-from partita.rewrite.unique_names import unique_names
 
 __all__ = ["Plan", "Policy", "plan"]
 
@@ -37,9 +38,8 @@ class Plan:
     treatments: tuple[Treatment, ...]
 
     def __post_init__(self) -> None:
-        for region, treatment in zip(self.partition, self.treatments, strict=True):
-            if not treatment.mixes_modes:
-                _check_one_mode(self.program, region, treatment)
+        if not all(treatment.mixes_modes for treatment in self.treatments):
+            _check_modes(self.partition, self.treatments)
 
     @property
     def program(self) -> Program:
@@ -57,15 +57,17 @@ class Plan:
         Parameters and buffers are shared. `state_names="split"` names the state of modules that moved by where they
         went, as torch's `split_module` does; `"original"` keeps the names that checkpoints of the original use.
         """
-        names = unique_names([region.name for region in self.partition], self.program.graph_module)
-        outlined = outline(self.partition, names=names)
+        outlined = outline(self.partition)
         module = outlined.graph_module
-        for name, body, region, treatment in zip(names, outlined.bodies, self.partition, self.treatments, strict=True):
+        given = zip(outlined.names, outlined.bodies, self.partition, self.treatments, strict=True)
+        for name, body, region, treatment in given:
             add_marks(body, treatment.marks(region))
-            module._modules[name] = treatment.treat(body)
+            module._modules[name] = _treated(region, treatment, body)
         keys = self.program.state_keys.then(outlined.moved)
         name_state(module, keys, naming=state_names)
-        tolerance = self.program.tolerance | self.tolerance | Tolerance(reordered=outlined.reordered)
+        tolerance = self.program.tolerance | self.tolerance
+        if outlined.reordered:
+            tolerance |= summation_tolerance(self.program)
         return Program(module, pure=self.program.pure, state_keys=keys, tolerance=tolerance)
 
     def annotate(self) -> Program:
@@ -106,23 +108,48 @@ def plan(
 def _treatment_for(
     region: Region, treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment]
 ) -> Treatment:
-    if isinstance(treatment, Treatment):
-        return treatment
+    chosen: object = treatment
     if isinstance(treatment, Mapping):
         chosen = treatment.get(region.name)
-    else:
-        chosen = treatment(region) if callable(treatment) else treatment
-    if not isinstance(chosen, Treatment):
+    elif not _is_treatment(treatment) and callable(treatment) and not isinstance(treatment, type):
+        chosen = treatment(region)
+    if not _is_treatment(chosen):
         raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); give it one, for example Call()")
     return chosen
 
 
-def _check_one_mode(program: Program, region: Region, treatment: Treatment) -> None:
-    index, modes = program.index, program.modes
-    found = {modes.at(index.number[node]): node for node in region.nodes if index.number[node] not in modes.toggles}
-    if len(found) > 1:
-        (one, first), (other, second) = list(found.items())[:2]
-        raise ModeError(
-            f"region {region.name!r} holds {first.name!r} under {one} and {second.name!r} under {other}, but "
-            f"{treatment!r} takes one mode a region; cut the region where the mode changes"
+def _is_treatment(candidate: object) -> TypeGuard[Treatment]:
+    """A class has the attributes of its instances, but is none."""
+    return isinstance(candidate, Treatment) and not isinstance(candidate, type)
+
+
+def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> None:
+    """Raises where a treatment that takes one mode would get a region of two."""
+    modes, nodes = partition.program.modes, partition.program.index.nodes
+    first: dict[int, int] = {}
+    for number, place in enumerate(partition.owner):
+        if place < 0 or treatments[place].mixes_modes:
+            continue
+        known = first.setdefault(place, number)
+        one, other = modes.at(known), modes.at(number)
+        if one != other:
+            raise ModeError(
+                f"region {partition.regions[place].name!r} holds {nodes[known].name!r} under {one} and "
+                f"{nodes[number].name!r} under {other}, but {treatments[place]!r} takes one mode a region; cut it "
+                "where the mode changes"
+            )
+
+
+def _treated(region: Region, treatment: Treatment, body: GraphModule) -> nn.Module:
+    """What the treatment gives to be called, as long as that can be called."""
+    try:
+        treated = treatment.treat(body)
+    except Exception as error:
+        raise TreatmentError(
+            f"{treatment!r} raised {type(error).__name__} for region {region.name!r}: {error}; nothing was changed"
+        ) from error
+    if not isinstance(treated, nn.Module):
+        raise TreatmentError(
+            f"{treatment!r} gave {type(treated).__name__} for region {region.name!r}; `treat` returns a module"
         )
+    return treated

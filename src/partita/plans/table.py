@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from partita.graphs.values import bytes_of
+from partita.graphs.values import bytes_of, bytes_of_value, container_items
 from partita.plans.treatment import Treatment
 from partita.regions import Partition
+from partita.regions.borders import Crossing, Item
 
 __all__ = ["table"]
 
@@ -38,15 +39,20 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
     return "\n".join([*lines, *_remarks(partition)])
 
 
-def _bytes(partition: Partition, crossings: object) -> str:
+def _bytes(partition: Partition, crossings: Iterable[Crossing]) -> str:
+    """What the tensors among `crossings` take; a question mark where that is not known in advance."""
     nodes, total = partition.program.index.nodes, 0
-    assert isinstance(crossings, dict)
     for crossing in crossings:
         if isinstance(crossing, int):
             size = bytes_of(nodes[crossing], partition.program.graph_module)
-            if size is None:
-                return "?"
-            total += size
+        elif isinstance(crossing, Item):
+            items = container_items(nodes[crossing.number])
+            size = 0 if items is None else bytes_of_value(items[crossing.place])
+        else:
+            size = 0
+        if size is None:
+            return "?"
+        total += size
     return f"{total:,}"
 
 

@@ -73,6 +73,7 @@ def borders_of(owner: list[int], regions: int, index: Index, *, modes: Modes, ro
         made, used = owner[source], owner[target]
         if made != used and (made >= 0 or used >= 0) and target not in toggles and source not in toggles:
             sweep.cross(source, made, used)
+    sweep.drop_known_sizes()
     return Borders(sweep.borders, sweep.taken_apart, tuple(sweep.symbol_edges))
 
 
@@ -84,6 +85,7 @@ class _Sweep:
         self.symbols = Symbols(index)
         self.taken_apart: dict[int, tuple[object, ...]] = {}
         self.symbol_edges: list[tuple[int, int]] = []
+        self.sizes_read: dict[int, dict[Dimension, object]] = {}
         self._whole: dict[int, bool] = {}
 
     def cross(self, source: int, made: int, used: int) -> None:
@@ -102,6 +104,15 @@ class _Sweep:
                 self.borders[used].inputs.setdefault(crossing)
             self._add_symbols(source, used)
 
+    def drop_known_sizes(self) -> None:
+        """Takes out sizes that were added for a symbol which crosses into the region anyway."""
+        for region, sizes in self.sizes_read.items():
+            inputs = self.borders[region].inputs
+            crossing = {self.symbols.symbol_at(place) for place in inputs if isinstance(place, int)}
+            for dimension, symbol in sizes.items():
+                if symbol in crossing:
+                    del inputs[dimension]
+
     def _names_module(self, source: int) -> bool:
         node = self.index.nodes[source]
         if node.op != "get_attr":
@@ -119,9 +130,10 @@ class _Sweep:
         return whole
 
     def _add_symbols(self, source: int, used: int) -> None:
-        for place, _ in self.symbols.sources(source):
+        for place, symbol in self.symbols.sources(source):
             if isinstance(place, Dimension):
                 self.borders[used].inputs.setdefault(place)
+                self.sizes_read.setdefault(used, {})[place] = symbol
                 continue
             read_in = self.owner[place]
             if read_in == used:
@@ -129,6 +141,7 @@ class _Sweep:
             self.borders[used].inputs.setdefault(place)
             if read_in >= 0:
                 self.borders[read_in].outputs.setdefault(place)
+            if read_in != NOWHERE:
                 self.symbol_edges.append((place, self._first[used]))
 
     @cached_property

@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from partita._torch.nodes import GraphWriter
 from partita.graphs.program import Program
-from partita.graphs.tolerance import Tolerance
+from partita.graphs.summation import summation_tolerance
 from partita.regions.partition import Partition
 from partita.rewrite.assembly import module_like
 from partita.rewrite.mode_writer import ModeWriter
@@ -28,13 +28,14 @@ def gather(partition: Partition) -> Program:
         numbers = _gathered_numbers(partition)
         for number in numbers:
             node = index.nodes[number]
-            switching.switch(modes.final if node.op == "output" else modes.at(number))
+            if node.op != "get_attr":  # Reading an attribute means the same in every mode.
+                switching.switch(modes.final if node.op == "output" else modes.at(number))
             env[node] = writer.copy(node, env.__getitem__, name=node.name)
         graph = writer.close()
         switching.close()
         module = module_like(root, graph)
         share_state(root, module, without=frozenset())
-    tolerance = program.tolerance | Tolerance(reordered=numbers != sorted(numbers))
+    tolerance = program.tolerance if numbers == sorted(numbers) else program.tolerance | summation_tolerance(program)
     return Program(module, pure=program.pure, state_keys=program.state_keys, tolerance=tolerance)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
-from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
 
 from partita._torch.nodes import GraphWriter, map_nodes
 from partita._torch.operators import SYM_SIZE
@@ -19,7 +18,7 @@ from partita.graphs.program import Program
 from partita.rewrite.assembly import module_like
 from partita.rewrite.mode_writer import ModeWriter
 from partita.rewrite.pause_gc import gc_paused
-from partita.rewrite.state import place, share_state
+from partita.rewrite.state import is_persistent, place, share_state
 
 __all__ = ["inline"]
 
@@ -27,8 +26,8 @@ __all__ = ["inline"]
 def inline(program: Program, calls: Collection[str] | None = None) -> Program:
     """A new program with the bodies of these calls, by node name, in their place; of all graph modules if None.
 
-    A body is copied, never taken: whoever else calls it still can. A module with forward hooks stays a call, since the
-    hooks would be lost.
+    A body is copied, never taken: whoever else calls it still can. A module with hooks, or with nested containers as
+    arguments, stays a call.
     """
     with gc_paused():
         return _Inliner(program, _chosen(program, calls)).inlined()
@@ -39,10 +38,10 @@ def _chosen(program: Program, calls: Collection[str] | None) -> dict[Node, Graph
     for node in program.index.nodes:
         if node.op == "call_module" and (calls is None or node.name in calls):
             body = attribute_of(program.graph_module, node)
-            if isinstance(body, GraphModule) and not _has_hooks(body):
+            why = _obstacle(body)
+            if why is None:
                 found[node] = body
             elif calls is not None:
-                why = "it has hooks that would be lost" if isinstance(body, GraphModule) else "it is no graph module"
                 raise OptionError(f"node {node.name!r} calls {node.target!r}, which cannot be inlined: {why}")
     missing = set(calls or ()) - {node.name for node in found}
     if missing:
@@ -60,6 +59,7 @@ class _Inliner:
         self.modes = ModeWriter(self.writer)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.placed: dict[str, Any] = {}
+        self.fleeting: set[str] = set()
 
     def inlined(self) -> Program:
         nodes, modes = self.program.index.nodes, self.program.modes
@@ -72,7 +72,8 @@ class _Inliner:
             elif self._takes_item(node):
                 self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
             else:
-                self.modes.switch(modes.final if node.op == "output" else modes.at(number))
+                if node.op != "get_attr":  # Reading an attribute means the same in every mode.
+                    self.modes.switch(modes.final if node.op == "output" else modes.at(number))
                 self.env[node] = self.writer.copy(node, self.env.__getitem__, name=node.name)
         return self._assembled()
 
@@ -102,7 +103,8 @@ class _Inliner:
             if node.op == "output":
                 self.env[call] = map_nodes(node.args[0], env.__getitem__)
                 return
-            self.modes.switch(_inside(outer, inner.modes.at(number)))
+            if node.op != "get_attr":
+                self.modes.switch(_inside(outer, inner.modes.at(number)))
             target = self._place(call, node, body) if node.op in ("call_module", "get_attr") else None
             env[node] = self.writer.copy(node, env.__getitem__, name=self.writer.names.fresh(node.name), target=target)
 
@@ -114,6 +116,8 @@ class _Inliner:
         known = self.placed.get(before, find(self.root, before))
         path = before if known is None or known is value else now
         self.placed[path] = value
+        if not is_persistent(body, str(node.target)):
+            self.fleeting.add(path)
         return path
 
     def _assembled(self) -> Program:
@@ -129,11 +133,14 @@ class _Inliner:
         share_state(self.root, module, without=frozenset(gone - still_called))
         for path, value in self.placed.items():
             if find(module, path) is not value:
-                place(module, path, value)
-        keys = self.program.state_keys
-        left = {new: old for new, old in keys.moved.items() if find(module, new) is not None}
+                place(module, path, value, persistent=path not in self.fleeting)
         return Program(
-            module, pure=self.program.pure, state_keys=replace(keys, moved=left), tolerance=self.program.tolerance
+            module,
+            pure=self.program.pure,
+            state_keys=self.program.state_keys.of_paths(
+                path for path, _ in module.named_modules() if path not in self.placed
+            ),
+            tolerance=self.program.tolerance,
         )
 
 
@@ -164,13 +171,21 @@ def _bound(call: Node, body: GraphModule, translated: Callable[[Any], Any]) -> d
 
 def _inside(outer: Mode, inner: Mode) -> Mode:
     """The mode of a node that sets `inner` in a body that is called under `outer`."""
-    devices = {autocast.device for autocast in inner.autocast}
+    around = {autocast.device: autocast for autocast in outer.autocast}
+    own = [entered.within(around.pop(entered.device, None)) for entered in inner.autocast]
     return Mode(
         outer.grad if inner.grad is None else inner.grad,
         outer.inference if inner.inference is None else inner.inference,
-        (*(autocast for autocast in outer.autocast if autocast.device not in devices), *inner.autocast),
+        (*around.values(), *own),
     )
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+def _obstacle(body: object) -> str | None:
+    """Why a body cannot be inlined, or None."""
+    if not isinstance(body, GraphModule):
+        return "it is no graph module"
+    if any((body._forward_hooks, body._forward_pre_hooks, body._backward_hooks, body._backward_pre_hooks)):
+        return "it has hooks that would be lost"
+    if type(body.graph._codegen) is not CodeGen:
+        return "its inputs and outputs are trees that its own code takes apart"
+    return None

@@ -50,6 +50,8 @@ class ModeWriter:
             self._call(toggles.EXIT_INFERENCE, entered)
             self.mode, self._inference = before, None
         if wanted.inference is not None:
+            if wanted.grad is None:
+                self._ask_for_grad()  # Inside the block it is too late: entering it sets the grad mode as well.
             before = self.mode
             entered = self._call(toggles.ENTER_INFERENCE, wanted.inference)
             self._inference = (entered, before)
@@ -58,9 +60,12 @@ class ModeWriter:
     def _switch_grad(self, wanted: Mode) -> None:
         if wanted.grad == self.mode.grad:
             return
+        self._ask_for_grad()
+        self._call(toggles.SET_GRAD, self._ambient_grad if wanted.grad is None else wanted.grad)
+
+    def _ask_for_grad(self) -> None:
         if self._ambient_grad is None and self.mode.grad is None:
             self._ambient_grad = self._call(toggles.IS_GRAD_ENABLED)
-        self._call(toggles.SET_GRAD, self._ambient_grad if wanted.grad is None else wanted.grad)
 
     def _switch_autocasts(self, wanted: tuple[Autocast, ...]) -> None:
         shared = 0

@@ -23,6 +23,7 @@ from partita.rewrite.bodies import PLAIN_BODY, Body, BodyStyle, meta_of_crossing
 from partita.rewrite.mode_writer import ModeWriter
 from partita.rewrite.pause_gc import gc_paused
 from partita.rewrite.state import is_persistent, place, share_state
+from partita.rewrite.unique_names import unique_names
 
 __all__ = ["OutlineStyle", "Outlined", "outline"]
 
@@ -61,11 +62,15 @@ def outline(
     order: Sequence[int] | None = None,
     style: OutlineStyle | None = None,
 ) -> Outlined:
-    """A program in which every region is one call; `order` may be any order that the partition allows."""
+    """A program in which every region is one call.
+
+    `names` are the attributes that hold the bodies; without them, the regions' names, numbered where they are taken.
+    `order` may be any order that the partition allows.
+    """
+    if names is None:
+        names = unique_names([region.name for region in partition], partition.program.graph_module)
     with gc_paused():
-        return _Outliner(partition, names or [region.name for region in partition], style or OutlineStyle()).outlined(
-            partition.order if order is None else order
-        )
+        return _Outliner(partition, names, style or OutlineStyle()).outlined(order or partition.order)
 
 
 class _Outliner:
@@ -92,8 +97,10 @@ class _Outliner:
                 self.modes.switch(AMBIENT)
                 self._write_call(self.names[vertex], bodies[vertex])
             elif self.nodes[vertex - regions] not in self.env and not self._is_read_inside_only(vertex - regions):
-                self.modes.switch(modes.at(vertex - regions))
-                self._write_alone(self.nodes[vertex - regions])
+                node = self.nodes[vertex - regions]
+                if node.op != "get_attr":  # Reading an attribute means the same in every mode.
+                    self.modes.switch(modes.at(vertex - regions))
+                self._write_alone(node)
         self._write_output()
         graph = self.writer.close()
         self.modes.close()

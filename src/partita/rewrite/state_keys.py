@@ -21,9 +21,10 @@ def name_state(module: nn.Module, keys: StateKeys, *, naming: StateNaming) -> No
     if naming not in ("split", "original"):
         raise OptionError(f'state_names is "split" or "original", not {naming!r}')
     _forget_renaming(module)
-    if naming == "original" and keys.moved:
+    if naming == "original" and keys.rewrites:
+        own = tuple(module.state_dict(keep_vars=True))
         module.register_state_dict_post_hook(_Saving(keys))
-        module.register_load_state_dict_pre_hook(_Loading(keys))
+        module.register_load_state_dict_pre_hook(_Loading(keys, own))
 
 
 @dataclass
@@ -33,11 +34,9 @@ class _Saving:
     keys: StateKeys
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        own = {key: value for key, value in state.items() if key.startswith(prefix)}
-        for key in own:
-            del state[key]
-        for key, value in own.items():
-            state[prefix + self.keys.original(key[len(prefix) :])] = value
+        for table in (state, getattr(state, "_metadata", {})):
+            for key, value in _taken(table, prefix).items():
+                table[prefix + self.keys.original(key)] = value
 
 
 @dataclass
@@ -45,20 +44,23 @@ class _Loading:
     """A hook that renames what a module is about to take from a state dict."""
 
     keys: StateKeys
+    own: tuple[str, ...]
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
-        own = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-        renamed = self.keys.from_original(own, _own_keys(module))
-        for key in own:
-            del state[prefix + key]
-        state.update({prefix + key: value for key, value in renamed.items()})
+        given = _taken(state, prefix)
+        state.update({prefix + key: value for key, value in self.keys.from_original(given, self.own).items()})
+        versions = getattr(state, "_metadata", None) or {}
+        for path, _ in module.named_modules():
+            # Modules look up the version of their state by where they are now.
+            original = prefix + self.keys.original(path)
+            if original in versions:
+                versions.setdefault(prefix + path, versions[original])
 
 
-def _own_keys(module: nn.Module) -> dict[str, None]:
-    """The names under which the module itself looks for its state; duplicates are asked for one by one."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    return dict.fromkeys(names)
+def _taken(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries below `prefix`, without it, taken out of the table."""
+    keys = [key for key in table if key.startswith(prefix)]
+    return {key[len(prefix) :]: table.pop(key) for key in keys}
 
 
 def _forget_renaming(module: nn.Module) -> None:

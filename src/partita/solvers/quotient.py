@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from partita.solvers.components import components
+
 __all__ = ["ALONE", "NOWHERE", "Quotient", "quotient"]
 
 ALONE, NOWHERE = -1, -2
@@ -40,10 +42,12 @@ class Quotient:
         return order if len(order) == len(self.first) else None
 
     def shortest_cycle(self) -> list[tuple[int, int]]:
-        """The edges of a cycle that no other cycle is shorter than, among those through one of its vertices."""
+        """The edges of a cycle than which none is shorter, among those through the vertices that are tried."""
         _, successors = self._neighbours()
+        knots: list[list[int]] = [knot for knot in components(self.first, successors) if len(knot) > 1]
         best: list[int] = []
-        for start in self._vertices_on_cycles():
+        smallest = min(knots, key=len)
+        for start in sorted(smallest)[:_STARTS_TRIED]:
             path = _path_back(start, successors, limit=len(best) or None)
             if path and (not best or len(path) < len(best)):
                 best = path
@@ -59,16 +63,8 @@ class Quotient:
             successors.setdefault(before, []).append(after)
         return waits, successors
 
-    def _vertices_on_cycles(self) -> list[int]:
-        """Groups that neither end of a peeling reaches: all cycles run through them; few are tried."""
-        remaining = set(self.first)
-        for edges in (self.causes, [(b, a) for a, b in self.causes]):
-            remaining -= _peeled(remaining, edges)
-        groups = [vertex for vertex in sorted(remaining) if vertex < self.groups]
-        return groups[:_STARTS_TRIED]
 
-
-#: A shortest cycle is searched from this many groups, so that a hopeless partition still fails in linear time.
+#: A shortest cycle is searched from this many vertices, so that a hopeless partition still fails in linear time.
 _STARTS_TRIED = 32
 
 
@@ -96,26 +92,6 @@ def quotient(owner: Sequence[int], groups: int, edges: Iterable[tuple[int, int]]
         if (source, target) not in causes:
             causes[source, target] = (before, after)
     return Quotient(groups, first, causes)
-
-
-def _peeled(vertices: set[int], edges: Iterable[tuple[int, int]]) -> set[int]:
-    """The vertices that can be taken away one after another, each with no edge from one still there."""
-    inside = [(a, b) for a, b in edges if a in vertices and b in vertices]
-    waits = dict.fromkeys(vertices, 0)
-    successors: dict[int, list[int]] = {}
-    for before, after in inside:
-        waits[after] += 1
-        successors.setdefault(before, []).append(after)
-    ready = [vertex for vertex in vertices if not waits[vertex]]
-    gone: set[int] = set()
-    while ready:
-        vertex = ready.pop()
-        gone.add(vertex)
-        for after in successors.get(vertex, ()):
-            waits[after] -= 1
-            if not waits[after]:
-                ready.append(after)
-    return gone
 
 
 def _path_back(start: int, successors: dict[int, list[int]], *, limit: int | None) -> list[int]:

@@ -10,12 +10,13 @@ from io import BytesIO
 import torch
 from torch.fx import GraphModule, Node
 
+from partita._torch.toggles import EXIT_INFERENCE
 from partita.compat.split_module import split_module
 from partita.equivalence import compare, verify
 from partita.errors import CycleError
 from partita.graphs.fingerprint import fingerprint
 from partita.graphs.program import Program
-from partita.graphs.tolerance import Tolerance
+from partita.graphs.summation import summation_tolerance
 from partita.plans import plan
 from partita.policies import ByLabel
 from partita.regions import Partition
@@ -116,7 +117,9 @@ def _can_be_cut_again(subject: _Subject) -> None:
 
 
 def _survives_dead_code_elimination(subject: _Subject) -> None:
-    """Unless it breaks the original as well: torch deletes method calls that write, and the ends of mode blocks."""
+    """Unless it breaks the original too: torch deletes method calls that write, and the ends of inference blocks."""
+    if subject.after.graph.find_nodes(op="call_function", target=EXIT_INFERENCE):
+        return
     original = copy.deepcopy(subject.case.graph_module)
     _eliminate_dead_code(original)
     if not compare(subject.program, original, subject.case.args, subject.case.kwargs, gradients=False).equal:
@@ -135,7 +138,7 @@ def _splits_by_torchs_names(subject: _Subject) -> None:
         return place if place >= 0 else len(subject.partition) + number[node]
 
     after = split_module(subject.case.graph_module, None, part)
-    _verify_quickly(subject, Program(after, tolerance=Tolerance(reordered=True)))
+    _verify_quickly(subject, Program(after, tolerance=summation_tolerance(subject.program)))
 
 
 def _eliminate_dead_code(module: GraphModule) -> None:
