@@ -24,7 +24,7 @@ __all__ = ["rows"]
 
 def rows(scale: Scale) -> Iterator[Row]:
     """The steps on a graph without effects, on one with many, and on the exported model."""
-    nodes, repeats = scale.analysed_nodes, 5 if scale.layers else 1
+    nodes, repeats = scale.analysed_nodes, 3 if scale.layers else 1
     for kind in ("residual", "random", "writes"):
         yield from _rows(f"{kind} {nodes:,}, {PARTS} parts", build(kind, nodes), PARTS, repeats)
     if scale.layers:

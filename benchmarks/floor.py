@@ -27,10 +27,10 @@ def _copied(graph: Graph) -> Graph:
     env: dict[Node, Node] = {}
     swap, put, table = env.__getitem__, copy._root._prepend, copy._find_nodes_lookup_table.table
     for node in graph.nodes:
-        op, target = node.op, node.target
+        op, target, kwargs = node.op, node.target, node._kwargs
         copied = Node.__new__(Node)
         _NodeBase.__init__(copied, copy, node.name, op, target, node.type)
-        copied._update_args_kwargs(_fx_map_arg(node._args, swap), _fx_map_arg(node._kwargs, swap))
+        copied._update_args_kwargs(_fx_map_arg(node._args, swap), _fx_map_arg(kwargs, swap) if kwargs else kwargs)
         if node.meta:
             copied.meta.update(node.meta)
         put(copied)

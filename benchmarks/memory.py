@@ -15,7 +15,7 @@ __all__ = ["rows"]
 def rows(scale: Scale) -> Iterator[Row]:
     """Each way to split in a process of its own."""
     nodes = scale.memory_nodes
-    for kind in ("residual", "writes"):
+    for kind in scale.large_kinds:
         others = {"split_module_simple": at_most(1), "minimal node copy": None}
         ours = _megabytes(kind, nodes, "ours")
         for way, target in others.items():

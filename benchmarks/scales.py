@@ -40,7 +40,7 @@ SCALES = {
         32,
         64_000,
         (100_000, 1_000_000),
-        ("residual", "random", "writes"),
+        ("residual", "writes"),
         256_000,
         60,
     ),

@@ -1,7 +1,7 @@
 """Compiles the blocks of a decoder one by one inside torch.compile, and trains it.
 
-    python examples/compile_blocks.py            # regions go to AOTAutograd, without code generation
-    python examples/compile_blocks.py inductor   # regions go to Inductor
+python examples/compile_blocks.py            # regions go to AOTAutograd, without code generation
+python examples/compile_blocks.py inductor   # regions go to Inductor
 """
 
 from __future__ import annotations

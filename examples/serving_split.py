@@ -1,6 +1,6 @@
 """Splits a decoder around its attention, as serving engines do to capture or compile what lies between.
 
-    python examples/serving_split.py
+python examples/serving_split.py
 """
 
 from __future__ import annotations

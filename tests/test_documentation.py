@@ -121,7 +121,8 @@ def run(block: Block, page: Path, namespace: dict[str, object]) -> str:
     with redirect_stdout(printed):
         exec(code, namespace)
     found = "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
-    assert block.prints in (None, found), f"{page}, the block on line {block.line} prints:\n{found}"
+    if block.prints not in (None, found):
+        raise AssertionError(f"{page}: the block on line {block.line} prints\n{found}\nand not\n{block.prints}")
     return found
 
 

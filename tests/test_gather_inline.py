@@ -130,8 +130,6 @@ def test_arguments_are_bound_as_python_binds_them(args: tuple[Any, ...], kwargs:
     call = graph.call_module("sub", tuple(map(swapped, args)), {key: swapped(value) for key, value in kwargs.items()})
     graph.output(call)
     program = program_of(graph, root)
-    if not any(str(node.target).startswith("*") for node in root.sub.graph.nodes):
-        pytest.skip("this torch traces *rest away")
     verify(program, inline(program), (torch.randn(2), torch.randn(2)))
 
 
@@ -230,7 +228,7 @@ def test_an_open_autocast_dtype_is_that_of_the_surroundings(inner: torch.dtype |
     root = nn.Module()
     root.sub = GraphModule(nn.Module(), in_mode((ENTER_AUTOCAST, "cpu", inner, True, None), EXIT_AUTOCAST, product))
     program = program_of(in_mode((ENTER_AUTOCAST, "cpu", torch.float16, True, None), EXIT_AUTOCAST, call_sub), root)
-    assert program.module()(torch.ones(2, 2)).dtype == inner or torch.float16
+    assert program.module()(torch.ones(2, 2)).dtype == (inner or torch.float16)
     verify(program, inline(program), (torch.ones(2, 2),))
 
 
@@ -240,7 +238,6 @@ def test_modes_of_body_and_call_are_composed() -> None:
     program = program_of(in_mode((ENTER_AUTOCAST, "cpu", torch.bfloat16, True, None), EXIT_AUTOCAST, call_sub), root)
     with pytest.raises(ModeError, match="'sub' calls leaves"):
         inline(program)
-    program = program_of(in_mode((SET_GRAD, False), SET_GRAD, call_sub), nn.Module())
     root.sub = GraphModule(
         nn.Module(), in_mode((ENTER_AUTOCAST, "cpu", torch.bfloat16, True, None), EXIT_AUTOCAST, product)
     )

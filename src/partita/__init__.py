@@ -3,7 +3,7 @@
 from partita.equivalence import Comparison, Tolerance, compare, verify
 from partita.graphs.fingerprint import fingerprint
 from partita.graphs.program import Program
-from partita.plans import Plan, plan
+from partita.plans import Plan, Policy, Treatment, plan
 from partita.regions import Partition, Region
 from partita.rewrite import gather, inline, outline
 
@@ -11,9 +11,11 @@ __all__ = [
     "Comparison",
     "Partition",
     "Plan",
+    "Policy",
     "Program",
     "Region",
     "Tolerance",
+    "Treatment",
     "compare",
     "fingerprint",
     "gather",

@@ -79,7 +79,7 @@ class LazyModule(_LazyGraphModule):
             value, old_output = output
             new_output = graph.output(value, type_expr=getattr(old_output, "type", None))
             new_output.meta = copy.copy(old_output.meta)
-        graph.set_codegen(copy.deepcopy(self._graph._codegen))
+        graph.set_codegen(copy.copy(self._graph._codegen))
         state = {key: value for key, value in self.__dict__.items() if key != "_graph"}
         copied.__dict__.update(copy.deepcopy(state, memo))
         _adopt(copied, graph)

@@ -11,7 +11,7 @@ from partita.equivalence.inputs import arguments_of
 from partita.equivalence.run import Call
 from partita.equivalence.subject import Comparable, subject_of
 from partita.equivalence.trial import pair_of, tried, tried_on_other_shapes
-from partita.errors import VerificationError
+from partita.errors import OptionError, VerificationError
 from partita.graphs.tolerance import Tolerance
 
 __all__ = ["compare", "verify"]
@@ -35,6 +35,8 @@ def compare(
     only for state and inputs that may be written. The calls: the arguments as given, with gradients; then other data
     on the state which that left; the arguments under no_grad; other sizes where the graph has symbols for them.
     """
+    if not isinstance(args, tuple | list):
+        raise OptionError(f"`args` is a tuple of arguments, not a {type(args).__name__}; for a single one write (x,)")
     pair = pair_of(subject_of(before), subject_of(after), tolerance)
     arguments = arguments_of(args, kwargs)
     grad = gradients or torch.is_grad_enabled()
@@ -61,7 +63,10 @@ def verify(
     no_grad_call: bool = True,
     other_shapes: bool = True,
 ) -> Comparison:
-    """The comparison of two programs that mean the same; raises `VerificationError` if they do not."""
+    """The comparison of two programs that mean the same; raises `VerificationError` if they do not.
+
+    It raises as well where the original fails in every call, since then nothing was verified.
+    """
     comparison = compare(
         before,
         after,
@@ -75,6 +80,8 @@ def verify(
     )
     if not comparison.equal:
         raise VerificationError(f"the programs do not mean the same: {comparison}")
+    if comparison.calls and comparison.raised == comparison.calls:
+        raise VerificationError(f"nothing could be compared, give arguments that the original accepts: {comparison}")
     return comparison
 
 
@@ -85,4 +92,5 @@ def _merged(parts: Sequence[Comparison]) -> Comparison:
         for difference in part.differences:
             told.setdefault((difference.kind, difference.where), difference)
     notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
-    return Comparison(tuple(told.values()), notes, sum(part.calls for part in parts))
+    calls, raised = sum(part.calls for part in parts), sum(part.raised for part in parts)
+    return Comparison(tuple(told.values()), notes, calls, raised)

@@ -31,6 +31,8 @@ class Comparison:
     differences: tuple[Difference, ...]
     notes: tuple[str, ...] = ()
     calls: int = 0
+    #: In how many of the calls the original itself raised, so that there were no results to compare.
+    raised: int = 0
 
     @property
     def equal(self) -> bool:

@@ -74,7 +74,8 @@ def _against(pair: Pair, calls: Sequence[Call], ones: Sequence[Observation]) -> 
             where = names.get(difference.where, difference.where)
             found.append(replace(difference, where=where, when=call.name))
         notes += _exceptions(call, one)
-    return Comparison(tuple(found), tuple(notes), len(calls))
+    raised = sum(one.raised is not None for one in ones)
+    return Comparison(tuple(found), tuple(notes), len(calls), raised)
 
 
 def tried_on_other_shapes(pair: Pair, call: Call) -> Comparison:

@@ -28,6 +28,10 @@ class Autocast:
     enabled: bool = True
     cache: bool | None = None
 
+    def __str__(self) -> str:
+        how = "" if self.dtype is None else f" {str(self.dtype).removeprefix('torch.')}"
+        return f"autocast on {self.device}{how}" if self.enabled else f"no autocast on {self.device}"
+
     def within(self, outer: Autocast | None) -> Autocast:
         """This block inside another one of its device, from which it takes what it leaves open."""
         if outer is None:
@@ -43,6 +47,14 @@ class Mode:
     grad: bool | None = None
     inference: bool | None = None
     autocast: tuple[Autocast, ...] = ()
+
+    def __str__(self) -> str:
+        words = []
+        if self.inference is not None:
+            words.append("inference_mode" if self.inference else "no inference_mode")
+        if self.grad is not None and self.grad != (None if self.inference is None else not self.inference):
+            words.append("enable_grad" if self.grad else "no_grad")
+        return ", ".join([*words, *map(str, self.autocast)]) or "the caller's modes"
 
 
 AMBIENT = Mode()
@@ -145,10 +157,10 @@ class _State:
         before, blocks = self.left_inference.pop(_opener(node, self.left_inference))
         if blocks != tuple(self.left_autocast) or before.autocast != self.mode.autocast:
             # Leaving an inference block puts back the whole dispatch state, autocast included (seen in torch 2.13).
-            crossing = sorted(block.name for block in {*blocks} ^ {*self.left_autocast}) or [node.name]
+            crossing = sorted(block.name for block in {*blocks} ^ {*self.left_autocast}) or ["autocast"]
             raise ModeError(
-                f"autocast is not the same where {node.name!r} leaves an inference block as where that was entered "
-                f"({', '.join(map(repr, crossing))}); close the inner blocks before the outer one, last in first out"
+                f"{', '.join(map(repr, crossing))} crosses the inference block that {node.name!r} leaves: autocast is "
+                "not as it was where the block was entered; close the inner blocks before the outer one"
             )
         self.mode = replace(self.mode, inference=before.inference, grad=before.grad)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, final
 
+from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from partita.errors import OptionError, UnknownNodeError
@@ -37,7 +38,7 @@ class Program:
         tolerance: Tolerance = EXACT,
     ) -> None:
         self._graph_module = graph_module
-        self.pure = frozenset(pure)
+        self.pure = _trusted(pure)
         #: How the names in the state dict relate to those of the program that this one was made from.
         self.state_keys = state_keys
         #: How far the treatments that made this program may have changed its numbers.
@@ -47,8 +48,10 @@ class Program:
     def of(cls, source: Program | GraphModule, *, pure: Iterable[Callable[..., Any]] = ()) -> Program:
         """The program that `source` holds; functions in `pure` are taken at your word to have no side effects."""
         if isinstance(source, Program):
-            trusted = source.pure | frozenset(pure)
+            trusted = source.pure | _trusted(pure)
             return cls(source.graph_module, pure=trusted, state_keys=source.state_keys, tolerance=source.tolerance)
+        if isinstance(source, ExportedProgram):
+            raise OptionError("an exported program cannot be cut as it is yet; take its module, `exported.module()`")
         if not isinstance(source, GraphModule):
             raise OptionError(
                 f"a program is made from a torch.fx.GraphModule, not from {type(source).__name__}; "
@@ -103,5 +106,24 @@ class Program:
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
         raise UnknownNodeError(f"no node is called {name!r}{hint}")
 
+    def original_state(self) -> dict[str, Any]:
+        """The state dict under the names that it had before any rewrite."""
+        return self.state_keys.to_original(self.module().state_dict())
+
+    def load_original_state(self, state: Mapping[str, Any]) -> None:
+        """Loads a state dict, a checkpoint say, that uses the names from before any rewrite."""
+        module = self.module()
+        module.load_state_dict(self.state_keys.from_original(state, module.state_dict()))
+
     def __repr__(self) -> str:
         return f"Program({type(self._graph_module).__name__}, {len(self.index)} nodes)"
+
+
+def _trusted(pure: Iterable[Callable[..., Any]]) -> frozenset[Callable[..., Any]]:
+    if callable(pure) or isinstance(pure, str):
+        raise OptionError(f"`pure` is a collection of functions, modules or classes of modules; give pure=[{pure!r}]")
+    found = frozenset(pure)
+    odd = [entry for entry in found if not callable(entry)]
+    if odd:
+        raise OptionError(f"`pure` takes functions, modules or classes of modules themselves, not {odd[0]!r}")
+    return found

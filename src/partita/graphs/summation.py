@@ -1,18 +1,38 @@
-"""Summation: how far gradients may move when the operators of a program run in another order."""
+"""Summation: how far gradients may move when operators run in another order, or cast a weight once more."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
 from partita.graphs.program import Program
 from partita.graphs.tolerance import Tolerance
+from partita.graphs.values import value_of
 
-__all__ = ["summation_tolerance"]
+__all__ = ["summation_tolerance", "uses_autocast"]
 
 
 def summation_tolerance(program: Program) -> Tolerance:
-    """What sums of gradients may change by: the rounding of the coarsest numbers that the program adds."""
-    modes = program.modes.by_number or ()
-    dtypes = {autocast.dtype for mode in set(modes) for autocast in mode.autocast if autocast.enabled}
-    coarse = [torch.bfloat16 if dtype is None else dtype for dtype in dtypes]
-    return Tolerance(rounding=max((torch.finfo(dtype).eps for dtype in coarse), default=torch.finfo(torch.float64).eps))
+    """What sums of gradients may change by: the rounding of the coarsest numbers that the program is known to add."""
+    eps = (torch.finfo(dtype).eps for dtype in {*_cast_dtypes(program), *_known_dtypes(program)})
+    return Tolerance(rounding=max(eps, default=torch.finfo(torch.float64).eps))
+
+
+def uses_autocast(program: Program) -> bool:
+    """Whether any node runs under autocast, which casts a weight once a block and caches that: a cut casts it again."""
+    return any(True for _ in _cast_dtypes(program))
+
+
+def _cast_dtypes(program: Program) -> Iterator[torch.dtype]:
+    for mode in set(program.modes.by_number or ()):
+        for autocast in mode.autocast:
+            if autocast.enabled:
+                yield torch.bfloat16 if autocast.dtype is None else autocast.dtype
+
+
+def _known_dtypes(program: Program) -> Iterator[torch.dtype]:
+    values = [value_of(node) for node in program.index.nodes]
+    for tensor in (*values, *program.graph_module.parameters(), *program.graph_module.buffers()):
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            yield tensor.dtype

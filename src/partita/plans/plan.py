@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TypeGuard, final
+from typing import final
 
-from torch import nn
 from torch.fx import GraphModule, Node
 
-from partita.errors import ModeError, OptionError, TreatmentError
+from partita.errors import ModeError, OptionError
 from partita.graphs.program import Program
-from partita.graphs.summation import summation_tolerance
+from partita.graphs.summation import summation_tolerance, uses_autocast
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.plans.explaining import explanation
 from partita.plans.table import table
-from partita.plans.treatment import Treatment
+from partita.plans.treatment import Treatment, is_treatment, marks_of, mixes_modes, tolerance_of, treated
 from partita.regions import Partition, Region
 from partita.rewrite.marking import add_marks, marked
 from partita.rewrite.outline import outline
@@ -38,7 +37,7 @@ class Plan:
     treatments: tuple[Treatment, ...]
 
     def __post_init__(self) -> None:
-        if not all(treatment.mixes_modes for treatment in self.treatments):
+        if not all(map(mixes_modes, self.treatments)):
             _check_modes(self.partition, self.treatments)
 
     @property
@@ -49,7 +48,7 @@ class Plan:
     @property
     def tolerance(self) -> Tolerance:
         """How far the treatments together may change numbers; `verify` reads it."""
-        return reduce(or_, (treatment.tolerance for treatment in self.treatments), EXACT)
+        return reduce(or_, map(tolerance_of, self.treatments), EXACT)
 
     def apply(self, *, state_names: StateNaming = "split") -> Program:
         """A new program in which every region is one call of what its treatment gave.
@@ -61,19 +60,19 @@ class Plan:
         module = outlined.graph_module
         given = zip(outlined.names, outlined.bodies, self.partition, self.treatments, strict=True)
         for name, body, region, treatment in given:
-            add_marks(body, treatment.marks(region))
-            module._modules[name] = _treated(region, treatment, body)
+            add_marks(body, marks_of(treatment, region))
+            module._modules[name] = treated(treatment, region, body)
         keys = self.program.state_keys.then(outlined.moved)
         name_state(module, keys, naming=state_names)
         tolerance = self.program.tolerance | self.tolerance
-        if outlined.reordered:
+        if outlined.reordered or uses_autocast(self.program):
             tolerance |= summation_tolerance(self.program)
         return Program(module, pure=self.program.pure, state_keys=keys, tolerance=tolerance)
 
     def annotate(self) -> Program:
         """A new program, cut nowhere, whose nodes carry the marks that the treatments give their regions."""
         marks = {
-            node: treatment.marks(region)
+            node: marks_of(treatment, region)
             for region, treatment in zip(self.partition, self.treatments, strict=True)
             for node in region.nodes
         }
@@ -92,11 +91,16 @@ class Plan:
 
 
 def plan(
-    program: Program,
+    program: Program | GraphModule,
     policy: Policy | Partition,
     treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment],
 ) -> Plan:
     """The plan that gives each region of `policy` its `treatment`: one for all, by region name, or by a function."""
+    program = program if isinstance(program, Program) else Program.of(program)
+    if isinstance(policy, type):
+        raise OptionError(
+            f"{policy.__name__} is a class of policies; give one of them, for example {policy.__name__}(...)"
+        )
     partition = policy if isinstance(policy, Partition) else policy(program)
     if not isinstance(partition, Partition):
         raise OptionError(f"a policy gives a Partition, not {type(partition).__name__}; policy: {policy!r}")
@@ -111,16 +115,11 @@ def _treatment_for(
     chosen: object = treatment
     if isinstance(treatment, Mapping):
         chosen = treatment.get(region.name)
-    elif not _is_treatment(treatment) and callable(treatment) and not isinstance(treatment, type):
+    elif not is_treatment(treatment) and callable(treatment) and not isinstance(treatment, type):
         chosen = treatment(region)
-    if not _is_treatment(chosen):
+    if not is_treatment(chosen):
         raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); give it one, for example Call()")
     return chosen
-
-
-def _is_treatment(candidate: object) -> TypeGuard[Treatment]:
-    """A class has the attributes of its instances, but is none."""
-    return isinstance(candidate, Treatment) and not isinstance(candidate, type)
 
 
 def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> None:
@@ -128,7 +127,7 @@ def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> Non
     modes, nodes = partition.program.modes, partition.program.index.nodes
     first: dict[int, int] = {}
     for number, place in enumerate(partition.owner):
-        if place < 0 or treatments[place].mixes_modes:
+        if place < 0 or mixes_modes(treatments[place]):
             continue
         known = first.setdefault(place, number)
         one, other = modes.at(known), modes.at(number)
@@ -138,18 +137,3 @@ def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> Non
                 f"{nodes[number].name!r} under {other}, but {treatments[place]!r} takes one mode a region; cut it "
                 "where the mode changes"
             )
-
-
-def _treated(region: Region, treatment: Treatment, body: GraphModule) -> nn.Module:
-    """What the treatment gives to be called, as long as that can be called."""
-    try:
-        treated = treatment.treat(body)
-    except Exception as error:
-        raise TreatmentError(
-            f"{treatment!r} raised {type(error).__name__} for region {region.name!r}: {error}; nothing was changed"
-        ) from error
-    if not isinstance(treated, nn.Module):
-        raise TreatmentError(
-            f"{treatment!r} gave {type(treated).__name__} for region {region.name!r}; `treat` returns a module"
-        )
-    return treated

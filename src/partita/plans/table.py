@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from torch.fx import Node
+
+from partita.graphs.attributes import find
 from partita.graphs.values import bytes_of, bytes_of_value, container_items
 from partita.plans.treatment import Treatment
 from partita.regions import Partition
 from partita.regions.borders import Crossing, Item
+from partita.solvers.quotient import ALONE
 
 __all__ = ["table"]
 
@@ -60,12 +64,31 @@ def _remarks(partition: Partition) -> list[str]:
     remarks = []
     for reason, count in Counter(partition.reasons.values()).most_common():
         remarks.append(f"left out: {count} {'node' if count == 1 else 'nodes'}: {reason}")
+    silent = sum(node not in partition.reasons for node in _loose_operators(partition))
+    if silent:
+        remarks.append(f"left out: {silent} {'node' if silent == 1 else 'nodes'}: no reason given")
     nodes = partition.program.index.nodes
     barriers = [nodes[number] for number in partition.program.effects.barriers]
     if barriers:
-        names = ", ".join(dict.fromkeys(str(getattr(node.target, "__name__", node.target)) for node in barriers))
+        names = ", ".join(dict.fromkeys(_unknown(node, partition) for node in barriers))
+        calls = "call" if len(barriers) == 1 else "calls"
         remarks.append(
-            f"barriers: {len(barriers)} calls of what nobody knows ({names}); where they have no side effects, "
+            f"barriers: {len(barriers)} {calls} of what nobody knows ({names}); where these have no side effects, "
             "say so with Program.of(..., pure=[...])"
         )
     return remarks
+
+
+def _loose_operators(partition: Partition) -> list[Node]:
+    number, projections = partition.program.index.number, set(partition.program.projections)
+    return [
+        node
+        for node in partition.program.operators()
+        if partition.owner[number[node]] == ALONE and number[node] not in projections
+    ]
+
+
+def _unknown(node: Node, partition: Partition) -> str:
+    if node.op == "call_module":
+        return f"{type(find(partition.program.graph_module, str(node.target))).__name__} at {node.target!r}"
+    return str(getattr(node.target, "__name__", node.target))

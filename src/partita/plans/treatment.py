@@ -2,32 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeGuard, TypeVar
 
 from torch import nn
 from torch.fx import GraphModule
 
-from partita.graphs.tolerance import Tolerance
+from partita.errors import TreatmentError
+from partita.graphs.tolerance import EXACT, Tolerance
 from partita.regions import Region
 
-__all__ = ["Treatment"]
+__all__ = ["Treatment", "is_treatment", "marks_of", "mixes_modes", "tolerance_of", "treated"]
 
 
-@runtime_checkable
+T = TypeVar("T")
+
+
 class Treatment(Protocol):
-    """What happens to a region; implement it as a frozen dataclass of plain values."""
+    """What happens to a region; implement it as a frozen dataclass of plain values.
 
-    @property
-    def tolerance(self) -> Tolerance:
-        """How far the treatment may change numbers."""
-
-    @property
-    def mixes_modes(self) -> bool:
-        """Whether one body may hold nodes of several grad, inference or autocast modes."""
+    `treat` is all that it takes. A treatment may also have `tolerance`, a `Tolerance` by which it may change numbers
+    (exact if missing); `mixes_modes`, whether one body may hold nodes of several grad, inference or autocast modes
+    (true if missing); and `marks(region)`, metadata for every node of the region. One with `marks` needs no `treat`.
+    """
 
     def treat(self, body: GraphModule) -> nn.Module:
         """What is called in the place of the region: `body` itself, or something that means the same."""
 
-    def marks(self, region: Region) -> Mapping[str, object]:
-        """Metadata for every node of the region; empty for a treatment that does not mark."""
+
+def is_treatment(candidate: object) -> TypeGuard[Treatment]:
+    """Whether `candidate` can treat or mark; a class has the methods of its instances, but is none."""
+    can_act = callable(getattr(candidate, "treat", None)) or callable(getattr(candidate, "marks", None))
+    return can_act and not isinstance(candidate, type)
+
+
+def tolerance_of(treatment: Treatment) -> Tolerance:
+    """How far the treatment may change numbers."""
+    tolerance = getattr(treatment, "tolerance", EXACT)
+    if not isinstance(tolerance, Tolerance):
+        raise TreatmentError(f"{treatment!r} has the tolerance {tolerance!r}; give it a partita.Tolerance")
+    return tolerance
+
+
+def mixes_modes(treatment: Treatment) -> bool:
+    """Whether one body may hold nodes of several modes."""
+    return bool(getattr(treatment, "mixes_modes", True))
+
+
+def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
+    """Metadata for every node of the region."""
+    marks = getattr(treatment, "marks", None)
+    if marks is None:
+        return {}
+    found = _asked(marks, region, treatment, region)
+    if not isinstance(found, Mapping):
+        raise TreatmentError(
+            f"{treatment!r} gave {type(found).__name__} as marks of region {region.name!r}; `marks` returns a mapping"
+        )
+    return found
+
+
+def treated(treatment: Treatment, region: Region, body: GraphModule) -> nn.Module:
+    """What the treatment gives to be called, as long as that can be called."""
+    treat = getattr(treatment, "treat", None)
+    if treat is None:
+        return body
+    module = _asked(treat, body, treatment, region)
+    if not isinstance(module, nn.Module):
+        raise TreatmentError(
+            f"{treatment!r} gave {type(module).__name__} for region {region.name!r}; `treat` returns a module"
+        )
+    return module
+
+
+def _asked(function: Callable[[T], object], subject: T, treatment: Treatment, region: Region) -> object:
+    try:
+        return function(subject)
+    except Exception as error:
+        raise TreatmentError(
+            f"{treatment!r} raised {type(error).__name__} for region {region.name!r}: {error}; nothing was changed"
+        ) from error

@@ -1,5 +1,6 @@
 """Policies: who decides what a region is."""
 
+from partita.plans import Policy
 from partita.policies.around_operators import AroundOperators
 from partita.policies.by_annotation import ByAnnotation
 from partita.policies.by_label import ByLabel
@@ -7,4 +8,4 @@ from partita.policies.by_module import ByModule
 from partita.policies.by_size import BySize
 from partita.policies.sequential import Sequential
 
-__all__ = ["AroundOperators", "ByAnnotation", "ByLabel", "ByModule", "BySize", "Sequential"]
+__all__ = ["AroundOperators", "ByAnnotation", "ByLabel", "ByModule", "BySize", "Policy", "Sequential"]

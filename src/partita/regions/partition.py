@@ -9,9 +9,10 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.errors import CycleError, RegionError
+from partita.errors import RegionError
 from partita.graphs.program import Program
 from partita.regions.borders import Borders, borders_of, settle_projections
+from partita.regions.cycles import cycle_error
 from partita.regions.region import Region
 from partita.solvers.quotient import ALONE, NOWHERE, Quotient, quotient
 
@@ -42,7 +43,7 @@ class Partition:
             self.quotient.first.setdefault(place, index.number[region.nodes[0]])
         order = self.quotient.stable_order()
         if order is None:
-            raise _cycle_error(self)
+            raise cycle_error(self.program, self.regions, self.quotient)
         self.order = order
 
     def __len__(self) -> int:
@@ -50,6 +51,9 @@ class Partition:
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self.regions)
+
+    def __repr__(self) -> str:
+        return f"Partition({len(self.regions)} regions of {self.program!r})"
 
     def region_of(self, node: Node) -> Region | None:
         """The region in which `node` will run, or None."""
@@ -85,26 +89,3 @@ def _owners(program: Program, regions: tuple[Region, ...]) -> list[int]:
     for at in toggles:
         owner[at] = NOWHERE
     return owner
-
-
-def _cycle_error(partition: Partition) -> CycleError:
-    """An error that names the shortest cycle, the nodes that cause it, and what would break it."""
-    quotient, nodes, regions = partition.quotient, partition.program.index.nodes, partition.regions
-    cycle = quotient.shortest_cycle()
-
-    def called(vertex: int) -> str:
-        alone = vertex - len(regions)
-        return f"node {nodes[alone].name!r}" if alone >= 0 else f"region {regions[vertex].name!r}"
-
-    steps = []
-    for edge in cycle:
-        before, after = quotient.causes[edge]
-        steps.append(f"{called(edge[0])} before {called(edge[1])} ({nodes[before].name} -> {nodes[after].name})")
-    members = [regions[edge[0]].name for edge in cycle if edge[0] < len(regions)]
-    before, after = quotient.causes[cycle[-1]]
-    if len(members) > 1:
-        repair = f"merge {' and '.join(map(repr, members))}, or move {nodes[before].name!r} out of {members[-1]!r}"
-    else:
-        outside = [nodes[edge[0] - len(regions)].name for edge in cycle if edge[0] >= len(regions)]
-        repair = f"take {', '.join(map(repr, outside))} into {members[0]!r}, or split {members[0]!r} there"
-    return CycleError(f"cycle exists between partitions! Needed: {'; '.join(steps)}. To repair it, {repair}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 from torch.fx import Node
@@ -14,12 +14,12 @@ __all__ = ["Region"]
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Region:
     """Operators that are treated as one; `label` is what the policy called them, `name` what the program will."""
 
     name: str
-    nodes: tuple[Node, ...] = field(repr=False)
+    nodes: tuple[Node, ...]
     label: Hashable = None
 
     def __post_init__(self) -> None:
@@ -31,6 +31,11 @@ class Region:
                 f"region {self.name!r} holds {', '.join(map(repr, held))}: inputs and outputs of a program belong to "
                 "no region; leave them out"
             )
+
+    def __repr__(self) -> str:
+        names = [node.name for node in self.nodes]
+        shown = names if len(names) <= 4 else [*names[:2], "...", names[-1]]
+        return f"Region({self.name!r}, {len(names)} nodes: {', '.join(shown)})"
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -16,7 +16,7 @@ __all__ = ["module_like"]
 def module_like(root: GraphModule, graph: Graph) -> LazyModule:
     """A module without state that runs `graph` by the calling convention, hooks and flags of `root`."""
     # The code generator carries the calling convention; a copy, so that neither graph can change the other's.
-    graph.set_codegen(copy.deepcopy(root.graph._codegen))
+    graph.set_codegen(copy.copy(root.graph._codegen))
     module = lazy_module(graph, training=root.training)
     copy_meta(root.meta, module.meta, {})
     module.shape_env = getattr(root, "shape_env", None)

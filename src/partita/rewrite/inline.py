@@ -23,14 +23,14 @@ from partita.rewrite.state import is_persistent, place, share_state
 __all__ = ["inline"]
 
 
-def inline(program: Program, calls: Collection[str] | None = None) -> Program:
+def inline(program: Program, calls: Collection[str] | str | None = None) -> Program:
     """A new program with the bodies of these calls, by node name, in their place; of all graph modules if None.
 
     A body is copied, never taken: whoever else calls it still can. A module with hooks, or with nested containers as
     arguments, stays a call.
     """
     with gc_paused():
-        return _Inliner(program, _chosen(program, calls)).inlined()
+        return _Inliner(program, _chosen(program, [calls] if isinstance(calls, str) else calls)).inlined()
 
 
 def _chosen(program: Program, calls: Collection[str] | None) -> dict[Node, GraphModule]:

@@ -4,6 +4,7 @@ from partita.testing.build import build, random_case
 from partita.testing.captured import CAPTURES, captured_case
 from partita.testing.case import Case
 from partita.testing.features import ALL, Features
+from partita.testing.laws import LAWS, LawError, check_laws
 from partita.testing.recipe import Input, Recipe, Step
 from partita.testing.regions import Labelling, Labels, label, random_labelling, random_labels
 from partita.testing.seeds import random_recipe
@@ -12,16 +13,19 @@ from partita.testing.strategies import captured_programs, labelled_programs, lab
 __all__ = [
     "ALL",
     "CAPTURES",
+    "LAWS",
     "Case",
     "Features",
     "Input",
     "Labelling",
     "Labels",
+    "LawError",
     "Recipe",
     "Step",
     "build",
     "captured_case",
     "captured_programs",
+    "check_laws",
     "label",
     "labelled_programs",
     "labellings",

@@ -13,7 +13,7 @@ from partita._torch.dynamo import backend_names, find_backend
 from partita.errors import OptionError
 from partita.graphs.program import Program
 from partita.plans.plan import Policy
-from partita.plans.treatment import Treatment
+from partita.plans.treatment import Treatment, is_treatment
 from partita.regions import Partition, Region
 from partita.treatments import Call
 
@@ -41,7 +41,7 @@ class BackendOptions:
     def __post_init__(self) -> None:
         if not callable(self.policy):
             raise OptionError(f"the option 'policy' takes a policy such as ByLabel(...), not {self.policy!r}")
-        if not isinstance(self.treatment, Treatment | Mapping) and not callable(self.treatment):
+        if not (is_treatment(self.treatment) or isinstance(self.treatment, Mapping) or callable(self.treatment)):
             raise OptionError(f"the option 'treatment' takes a treatment such as Call(), not {self.treatment!r}")
         if not isinstance(self.inner, str) and not callable(self.inner):
             raise OptionError(f"the option 'inner' takes a backend's name or a function, not {self.inner!r}")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter
 
 from partita.graphs.tolerance import Tolerance
-from partita.plans.treatment import Treatment
+from partita.plans.treatment import Treatment, marks_of, mixes_modes, tolerance_of
 from partita.regions import Region
 
 __all__ = ["Compiled", "Piece", "Waiting"]
@@ -54,14 +54,15 @@ class Waiting:
 
     @property
     def tolerance(self) -> Tolerance:
-        return self.treatment.tolerance
+        return tolerance_of(self.treatment)
 
     @property
     def mixes_modes(self) -> bool:
-        return self.treatment.mixes_modes
+        return mixes_modes(self.treatment)
 
     def treat(self, body: GraphModule) -> Piece:
-        return Piece(body, self.treatment.treat(body))
+        treat = getattr(self.treatment, "treat", None)
+        return Piece(body, body if treat is None else treat(body))
 
     def marks(self, region: Region) -> Mapping[str, object]:
-        return self.treatment.marks(region)
+        return marks_of(self.treatment, region)

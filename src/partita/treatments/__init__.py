@@ -1,6 +1,7 @@
 """Treatments: what happens to a region."""
 
+from partita.plans import Treatment
 from partita.treatments.call import Call
 from partita.treatments.mark import Mark
 
-__all__ = ["Call", "Mark"]
+__all__ = ["Call", "Mark", "Treatment"]

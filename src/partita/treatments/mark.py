@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
-from torch.fx import GraphModule
-
-from partita.graphs.tolerance import EXACT, Tolerance
 from partita.regions import Region
 
 __all__ = ["Mark"]
@@ -21,11 +18,6 @@ class Mark:
 
     key: str
     value: object = None
-    tolerance: ClassVar[Tolerance] = EXACT
-    mixes_modes: ClassVar[bool] = True
-
-    def treat(self, body: GraphModule) -> GraphModule:
-        return body
 
     def marks(self, region: Region) -> Mapping[str, object]:
         return {self.key: region.name if self.value is None else self.value}
