@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import Graph, GraphModule
 
 import partita
@@ -64,6 +63,8 @@ class _Compiled(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         if self._function is None:
+            from torch._dynamo.backends.debugging import aot_eager  # Takes seconds to import.
+
             self._function = aot_eager(self._part[0], list(args))
         return self._function(*args)
 

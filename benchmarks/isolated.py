@@ -42,7 +42,10 @@ def large_split(kind: str, nodes: int, *, slow: bool, repeats: int) -> dict[str,
 def growing_split(kind: str, nodes: int, repeats: int) -> dict[str, float]:
     """The user and CPU seconds of our split; page faults of the system count in the second only."""
     split = splits(build(kind, nodes), PARTS)["ours"]
-    taken = [clocked(split, _user_seconds, CPU) for _ in range(repeats)]
+    taken = []
+    for _ in range(repeats):
+        gc.collect()
+        taken.append(clocked(split, _user_seconds, CPU))
     return {"user": median(user for user, _ in taken), "cpu": median(cpu for _, cpu in taken)}
 
 

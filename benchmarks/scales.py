@@ -31,7 +31,18 @@ _ALL = ("residual", "chain", "fan-out", "random", "writes")
 
 SCALES = {
     "tiny": Scale({200: 1}, (), False, ("residual", "writes"), 0, 200, (200, 400), ("residual",), 400, 2),
-    "quick": Scale({1_000: 3, 4_000: 3}, (), False, _ALL, 2, 4_000, (4_000, 40_000), ("residual",), 16_000, 10),
+    "quick": Scale(
+        {1_000: 3, 4_000: 3},
+        (),
+        False,
+        ("residual", "random", "writes"),
+        2,
+        4_000,
+        (4_000, 40_000),
+        ("residual",),
+        16_000,
+        10,
+    ),
     "default": Scale(
         {1_000: 7, 4_000: 5, 16_000: 3, 64_000: 2},
         (256_000,),

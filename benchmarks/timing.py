@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-__all__ = ["CPU", "Clock", "clocked", "interleaved", "median", "quotient", "seconds"]
+__all__ = ["CPU", "Clock", "clocked", "interleaved", "median", "quotient"]
 
 #: Reads a clock, in seconds.
 Clock = Callable[[], float]
@@ -15,10 +15,12 @@ Clock = Callable[[], float]
 #: The CPU seconds of this process, all threads together: other processes on the machine do not show in them.
 CPU: Clock = time.process_time
 
+#: CPU seconds after which an action has left much to collect.
+_MUCH = 0.05
+
 
 def clocked(action: Callable[[], object], *clocks: Clock) -> list[float]:
-    """What one call takes by each clock; rubbish of earlier calls is cleared first, dropping the result is free."""
-    gc.collect()
+    """What one call takes by each clock; dropping the result does not count."""
     starts = [clock() for clock in clocks]
     result = action()
     spent = [clock() - start for clock, start in zip(clocks, starts, strict=True)]
@@ -26,19 +28,18 @@ def clocked(action: Callable[[], object], *clocks: Clock) -> list[float]:
     return spent
 
 
-def seconds(action: Callable[[], object]) -> float:
-    """The CPU seconds that one call takes."""
-    return clocked(action, CPU)[0]
-
-
 def interleaved(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """What each action takes, `repeats` times: in turns, starting with another one each time."""
+    """The CPU seconds of each action, `repeats` times: in turns, starting with another one each time."""
     names = list(actions)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(repeats):
         first = turn % len(names)
+        gc.collect()
         for name in names[first:] + names[:first]:
-            taken[name].append(seconds(actions[name]))
+            (spent,) = clocked(actions[name], CPU)
+            taken[name].append(spent)
+            # Nobody shall pay for what others left; a full collection visits all of torch, so little is left to lie.
+            gc.collect(2 if spent > _MUCH else 1)
     return taken
 
 

@@ -13,7 +13,7 @@ import torch
 from model import Decoder, some_ids
 
 from partita.policies import ByModule
-from partita.tracing.dynamo import partita as partita_backend
+from partita.tracing.dynamo import backend
 
 
 def main(inner: str) -> None:
@@ -22,7 +22,7 @@ def main(inner: str) -> None:
     twin = copy.deepcopy(model)
     options = {"policy": ByModule("blocks.*"), "inner": inner}
     # Where Partita is installed, `backend="partita"` says the same.
-    compiled = torch.compile(model, backend=partita_backend, options=options)
+    compiled = torch.compile(model, backend=backend, options=options)
 
     losses = []
     for call, parameters in ((compiled, model.parameters()), (twin, twin.parameters())):

@@ -23,7 +23,7 @@ from partita.errors import CycleError, OptionError
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.policies import AroundOperators, ByLabel, ByModule, BySize, Sequential
 from partita.testing.models import Attention, Buffered, Casting, Frozen, Mixer
-from partita.tracing.dynamo import partita
+from partita.tracing.dynamo import backend
 from partita.treatments import Call
 
 EVERY_NODE = BySize(operators=1)
@@ -55,7 +55,7 @@ class Recorder:
 
 def compiled(model: Any, **options: Any) -> Any:
     dynamic = options.pop("dynamic", False)
-    return torch.compile(model, backend=partita, fullgraph=True, dynamic=dynamic, options=options)
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic, options=options)
 
 
 def train(call: Callable[..., Any], model: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
@@ -341,7 +341,7 @@ def test_the_backend_takes_a_traced_module_without_dynamo() -> None:
     # AOTAutograd takes tuples only, so the graph is given one as Dynamo would.
     output = traced.graph.output_node()
     output.args = ((output.args[0],),)
-    (result,) = partita(traced, [x], options={"policy": EVERY_NODE, "inner": "aot_eager"})(x)
+    (result,) = backend(traced, [x], options={"policy": EVERY_NODE, "inner": "aot_eager"})(x)
     assert torch.equal(result, model.second(model.first(x).tanh()))
 
 

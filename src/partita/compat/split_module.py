@@ -15,7 +15,7 @@ from partita.graphs.program import Program
 from partita.regions import Partition as RegionPartition
 from partita.regions import Region
 from partita.rewrite.bodies import BodyStyle
-from partita.rewrite.outline import Outlined, OutlineStyle, outline
+from partita.rewrite.outline import Outlined, OutlineStyle, outlined
 
 __all__ = ["Partition", "split_module", "split_module_simple"]
 
@@ -81,11 +81,11 @@ def split_module(
         keeps_unused_state=False,
     )
     order = original_order(partition) if keep_original_order else lifo_order(partition)
-    outlined = outline(partition, names=_names(partition), order=order, style=style)
+    cut = outlined(partition, names=_names(partition), order=order, style=style)
     if qualname_map is not None:
-        qualname_map.update(outlined.moved)
-    _finish(outlined, partition)
-    return outlined.graph_module
+        qualname_map.update(cut.moved)
+    _finish(cut, partition)
+    return cut.graph_module
 
 
 def split_module_simple(
@@ -111,9 +111,9 @@ def split_module_simple(
         keeps_unused_state=False,
     )
     order = alone_first(partition, partition.order)
-    outlined = outline(partition, names=_names(partition), order=order, style=style)
-    _finish(outlined, partition)
-    return outlined.graph_module
+    cut = outlined(partition, names=_names(partition), order=order, style=style)
+    _finish(cut, partition)
+    return cut.graph_module
 
 
 def _asked(split_callback: Callable[[Node], int | str], node: Node) -> int | str:
@@ -157,19 +157,17 @@ def _names(partition: RegionPartition) -> list[str]:
     return names
 
 
-def _finish(outlined: Outlined, partition: RegionPartition) -> None:
-    outlined.graph_module.meta["partition_names"] = set(outlined.names)
+def _finish(cut: Outlined, partition: RegionPartition) -> None:
+    cut.graph_module.meta["partition_names"] = set(cut.names)
     if log.isEnabledFor(logging.DEBUG):
-        for record in _records(outlined, partition):
+        for record in _records(cut, partition):
             log.debug("%s", record)
 
 
-def _records(outlined: Outlined, partition: RegionPartition) -> list[Partition]:
+def _records(cut: Outlined, partition: RegionPartition) -> list[Partition]:
     nodes = partition.program.index.nodes
     records = [Partition(str(region.label)) for region in partition]
-    for record, region, border, body in zip(
-        records, partition, partition.borders.of_regions, outlined.bodies, strict=True
-    ):
+    for record, region, border, body in zip(records, partition, partition.borders.of_regions, cut.bodies, strict=True):
         record.node_names = [node.name for node in region.nodes]
         record.inputs = {nodes[crossing].name: None for crossing in border.inputs if isinstance(crossing, int)}
         record.outputs = {nodes[crossing].name: None for crossing in border.outputs if isinstance(crossing, int)}

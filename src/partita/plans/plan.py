@@ -12,14 +12,13 @@ from torch.fx import GraphModule, Node
 
 from partita.errors import ModeError, OptionError
 from partita.graphs.program import Program
-from partita.graphs.summation import summation_tolerance, uses_autocast
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.plans.explaining import explanation
 from partita.plans.table import table
 from partita.plans.treatment import Treatment, is_treatment, marks_of, mixes_modes, tolerance_of, treated
 from partita.regions import Partition, Region
 from partita.rewrite.marking import add_marks, marked
-from partita.rewrite.outline import outline
+from partita.rewrite.outline import outlined
 from partita.rewrite.state_keys import StateNaming, name_state
 
 __all__ = ["Plan", "Policy", "plan"]
@@ -56,17 +55,15 @@ class Plan:
         Parameters and buffers are shared. `state_names="split"` names the state of modules that moved by where they
         went, as torch's `split_module` does; `"original"` keeps the names that checkpoints of the original use.
         """
-        outlined = outline(self.partition)
-        module = outlined.graph_module
-        given = zip(outlined.names, outlined.bodies, self.partition, self.treatments, strict=True)
+        cut = outlined(self.partition)
+        module = cut.graph_module
+        given = zip(cut.names, cut.bodies, self.partition, self.treatments, strict=True)
         for name, body, region, treatment in given:
             add_marks(body, marks_of(treatment, region))
             module._modules[name] = treated(treatment, region, body)
-        keys = self.program.state_keys.then(outlined.moved)
+        keys = self.program.state_keys.then(cut.moved)
         name_state(module, keys, naming=state_names)
-        tolerance = self.program.tolerance | self.tolerance
-        if outlined.reordered or uses_autocast(self.program):
-            tolerance |= summation_tolerance(self.program)
+        tolerance = self.program.tolerance | self.tolerance | cut.tolerance
         return Program(module, pure=self.program.pure, state_keys=keys, tolerance=tolerance)
 
     def annotate(self) -> Program:

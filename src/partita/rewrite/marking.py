@@ -8,14 +8,14 @@ from torch.fx import GraphModule, Node
 
 from partita.graphs.program import Program
 from partita.regions import Partition
-from partita.rewrite.outline import outline
+from partita.rewrite.outline import outlined
 
 __all__ = ["add_marks", "marked"]
 
 
 def marked(program: Program, marks: Mapping[Node, Mapping[str, object]]) -> Program:
     """`program` with the given metadata on the given nodes; the original and its metadata stay as they are."""
-    module = outline(Partition(program, ())).graph_module
+    module = outlined(Partition(program, ())).graph_module
     by_name = {node.name: values for node, values in marks.items()}
     for node in module.graph.nodes:
         node.meta.update(by_name.get(node.name, {}))

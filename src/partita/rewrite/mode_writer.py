@@ -50,8 +50,7 @@ class ModeWriter:
             self._call(toggles.EXIT_INFERENCE, entered)
             self.mode, self._inference = before, None
         if wanted.inference is not None:
-            if wanted.grad is None:
-                self._ask_for_grad()  # Inside the block it is too late: entering it sets the grad mode as well.
+            self._ask_for_grad()  # Inside the block it is too late: entering it sets the grad mode as well.
             before = self.mode
             entered = self._call(toggles.ENTER_INFERENCE, wanted.inference)
             self._inference = (entered, before)

@@ -14,7 +14,10 @@ from partita._torch.nodes import GraphWriter, map_nodes
 from partita._torch.operators import SYM_SIZE
 from partita.graphs.attributes import attribute_of, find
 from partita.graphs.modes import AMBIENT
+from partita.graphs.program import Program
+from partita.graphs.summation import summation_tolerance, uses_autocast
 from partita.graphs.symbols import Dimension
+from partita.graphs.tolerance import EXACT, Tolerance
 from partita.graphs.values import VALUE_KEYS
 from partita.regions.borders import Crossing, Item
 from partita.regions.partition import Partition
@@ -25,7 +28,7 @@ from partita.rewrite.pause_gc import gc_paused
 from partita.rewrite.state import is_persistent, place, share_state
 from partita.rewrite.unique_names import unique_names
 
-__all__ = ["OutlineStyle", "Outlined", "outline"]
+__all__ = ["OutlineStyle", "Outlined", "outline", "outlined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,22 @@ class Outlined:
     names: tuple[str, ...]
     bodies: tuple[LazyModule, ...]
     moved: dict[str, str]
-    #: Whether any node runs before one that it used to run after.
-    reordered: bool
+    #: How far gradients may move because nodes run in another order, or in other autocast blocks.
+    tolerance: Tolerance
 
 
-def outline(
+def outline(partition: Partition) -> Program:
+    """A new program in which every region is one call of its body; what `Plan.apply` does before any treatment."""
+    program, result = partition.program, outlined(partition)
+    return Program(
+        result.graph_module,
+        pure=program.pure,
+        state_keys=program.state_keys.then(result.moved),
+        tolerance=program.tolerance | result.tolerance,
+    )
+
+
+def outlined(
     partition: Partition,
     *,
     names: Sequence[str] | None = None,
@@ -104,7 +118,9 @@ class _Outliner:
         self._write_output()
         graph = self.writer.close()
         self.modes.close()
-        return self._assemble(graph, bodies, reordered=_is_reordered(self.partition, numbers, order))
+        moves_sums = uses_autocast(self.program) or _is_reordered(self.partition, numbers, order)
+        tolerance = summation_tolerance(self.program) if moves_sums else EXACT
+        return self._assemble(graph, bodies, tolerance)
 
     def _numbers(self) -> list[list[int]]:
         """The nodes of each region, by number, in graph order."""
@@ -213,7 +229,7 @@ class _Outliner:
         node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=returns)
         self.writer.copy_meta(output, node)
 
-    def _assemble(self, graph: Graph, bodies: list[Body], *, reordered: bool) -> Outlined:
+    def _assemble(self, graph: Graph, bodies: list[Body], tolerance: Tolerance) -> Outlined:
         effectful, owner = self.program.effects.effectful, self.partition.owner
         impure = {owner[number] for number in effectful}
         base = module_like(self.root, graph)
@@ -227,7 +243,7 @@ class _Outliner:
                 moved[f"{name}.{local}"] = original
             modules.append(module)
         self._place_state(base, dict(zip(self.names, modules, strict=True)), moved)
-        return Outlined(base, self.names, tuple(modules), moved, reordered)
+        return Outlined(base, self.names, tuple(modules), moved, tolerance)
 
     def _place_state(self, base: GraphModule, parts: dict[str, LazyModule], moved: dict[str, str]) -> None:
         """Puts parts and state where the outer graph names them: short paths first, then in graph order, like torch."""

@@ -17,10 +17,10 @@ from partita.tracing.backend_options import BackendOptions
 from partita.tracing.piece_compiler import compile_pieces
 from partita.tracing.pieces import Waiting
 
-__all__ = ["partita"]
+__all__ = ["backend"]
 
 
-def partita(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> GraphModule:
+def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> GraphModule:
     """A module like `gm` whose regions run as the inner backend compiled them; nodes outside regions run eagerly.
 
     The options are `policy` (who cuts; by default all is one region), `treatment` (by default `Call()`) and `inner`:
