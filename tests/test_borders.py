@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core_helpers import cut, listing, program_of, text
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partita import Program, verify
 from partita.testing import captured_case
-from tests.core_helpers import cut, listing, program_of, text
 
 
 def chunked(*, traced: bool) -> Program:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core_helpers import program_of
 from torch import nn
 from torch.fx import Graph
 
 from partita import Program, fingerprint
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
 from partita.testing import random_case
-from tests.core_helpers import program_of
 
 Build = Callable[[Graph, Any], Any]
 
@@ -160,7 +160,12 @@ def test_inputs_count_with_their_order_and_defaults() -> None:
         graph.output(tuple(nodes[name] for name in sorted(nodes)))
         return fingerprint(program_of(graph))
 
-    made = [taking(("a", ()), ("b", ())), taking(("b", ()), ("a", ())), taking(("a", ()), ("b", (1,))), taking(("a", ()))]
+    made = [
+        taking(("a", ()), ("b", ())),
+        taking(("b", ()), ("a", ())),
+        taking(("a", ()), ("b", (1,))),
+        taking(("a", ())),
+    ]
     assert len(set(made)) == len(made)
 
 

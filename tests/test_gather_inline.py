@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core_helpers import cut, listing, program_of, text
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
-from torch.fx._symbolic_trace import PH
 
 from partita import Partition, Program, Region, fingerprint, gather, inline, verify
-from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
-from partita.errors import ModeError, OptionError
+from partita.errors import OptionError
 from partita.testing.dump import dump
-from tests.core_helpers import cut, listing, program_of, text
 
 
 def calling(body: nn.Module, call: Callable[[Graph, Any], Any], **modules: nn.Module) -> Program:
@@ -190,7 +188,9 @@ def test_the_inlined_module_is_not_destroyed() -> None:
     assert program.graph_module.sub(torch.ones(2)).shape == (2,)
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
 def test_a_module_with_hooks_stays_a_call(register: str) -> None:
     body = symbolic_trace(nn.ReLU())
     getattr(body, register)(lambda *_: None)
@@ -207,62 +207,3 @@ def test_only_calls_of_graph_modules_can_be_named() -> None:
         inline(program, ["sub"])
     with pytest.raises(OptionError, match="no call of a module is named 'nobody'"):
         inline(program, ["nobody"])
-
-
-def in_mode(enter: tuple[Any, ...], leave: Any, inside: Callable[[Graph, Any], Any]) -> Graph:
-    graph = Graph()
-    x = graph.placeholder("x")
-    block = graph.call_function(enter[0], enter[1:])
-    value = inside(graph, x)
-    graph.call_function(leave, (block,) if leave is EXIT_AUTOCAST else (True,))
-    graph.output(value)
-    return graph
-
-
-def product(graph: Graph, x: Any) -> Any:
-    return graph.call_function(torch.mm, (x, x))
-
-
-@pytest.mark.parametrize("inner", [torch.bfloat16, None])
-def test_an_open_autocast_dtype_is_that_of_the_surroundings(inner: torch.dtype | None) -> None:
-    root = nn.Module()
-    root.sub = GraphModule(nn.Module(), in_mode((ENTER_AUTOCAST, "cpu", inner, True, None), EXIT_AUTOCAST, product))
-    program = program_of(in_mode((ENTER_AUTOCAST, "cpu", torch.float16, True, None), EXIT_AUTOCAST, call_sub), root)
-    assert program.module()(torch.ones(2, 2)).dtype == (inner or torch.float16)
-    verify(program, inline(program), (torch.ones(2, 2),))
-
-
-def test_modes_of_body_and_call_are_composed() -> None:
-    root = nn.Module()
-    root.sub = GraphModule(nn.Module(), in_mode((SET_GRAD, False), SET_GRAD, product))
-    program = program_of(in_mode((ENTER_AUTOCAST, "cpu", torch.bfloat16, True, None), EXIT_AUTOCAST, call_sub), root)
-    with pytest.raises(ModeError, match="'sub' calls leaves"):
-        inline(program)
-    root.sub = GraphModule(
-        nn.Module(), in_mode((ENTER_AUTOCAST, "cpu", torch.bfloat16, True, None), EXIT_AUTOCAST, product)
-    )
-    program = program_of(in_mode((SET_GRAD, False), SET_GRAD, call_sub), root)
-    inlined = inline(program)
-    mode = inlined.modes.at(inlined.index.number[inlined.node("mm")])
-    assert (mode.grad, mode.autocast[0].dtype) == (False, torch.bfloat16)
-    verify(program, inlined, (torch.ones(2, 2, requires_grad=True),))
-
-
-def test_inlining_keeps_buffers_out_of_the_state_dict() -> None:
-    body = symbolic_trace(lambda x: x + 1)
-    body.register_buffer("seen", torch.ones(2), persistent=False)
-    body.graph.find_nodes(op="call_function", target=operator.add)
-    with body.graph.inserting_before(body.graph.output_node()):
-        read = body.graph.create_node("get_attr", "seen")
-    body.graph.output_node().args = (read,)
-    body.recompile()
-    program = calling(body, call_sub)
-    assert list(program.module().state_dict()) == list(inline(program).module().state_dict()) == []
-
-
-def test_a_body_with_pytree_arguments_is_refused_in_words() -> None:
-    body = symbolic_trace(lambda d: {"sum": d["a"] + d["b"]}, concrete_args={"d": {"a": PH, "b": PH}})
-    program = calling(body, lambda graph, x: graph.call_module("sub", ({"a": x, "b": x},)))
-    verify(program, inline(program), (torch.ones(2),))
-    with pytest.raises(OptionError, match="cannot be inlined"):
-        inline(program, ["sub"])

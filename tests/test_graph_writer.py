@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_written_nodes_are_found_in_order(fast: bool) -> None:
         ours_found = [node.name for node in ours.find_nodes(op=op, target=target)]
         assert ours_found == [node.name for node in theirs.find_nodes(op=op, target=target)]
     in_order = list(ours.nodes)
-    assert all(a < b and not b < a for a, b in zip(in_order, in_order[1:], strict=False))
+    assert all(a < b and not b < a for a, b in pairwise(in_order))
 
 
 def test_a_written_graph_can_be_edited(fast: bool) -> None:

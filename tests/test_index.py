@@ -7,13 +7,13 @@ import operator
 import pytest
 import torch
 from hypothesis import given
+from tests.core_helpers import program_of
 from torch import nn
 from torch.fx import Graph
 
 from partita.errors import BrokenGraphError
 from partita.graphs.index import Index
 from partita.testing import Case, programs
-from tests.core_helpers import program_of
 
 
 def diamond() -> Graph:

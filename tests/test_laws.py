@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.core_helpers import listing
 from torch.fx import Graph, Node
 
 from partita import Program, fingerprint, gather, inline, plan
@@ -32,17 +34,17 @@ from partita.testing.dump import dump
 from partita.testing.fuzz import fuzz
 from partita.testing.laws import check_laws
 from partita.treatments import Call
-from tests.core_helpers import listing
 
-#: Programs that broke a law once, or that hold much of what is hard in few nodes.
-SEEDS = (0, 1, 7, 13, 42, 99, 128, 217, 256, 311, 404, 512, 613, 777, 1001, 1234, 2024, 4096, 9001, 31337)
+#: Four cuts that are illegal, then legal ones that hold every trait that the generator knows.
+SEEDS = (0, 1, 2, 5, 3, 4, 8, 28, 39, 46, 82, 83, 87, 114, 138, 177, 198, 224, 232, 319)
 
 #: Captures with symbolic sizes, in each of the three ways in which torch writes them down.
-SYMBOLIC = tuple(
-    (model, route)
-    for route in ("export_dynamic", "dynamo", "make_fx_symbolic")
-    for model in ("Attention", "Buffered", "Structured")
-) + (("Mixer", "export_dynamic"), ("Frozen", "dynamo"), ("Casting", "dynamo"))
+SYMBOLIC = (
+    *product(("Attention", "Buffered", "Structured"), ("export_dynamic", "dynamo", "make_fx_symbolic")),
+    ("Mixer", "export_dynamic"),
+    ("Frozen", "dynamo"),
+    ("Casting", "dynamo"),
+)
 
 captured = cache(captured_case)
 
@@ -59,13 +61,12 @@ def test_the_laws_hold_for_known_programs(seed: int) -> None:
     check_laws(case, random_labels(case.graph_module.graph, seed))
 
 
-@pytest.mark.parametrize(("model", "route"), SYMBOLIC, ids="-".join)
-@given(count=st.integers(2, 5), salt=st.integers(0, 1000))
-@settings(max_examples=2)
-def test_the_laws_hold_for_captured_programs_in_blocks(model: str, route: str, count: int, salt: int) -> None:
+@pytest.mark.parametrize(("model", "route"), SYMBOLIC, ids=[f"{model}-{route}" for model, route in SYMBOLIC])
+@pytest.mark.parametrize("count", [2, 5])
+def test_the_laws_hold_for_captured_programs_in_blocks(model: str, route: str, count: int) -> None:
     case = captured(model, route)
     graph = case.graph_module.graph
-    labels = operators_only(graph, label(graph, Labelling("blocks", count, salt)))
+    labels = operators_only(graph, label(graph, Labelling("blocks", count, salt=len(model) * count)))
     assert check_laws(case.copy(), labels), "blocks are legal"
 
 
@@ -102,7 +103,7 @@ def test_the_known_programs_hold_legal_and_illegal_cuts() -> None:
             legal += 1
         except CycleError:
             continue
-    assert 5 <= legal <= len(SEEDS) - 3
+    assert legal == len(SEEDS) - 4
 
 
 def labelled(case: Case, seed: int) -> ByLabel:

@@ -1,20 +1,15 @@
-"""Modes: what the graph says about each node is what the node finds when it runs, however the blocks are nested."""
+"""Modes: what the graph says about each node, however the blocks are nested, and what it refuses to say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-from torch.fx import Graph, Node
+from tests.core_helpers import cut
+from tests.modes_helpers import BRAIN, HALF, Script
 
-from partita import Partition, Program, Region, outline
-from partita._torch.ambient import Ambient, read_ambient
 from partita._torch.toggles import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
@@ -25,53 +20,6 @@ from partita._torch.toggles import (
 )
 from partita.errors import ModeError
 from partita.graphs.modes import AMBIENT, Autocast, Mode
-from tests.core_helpers import cut, program_of
-
-SEEN: dict[int, Ambient] = {}
-HALF, BRAIN = torch.float16, torch.bfloat16
-
-
-def probe(x: Tensor, number: int) -> Tensor:
-    """Takes down the modes that it runs under."""
-    SEEN[number] = read_ambient()
-    return x.clone()
-
-
-class Script:
-    """A graph of toggles with a probe after each; `modes` are what the graph says at the probes."""
-
-    def __init__(self) -> None:
-        self.graph = Graph()
-        self.x = self.graph.placeholder("x")
-        self.probes: list[Node] = []
-
-    def toggle(self, target: Callable[..., Any], *args: Any) -> Node:
-        node = self.graph.call_function(target, args)
-        self.probe()
-        return node
-
-    def probe(self) -> None:
-        self.probes.append(self.graph.call_function(probe, (self.x, len(self.probes))))
-
-    def program(self) -> Program:
-        if self.graph.find_nodes(op="output") == []:
-            self.graph.output(tuple(self.probes))
-        return Program.of(program_of(self.graph), pure=[probe])
-
-    def modes(self) -> list[Mode]:
-        program = self.program()
-        return [program.modes.at(program.index.number[node]) for node in program.graph.find_nodes(
-            op="call_function", target=probe
-        )]  # fmt: skip
-
-
-def observed(program: Program) -> dict[int, Ambient]:
-    SEEN.clear()
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.enable_grad():
-        found = read_ambient()
-        program.module()(torch.ones(2))
-        assert found.autocast == read_ambient().autocast or program.modes.final.autocast
-    return dict(SEEN)
 
 
 def test_a_graph_without_toggles_has_the_mode_of_its_caller() -> None:
@@ -99,7 +47,12 @@ def test_an_inner_autocast_takes_from_the_outer_what_it_leaves_open() -> None:
     script.toggle(EXIT_AUTOCAST, inner)
     script.toggle(EXIT_AUTOCAST, outer)
     first = Autocast("cpu", HALF, True, False)
-    assert [mode.autocast for mode in script.modes()] == [(first,), (Autocast("cpu", HALF, False, False),), (first,), ()]
+    assert [mode.autocast for mode in script.modes()] == [
+        (first,),
+        (Autocast("cpu", HALF, False, False),),
+        (first,),
+        (),
+    ]
 
 
 def test_devices_are_apart() -> None:
@@ -171,16 +124,6 @@ def test_the_result_of_a_toggle_is_none() -> None:
     assert (returned[0], returned[2]) == (None, None)
 
 
-def test_an_inference_block_that_nobody_leaves_is_what_it_is_when_run() -> None:
-    script = Script()
-    script.toggle(ENTER_INFERENCE, True)
-    try:
-        after = cut(script.program(), {"probe": "part"})
-    except ModeError:
-        return
-    assert observed(after)[0].inference is observed(script.program())[0].inference
-
-
 @pytest.mark.parametrize(
     ("target", "arguments"),
     [
@@ -234,60 +177,15 @@ def test_autocast_and_inference_blocks_that_cross_are_refused(autocast_first: bo
         script.modes()
 
 
-def random_script(source: Random, length: int) -> Script:
-    """Blocks of all kinds, opened and left in any order that is allowed."""
+def test_a_nested_block_in_an_inference_block_crosses_nothing() -> None:
     script = Script()
-    autocasts: list[Node] = []
-    inferences: list[tuple[Node, list[Node]]] = []
-    asked: list[Node] = []
-    for _ in range(length):
-        kind = source.randrange(6)
-        if kind == 0:
-            script.toggle(SET_GRAD, source.choice([True, False, *asked]))
-        elif kind == 1:
-            asked.append(script.graph.call_function(IS_GRAD_ENABLED))
-        elif kind == 2:
-            args = source.choice([BRAIN, HALF, None]), source.choice([True, False]), source.choice([True, False, None])
-            autocasts.append(script.toggle(ENTER_AUTOCAST, "cpu", *args))
-        elif kind == 3 and autocasts:
-            script.toggle(EXIT_AUTOCAST, autocasts.pop(source.randrange(len(autocasts))))
-        elif kind == 4:
-            inferences.append((script.toggle(ENTER_INFERENCE, source.choice([True, False])), list(autocasts)))
-        elif kind == 5 and inferences and inferences[-1][1] == autocasts:
-            script.toggle(EXIT_INFERENCE, inferences.pop()[0])
-    while inferences:
-        block, around = inferences.pop()
-        for inner in [node for node in autocasts if node not in around]:
-            script.toggle(EXIT_AUTOCAST, inner)
-        if [node for node in autocasts if node in around] != around:
-            return random_script(source, length)
-        autocasts = list(around)
-        script.toggle(EXIT_INFERENCE, block)
-    script.probe()
-    return script
-
-
-@given(st.integers(0, 2**32), st.integers(0, 14))
-@settings(max_examples=120)
-def test_every_node_of_a_cut_finds_the_modes_that_it_found_before(seed: int, length: int) -> None:
-    source = Random(seed)
-    script = random_script(source, length)
-    program = script.program()
-    before = observed(program)
-    for number, mode in enumerate(script.modes()):
-        assert mode.grad in (None, before[number].grad)
-        assert mode.inference in (None, before[number].inference)
-        for block in mode.autocast:
-            device, enabled, dtype = before[number].autocast[0]
-            assert (block.device, block.enabled, block.dtype or dtype) == (device, enabled, dtype)
-    held: list[list[Node]] = [[], [], []]
-    for node in script.probes:
-        held[source.randrange(3)].append(node)
-    regions = [Region(f"part_{place}", tuple(nodes)) for place, nodes in enumerate(held[:2]) if nodes]
-    after = Program.of(outline(Partition(program, regions)).graph_module)
-    found = observed(after)
-    for number, ambient in before.items():
-        assert (found[number].grad, found[number].inference) == (ambient.grad, ambient.inference)
-        assert found[number].autocast[0][1] == ambient.autocast[0][1]
-        assert not ambient.autocast[0][1] or found[number].autocast == ambient.autocast
-        assert found[number].autocast_cache == ambient.autocast_cache
+    cpu, cuda = (script.toggle(ENTER_AUTOCAST, device, BRAIN) for device in ("cpu", "cuda"))
+    block = script.toggle(ENTER_INFERENCE, True)
+    inner = script.toggle(ENTER_AUTOCAST, "cpu", HALF)
+    script.toggle(EXIT_AUTOCAST, inner)
+    script.toggle(EXIT_INFERENCE, block)
+    script.toggle(EXIT_AUTOCAST, cuda)
+    script.toggle(EXIT_AUTOCAST, cpu)
+    told = [(mode.inference, {block.device: block.dtype for block in mode.autocast}) for mode in script.modes()]
+    both = {"cpu": BRAIN, "cuda": BRAIN}
+    assert told[2:6] == [(True, both), (True, {**both, "cpu": HALF}), (True, both), (None, both)]

@@ -31,7 +31,23 @@ TARGETS: list[Any] = [
     "relu_2",
     "Upper.CamelCase",
 ]
-WISHES = ["add", "add_1", "add_01", "add_1_1", "x", "x_2", "self", "print", "float", "device", "1x", "a.b-c", "", "_", "é", "_1"]
+WISHES = [
+    "add",
+    "add_1",
+    "add_01",
+    "add_1_1",
+    "x",
+    "x_2",
+    "self",
+    "print",
+    "float",
+    "device",
+    "1x",
+    "a.b-c",
+    "",
+    "é",
+    "_1",
+]
 
 steps = st.one_of(
     st.tuples(st.just("target"), st.sampled_from(TARGETS)),

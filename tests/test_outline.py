@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core_helpers import cut, listing, program_of, text
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
@@ -14,7 +15,6 @@ from partita._torch.toggles import SET_GRAD
 from partita.errors import CycleError, MissingTargetError, RegionError
 from partita.graphs.tolerance import EXACT
 from partita.testing.dump import dump
-from tests.core_helpers import cut, listing, program_of, text
 
 
 class Small(nn.Module):
@@ -219,4 +219,4 @@ def test_a_cycle_names_its_nodes_and_a_repair() -> None:
     told = str(caught.value)
     assert "node 'mul' before node 'add' (mul -> add)" in told
     assert "region 'r' before node 'mul' (linear -> mul)" in told
-    assert "take 'mul', 'add' into 'r', or split 'r' there" in told
+    assert "To repair it, take 'mul', 'add' into 'r', or put 'linear' and 'relu' of 'r' into different regions" in told

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core_helpers import cut, listing, program_of, text
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
@@ -18,7 +19,6 @@ from partita.errors import ModeError, OptionError, PartitaError, UnknownNodeErro
 from partita.policies import ByLabel
 from partita.testing.dump import dump
 from partita.treatments import Call, Mark
-from tests.core_helpers import cut, listing, program_of, text
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def test_modes_and_moved_items_are_explained() -> None:
 
 
 def test_a_treatment_of_one_mode_refuses_two() -> None:
-    with pytest.raises(ModeError, match="region 'all' holds 'sin' under .* and 'cos' under .* takes one mode"):
+    with pytest.raises(ModeError, match=r"region 'all' holds 'sin' under .* and 'cos' under .* takes one mode"):
         plan(switching(), by({"sin": "all", "chunk": "all", "cos": "all"}), Rough())
     plan(switching(), by({"sin": "all", "chunk": "all", "cos": "all"}), Rough(mixes_modes=True))
 
@@ -165,7 +165,7 @@ def test_treatments_by_name_and_by_function() -> None:
 
 @pytest.mark.parametrize("treatment", [{"a": Call()}, lambda region: None, Call, "Call", None])
 def test_a_region_without_a_treatment_is_refused(treatment: Any) -> None:
-    with pytest.raises(OptionError, match="region '[ab]' has no treatment"):
+    with pytest.raises(OptionError, match=r"region '[ab]' has no treatment"):
         plan(chain(), by({"sin": "a", "cos": "b"}), treatment)
 
 

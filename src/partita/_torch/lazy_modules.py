@@ -16,7 +16,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _WrappedCall
 
 from partita._torch.ambient import read_ambient, restore_after_error
+from partita._torch.blank_modules import blank_attributes
 from partita._torch.graph_records import graph_from_record, record_of_graph
+from partita._torch.pause_gc import gc_paused
 
 __all__ = ["LazyModule", "lazy_module"]
 
@@ -62,7 +64,7 @@ class LazyModule(_LazyGraphModule):
         return code
 
     def real_recompile(self) -> None:
-        with _CODE_LOCK:
+        with _CODE_LOCK, gc_paused():
             super().real_recompile()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,7 +91,7 @@ class LazyModule(_LazyGraphModule):
 def lazy_module(graph: Graph, *, training: bool, restores_modes: bool = False, is_impure: bool = False) -> LazyModule:
     """A module without state that runs `graph`; register what its nodes name before it is called."""
     module = _blank("GraphModule")
-    nn.Module.__init__(module)
+    module.__dict__.update(blank_attributes())
     tracer = graph._tracer_cls
     module.__dict__.update(
         training=training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from torch.fx import Graph
@@ -15,9 +16,7 @@ class Names:
 
     def __init__(self, graph: Graph) -> None:
         namespace = graph._graph_namespace
-        self._graph = graph
         self._used, self._counts = namespace._used_names, namespace._base_count
-        self._by_target: dict[Any, tuple[str, str, str | None]] = {}
 
     def reserve(self, names: Any) -> None:
         """Takes `names` as they are; they must be free."""
@@ -29,10 +28,13 @@ class Names:
 
     def fresh_for(self, target: Any) -> str:
         """The name that torch would give to the next node with this target."""
-        parsed = self._by_target.get(target)
-        if parsed is None:
-            parsed = self._by_target[target] = _parse(self._graph._target_to_str(target))
-        return self._free(*parsed)
+        if type(target) is str:
+            return self._free(*_parse_target(target))
+        # Operators hash in Python, so they are found by identity; the entry keeps its target alive.
+        known = _CANDIDATES.get(id(target))
+        if known is None:
+            known = _CANDIDATES[id(target)] = (target, _parse(_GRAPH._target_to_str(target)))
+        return self._free(*known[1])
 
     def _free(self, candidate: str, base: str, suffix: str | None) -> str:
         used, counts = self._used, self._counts
@@ -60,3 +62,13 @@ def _parse(candidate: str) -> tuple[str, str, str | None]:
         assert match is not None
     base, suffix = match.group(1, 2)
     return candidate, base, suffix
+
+
+@lru_cache(maxsize=1 << 16)
+def _parse_target(target: str) -> tuple[str, str, str | None]:
+    return _parse(_GRAPH._target_to_str(target))
+
+
+#: What a node with this target would be called, by the identity of the target; functions and operators are few.
+_CANDIDATES: dict[int, tuple[Any, tuple[str, str, str | None]]] = {}
+_GRAPH = Graph()

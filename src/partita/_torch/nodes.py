@@ -126,8 +126,10 @@ def copy_meta(source: Mapping[str, Any], target: dict[str, Any], memo: dict[int,
 
     `memo` keeps two nodes that shared a container sharing its copy, as `copy.deepcopy` would.
     """
+    target.update(source)
     for key, value in source.items():
-        target[key] = _copied(value, memo) if type(value) in _CONTAINERS else value
+        if type(value) in _CONTAINERS:
+            target[key] = value.copy() if key in _FLAT else _copied(value, memo)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -149,6 +151,8 @@ def _has_fast_route() -> bool:
     return all(hasattr(graph, name) for name in ("_root", "_len", "_graph_namespace", "_find_nodes_lookup_table"))
 
 
+#: Containers of immutable things, that tracers write on every node.
+_FLAT = frozenset(("nn_module_stack", "source_fn_stack", "from_node", "fwd_nn_module_stack", "fwd_source_fn_stack"))
 _CONTAINERS = frozenset((dict, list, OrderedDict, defaultdict))
 _NO_KWARGS: immutable_dict[str, Any] = immutable_dict()
 _FAST = _has_fast_route()

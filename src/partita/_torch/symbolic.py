@@ -35,11 +35,7 @@ def is_unbacked(symbol: Any) -> bool:
 
 def _is_symbolic(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return any(type(size) is torch.SymInt for size in (*value.shape, *_strides(value)))
+        return bool(value._has_symbolic_sizes_strides)
     if isinstance(value, tuple | list):
         return any(map(_is_symbolic, value))
     return isinstance(value, _SYMBOLIC)
-
-
-def _strides(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.pause_gc import gc_paused
 from partita.compat._split_order import alone_first, lifo_order, original_order
 from partita.errors import CallbackError, MissingLabelError, OptionError
 from partita.graphs.program import Program
@@ -49,6 +50,7 @@ class Partition:
         return ",\n".join(f"{title}: {row}" for title, row in rows.items())
 
 
+@gc_paused()
 def split_module(
     m: GraphModule,
     root_m: torch.nn.Module | None,
@@ -88,6 +90,7 @@ def split_module(
     return cut.graph_module
 
 
+@gc_paused()
 def split_module_simple(
     m: GraphModule, node_to_partition: Mapping[Node, int], *, partition_affix: str | None = None
 ) -> GraphModule:

@@ -10,6 +10,7 @@ from typing import final
 
 from torch.fx import GraphModule, Node
 
+from partita._torch.pause_gc import gc_paused
 from partita.errors import ModeError, OptionError
 from partita.graphs.program import Program
 from partita.graphs.tolerance import EXACT, Tolerance
@@ -87,6 +88,7 @@ class Plan:
         return f"Plan({len(self.partition)} regions of {self.program!r})"
 
 
+@gc_paused()
 def plan(
     program: Program | GraphModule,
     policy: Policy | Partition,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch.fx import Node
 
 from partita._torch.nodes import GraphWriter
+from partita._torch.pause_gc import gc_paused
 from partita.graphs.program import Program
 from partita.graphs.summation import summation_tolerance
 from partita.regions.partition import Partition
 from partita.rewrite.assembly import module_like
 from partita.rewrite.mode_writer import ModeWriter
-from partita.rewrite.pause_gc import gc_paused
 from partita.rewrite.state import share_state
 
 __all__ = ["gather"]

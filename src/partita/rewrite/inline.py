@@ -11,13 +11,13 @@ from torch.fx.graph import CodeGen
 
 from partita._torch.nodes import GraphWriter, map_nodes
 from partita._torch.operators import SYM_SIZE
+from partita._torch.pause_gc import gc_paused
 from partita.errors import ModeError, OptionError
 from partita.graphs.attributes import attribute_of, find
 from partita.graphs.modes import AMBIENT, Mode
 from partita.graphs.program import Program
 from partita.rewrite.assembly import module_like
 from partita.rewrite.mode_writer import ModeWriter
-from partita.rewrite.pause_gc import gc_paused
 from partita.rewrite.state import is_persistent, place, share_state
 
 __all__ = ["inline"]

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.lazy_modules import LazyModule, lazy_module
 from partita._torch.nodes import GraphWriter, map_nodes
 from partita._torch.operators import SYM_SIZE
+from partita._torch.pause_gc import gc_paused
 from partita.graphs.attributes import attribute_of, find
 from partita.graphs.modes import AMBIENT
 from partita.graphs.program import Program
@@ -24,7 +25,6 @@ from partita.regions.partition import Partition
 from partita.rewrite.assembly import module_like
 from partita.rewrite.bodies import PLAIN_BODY, Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt, write_body
 from partita.rewrite.mode_writer import ModeWriter
-from partita.rewrite.pause_gc import gc_paused
 from partita.rewrite.state import is_persistent, place, share_state
 from partita.rewrite.unique_names import unique_names
 

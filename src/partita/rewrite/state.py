@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita._torch.blank_modules import blank_module
+
 __all__ = ["adopt_hooks", "is_persistent", "place", "share_plain_attributes", "share_state"]
 
 _HOOKS = (
@@ -49,9 +51,7 @@ def place(root: nn.Module, path: str, value: Any, *, persistent: bool = True) ->
     for folder in folders:
         inner = module._modules.get(folder)
         if inner is None:
-            inner = nn.Module()
-            inner.training = root.training
-            module._modules[folder] = inner
+            inner = module._modules[folder] = blank_module(training=root.training)
         module = inner
     if isinstance(value, nn.Parameter):
         module._parameters[name] = value
@@ -82,8 +82,7 @@ def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str]
         if path in without:
             continue
         if child is not None and any(taken.startswith(f"{path}.") for taken in without):
-            container = nn.Module()
-            container.training = child.training
+            container = blank_module(training=child.training)
             share_state(child, container, without=without, prefix=f"{path}.")
             target._modules[name] = container
         else:
