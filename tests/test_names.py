@@ -68,7 +68,7 @@ def _unnamed(graph: Graph) -> str:
 
 
 @given(st.lists(steps, max_size=30))
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_names_are_those_that_torch_would_give(sequence: list[tuple[str, Any]]) -> None:
     theirs = Graph()
     names = Names(Graph())

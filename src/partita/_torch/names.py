@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +36,24 @@ class Names:
         if known is None:
             known = _CANDIDATES[id(target)] = (target, _parse(_GRAPH._target_to_str(target)))
         return self._free(*known[1])
+
+    def fresh_for_all(self, targets: Iterable[Any]) -> list[str]:
+        """`fresh_for` of each target in turn: one tight loop, since every node of a graph may be named here."""
+        used, counts, candidates, names = self._used, self._counts, _CANDIDATES, []
+        for target in targets:
+            known = candidates.get(id(target))
+            if known is None or known[1][2] is not None or known[1][0] in _illegal_names:
+                names.append(self.fresh_for(target))
+                continue
+            candidate, base, _ = known[1]
+            count = counts.get(base, 0)
+            while candidate in used:
+                count += 1
+                candidate = f"{base}_{count}"
+            used.add(candidate)
+            counts[base] = count
+            names.append(candidate)
+        return names
 
     def _free(self, candidate: str, base: str, suffix: str | None) -> str:
         used, counts = self._used, self._counts

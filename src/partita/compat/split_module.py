@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ def split_module(
     buffers are shared. `qualname_map` is filled with the old name of every module that moved into a part.
     """
     program = Program.of(m)
-    parts = _parts({node: _asked(split_callback, node) for node in program.operators()}, partition_affix)
+    operators = program.operators()
+    parts = _parts(operators, _asked(split_callback, operators), partition_affix)
     partition = RegionPartition(program, parts)
     style = OutlineStyle(
         body=BodyStyle(
@@ -104,7 +105,8 @@ def split_module_simple(
             f"node_to_partition has no id for {', '.join(map(repr, missing[:5]))}"
             f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; give every operator one"
         )
-    parts = _parts({node: node_to_partition[node] for node in program.operators()}, partition_affix)
+    operators = program.operators()
+    parts = _parts(operators, [node_to_partition[node] for node in operators], partition_affix)
     partition = RegionPartition(program, parts)
     style = OutlineStyle(
         body=BodyStyle(keeps_node_names=False, returns_tuple=False),
@@ -119,31 +121,37 @@ def split_module_simple(
     return cut.graph_module
 
 
-def _asked(split_callback: Callable[[Node], int | str], node: Node) -> int | str:
+def _asked(split_callback: Callable[[Node], int | str], nodes: Sequence[Node]) -> list[int | str]:
+    """The part id of each node, asked for once, in order."""
+    labels: list[int | str] = []
     try:
-        label = split_callback(node)
+        for node in nodes:
+            labels.append(split_callback(node))
     except Exception as error:
+        name = nodes[len(labels)].name
         raise CallbackError(
-            f"split_callback raised {type(error).__name__} for node {node.name!r}: {error}; nothing was changed"
+            f"split_callback raised {type(error).__name__} for node {name!r}: {error}; nothing was changed"
         ) from error
-    if label is None:
-        raise CallbackError(f"split_callback gave None for node {node.name!r}; return a part id for every operator")
-    return label
+    if None in labels:
+        name = nodes[labels.index(None)].name  # type: ignore[arg-type]
+        raise CallbackError(f"split_callback gave None for node {name!r}; return a part id for every operator")
+    return labels
 
 
-def _parts(labels: Mapping[Node, int | str], affix: str | None) -> list[Region]:
+def _parts(nodes: Sequence[Node], labels: Sequence[int | str], affix: str | None) -> list[Region]:
     """The parts in order of first appearance; ids that print alike are one part."""
-    nodes: dict[str, list[Node]] = {}
-    names: dict[int, str] = {}
-    for node, label in labels.items():
-        # Most labels are small numbers, and printing one for each node would cost more than finding it again.
-        name = names.get(label) if type(label) is int else None
-        if name is None:
+    held: dict[str, list[Node]] = {}
+    # Most labels are small numbers, and printing one for each node would cost more than finding it again.
+    by_number: dict[int, list[Node]] = {}
+    for node, label in zip(nodes, labels, strict=True):
+        part = by_number.get(label) if type(label) is int else None
+        if part is None:
             name = str(label) if affix is None else f"{affix}_{label}"
+            part = held.setdefault(name, [])
             if type(label) is int:
-                names[label] = name
-        nodes.setdefault(name, []).append(node)
-    return [Region(f"submod_{name}", tuple(held), name) for name, held in nodes.items()]
+                by_number[label] = part
+        part.append(node)
+    return [Region(f"submod_{name}", tuple(part), name) for name, part in held.items()]
 
 
 def _names(partition: RegionPartition) -> list[str]:

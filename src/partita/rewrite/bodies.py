@@ -139,8 +139,8 @@ class _BodyWriter:
         if self.style.keeps_node_names:
             self.writer.copy_run(nodes, self.env, [node.name for node in nodes])
         else:
-            fresh_for = self.writer.names.fresh_for
-            self.writer.copy_run(nodes, self.env, [fresh_for(node.target) for node in nodes])
+            names = self.writer.names.fresh_for_all([node.target for node in nodes])
+            self.writer.copy_run(nodes, self.env, names)
 
     def _name_for(self, node: Node, target: str | None = None) -> str:
         if self.style.keeps_node_names:
