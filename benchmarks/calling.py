@@ -50,7 +50,7 @@ def _row(case: str, module: GraphModule, given: tuple[torch.Tensor, ...], scale:
         other=median(taken["split_module"]) / calls * 1e6,
         reading="of its cost",
         value=quotient(taken["ours"], taken["split_module"]),
-        target=at_most(1 + _NOISE) if scale.turns_of_calls >= 60 else None,
+        target=at_most(1 + _NOISE) if scale.turns_of_calls >= 30 else None,
     )
 
 

@@ -30,7 +30,7 @@ def rows(scale: Scale) -> Iterator[Row]:
     program = exported_llama(scale.layers)
     targets = (at_least(5), at_least(2)) if has_targets(scale.layers) else (None, None)
     for parts in (32, 100):
-        repeats = 2 * max(scale.beside_torch.values())
+        repeats = max(scale.beside_torch.values())
         graph = functional(program)
         case = f"Llama {scale.layers} layers, {len(graph.graph.nodes):,}, {parts} parts"
         yield from _rows(case, graph, parts, repeats, targets)

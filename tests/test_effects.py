@@ -107,7 +107,7 @@ def _norm_between_reads(norm: nn.Module) -> GraphModule:
 def test_a_module_that_writes_its_buffers_is_seen_by_those_who_fetch_them():
     edges, effects = effects_by_name(_norm_between_reads(nn.BatchNorm1d(4)))
     assert edges == {("sin", "norm"), ("norm", "cos")}
-    assert (len(effects.written_modules), len(effects.written_inputs)) == (1, 2)
+    assert (len(effects.written_state), len(effects.written_inputs)) == (3, 2)
     assert effects_by_name(_norm_between_reads(nn.BatchNorm1d(4).eval()))[0] == set()
 
 
@@ -263,7 +263,7 @@ def test_a_body_that_writes_its_own_buffer_is_reported():
     module = module_of(build, root)
     edges, effects = effects_by_name(module)
     assert edges == {("sin", "call")}
-    assert [list(module.graph.nodes)[i].name for i in effects.written_modules] == ["body"]
+    assert [tensor is owner.buffer for tensor in effects.written_state] == [True]
 
 
 def test_functions_registered_with_torch_as_effectful_are_chained():

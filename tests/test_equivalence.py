@@ -164,7 +164,7 @@ def test_one_difference_is_told_by_its_kind(case: str) -> None:
 def test_a_program_equals_itself(case: str) -> None:
     _, before, after, make = CASES[case]
     for forward in (before, after):
-        assert verify(*pair(forward, forward), (make(),)).equal
+        assert compare(*pair(forward, forward), (make(),)).equal
 
 
 def test_a_lost_gradient_is_found() -> None:
@@ -283,8 +283,19 @@ def test_what_differs_in_every_call_is_told_once() -> None:
 
 
 def test_an_original_that_raises_leaves_a_note() -> None:
-    comparison = verify(*pair(lambda m, x: failing(leak=False), lambda m, x: failing(leak=False)), (vector(),))
+    both = pair(lambda m, x: failing(leak=False), lambda m, x: failing(leak=False))
+    comparison = compare(*both, (vector(),))
     assert comparison.notes[0] == "first call: the original raises ValueError: no, so less could be compared"
+    assert (comparison.equal, comparison.raised) == (True, comparison.calls)
+    with pytest.raises(VerificationError, match="nothing could be compared, give arguments that the original accepts"):
+        verify(*both, (vector(),))
+
+
+def test_arguments_that_are_no_tuple_are_refused() -> None:
+    with pytest.raises(
+        OptionError, match=r"`args` is a tuple of arguments, not a Tensor; for a single one write \(x,\)"
+    ):
+        verify(*pair(lambda m, x: x, lambda m, x: x), vector())  # type: ignore[arg-type]
 
 
 def test_an_empty_comparison_reads_well() -> None:

@@ -72,7 +72,7 @@ def test_everything_is_as_it_was_after_an_exception() -> None:
             raise ValueError("no")
 
     model, x, ambient = Refusing(), torch.ones(3), modes()
-    assert verify(model, model, (x, [])).equal
+    assert compare(model, model, (x, [])).equal
     assert modes() == ambient
     assert model.plain.tolist() == [0.0] * 3
     assert x.tolist() == [1.0] * 3

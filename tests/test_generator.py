@@ -85,18 +85,25 @@ def test_cases_behave_as_models_do(cases: list[Case]) -> None:
         assert not torch.is_autocast_enabled("cpu"), case.origin
         assert not torch.is_inference_mode_enabled(), case.origin
         counts[backward_of(tensors)] += 1
-        counts["wild"] += not all(value.isfinite().all() for value in tensors)
+        counts["wild"] += is_wild(tensors)
     assert counts["works"] > len(cases) // 3
     assert counts["fails"] < len(cases) // 20
     assert counts["wild"] < len(cases) // 20
 
 
+def is_wild(tensors: list[Tensor]) -> bool:
+    try:
+        return not all(value.isfinite().all() for value in tensors)
+    except RuntimeError:  # A view whose base was written where autograd could not see it cannot even be read.
+        return True
+
+
 def backward_of(tensors: list[Tensor]) -> str:
-    trained = [value.float().sum() for value in tensors if value.requires_grad]
+    trained = [value for value in tensors if value.requires_grad]
     if not trained:
         return "missing"
     try:
-        sum(trained, torch.zeros(())).backward()
+        sum((value.float().sum() for value in trained), torch.zeros(())).backward()
     except RuntimeError:
         return "fails"
     return "works"

@@ -9,12 +9,18 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.jit._builtins import _find_builtin
 
+from partita._torch.lasting import is_lasting
+
 __all__ = ["returns_container"]
 
 
-@cache
 def returns_container(target: Any) -> bool:
     """Whether a call of `target` (a function, or the name of a tensor method) surely gives a tuple, list or size."""
+    return (isinstance(target, str) or is_lasting(target)) and _returns_container(target)
+
+
+@cache
+def _returns_container(target: Any) -> bool:
     if target == "size":  # With an argument it gives a number, which nobody indexes.
         return True
     schemas = _schemas(target)

@@ -17,7 +17,7 @@ from torch.fx.graph_module import _WrappedCall
 
 from partita._torch.ambient import read_ambient, restore_after_error
 from partita._torch.blank_modules import blank_attributes
-from partita._torch.graph_records import graph_from_record, record_of_graph
+from partita._torch.graph_records import graph_from_record, is_plain, record_of_graph
 from partita._torch.pause_gc import gc_paused
 
 __all__ = ["LazyModule", "lazy_module"]
@@ -69,6 +69,8 @@ class LazyModule(_LazyGraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {key: value for key, value in self.__dict__.items() if key != "_graph"}
+        # What a live trace left on the module means nothing in another process, and does not pickle either.
+        state |= {"shape_env": None, "meta": {key: value for key, value in self.meta.items() if is_plain(value)}}
         return _unpickle, (type(self).__name__, state, record_of_graph(self._graph))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyModule:
@@ -82,8 +84,9 @@ class LazyModule(_LazyGraphModule):
             new_output = graph.output(value, type_expr=getattr(old_output, "type", None))
             new_output.meta = copy.copy(old_output.meta)
         graph.set_codegen(copy.copy(self._graph._codegen))
-        state = {key: value for key, value in self.__dict__.items() if key != "_graph"}
-        copied.__dict__.update(copy.deepcopy(state, memo))
+        shared = {"meta": copy.copy(self.meta), "shape_env": self.shape_env, "_tracer_extras": self._tracer_extras}
+        state = {key: value for key, value in self.__dict__.items() if key != "_graph" and key not in shared}
+        copied.__dict__.update(copy.deepcopy(state, memo), **shared)
         _adopt(copied, graph)
         return copied
 

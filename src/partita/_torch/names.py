@@ -9,6 +9,8 @@ from typing import Any
 from torch.fx import Graph
 from torch.fx.graph import _illegal_char_regex, _illegal_names, _name_regex
 
+from partita._torch.lasting import is_lasting
+
 __all__ = ["Names"]
 
 
@@ -34,7 +36,9 @@ class Names:
         # Operators hash in Python, so they are found by identity; the entry keeps its target alive.
         known = _CANDIDATES.get(id(target))
         if known is None:
-            known = _CANDIDATES[id(target)] = (target, _parse(_GRAPH._target_to_str(target)))
+            known = (target, _parse(_GRAPH._target_to_str(target)))
+            if is_lasting(target):
+                _CANDIDATES[id(target)] = known
         return self._free(*known[1])
 
     def fresh_for_all(self, targets: Iterable[Any]) -> list[str]:

@@ -135,9 +135,9 @@ def _gradients(before: Observation, after: Observation, tolerance: Tolerance) ->
     yield from _raised(before.backward_raised, after.backward_raised, "backward")
     if before.backward_raised or after.backward_raised:
         return
-    others = dict(after.gradients)
-    for name, one in before.gradients:
-        other = others.get(name)
+    ones, others = dict(before.gradients), dict(after.gradients)
+    for name in {**ones, **others}:
+        one, other = ones.get(name), others.get(name)
         if one is None or other is None:
             if one is not other:
                 yield Difference("gradient", name, "none != a gradient" if one is None else "a gradient != none")

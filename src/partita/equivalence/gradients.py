@@ -37,7 +37,9 @@ def gradients_of(
     except RuntimeError as error:  # Some views that were written cannot even be asked for their graph.
         return Raised(type(error), str(error)), ()
     reached = [leaf for leaf in behind if id(leaf) not in known]
-    everything = [*leaves, *((f"a leaf of shape {tuple(leaf.shape)} outside the state", leaf) for leaf in reached)]
+    # Both programs reach the very same tensors there, in any order, so identity is what pairs them.
+    outside = ((f"a leaf of shape {tuple(leaf.shape)} outside the state, {id(leaf):#x}", leaf) for leaf in reached)
+    everything = [*leaves, *outside]
     raised = None
     with kept_gradient_fields(reached):
         if differentiable:

@@ -74,12 +74,11 @@ def _of_program(program: Program, module: GraphModule) -> Subject:
     number = {node: place for place, node in enumerate(placeholders)}
     written = [nodes[i] for i in effects.written_inputs]
     held = [_held_by(program.graph_module, str(node.target)) for node in written if node.op == "get_attr"]
-    held += [program.graph_module.get_submodule(str(nodes[i].target)) for i in effects.written_modules]
     return Subject(
         call=module,
         root=module,
         slots=tuple(replace(slot, name=program.state_keys.original(slot.name)) for slot in slots_of(module)),
-        written=_keys(tensor for value in held for tensor in _tensors_of(value)),
+        written=_keys((*(value for value in held if isinstance(value, Tensor)), *effects.written_state)),
         written_inputs=frozenset(number[node] for node in written if node in number),
         tolerance=program.tolerance,
         placeholders=placeholders,
@@ -94,18 +93,6 @@ def _of_unknown(call: Callable[..., object], root: Module | None) -> Subject:
 
 def _held_by(root: Module, target: str) -> object:
     return attrgetter(target)(root)
-
-
-def _tensors_of(value: object) -> Iterable[Tensor]:
-    if isinstance(value, Module):
-        # The modules of torch.nn keep statistics in buffers and leave their parameters to the optimizer.
-        spared = "parameter" if all(map(_is_of_torch, value.modules())) else ""
-        return (slot.tensor for slot in slots_of(value) if slot.kind != spared)
-    return (value,) if isinstance(value, Tensor) else ()
-
-
-def _is_of_torch(module: Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
 
 
 def _keys(tensors: Iterable[Tensor]) -> frozenset[int]:

@@ -13,7 +13,9 @@ from partita._torch.schemas import flattens_inputs, is_higher_order, signatures_
 from partita.graphs.aliasing import NodeBehaviours, storages_of, written_classes
 from partita.graphs.behaviour_operators import rule_of_operator
 from partita.graphs.behaviour_terms import ALIASING, EVERY, PURE, UNKNOWN, Behaviour, Slot, merged
+from partita.graphs.faithful import runs_its_graph
 from partita.graphs.index import Index
+from partita.graphs.modes import AMBIENT, modes_of
 
 __all__ = ["behaviour_of_body", "behaviour_of_call"]
 
@@ -26,7 +28,7 @@ class ActingNodes(NodeBehaviours, Protocol):
 
 def behaviour_of_body(body: GraphModule, behaviours: ActingNodes) -> Behaviour:
     """What a call of `body` may do, its slots by the place of each placeholder."""
-    if body._forward_hooks or body._forward_pre_hooks:
+    if not runs_its_graph(body):
         return UNKNOWN
     index = Index(body.graph)
     acting = behaviours.acting(body.graph)
@@ -38,9 +40,13 @@ def behaviour_of_body(body: GraphModule, behaviours: ActingNodes) -> Behaviour:
         inside,
         writes=_slots_of_inputs(index, {i for i, _ in _placeholders(index) if storages.find(i) in written}),
         aliases=_slots_of_inputs(index, {i for i, _ in _placeholders(index) if storages.find(i) in returned}),
-        state_writes=tuple(storages.tensors_in(written)) + inside.state_writes,
+        state_writes=tuple(
+            {id(tensor): tensor for tensor in (*storages.tensors_in(written), *inside.state_writes)}.values()
+        ),
         shares_state=inside.unknown or any(True for _ in storages.tensors_in(returned)),
         waits=False,
+        # A body that leaves a mode behind changes how every later call is carried out.
+        fences=inside.fences or modes_of(index).final != AMBIENT,
     )
 
 
@@ -105,16 +111,16 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _of_bare_operator(node: Node) -> Behaviour:
     """Operators that are given an operator, or nothing, to run."""
     name = getattr(node.target, "__name__", "")
-    if name in _FUNCTIONAL:
-        return PURE
     if name in _KNOWN:
         return _KNOWN[name]
-    if name not in _RUNS_OPERATOR:
+    if name not in _RUNS_OPERATOR | _FUNCTIONAL:
         return UNKNOWN
     inner = [a for a in node.args if callable(a) and not isinstance(a, Node)]
     if len(inner) != 1 or is_higher_order(inner[0]):
-        return UNKNOWN
+        return PURE if name in _FUNCTIONAL else UNKNOWN
     told = rule_of_operator(signatures_of(inner[0])).usual
+    if name in _FUNCTIONAL:  # It writes copies and gives them back.
+        return replace(told, writes=(), aliases=(), state_writes=())
     ordered = Behaviour(draws="rng" in name, impure=name == "with_effects")
     return merged((replace(told, writes=(EVERY,) if told.writes else (), aliases=(EVERY,)), ordered))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from partita._torch.lasting import is_lasting
 from partita._torch.schemas import HARMLESS, signatures_of
 from partita.graphs.behaviour_methods import rule_of_method
 from partita.graphs.behaviour_operators import rule_of_operator
@@ -31,9 +32,18 @@ from partita.graphs.behaviour_terms import (
 __all__ = ["rule_of_function"]
 
 
-@lru_cache(maxsize=1 << 16)
 def rule_of_function(target: Callable[..., Any]) -> Rule:
     """The rule for every call of `target`; a function that nobody knows gets the rule for the unknown."""
+    # A closure may hold a whole model, so nothing is kept that would keep one alive.
+    return _kept_rule(target) if is_lasting(target) else _rule(target)
+
+
+@lru_cache(maxsize=1 << 16)
+def _kept_rule(target: Callable[..., Any]) -> Rule:
+    return _rule(target)
+
+
+def _rule(target: Callable[..., Any]) -> Rule:
     if target in _KNOWN:
         return _KNOWN[target]
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
@@ -43,7 +53,7 @@ def rule_of_function(target: Callable[..., Any]) -> Rule:
     signatures = signatures_of(target)
     if signatures:
         return rule_of_operator(signatures)
-    if inspect.ismethoddescriptor(target) or getattr(target, "__qualname__", "").startswith("Tensor."):
+    if getattr(torch.Tensor, name, None) is target:
         return rule_of_method(name)
     if name == "__get__":
         return ALIASES

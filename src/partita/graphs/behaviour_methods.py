@@ -19,6 +19,8 @@ def rule_of_method(name: str) -> Rule:
         return _KNOWN[name]
     if name.startswith("__i") and f"__{name[3:]}" in _OPERATORS:
         return _UPDATES
+    if name == "__pos__":  # It gives its argument back.
+        return ALIASES
     if name in _OPERATORS or name.replace("__r", "__", 1) in _OPERATORS:
         return QUIET
     signatures = signatures_of_method(name)

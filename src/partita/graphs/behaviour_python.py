@@ -32,7 +32,7 @@ __all__ = ["PYTHON_RULES"]
 
 def _of_concatenation(node: Node) -> Behaviour:
     """`+` and `*` copy tensors and numbers, but a list made from lists holds the items of both."""
-    return ALIASING if any(map(_is_container, node.args)) else PURE
+    return ALIASING if all(map(_may_concatenate, node.args)) else PURE
 
 
 def _of_update(node: Node) -> Behaviour:
@@ -49,14 +49,22 @@ def _of_setitem(node: Node) -> Behaviour:
     return Behaviour(writes=(FIRST,), aliases=(FIRST,) if is_tensor else (EVERY,))
 
 
+def _may_concatenate(value: object) -> bool:
+    """A list is added to a list, or repeated so many times; a tensor takes part in neither."""
+    return isinstance(value, int) or _is_container(value)
+
+
 def _is_container(value: object) -> bool:
     if not isinstance(value, Node):
         return isinstance(value, tuple | list)
     traced = value_of(value)
     if traced is not None:
         return isinstance(traced, tuple | list)
-    return value.target in (list, tuple) or (
-        value.op in ("call_function", "call_method") and returns_container(value.target)
+    # An input without a traced value may be a list as well as a tensor.
+    return (
+        value.op == "placeholder"
+        or value.target in (list, tuple)
+        or (value.op in ("call_function", "call_method") and returns_container(value.target))
     )
 
 
@@ -79,9 +87,10 @@ _UPDATES = """
 PYTHON_RULES: dict[Any, Rule] = {
     **_named(math, dir(math), QUIET),
     **_named(operator, operator.__all__, QUIET),
+    **_named(operator, ("pos",), ALIASES),
     **_named(operator, ("attrgetter", "call", "itemgetter", "methodcaller"), Rule(UNKNOWN)),
     **_named(operator, _UPDATES.split(), Rule(UNKNOWN, _of_update)),
-    **_named(operator, ("add", "mul"), Rule(PURE, _of_concatenation, is_quiet=True)),
+    **_named(operator, ("add", "mul", "or_"), Rule(PURE, _of_concatenation, is_quiet=True)),
     **_named(builtins, _QUIET_BUILTINS.split(), QUIET),
     **_named(builtins, _ALIASING_BUILTINS.split(), ALIASES),
     **_named(builtins, ("delattr", "next", "setattr"), _KEEPS),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any
 
 from torch import Tensor
@@ -107,8 +106,16 @@ FENCES = Rule(Behaviour(aliases=(EVERY,), fences=True))
 def argument(node: Node, slot: Slot, default: Any = None) -> Any:
     """What the call `node` passes in `slot`."""
     position, name = slot
-    args = node.args
-    return args[position] if 0 <= position < len(args) else node.kwargs.get(name, default)
+    args, kwargs = node.args, node.kwargs
+    if 0 <= position < len(args):
+        return args[position]
+    if name in kwargs or not kwargs:
+        return kwargs.get(name, default)
+    return next((kwargs[other] for other in _SYNONYMS.get(name, ()) if other in kwargs), default)
+
+
+#: What torch's Python functions also call an argument that the schema calls so.
+_SYNONYMS = {"self": ("input", "x", "a", "x1"), "input": ("self", "x", "a", "x1"), "other": ("x2",)}
 
 
 def nodes_in(value: Any) -> Iterator[Node]:
@@ -136,19 +143,16 @@ def nodes_in_slots(node: Node, slots: Iterable[Slot]) -> Iterator[Node]:
 
 def merged(behaviours: Iterable[Behaviour]) -> Behaviour:
     """What a call may do that may do what any of `behaviours` does."""
-    return reduce(_either, behaviours, PURE)
-
-
-def _either(a: Behaviour, b: Behaviour) -> Behaviour:
+    told = list(behaviours)
     return Behaviour(
-        writes=tuple(dict.fromkeys(a.writes + b.writes)),
-        aliases=tuple(dict.fromkeys(a.aliases + b.aliases)),
-        draws=a.draws or b.draws,
-        impure=a.impure or b.impure,
-        communicates=a.communicates or b.communicates,
-        waits=a.waits or b.waits,
-        unknown=a.unknown or b.unknown,
-        fences=a.fences or b.fences,
-        state_writes=a.state_writes + b.state_writes,
-        shares_state=a.shares_state or b.shares_state,
+        writes=tuple(dict.fromkeys(slot for one in told for slot in one.writes)),
+        aliases=tuple(dict.fromkeys(slot for one in told for slot in one.aliases)),
+        draws=any(one.draws for one in told),
+        impure=any(one.impure for one in told),
+        communicates=any(one.communicates for one in told),
+        waits=any(one.waits for one in told),
+        unknown=any(one.unknown for one in told),
+        fences=any(one.fences for one in told),
+        state_writes=tuple({id(tensor): tensor for one in told for tensor in one.state_writes}.values()),
+        shares_state=any(one.shares_state for one in told),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
-from torch import SymBool, SymFloat, SymInt
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from partita._torch.toggles import TOGGLES
@@ -41,8 +41,8 @@ class Effects:
     effectful: frozenset[int] = frozenset()
     #: Placeholders and get_attr nodes whose storage may be written (not counting inputs that alias by chance).
     written_inputs: tuple[int, ...] = ()
-    #: Nodes whose target names a module that may write state of its own: calls, and bodies fetched for an operator.
-    written_modules: tuple[int, ...] = ()
+    #: Tensors that modules and bodies own and may write when they are called.
+    written_state: tuple[Tensor, ...] = ()
 
     def edges(self) -> Iterator[tuple[int, int]]:
         """Every edge as (node that stays before, node that stays after)."""
@@ -70,7 +70,7 @@ def effects_of(index: Index, root: GraphModule, *, pure: frozenset[Callable[...,
         barriers=tuple(sorted(number[node] for node, told in acting.items() if told.unknown)),
         effectful=frozenset(number[node] for node in acting),
         written_inputs=written_inputs,
-        written_modules=_written_modules(index, acting),
+        written_state=_written_state(behaviours, acting),
     )
 
 
@@ -221,12 +221,11 @@ def _edges(touches: _Touches) -> tuple[array[int], array[int]]:
     return before, after
 
 
-def _written_modules(index: Index, acting: Mapping[Node, Behaviour]) -> tuple[int, ...]:
-    found: set[int] = set()
+def _written_state(behaviours: Behaviours, acting: Mapping[Node, Behaviour]) -> tuple[Tensor, ...]:
+    found: dict[int, Tensor] = {}
     for node, told in acting.items():
-        if told.state_writes or (told.unknown and node.op == "call_module"):
-            if node.op == "call_module":
-                found.add(index.number[node])
-            else:
-                found.update(index.number[given] for given in node.all_input_nodes if given.op == "get_attr")
-    return tuple(sorted(found))
+        owned = told.state_writes
+        if told.unknown:
+            owned = tuple(tensor for body in behaviours.bodies(node) for tensor in tensors_of(body))
+        found.update((id(tensor), tensor) for tensor in owned)
+    return tuple(found.values())

@@ -34,6 +34,8 @@ class _Hasher:
         self.index, self.modes, self.effects = program.index, program.modes, program.effects
         self.projections = frozenset(program.projections)
         self.hashes: list[str] = []
+        self.bodies: dict[GraphModule, str] = {}
+        self.read = frozenset(self.modes.read)
         self.behind: dict[int, list[int]] = {}
         for before, after in zip(self.effects.before, self.effects.after, strict=True):
             self.behind.setdefault(after, []).append(before)
@@ -73,14 +75,16 @@ class _Hasher:
             for part in str(node.target).split("."):
                 value = getattr(value, part)
             if isinstance(value, GraphModule):
-                return fingerprint(Program.of(value, pure=self.program.pure))
+                if value not in self.bodies:
+                    self.bodies[value] = fingerprint(Program.of(value, pure=self.program.pure))
+                return self.bodies[value]
             kind = type(value).__qualname__ if isinstance(value, nn.Module) else "state"
             return f"{self.program.state_keys.original(str(node.target))} {kind}"
         return node.target if isinstance(node.target, str) else _named(node.target)
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Node):
-            if argument in self.modes.read:
+            if argument in self.read:
                 return repr(None)
             return f"%{self.hashes[self.index.number[argument]]}"
         if isinstance(argument, tuple | list):

@@ -16,7 +16,7 @@ from partita._torch import toggles
 from partita.errors import ModeError
 from partita.graphs.index import Index
 
-__all__ = ["AMBIENT", "Autocast", "Mode", "Modes", "modes_of"]
+__all__ = ["AMBIENT", "Autocast", "Mode", "Modes", "has_toggles", "modes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Modes:
 
 def modes_of(index: Index) -> Modes:
     """The modes of all nodes; costs nothing in a graph that switches none."""
-    if not _has_toggles(index.graph):
+    if not has_toggles(index.graph):
         return Modes()
     state, by_number, found = _State(), [], set()
     for number, node in enumerate(index.nodes):
@@ -97,7 +97,8 @@ def modes_of(index: Index) -> Modes:
     return Modes(tuple(by_number), frozenset(found), state.mode, read)
 
 
-def _has_toggles(graph: Graph) -> bool:
+def has_toggles(graph: Graph) -> bool:
+    """Whether a graph switches any mode."""
     return any(graph.find_nodes(op="call_function", target=target, sort=False) for target in toggles.TOGGLES)
 
 
@@ -166,7 +167,7 @@ class _State:
 
     def enter_autocast(self, node: Node) -> None:
         entered = _autocast_arguments(node)
-        outer = self.active.pop(entered.device, None)
+        outer = self.active.get(entered.device)
         self.left_autocast[node] = outer
         self.active[entered.device] = entered.within(outer)
         self.mode = replace(self.mode, autocast=tuple(self.active.values()))
@@ -175,8 +176,9 @@ class _State:
         opener = _opener(node, self.left_autocast)
         device = _autocast_arguments(opener).device
         outer = self.left_autocast.pop(opener)
-        self.active.pop(device, None)
-        if outer is not None:
+        if outer is None:
+            self.active.pop(device, None)
+        else:
             self.active[device] = outer
         self.mode = replace(self.mode, autocast=tuple(self.active.values()))
 

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from partita.errors import OptionError, UnknownNodeError
+from partita.graphs.body_modes import check_bodies
 from partita.graphs.effects import Effects, effects_of
 from partita.graphs.index import Index
 from partita.graphs.modes import Modes, modes_of
@@ -49,6 +50,8 @@ class Program:
         """The program that `source` holds; functions in `pure` are taken at your word to have no side effects."""
         if isinstance(source, Program):
             trusted = source.pure | _trusted(pure)
+            if trusted == source.pure:
+                return source
             return cls(source.graph_module, pure=trusted, state_keys=source.state_keys, tolerance=source.tolerance)
         if isinstance(source, ExportedProgram):
             raise OptionError("an exported program cannot be cut as it is yet; take its module, `exported.module()`")
@@ -80,6 +83,7 @@ class Program:
     def modes(self) -> Modes:
         """The grad, inference and autocast state that each node runs under."""
         index = self.index
+        check_bodies(index, self._graph_module)
         sources = {number: index.sources[index.starts[number]] for number in self.projections}
         return modes_of(index).with_projections(sources)
 
@@ -93,16 +97,20 @@ class Program:
         """What must keep its order although no data flows."""
         return effects_of(self.index, self._graph_module, pure=self.pure)
 
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.index.nodes}
+
     def operators(self) -> list[Node]:
         """The nodes that compute something, in graph order: all but inputs, attributes and the output."""
         return [node for node in self.index.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
     def node(self, name: str) -> Node:
         """The node called `name`."""
-        for node in self.index.nodes:
-            if node.name == name:
-                return node
-        near = get_close_matches(name, [node.name for node in self.index.nodes], n=3)
+        found = self._by_name.get(name)
+        if found is not None:
+            return found
+        near = get_close_matches(name, self._by_name, n=3)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
         raise UnknownNodeError(f"no node is called {name!r}{hint}")
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.containers import returns_container
+from partita.graphs.faithful import runs_its_graph
 from partita.graphs.index import Index
 from partita.graphs.values import value_of
 
@@ -16,15 +17,16 @@ __all__ = ["is_projection", "projections_of"]
 
 def projections_of(index: Index, root: nn.Module) -> tuple[int, ...]:
     """The projections of a graph by number, in graph order; other nodes are not even looked at."""
-    candidates = (
-        node
-        for target in (operator.getitem, getattr)
-        for node in index.graph.find_nodes(op="call_function", target=target, sort=False)
-    )
-    return tuple(sorted(index.number[node] for node in candidates if is_projection(node, root)))
+    written: dict[Node, bool] = {}
+    found = []
+    for target in (operator.getitem, getattr):
+        for node in index.graph.find_nodes(op="call_function", target=target, sort=False):
+            if is_projection(node, root, written):
+                found.append(index.number[node])
+    return tuple(sorted(found))
 
 
-def is_projection(node: Node, root: nn.Module | None = None) -> bool:
+def is_projection(node: Node, root: nn.Module | None = None, written: dict[Node, bool] | None = None) -> bool:
     """Whether `node` only takes one item, at a constant place, out of a container that another node gives."""
     if node.op != "call_function" or len(node.args) != 2:
         return False
@@ -32,8 +34,32 @@ def is_projection(node: Node, root: nn.Module | None = None) -> bool:
     if not isinstance(source, Node) or not isinstance(place, int | str):
         return False
     if node.target is operator.getitem:
-        return isinstance(place, int) and _gives_container(source, root)
-    return node.target is getattr and isinstance(place, str) and isinstance(value_of(source), tuple)
+        found = isinstance(place, int) and _gives_container(source, root)
+    else:
+        found = node.target is getattr and isinstance(place, str) and isinstance(value_of(source), tuple)
+    return found and not _is_written(source, {} if written is None else written)
+
+
+def _is_written(source: Node, known: dict[Node, bool]) -> bool:
+    """Whether somebody changes the container itself, so that its items depend on when they are taken."""
+    if source not in known:
+        known[source] = any(user.target in _WRITERS and user.args[:1] == (source,) for user in source.users)
+    return known[source]
+
+
+#: What changes a list or dict in place.
+_WRITERS = frozenset(
+    (
+        operator.setitem,
+        operator.delitem,
+        operator.iadd,
+        operator.imul,
+        operator.iconcat,
+        operator.ior,
+        *["append", "extend", "insert", "pop", "popitem", "remove", "clear", "sort", "reverse", "update", "setdefault"],
+        *["__setitem__", "__delitem__", "__iadd__", "__imul__", "__ior__"],
+    )
+)
 
 
 def _gives_container(node: Node, root: nn.Module | None) -> bool:
@@ -50,4 +76,8 @@ def _gives_container(node: Node, root: nn.Module | None) -> bool:
 def _module_gives_container(node: Node, root: nn.Module | None) -> bool:
     """A body that was cut out before says in its own graph what it gives."""
     body = None if root is None else root.get_submodule(str(node.target))
-    return isinstance(body, GraphModule) and isinstance(body.graph.output_node().args[0], tuple | list)
+    return (
+        isinstance(body, GraphModule)
+        and runs_its_graph(body)
+        and isinstance(body.graph.output_node().args[0], tuple | list)
+    )

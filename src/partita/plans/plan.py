@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -20,7 +21,7 @@ from partita.plans.treatment import Treatment, is_treatment, marks_of, mixes_mod
 from partita.regions import Partition, Region
 from partita.rewrite.marking import add_marks, marked
 from partita.rewrite.outline import outlined
-from partita.rewrite.state_keys import StateNaming, name_state
+from partita.rewrite.state_keys import StateNaming, moved_into, name_state
 
 __all__ = ["Plan", "Policy", "plan"]
 
@@ -37,6 +38,10 @@ class Plan:
     treatments: tuple[Treatment, ...]
 
     def __post_init__(self) -> None:
+        if len(self.treatments) != len(self.partition) or not all(map(is_treatment, self.treatments)):
+            raise OptionError(
+                f"a plan takes one treatment a region: {len(self.partition)} regions, treatments {self.treatments!r}"
+            )
         if not all(map(mixes_modes, self.treatments)):
             _check_modes(self.partition, self.treatments)
 
@@ -59,10 +64,15 @@ class Plan:
         cut = outlined(self.partition)
         module = cut.graph_module
         given = zip(cut.names, cut.bodies, self.partition, self.treatments, strict=True)
+        moved: dict[str, str] = {}
+        by_part: dict[str, dict[str, str]] = defaultdict(dict)
+        for path, old in cut.moved.items():
+            by_part[path.partition(".")[0]][path] = old
         for name, body, region, treatment in given:
             add_marks(body, marks_of(treatment, region))
-            module._modules[name] = treated(treatment, region, body)
-        keys = self.program.state_keys.then(cut.moved)
+            called = module._modules[name] = treated(treatment, region, body)
+            moved |= moved_into(called, body, name, by_part[name])
+        keys = self.program.state_keys.then(moved)
         name_state(module, keys, naming=state_names)
         tolerance = self.program.tolerance | self.tolerance | cut.tolerance
         return Program(module, pure=self.program.pure, state_keys=keys, tolerance=tolerance)

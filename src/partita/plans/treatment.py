@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeGuard, TypeVar
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 from torch import nn
 from torch.fx import GraphModule
@@ -12,28 +12,37 @@ from partita.errors import TreatmentError
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.regions import Region
 
-__all__ = ["Treatment", "is_treatment", "marks_of", "mixes_modes", "tolerance_of", "treated"]
+__all__ = ["Marks", "Treatment", "Treats", "is_treatment", "marks_of", "mixes_modes", "tolerance_of", "treated"]
 
 
 T = TypeVar("T")
 
 
-class Treatment(Protocol):
-    """What happens to a region; implement it as a frozen dataclass of plain values.
-
-    `treat` is all that it takes. A treatment may also have `tolerance`, a `Tolerance` by which it may change numbers
-    (exact if missing); `mixes_modes`, whether one body may hold nodes of several grad, inference or autocast modes
-    (true if missing); and `marks(region)`, metadata for every node of the region. One with `marks` needs no `treat`.
-    """
+@runtime_checkable
+class Treats(Protocol):
+    """A treatment that decides what is called."""
 
     def treat(self, body: GraphModule) -> nn.Module:
         """What is called in the place of the region: `body` itself, or something that means the same."""
 
 
+@runtime_checkable
+class Marks(Protocol):
+    """A treatment that marks."""
+
+    def marks(self, region: Region) -> Mapping[str, object]:
+        """Metadata for every node of the region."""
+
+
+#: What happens to a region: a frozen dataclass of plain values that treats, or marks, or both. It may also have
+#: `tolerance`, a `Tolerance` by which it may change numbers (exact if missing), and `mixes_modes`, whether one body
+#: may hold nodes of several grad, inference or autocast modes (true if missing).
+Treatment: TypeAlias = Treats | Marks
+
+
 def is_treatment(candidate: object) -> TypeGuard[Treatment]:
     """Whether `candidate` can treat or mark; a class has the methods of its instances, but is none."""
-    can_act = callable(getattr(candidate, "treat", None)) or callable(getattr(candidate, "marks", None))
-    return can_act and not isinstance(candidate, type)
+    return isinstance(candidate, Treats | Marks) and not isinstance(candidate, type)
 
 
 def tolerance_of(treatment: Treatment) -> Tolerance:
@@ -51,10 +60,9 @@ def mixes_modes(treatment: Treatment) -> bool:
 
 def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
     """Metadata for every node of the region."""
-    marks = getattr(treatment, "marks", None)
-    if marks is None:
+    if not isinstance(treatment, Marks):
         return {}
-    found = _asked(marks, region, treatment, region)
+    found = _asked(treatment.marks, region, treatment, region)
     if not isinstance(found, Mapping):
         raise TreatmentError(
             f"{treatment!r} gave {type(found).__name__} as marks of region {region.name!r}; `marks` returns a mapping"
@@ -64,10 +72,9 @@ def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
 
 def treated(treatment: Treatment, region: Region, body: GraphModule) -> nn.Module:
     """What the treatment gives to be called, as long as that can be called."""
-    treat = getattr(treatment, "treat", None)
-    if treat is None:
+    if not isinstance(treatment, Treats):
         return body
-    module = _asked(treat, body, treatment, region)
+    module = _asked(treatment.treat, body, treatment, region)
     if not isinstance(module, nn.Module):
         raise TreatmentError(
             f"{treatment!r} gave {type(module).__name__} for region {region.name!r}; `treat` returns a module"

@@ -92,6 +92,8 @@ class _Sweep:
         if used >= 0 and self._names_module(source):
             self.borders[used].modules.setdefault(source)
             return
+        if used >= 0 and source in self.borders[used].inputs:
+            return
         crossings: tuple[int | Item, ...] = (source,)
         if not self._crosses_whole(source):
             items = self.taken_apart[source]

@@ -85,7 +85,9 @@ def _owners(program: Program, regions: tuple[Region, ...]) -> list[int]:
                     f"regions {regions[owner[at]].name!r} and {region.name!r} overlap: both hold {node.name!r}; "
                     f"take it out of one of them"
                 )
-            owner[at] = place if node.op != "get_attr" else ALONE
+            owner[at] = place
     for at in toggles:
         owner[at] = NOWHERE
+    for node in index.graph.find_nodes(op="get_attr", sort=False):
+        owner[number[node]] = ALONE  # Attributes are read outside and passed in.
     return owner

@@ -1,8 +1,8 @@
-"""A region: a name, a label, and nodes in graph order."""
+"""A region: a name, a label, and nodes, which run in graph order."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -23,6 +23,7 @@ class Region:
     label: Hashable = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", _distinct(self.name, self.nodes))
         if not self.nodes:
             raise RegionError(f"region {self.name!r} is empty; leave it out, or give it a node")
         held = [node.name for node in self.nodes if node.op in ("placeholder", "output")]
@@ -50,3 +51,17 @@ class Region:
         """The nodes inside whose values are read outside, in graph order."""
         inside = set(self.nodes)
         return tuple(node for node in self.nodes if any(user not in inside for user in node.users))
+
+
+def _distinct(name: str, nodes: Iterable[Node]) -> tuple[Node, ...]:
+    """The nodes as a tuple, when they are nodes, each named once."""
+    if isinstance(nodes, Node):
+        raise RegionError(f"region {name!r} takes a collection of nodes; for a single one write ({nodes.name},)")
+    held = tuple(nodes)
+    if not all(isinstance(node, Node) for node in held):
+        odd = next(node for node in held if not isinstance(node, Node))
+        raise RegionError(f"region {name!r} holds {odd!r}, which is no node; take the nodes from `program.graph`")
+    if len(set(held)) != len(held):
+        twice = next(node for place, node in enumerate(held) if node in held[:place])
+        raise RegionError(f"region {name!r} holds {twice.name!r} twice; name it once")
+    return held

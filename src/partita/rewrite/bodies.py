@@ -65,6 +65,8 @@ class _BodyWriter:
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.items: dict[Item, Any] = {}
         self.targets: dict[str, str] = {}
+        self.locals: dict[str, str] = {}
+        self.taken: dict[str, int] = {}
 
     def body(self, numbers: Sequence[int]) -> Body:
         if self.style.keeps_node_names:
@@ -106,10 +108,9 @@ class _BodyWriter:
 
     def _write_module(self, node: Node) -> None:
         """The body of a higher-order operator: it is read inside, under its own path."""
-        name = self._name_for(node)
-        target = str(node.target)
-        self.targets[target] = target
-        self.env[node] = self.writer.copy(node, self.env.__getitem__, name=name)
+        target = self._local_target(str(node.target))
+        name = self._name_for(node, target)
+        self.env[node] = self.writer.copy(node, self.env.__getitem__, name=name, target=target)
 
     def _write_nodes(self, numbers: Sequence[int]) -> None:
         modes: Modes = self.program.modes
@@ -149,15 +150,13 @@ class _BodyWriter:
 
     def _local_target(self, target: str) -> str:
         """A path inside the body: the old one joined by underscores, numbered where another one has that name."""
-        for local, original in self.targets.items():
-            if original == target:
-                return local
-        base = local = target.replace(".", "_")
-        count = 0
-        while local in self.targets:
-            count += 1
-            local = f"{base}_{count}"
-        self.targets[local] = target
+        local = self.locals.get(target)
+        if local is None:
+            base = local = target.replace(".", "_")
+            while local in self.targets:
+                self.taken[base] = self.taken.get(base, 0) + 1
+                local = f"{base}_{self.taken[base]}"
+            self.targets[local], self.locals[target] = target, local
         return local
 
     def _output(self, crossing: int | Item) -> Any:
@@ -172,7 +171,7 @@ class _BodyWriter:
         return self.items[crossing]
 
 
-def rebuilt(writer: GraphWriter, source: Node, number: int, items: Mapping[Item, Any]) -> Any:
+def rebuilt(writer: GraphWriter, source: Node, number: int, items: Mapping[Any, Any]) -> Any:
     """A container like the one that `source` gives, put together from the items that crossed and known constants."""
     traced = container_items(source)
     assert traced is not None

@@ -33,7 +33,7 @@ def gather(partition: Partition) -> Program:
             env[node] = writer.copy(node, env.__getitem__, name=node.name)
         graph = writer.close()
         switching.close()
-        module = module_like(root, graph)
+        module = module_like(root, graph, restores_modes=switching.has_switched)
         share_state(root, module, without=frozenset())
     tolerance = program.tolerance if numbers == sorted(numbers) else program.tolerance | summation_tolerance(program)
     return Program(module, pure=program.pure, state_keys=program.state_keys, tolerance=tolerance)

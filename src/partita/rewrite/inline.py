@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from partita._torch.nodes import GraphWriter, map_nodes
@@ -14,6 +15,7 @@ from partita._torch.operators import SYM_SIZE
 from partita._torch.pause_gc import gc_paused
 from partita.errors import ModeError, OptionError
 from partita.graphs.attributes import attribute_of, find
+from partita.graphs.faithful import runs_its_graph
 from partita.graphs.modes import AMBIENT, Mode
 from partita.graphs.program import Program
 from partita.rewrite.assembly import module_like
@@ -35,15 +37,16 @@ def inline(program: Program, calls: Collection[str] | str | None = None) -> Prog
 
 def _chosen(program: Program, calls: Collection[str] | None) -> dict[Node, GraphModule]:
     found = {}
+    wanted = None if calls is None else frozenset(calls)
     for node in program.index.nodes:
-        if node.op == "call_module" and (calls is None or node.name in calls):
+        if node.op == "call_module" and (wanted is None or node.name in wanted):
             body = attribute_of(program.graph_module, node)
             why = _obstacle(body)
             if why is None:
                 found[node] = body
             elif calls is not None:
                 raise OptionError(f"node {node.name!r} calls {node.target!r}, which cannot be inlined: {why}")
-    missing = set(calls or ()) - {node.name for node in found}
+    missing = (wanted or frozenset()) - {node.name for node in found}
     if missing:
         raise OptionError(f"no call of a module is named {', '.join(sorted(map(repr, missing)))}")
     return found
@@ -127,10 +130,9 @@ class _Inliner:
         for node in reversed(graph.nodes):
             if node.target in (SYM_SIZE, operator.getitem) and not node.users and node.name in had_users:
                 graph.erase_node(node)
-        module = module_like(self.root, graph)
+        module = module_like(self.root, graph, restores_modes=self.modes.has_switched)
         gone = {str(node.target) for node in self.chosen}
-        still_called = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-        share_state(self.root, module, without=frozenset(gone - still_called))
+        share_state(self.root, module, without=frozenset(gone) - _folders_of_targets(graph))
         for path, value in self.placed.items():
             if find(module, path) is not value:
                 place(module, path, value, persistent=path not in self.fleeting)
@@ -144,10 +146,16 @@ class _Inliner:
         )
 
 
+def _folders_of_targets(graph: Graph) -> set[str]:
+    """The paths that a graph names, and every path above one of them."""
+    paths = (str(node.target).split(".") for node in graph.nodes if node.op in ("call_module", "get_attr"))
+    return {".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}
+
+
 def _bound(call: Node, body: GraphModule, translated: Callable[[Any], Any]) -> dict[Node, Any]:
     """What each input of the body stands for: by position, by keyword, or its default."""
     env: dict[Node, Any] = {}
-    positional, named = list(call.args), dict(call.kwargs)
+    positional, named = deque(call.args), dict(call.kwargs)
     for placeholder in (node for node in body.graph.nodes if node.op == "placeholder"):
         target = str(placeholder.target)
         if target.startswith("**"):
@@ -155,9 +163,9 @@ def _bound(call: Node, body: GraphModule, translated: Callable[[Any], Any]) -> d
             named = {}
         elif target.startswith("*"):
             env[placeholder] = translated(tuple(positional))
-            positional = []
+            positional.clear()
         elif positional:
-            env[placeholder] = translated(positional.pop(0))
+            env[placeholder] = translated(positional.popleft())
         elif target in named:
             env[placeholder] = translated(named.pop(target))
         elif placeholder.args:
@@ -165,7 +173,9 @@ def _bound(call: Node, body: GraphModule, translated: Callable[[Any], Any]) -> d
         else:
             raise OptionError(f"the call {call.name!r} gives no value for {target!r}; pass one, or give it a default")
     if positional or named:
-        raise OptionError(f"the call {call.name!r} gives more arguments than its body takes: {positional or named}")
+        raise OptionError(
+            f"the call {call.name!r} gives more arguments than its body takes: {list(positional) or named}"
+        )
     return env
 
 
@@ -184,8 +194,8 @@ def _obstacle(body: object) -> str | None:
     """Why a body cannot be inlined, or None."""
     if not isinstance(body, GraphModule):
         return "it is no graph module"
-    if any((body._forward_hooks, body._forward_pre_hooks, body._backward_hooks, body._backward_pre_hooks)):
-        return "it has hooks that would be lost"
+    if not runs_its_graph(body):
+        return "it has hooks, or a `forward` of its own, which would be lost"
     if type(body.graph._codegen) is not CodeGen:
         return "its inputs and outputs are trees that its own code takes apart"
     return None

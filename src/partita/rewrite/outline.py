@@ -217,8 +217,7 @@ class _Outliner:
         """The new value of `node`; a container that came in items is put together when first needed."""
         if node not in self.env:
             number = self.program.index.number[node]
-            items = {item: value for item, value in self.loose.items() if isinstance(item, Item)}
-            self.env[node] = rebuilt(self.writer, node, number, items)
+            self.env[node] = rebuilt(self.writer, node, number, self.loose)
         return self.env[node]
 
     def _write_output(self) -> None:
@@ -232,7 +231,7 @@ class _Outliner:
     def _assemble(self, graph: Graph, bodies: list[Body], tolerance: Tolerance) -> Outlined:
         effectful, owner = self.program.effects.effectful, self.partition.owner
         impure = {owner[number] for number in effectful}
-        base = module_like(self.root, graph)
+        base = module_like(self.root, graph, restores_modes=self.modes.has_switched)
         modules, moved = [], {}
         for at, (name, body) in enumerate(zip(self.names, bodies, strict=True)):
             module = lazy_module(

@@ -37,6 +37,9 @@ _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "_deepcopy_hooks",
     "_is_impure",
     "_restores_modes",
+    # These would run in the place of the new graph.
+    "forward",
+    "_compiled_call_impl",
     # Dynamo's: it promises AOTAutograd a source on every placeholder, which new nodes do not have.
     "_param_name_to_source",
     "meta",
@@ -69,11 +72,16 @@ def is_persistent(root: nn.Module, path: str) -> bool:
     return name not in root.get_submodule(folder)._non_persistent_buffers_set
 
 
-def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str], prefix: str = "") -> None:
+def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str]) -> None:
     """Gives `target` all state of `source` at the same paths, but for the modules at the paths in `without`.
 
     Tensors and whole submodules are shared. Only a module with something taken out of it becomes a plain container.
     """
+    opened = {path[:at] for path in without for at, letter in enumerate(path) if letter == "."}
+    _share(source, target, "", without, opened)
+
+
+def _share(source: nn.Module, target: nn.Module, prefix: str, without: frozenset[str], opened: set[str]) -> None:
     target._parameters.update(source._parameters)
     target._buffers.update(source._buffers)
     target._non_persistent_buffers_set.update(source._non_persistent_buffers_set)
@@ -81,9 +89,9 @@ def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str]
         path = f"{prefix}{name}"
         if path in without:
             continue
-        if child is not None and any(taken.startswith(f"{path}.") for taken in without):
+        if child is not None and path in opened:
             container = blank_module(training=child.training)
-            share_state(child, container, without=without, prefix=f"{path}.")
+            _share(child, container, f"{path}.", without, opened)
             target._modules[name] = container
         else:
             target._modules[name] = child

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from torch import nn
 
 from partita.errors import OptionError
+from partita.graphs.attributes import find
 from partita.graphs.state_keys import StateKeys
 
-__all__ = ["StateNaming", "name_state"]
+__all__ = ["StateNaming", "moved_into", "name_state"]
 
 StateNaming = Literal["split", "original"]
 
@@ -25,6 +26,18 @@ def name_state(module: nn.Module, keys: StateKeys, *, naming: StateNaming) -> No
         own = tuple(module.state_dict(keep_vars=True))
         module.register_state_dict_post_hook(_Saving(keys))
         module.register_load_state_dict_pre_hook(_Loading(keys, own))
+
+
+def moved_into(called: nn.Module, body: nn.Module, name: str, moved: Mapping[str, str]) -> dict[str, str]:
+    """The modules that moved into a body, by where they are in what is `called`, which may hold the body anywhere."""
+    if called is body:
+        return dict(moved)
+    original = {id(find(body, path[len(name) + 1 :])): old for path, old in moved.items()}
+    return {
+        f"{name}.{path}": original[id(module)]
+        for path, module in called.named_modules(remove_duplicate=False)
+        if id(module) in original
+    }
 
 
 @dataclass

@@ -17,9 +17,11 @@ class Features:
 
     overloads: bool = True
     methods: bool = True
+    keywords: bool = True
     modules: bool = True
     attributes: bool = True
     containers: bool = True
+    lists: bool = True
     sizes: bool = True
     items: bool = True
     views: bool = True

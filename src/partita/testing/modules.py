@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-__all__ = ["Fork", "Meter", "nested_module", "pure_body", "writing_body"]
+from partita._torch.toggles import SET_GRAD
+
+__all__ = ["Fork", "Meter", "grad_leaving_body", "nested_module", "pure_body", "writing_body"]
 
 
 class Meter(nn.Module):
@@ -59,4 +61,13 @@ def writing_body() -> GraphModule:
     x = graph.placeholder("x")
     written = graph.call_function(torch.ops.aten.mul_.Tensor, (x, 0.5))
     graph.output((graph.call_function(torch.ops.aten.cos.default, (written,)),))
+    return GraphModule(nn.Module(), graph)
+
+
+def grad_leaving_body(*, on: bool) -> GraphModule:
+    """A body that leaves gradients on or off behind, whatever they were when it was called."""
+    graph = Graph()
+    sine = graph.call_function(torch.sin, (graph.placeholder("x"),))
+    graph.call_function(SET_GRAD, (on,))
+    graph.output(sine)
     return GraphModule(nn.Module(), graph)

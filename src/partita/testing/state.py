@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from partita.testing.modules import Fork, Meter, nested_module, pure_body, writing_body
+from partita.testing.modules import Fork, Meter, grad_leaving_body, nested_module, pure_body, writing_body
 
 __all__ = ["ATTRIBUTES", "BUFFERS", "State", "forget", "ramp"]
 
@@ -96,6 +96,10 @@ _ENTRIES: Mapping[str, Callable[[nn.Module], None]] = {
     "twin": lambda root: root.register_buffer("twin", root.get_buffer("encoder.shift")),
     "linear": _module("linear", lambda: nn.Linear(6, 6)),
     "blocks.0.linear": _module("blocks.0.linear", lambda: nn.Linear(6, 6, bias=False)),
+    "blocks_0_linear": _module("blocks_0_linear", lambda: nn.Linear(6, 6)),
+    "outer.part": _module("outer.part", lambda: nn.Linear(6, 6)),
+    "outer_part.body": _module("outer_part.body", pure_body),
+    "embedding": _module("embedding", lambda: nn.Embedding(6, 6, max_norm=0.5)),
     "relu": _module("relu", lambda: nn.ReLU(inplace=True)),
     "dropout": _module("dropout", lambda: nn.Dropout(0.5)),
     "norm": _module("norm", lambda: nn.LayerNorm(6)),
@@ -108,6 +112,8 @@ _ENTRIES: Mapping[str, Callable[[nn.Module], None]] = {
     "nested": _module("nested", nested_module),
     "body": _module("body", pure_body),
     "writing_body": _module("writing_body", writing_body),
+    "leaving_grad_off": _module("leaving_grad_off", lambda: grad_leaving_body(on=False)),
+    "leaving_grad_on": _module("leaving_grad_on", lambda: grad_leaving_body(on=True)),
 }
 
 _NEEDS = {"tied": ("weight",), "cache_row": ("cache",), "twin": ("encoder.shift",)}

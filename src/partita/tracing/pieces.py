@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter
 
 from partita.graphs.tolerance import Tolerance
-from partita.plans.treatment import Treatment, marks_of, mixes_modes, tolerance_of
+from partita.plans.treatment import Treatment, Treats, marks_of, mixes_modes, tolerance_of
 from partita.regions import Region
 
 __all__ = ["Compiled", "Piece", "Waiting"]
@@ -61,8 +61,7 @@ class Waiting:
         return mixes_modes(self.treatment)
 
     def treat(self, body: GraphModule) -> Piece:
-        treat = getattr(self.treatment, "treat", None)
-        return Piece(body, body if treat is None else treat(body))
+        return Piece(body, self.treatment.treat(body) if isinstance(self.treatment, Treats) else body)
 
     def marks(self, region: Region) -> Mapping[str, object]:
         return marks_of(self.treatment, region)

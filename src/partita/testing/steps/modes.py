@@ -37,12 +37,26 @@ def grad_block(draft: Draft, picks: Picks) -> None:
     draft.call(SET_GRAD, before)
 
 
+def grad_left_off(draft: Draft, picks: Picks) -> None:
+    """A body that ends without gradients, as parts that torch's own `split_module` makes do."""
+    draft.module("leaving_grad_off", draft.tensor(picks[0]))
+
+
+def grad_left_on(draft: Draft, picks: Picks) -> None:
+    draft.module("leaving_grad_on", draft.tensor(picks[0]))
+
+
 def autocast_on(draft: Draft, picks: Picks) -> None:
     _enter(draft, ENTER_AUTOCAST, EXIT_AUTOCAST, "cpu", torch.bfloat16, True, (True, False, None)[picks[1] % 3])
 
 
 def autocast_off(draft: Draft, picks: Picks) -> None:
     _enter(draft, ENTER_AUTOCAST, EXIT_AUTOCAST, "cpu", torch.bfloat16, False, None)
+
+
+def autocast_elsewhere(draft: Draft, picks: Picks) -> None:
+    """A block for a second device, which changes nothing here; torch 2.13 warns of an absent cuda, but of no xpu."""
+    _enter(draft, ENTER_AUTOCAST, EXIT_AUTOCAST, "xpu", torch.float16, picks[1] % 4 != 3, None)
 
 
 def autocast_block(draft: Draft, picks: Picks) -> None:
@@ -98,10 +112,13 @@ GRAD: Mapping[str, Callable[[Draft, Picks], None]] = {
     "grad.off": grad_off,
     "grad.on": grad_on,
     "grad.block": grad_block,
+    "grad.left_off": grad_left_off,
+    "grad.left_on": grad_left_on,
 }
 AUTOCAST: Mapping[str, Callable[[Draft, Picks], None]] = {
     "autocast.on": autocast_on,
     "autocast.off": autocast_off,
+    "autocast.elsewhere": autocast_elsewhere,
     "autocast.block": autocast_block,
     "autocast.exit": autocast_exit,
 }

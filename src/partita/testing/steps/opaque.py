@@ -72,6 +72,13 @@ def writing_body(draft: Draft, picks: Picks) -> None:
     draft.call(operator.getitem, draft.call(wrap, False, draft.attribute("writing_body"), operand), 0)
 
 
+def alike(draft: Draft, picks: Picks) -> None:
+    """A body below a module whose name is the path of a layer with underscores for dots."""
+    wrap = torch.ops.higher_order.wrap_with_set_grad_enabled
+    results = draft.call(wrap, picks[1] % 2 == 0, draft.attribute("outer_part.body"), draft.matrix(picks[0]))
+    draft.module("outer.part", draft.call(operator.getitem, results, picks[2] % 2))
+
+
 def _recorded_assertion() -> Callable[..., Any]:
     """The function that torch.fx itself records for a specialised argument; its name is private to torch."""
     graph = symbolic_trace(lambda x, number: x, concrete_args={"number": 1}).graph
@@ -97,4 +104,5 @@ HIGHER_ORDER: Mapping[str, Callable[[Draft, Picks], None]] = {
     "higher_order.grad": grad_body,
     "higher_order.autocast": autocast_body,
     "higher_order.write": writing_body,
+    "higher_order.alike": alike,
 }

@@ -40,6 +40,17 @@ def nested(draft: Draft, picks: Picks) -> None:
     draft.module("nested", draft.matrix(picks[0]))
 
 
+def embedding(draft: Draft, picks: Picks) -> None:
+    """A layer that scales down the rows of its weight that it reads."""
+    draft.module("embedding", draft.call(torch.argmax, draft.matrix(picks[0]), dim=picks[1] % 2))
+
+
+def alike(draft: Draft, picks: Picks) -> None:
+    """Two layers whose paths are the same once dots become underscores."""
+    hidden = draft.module("blocks.0.linear", draft.matrix(picks[0]))
+    draft.module("blocks_0_linear", draft.matrix(picks[1]) if picks[2] % 2 else hidden)
+
+
 def attribute(draft: Draft, picks: Picks) -> None:
     paths = tuple(ATTRIBUTES)
     draft.attribute(paths[(picks[0] + picks[1]) % len(paths)])
@@ -74,6 +85,8 @@ MODULES: Mapping[str, Callable[[Draft, Picks], None]] = {
     "modules.dropout": dropout,
     "modules.meter": meter,
     "modules.nested": nested,
+    "modules.embedding": embedding,
+    "modules.alike": alike,
 }
 ATTRIBUTE_READS: Mapping[str, Callable[[Draft, Picks], None]] = {
     "attributes.read": attribute,

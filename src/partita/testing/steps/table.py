@@ -10,6 +10,8 @@ from partita.testing.recipe import Picks
 from partita.testing.steps.compute import FUNCTIONS, METHODS, OVERLOADS
 from partita.testing.steps.containers import CONTAINERS
 from partita.testing.steps.draws import DRAWS
+from partita.testing.steps.keywords import KEYWORDS
+from partita.testing.steps.lists import LISTS
 from partita.testing.steps.modes import AUTOCAST, GRAD, INFERENCE
 from partita.testing.steps.opaque import CHECKS, HIGHER_ORDER, UNKNOWN
 from partita.testing.steps.owned import ATTRIBUTE_READS, MODULES
@@ -24,11 +26,13 @@ STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
     **FUNCTIONS,
     **OVERLOADS,
     **METHODS,
+    **KEYWORDS,
     **VIEWS,
     **WRITES,
     **MODULES,
     **ATTRIBUTE_READS,
     **CONTAINERS,
+    **LISTS,
     **SIZES,
     **ITEMS,
     **DRAWS,
@@ -53,5 +57,5 @@ def kinds_in(families: tuple[str, ...]) -> tuple[str, ...]:
 
 
 # What opens a mode always fits and what closes it seldom, so without weights all modes would stay on to the end.
-_WEIGHTS = {"grad.on": 2, "autocast.exit": 4, "inference.exit": 7, "sizes.arithmetic": 2}
+_WEIGHTS = {"grad.on": 2, "autocast.exit": 6, "inference.exit": 12, "sizes.arithmetic": 2}
 _WEIGHTED = tuple(kind for kind in STEPS for _ in range(_WEIGHTS.get(kind, 1)))

@@ -33,13 +33,17 @@ def detached(draft: Draft, picks: Picks) -> None:
 def perhaps_alias(draft: Draft, picks: Picks) -> None:
     """An operator that gives back its operand when there is nothing to do."""
     tensor = draft.tensor(picks[0])
-    match picks[1] % 4:
+    match picks[1] % 6:
         case 0:
             draft.method("contiguous", tensor)
         case 1:
             draft.method("to", tensor, torch.float32)
         case 2:
             draft.call(functional.dropout, tensor, 0.5, False)
+        case 3:
+            draft.call(operator.pos, tensor)
+        case 4:
+            draft.method("__pos__", tensor)
         case _:
             draft.call(torch.flatten, tensor)
 
