@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core_helpers import cut
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita import CycleError, ModeError, Program
+from partita import Program
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
-from tests.core_helpers import cut
+from partita.errors import CycleError, ModeError
 
 Build = Callable[[Graph, Node], Any]
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core_helpers import cut
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
-from partita import Partition, Plan, Program, Region, RegionError, compare, inline, plan
+from partita import Partition, Plan, Program, Region, compare, inline, plan
 from partita._torch.toggles import SET_GRAD
+from partita.errors import RegionError
 from partita.policies import ByLabel, BySize
 from partita.testing.laws import _is_symbolic
 from partita.treatments import Call
-from tests.core_helpers import cut
 
 
 def layers() -> GraphModule:

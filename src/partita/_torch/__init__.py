@@ -1,0 +1,1 @@
+"""The only folder that touches torch's private names."""

@@ -1,0 +1,1 @@
+"""torch's own names and signatures, one module here for one module there."""

@@ -122,8 +122,19 @@ _UPDATES_STATISTICS = frozenset(
 #: Operators whose result may share storage with an argument although the schema shows no alias (torch 2.13).
 _SHARES_SILENTLY = frozenset(
     (
+        "_sparse_compressed_tensor_unsafe",
+        "_sparse_compressed_tensor_with_dims",
+        "_sparse_coo_tensor_unsafe",
+        "_sparse_coo_tensor_with_dims_and_tensors",
+        "_sparse_csr_tensor_unsafe",
         "_unsafe_view",
         "as_tensor",
+        "sparse_bsc_tensor",
+        "sparse_bsr_tensor",
+        "sparse_compressed_tensor",
+        "sparse_coo_tensor",
+        "sparse_csc_tensor",
+        "sparse_csr_tensor",
         "atleast_1d",
         "atleast_2d",
         "atleast_3d",

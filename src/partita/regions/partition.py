@@ -60,6 +60,14 @@ class Partition:
         place = self.owner[self.program.index.number[node]]
         return self.regions[place] if place >= 0 else None
 
+    def numbers(self) -> list[list[int]]:
+        """The nodes that run in each region, by number, in graph order."""
+        held: list[list[int]] = [[] for _ in self.regions]
+        for number, place in enumerate(self.owner):
+            if place >= 0:
+                held[place].append(number)
+        return held
+
     def _edges(self) -> Iterator[tuple[int, int]]:
         """Everything that may not be reordered."""
         return chain(self.program.index.edges(), self.program.effects.edges(), self.borders.symbol_edges)

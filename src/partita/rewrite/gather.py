@@ -41,10 +41,7 @@ def gather(partition: Partition) -> Program:
 
 def _gathered_numbers(partition: Partition) -> list[int]:
     nodes, regions = partition.program.index.nodes, len(partition)
-    held: list[list[int]] = [[] for _ in partition.regions]
-    for number, place in enumerate(partition.owner):
-        if place >= 0:
-            held[place].append(number)
+    held = partition.numbers()
     gathered = [number for number, node in enumerate(nodes) if node.op == "placeholder"]
     for vertex in partition.order:
         gathered += held[vertex] if vertex < regions else [vertex - regions]

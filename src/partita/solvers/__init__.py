@@ -1,0 +1,1 @@
+"""Numbers only: orders, cycles and components, without torch."""

@@ -1,0 +1,1 @@
+"""Programs where other tools make them: inside torch.compile."""
