@@ -37,8 +37,8 @@ def compare(
     """
     if not isinstance(args, tuple | list):
         raise OptionError(f"`args` is a tuple of arguments, not a {type(args).__name__}; for a single one write (x,)")
-    pair = pair_of(subject_of(before), subject_of(after), tolerance)
     arguments = arguments_of(args, kwargs)
+    pair = pair_of(subject_of(before), subject_of(after), arguments, tolerance=tolerance)
     grad = gradients or torch.is_grad_enabled()
     first = [Call("first call", arguments, grad, backward=gradients)]
     if second_call:

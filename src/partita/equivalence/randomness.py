@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["RandomState", "random_state"]
+__all__ = ["RandomState", "generators_of", "random_state"]
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of Python's generator and of torch's own on the CPU and on every CUDA device."""
+    """The states of Python's generator, of torch's own on every device, and of generators that a program is given."""
 
     python: tuple[object, ...]
     cpu: Tensor
     cuda: tuple[Tensor, ...]
+    owned: tuple[tuple[torch.Generator, Tensor], ...] = ()
 
     def restore(self) -> None:
+        """Puts every generator back to where it stood."""
+        for generator, state in self.owned:
+            generator.set_state(state)
         random.setstate(self.python)
         torch.set_rng_state(self.cpu)
         if self.cuda:
@@ -33,7 +38,15 @@ class RandomState:
         return tuple(name for name, same in named.items() if not same)
 
 
-def random_state() -> RandomState:
-    """The random state now."""
+def random_state(owned: Iterable[torch.Generator] = ()) -> RandomState:
+    """The random state now, that of the `owned` generators included."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return RandomState(random.getstate(), torch.get_rng_state(), tuple(cuda))
+    states = tuple((generator, generator.get_state()) for generator in owned)
+    return RandomState(random.getstate(), torch.get_rng_state(), tuple(cuda), states)
+
+
+def generators_of(roots: Iterable[nn.Module], values: Iterable[object]) -> list[torch.Generator]:
+    """The generators that modules hold as attributes, or that are among `values`."""
+    held = (value for root in roots for module in root.modules() for value in vars(module).values())
+    found = {id(value): value for value in (*held, *values) if isinstance(value, torch.Generator)}
+    return list(found.values())

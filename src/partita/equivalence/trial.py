@@ -11,7 +11,7 @@ from partita.equivalence.inputs import Arguments
 from partita.equivalence.observation import Observation
 from partita.equivalence.other_shapes import resized
 from partita.equivalence.pairing import Pairing, paired
-from partita.equivalence.randomness import random_state
+from partita.equivalence.randomness import generators_of, random_state
 from partita.equivalence.run import Call, Start, Watched, run
 from partita.equivalence.snapshot import snapshot_of
 from partita.equivalence.storages import storage_key
@@ -34,7 +34,7 @@ class Pair:
     notes: tuple[str, ...]
 
 
-def pair_of(before: Subject, after: Subject, tolerance: Tolerance | None) -> Pair:
+def pair_of(before: Subject, after: Subject, arguments: Arguments, *, tolerance: Tolerance | None) -> Pair:
     """A pair ready to run; without a tolerance, the one that the programs themselves declare."""
     restored = before.written | after.written
     slots = (*before.slots, *after.slots)
@@ -43,7 +43,8 @@ def pair_of(before: Subject, after: Subject, tolerance: Tolerance | None) -> Pai
     pairing = paired(before.slots, after.slots)
     one, other = _watched(pairing, restored)
     allowed = before.tolerance | after.tolerance if tolerance is None else tolerance
-    start = Start(snapshot_of(roots, slots, written=restored), random_state(), keys, restored)
+    random = random_state(generators_of(roots, arguments.tree.leaves))
+    start = Start(snapshot_of(roots, slots, written=restored), random, keys, restored)
     return Pair(before, after, one, other, start, allowed, pairing.notes)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from partita._torch.lazy_modules import lazy_module
 from partita._torch.toggles import SET_GRAD
 
 __all__ = ["Fork", "Meter", "grad_leaving_body", "nested_module", "pure_body", "writing_body"]
@@ -65,9 +66,12 @@ def writing_body() -> GraphModule:
 
 
 def grad_leaving_body(*, on: bool) -> GraphModule:
-    """A body that leaves gradients on or off behind, whatever they were when it was called."""
+    """A body that leaves gradients on or off behind, whatever they were when it was called.
+
+    It is of our own class, since torch's graph modules are traced again when they are loaded, and lose their toggles.
+    """
     graph = Graph()
     sine = graph.call_function(torch.sin, (graph.placeholder("x"),))
     graph.call_function(SET_GRAD, (on,))
     graph.output(sine)
-    return GraphModule(nn.Module(), graph)
+    return lazy_module(graph, training=True)
