@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["branches", "bump", "halve", "jitter", "note", "peel"]
+__all__ = ["branches", "bump", "halve", "jitter", "note", "peel", "replace_first"]
 
 
 def halve(x: Tensor) -> Tensor:
@@ -36,3 +36,8 @@ def peel(x: Tensor) -> Tensor:
 def branches(x: Tensor) -> dict[str, object]:
     """Containers in containers."""
     return {"whole": x.sin(), "parts": [x.cos(), (x * 0.5, x.neg())]}
+
+
+def replace_first(pieces: list[Tensor], x: Tensor) -> None:
+    """Nothing, but the first item of the list is another one."""
+    pieces[0] = x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
@@ -9,7 +11,7 @@ from torch.fx import Graph, GraphModule
 from partita._torch.lazy_modules import lazy_module
 from partita._torch.toggles import SET_GRAD
 
-__all__ = ["Fork", "Meter", "grad_leaving_body", "nested_module", "pure_body", "writing_body"]
+__all__ = ["Fork", "Meter", "grad_enabling_body", "nested_module", "pure_body", "replacing_body", "writing_body"]
 
 
 class Meter(nn.Module):
@@ -65,13 +67,24 @@ def writing_body() -> GraphModule:
     return GraphModule(nn.Module(), graph)
 
 
-def grad_leaving_body(*, on: bool) -> GraphModule:
-    """A body that leaves gradients on or off behind, whatever they were when it was called.
+def replacing_body() -> GraphModule:
+    """A body that replaces the first item of a list."""
+    graph = Graph()
+    graph.call_function(operator.setitem, (graph.placeholder("pieces"), 0, graph.placeholder("x")))
+    graph.output(None)
+    # Of our own class: torch's graph modules are traced again when they are loaded, where a list cannot be written.
+    return lazy_module(graph, training=True)
+
+
+def grad_enabling_body() -> GraphModule:
+    """A body that closes a block without gradients by switching them on, whatever they were when it was called.
 
     It is of our own class, since torch's graph modules are traced again when they are loaded, and lose their toggles.
     """
     graph = Graph()
-    sine = graph.call_function(torch.sin, (graph.placeholder("x"),))
-    graph.call_function(SET_GRAD, (on,))
-    graph.output(sine)
+    x = graph.placeholder("x")
+    graph.call_function(SET_GRAD, (False,))
+    factor = graph.call_function(torch.cos, (x,))
+    graph.call_function(SET_GRAD, (True,))
+    graph.output(graph.call_function(torch.mul, (x, factor)))
     return lazy_module(graph, training=True)

@@ -29,7 +29,7 @@ def random_recipe(seed: int, *, max_nodes: int = 30, features: Features = ALL) -
             *(Input(source.choice(inputs), _pick(source)) for _ in range(source.randrange(5))),
         ),
         steps=tuple(Step(source.choice(kinds), _picks(source)) for _ in range(source.randint(1, max_nodes))),
-        output=Step(source.choice((*outputs, "tuple", "tuple")), _picks(source)),
+        output=Step(source.choice((*outputs, "tuple")), _picks(source)),
         pytree=features.pytree and source.random() < 0.12,
         training=source.random() < 0.7,
         restores_grad=source.random() < 0.6,

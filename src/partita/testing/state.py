@@ -8,7 +8,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from partita.testing.modules import Fork, Meter, grad_leaving_body, nested_module, pure_body, writing_body
+from partita.testing.modules import (
+    Fork,
+    Meter,
+    grad_enabling_body,
+    nested_module,
+    pure_body,
+    replacing_body,
+    writing_body,
+)
 
 __all__ = ["ATTRIBUTES", "BUFFERS", "State", "forget", "ramp"]
 
@@ -100,6 +108,7 @@ _ENTRIES: Mapping[str, Callable[[nn.Module], None]] = {
     "outer.part": _module("outer.part", lambda: nn.Linear(6, 6)),
     "outer_part.body": _module("outer_part.body", pure_body),
     "embedding": _module("embedding", lambda: nn.Embedding(6, 6, max_norm=0.5)),
+    "generator": lambda root: setattr(root, "generator", torch.Generator().manual_seed(7)),
     "relu": _module("relu", lambda: nn.ReLU(inplace=True)),
     "dropout": _module("dropout", lambda: nn.Dropout(0.5)),
     "norm": _module("norm", lambda: nn.LayerNorm(6)),
@@ -112,8 +121,8 @@ _ENTRIES: Mapping[str, Callable[[nn.Module], None]] = {
     "nested": _module("nested", nested_module),
     "body": _module("body", pure_body),
     "writing_body": _module("writing_body", writing_body),
-    "leaving_grad_off": _module("leaving_grad_off", lambda: grad_leaving_body(on=False)),
-    "leaving_grad_on": _module("leaving_grad_on", lambda: grad_leaving_body(on=True)),
+    "replacing_body": _module("replacing_body", replacing_body),
+    "leaving_grad_on": _module("leaving_grad_on", grad_enabling_body),
 }
 
 _NEEDS = {"tied": ("weight",), "cache_row": ("cache",), "twin": ("encoder.shift",)}

@@ -42,6 +42,15 @@ def inplace(draft: Draft, picks: Picks) -> None:
     draft.method(("bernoulli_", "uniform_", "normal_")[picks[1] % 3], draft.writable(picks[0]))
 
 
+def own_generator(draft: Draft, picks: Picks) -> None:
+    """Noise from a generator that the program owns."""
+    source = draft.attribute("generator")
+    if picks[0] % 2:
+        draft.method("uniform_", draft.writable(picks[1]), generator=source)
+    else:
+        draft.call(torch.rand, 4, 6, generator=source)
+
+
 def shuffled(draft: Draft, picks: Picks) -> None:
     order = draft.call(torch.randperm, 4)
     draft.call(torch.index_select, draft.matrix(picks[0]), 0, order)
@@ -52,4 +61,5 @@ DRAWS: Mapping[str, Callable[[Draft, Picks], None]] = {
     "random.dropout": dropout,
     "random.inplace": inplace,
     "random.shuffled": shuffled,
+    "random.own_generator": own_generator,
 }

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from partita.testing.draft import Draft
-from partita.testing.functions import branches
+from partita.testing.functions import branches, replace_first
 from partita.testing.recipe import Picks
 
 __all__ = ["LISTS"]
@@ -25,6 +25,16 @@ def replaced(draft: Draft, picks: Picks) -> None:
         draft.call(_getitem, pieces, 0)
     # A graph module gives this node the new item, an interpreter None, so nobody may rely on either.
     draft.disown(draft.call(operator.setitem, pieces, 0, draft.tensor(picks[3])))
+    draft.call(_getitem, pieces, picks[2] // 2 % 2)
+
+
+def replaced_elsewhere(draft: Draft, picks: Picks) -> None:
+    """An item replaced by somebody who does not look like a writer: an unknown function or a body."""
+    pieces, other = _list(draft, picks), draft.tensor(picks[3])
+    if picks[2] % 2:
+        draft.module("replacing_body", pieces, other)
+    else:
+        draft.call(replace_first, pieces, other)
     draft.call(_getitem, pieces, picks[2] // 2 % 2)
 
 
@@ -76,6 +86,7 @@ def _list(draft: Draft, picks: Picks) -> Node:
 
 LISTS: Mapping[str, Callable[[Draft, Picks], None]] = {
     "lists.replaced": replaced,
+    "lists.replaced_elsewhere": replaced_elsewhere,
     "lists.appended": appended,
     "lists.popped": popped,
     "lists.added": added,

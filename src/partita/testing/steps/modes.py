@@ -37,12 +37,10 @@ def grad_block(draft: Draft, picks: Picks) -> None:
     draft.call(SET_GRAD, before)
 
 
-def grad_left_off(draft: Draft, picks: Picks) -> None:
-    """A body that ends without gradients, as parts that torch's own `split_module` makes do."""
-    draft.module("leaving_grad_off", draft.tensor(picks[0]))
-
-
 def grad_left_on(draft: Draft, picks: Picks) -> None:
+    """A body that ends by switching grad on; where that changed anything, the program would be refused."""
+    if not torch.is_grad_enabled():
+        raise UnfitError("grad is off")
     draft.module("leaving_grad_on", draft.tensor(picks[0]))
 
 
@@ -112,7 +110,6 @@ GRAD: Mapping[str, Callable[[Draft, Picks], None]] = {
     "grad.off": grad_off,
     "grad.on": grad_on,
     "grad.block": grad_block,
-    "grad.left_off": grad_left_off,
     "grad.left_on": grad_left_on,
 }
 AUTOCAST: Mapping[str, Callable[[Draft, Picks], None]] = {
