@@ -151,9 +151,10 @@ def _gradients(before: Observation, after: Observation, tolerance: Tolerance) ->
 def _rounding(gradient: TensorRecord, unit: float) -> Tolerance:
     """What a sum in another order may change: some units of rounding of the largest element."""
     value = gradient.value
-    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return EXACT
-    largest = float(value.detach().abs().nan_to_num(posinf=0.0).max())
+    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    largest = float(dense.abs().nan_to_num(posinf=0.0).max())
     return Tolerance(absolute=_UNITS * max(unit, torch.finfo(value.dtype).eps) * largest)
 
 

@@ -40,16 +40,33 @@ def gradients_of(
     # Both programs reach the very same tensors there, in any order, so identity is what pairs them.
     outside = ((f"a leaf of shape {tuple(leaf.shape)} outside the state, {id(leaf):#x}", leaf) for leaf in reached)
     everything = [*leaves, *outside]
-    raised = None
-    with kept_gradient_fields(reached):
-        if differentiable:
-            try:
-                torch.autograd.backward(
-                    differentiable, [_weights(n, result) for n, result in enumerate(differentiable)]
-                )
-            except Exception as error:
-                raised = Raised(type(error), str(error))
-        return raised, tuple((name, _record(leaf)) for name, leaf in everything)
+    tensors = [leaf for _, leaf in everything]
+    try:
+        found = _gradients(differentiable, tensors)
+    except Exception as error:
+        return Raised(type(error), str(error)), tuple((name, None) for name, _ in everything)
+    return None, tuple((name, _record(gradient)) for (name, _), gradient in zip(everything, found, strict=True))
+
+
+def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients, without a `.grad` field or a hook that waits for one being touched where that is possible."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    weights = [_weights(number, result) for number, result in enumerate(results)]
+    if not results or not wanted:
+        return [None] * len(leaves)
+    try:
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            results, wanted, weights, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "incompatible with .grad()" not in str(error):
+            raise
+        # Reentrant checkpoints work with nothing but `.backward()`.
+        with kept_gradient_fields(leaves):
+            torch.autograd.backward(list(results), weights)
+            found = tuple(leaf.grad for leaf in wanted)
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=True)}
+    return [by_leaf.get(id(leaf)) for leaf in leaves]
 
 
 def _weights(number: int, result: Tensor) -> Tensor:
@@ -76,7 +93,6 @@ def _leaves_behind(results: Iterable[Tensor]) -> list[Tensor]:
     return list(leaves.values())
 
 
-def _record(leaf: Tensor) -> TensorRecord | None:
-    grad = leaf.grad if leaf.is_leaf else None
-    record = None if grad is None else record_of(grad)
+def _record(gradient: Tensor | None) -> TensorRecord | None:
+    record = None if gradient is None else record_of(gradient)
     return record if isinstance(record, TensorRecord) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from partita._torch.symbolic import symbols_in
 from partita.equivalence.differences import differences
 from partita.equivalence.findings import Comparison, Difference
 from partita.equivalence.inputs import Arguments
@@ -17,6 +18,7 @@ from partita.equivalence.snapshot import snapshot_of
 from partita.equivalence.storages import storage_key
 from partita.equivalence.subject import Subject
 from partita.graphs.tolerance import Tolerance
+from partita.graphs.values import value_of
 
 __all__ = ["Pair", "pair_of", "tried", "tried_on_other_shapes"]
 
@@ -88,7 +90,12 @@ def tried_on_other_shapes(pair: Pair, call: Call) -> Comparison:
         if ones[0].raised is None:
             return _against(pair, [other], ones)
         refused.append(f"{words} ({ones[0].raised})")
-    return Comparison((), tuple([f"the original accepts no other sizes: {'; '.join(refused)}"] if refused else []))
+    notes = [f"the original accepts no other sizes: {'; '.join(refused)}"] if refused else []
+    if not refused and any(symbols_in(value_of(node)) for node in pair.before.placeholders):
+        notes.append(
+            "sizes are symbolic, but other sizes were not tried: no argument gives a symbol by itself, in order"
+        )
+    return Comparison((), tuple(notes))
 
 
 def _other_sizes(pair: Pair, arguments: Arguments) -> Iterator[tuple[str, Arguments]]:

@@ -41,6 +41,8 @@ class Effects:
     effectful: frozenset[int] = frozenset()
     #: Placeholders and get_attr nodes whose storage may be written (not counting inputs that alias by chance).
     written_inputs: tuple[int, ...] = ()
+    #: Nodes that change how every later call is carried out: the levels of functorch.
+    fences: tuple[int, ...] = ()
     #: Tensors that modules and bodies own and may write when they are called.
     written_state: tuple[Tensor, ...] = ()
 
@@ -69,6 +71,7 @@ def effects_of(index: Index, root: GraphModule, *, pure: frozenset[Callable[...,
         after,
         barriers=tuple(sorted(number[node] for node, told in acting.items() if told.unknown)),
         effectful=frozenset(number[node] for node in acting),
+        fences=tuple(sorted(number[node] for node, told in acting.items() if told.fences)),
         written_inputs=written_inputs,
         written_state=_written_state(behaviours, acting),
     )

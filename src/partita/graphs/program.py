@@ -83,9 +83,10 @@ class Program:
     def modes(self) -> Modes:
         """The grad, inference and autocast state that each node runs under."""
         index = self.index
-        check_bodies(index, self._graph_module)
+        found = modes_of(index)
+        check_bodies(index, self._graph_module, found)
         sources = {number: index.sources[index.starts[number]] for number in self.projections}
-        return modes_of(index).with_projections(sources)
+        return found.with_projections(sources)
 
     @cached_property
     def projections(self) -> tuple[int, ...]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.containers import returns_container
+from partita._torch.lasting import is_lasting
+from partita._torch.operators import OPERATORS
 from partita.graphs.faithful import runs_its_graph
 from partita.graphs.index import Index
 from partita.graphs.values import value_of
@@ -41,10 +44,24 @@ def is_projection(node: Node, root: nn.Module | None = None, written: dict[Node,
 
 
 def _is_written(source: Node, known: dict[Node, bool]) -> bool:
-    """Whether somebody changes the container itself, so that its items depend on when they are taken."""
+    """Whether somebody may change the container itself, so that its items depend on when they are taken."""
     if source not in known:
-        known[source] = any(user.target in _WRITERS and user.args[:1] == (source,) for user in source.users)
+        known[source] = not all(map(_only_reads, source.users))
     return known[source]
+
+
+def _only_reads(user: Node) -> bool:
+    """Operators and tensor methods never put anything into a list that they are given; anyone else might."""
+    if user.op == "call_function":
+        return user.target not in _WRITERS and (user.target in (operator.getitem, getattr) or _is_of_torch(user.target))
+    return user.op == "output" or (user.op == "call_method" and user.target not in _WRITERS)
+
+
+def _is_of_torch(target: Any) -> bool:
+    module = getattr(target, "__module__", None) or ""
+    return isinstance(target, OPERATORS) or (
+        is_lasting(target) and module.split(".")[0] in ("torch", "_operator", "builtins")
+    )
 
 
 #: What changes a list or dict in place.

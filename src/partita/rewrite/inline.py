@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
@@ -117,7 +118,7 @@ class _Inliner:
         now = f"{call.target}.{node.target}"
         before = self.program.state_keys.original(now)
         known = self.placed.get(before, find(self.root, before))
-        path = before if known is None or known is value else now
+        path = before if known is None or known is value or _is_rest_of(known, value) else now
         self.placed[path] = value
         if not is_persistent(body, str(node.target)):
             self.fleeting.add(path)
@@ -132,7 +133,8 @@ class _Inliner:
                 graph.erase_node(node)
         module = module_like(self.root, graph, restores_modes=self.modes.has_switched)
         gone = {str(node.target) for node in self.chosen}
-        share_state(self.root, module, without=frozenset(gone) - _folders_of_targets(graph))
+        kept = _folders_of_targets(graph)
+        share_state(self.root, module, without=frozenset(gone) - kept, room_for=self.placed)
         for path, value in self.placed.items():
             if find(module, path) is not value:
                 place(module, path, value, persistent=path not in self.fleeting)
@@ -144,6 +146,14 @@ class _Inliner:
             ),
             tolerance=self.program.tolerance,
         )
+
+
+def _is_rest_of(container: Any, module: object) -> bool:
+    """Whether a plain container holds nothing but tensors of the module that has moved from its place."""
+    if type(container) is not nn.Module or not isinstance(module, nn.Module) or container._modules:
+        return False
+    left = {**container._parameters, **container._buffers}
+    return all(getattr(module, name, None) is tensor for name, tensor in left.items())
 
 
 def _folders_of_targets(graph: Graph) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,12 +73,13 @@ def is_persistent(root: nn.Module, path: str) -> bool:
     return name not in root.get_submodule(folder)._non_persistent_buffers_set
 
 
-def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str]) -> None:
+def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str], room_for: Iterable[str] = ()) -> None:
     """Gives `target` all state of `source` at the same paths, but for the modules at the paths in `without`.
 
-    Tensors and whole submodules are shared. Only a module with something taken out of it becomes a plain container.
+    Tensors and whole submodules are shared. Only a module with something taken out of it becomes a plain container, and
+    one that something will be put into, at a path in `room_for`: what is shared is never written.
     """
-    opened = {path[:at] for path in without for at, letter in enumerate(path) if letter == "."}
+    opened = {path[:at] for path in (*without, *room_for) for at, letter in enumerate(path) if letter == "."}
     _share(source, target, "", without, opened)
 
 

@@ -134,7 +134,7 @@ def _survives_dead_code_elimination(subject: _Subject) -> None:
         return
     original = copy.deepcopy(subject.case.graph_module)
     _eliminate_dead_code(original)
-    if not compare(subject.program, original, subject.case.args, subject.case.kwargs, gradients=False).equal:
+    if not compare(subject.program, original, subject.case.args, subject.case.kwargs).equal:
         return
     after = plan(subject.program, subject.partition, Call()).apply()
     module = after.module()

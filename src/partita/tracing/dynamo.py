@@ -6,6 +6,7 @@ point; the function can be given as the backend as well.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from partita.tracing.pieces import Waiting
 
 __all__ = ["backend"]
 
+log = logging.getLogger(__name__)
+
 
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> GraphModule:
     """A module like `gm` whose regions run as the inner backend compiled them; nodes outside regions run eagerly.
@@ -30,6 +33,10 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[
     chosen = BackendOptions.read(options)
     inner = chosen.inner_backend()
     decided = plan(Program.of(gm), chosen.policy, chosen.treatment)
+    if decided.program.effects.fences:
+        # Between the nodes that enter and leave a transform tensors are wrapped, which no compiler has seen.
+        log.warning("the graph enters transforms of torch.func; its parts run as they are, uncompiled")
+        return decided.apply().graph_module
     cut = Plan(decided.partition, tuple(map(Waiting, decided.treatments))).apply().graph_module
     compile_pieces(cut, gm, inner, example_inputs)
     return cut
