@@ -27,7 +27,8 @@ def check_bodies(index: Index, root: nn.Module, modes: Modes) -> None:
         inside = modes_of(inner)
         if has_toggles(body.graph):
             left = inside.final
-            called_without = any(modes.at(index.number[user]).grad is False for user in (node, *node.users))
+            calls = (node,) if node.op == "call_module" else node.users
+            called_without = any(modes.at(index.number[call]).grad is False for call in calls)
             if left != AMBIENT and (left != _CLOSED or called_without):
                 raise ModeError(
                     f"the body {node.target!r} of node {node.name!r} leaves {left} behind for everything after it; "

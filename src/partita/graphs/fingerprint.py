@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.operators import OPERATORS, SYM_SIZE
 from partita.graphs.program import Program
+from partita.graphs.projections import takes_item
 from partita.graphs.values import container_items
 
 __all__ = ["fingerprint"]
@@ -32,7 +33,6 @@ class _Hasher:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.index, self.modes, self.effects = program.index, program.modes, program.effects
-        self.projections = frozenset(program.projections)
         self.hashes: list[str] = []
         self.bodies: dict[GraphModule, str] = {}
         self.read = frozenset(self.modes.read)
@@ -60,9 +60,9 @@ class _Hasher:
         same = self._rebuilt_container(node)
         if same is not None:
             return self.hashes[same]
-        projection = number in self.projections
+        item = takes_item(node, self.program.graph_module)
         behind = sorted({self.hashes[at] for at in self.behind.get(number, ())})
-        mode = "" if projection or node.op in ("placeholder", "get_attr", "output") else repr(self.modes.at(number))
+        mode = "" if item or node.op in ("placeholder", "get_attr", "output") else repr(self.modes.at(number))
         arguments = self._argument(node.args), self._argument(node.kwargs)
         return _digest(node.op, self._target(node), arguments, behind, mode)
 

@@ -15,7 +15,7 @@ from partita.graphs.faithful import runs_its_graph
 from partita.graphs.index import Index
 from partita.graphs.values import value_of
 
-__all__ = ["is_projection", "projections_of"]
+__all__ = ["is_projection", "projections_of", "takes_item"]
 
 
 def projections_of(index: Index, root: nn.Module) -> tuple[int, ...]:
@@ -30,17 +30,20 @@ def projections_of(index: Index, root: nn.Module) -> tuple[int, ...]:
 
 
 def is_projection(node: Node, root: nn.Module | None = None, written: dict[Node, bool] | None = None) -> bool:
-    """Whether `node` only takes one item, at a constant place, out of a container that another node gives."""
+    """Whether `node` only takes one item, at a constant place, out of a container that nobody changes."""
+    return takes_item(node, root) and not _is_written(node.all_input_nodes[0], {} if written is None else written)
+
+
+def takes_item(node: Node, root: nn.Module | None = None) -> bool:
+    """Whether `node` takes one item, at a constant place, out of a container that another node gives."""
     if node.op != "call_function" or len(node.args) != 2:
         return False
     source, place = node.args
     if not isinstance(source, Node) or not isinstance(place, int | str):
         return False
     if node.target is operator.getitem:
-        found = isinstance(place, int) and _gives_container(source, root)
-    else:
-        found = node.target is getattr and isinstance(place, str) and isinstance(value_of(source), tuple)
-    return found and not _is_written(source, {} if written is None else written)
+        return isinstance(place, int) and _gives_container(source, root)
+    return node.target is getattr and isinstance(place, str) and isinstance(value_of(source), tuple)
 
 
 def _is_written(source: Node, known: dict[Node, bool]) -> bool:
