@@ -19,7 +19,7 @@ from typing import Any
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from partita._torch.toggles import TOGGLES
+from partita._torch.toggles import IS_GRAD_ENABLED, TOGGLES
 from partita.graphs.aliasing import Storages, storages_of, tensors_of, written_classes
 from partita.graphs.behaviours import Behaviour, Behaviours
 from partita.graphs.index import Index
@@ -108,7 +108,7 @@ def _touch_fences(touches: _Touches, index: Index, acting: Mapping[Node, Behavio
     for i, node in enumerate(index.nodes):
         if i in fences:
             touches.writes.setdefault(i, set()).add(_FENCE)
-        elif node.op.startswith("call_") and node.target not in TOGGLES:
+        elif node.op.startswith("call_") and node.target not in TOGGLES and node.target is not IS_GRAD_ENABLED:
             touches.reads.setdefault(i, []).append((_FENCE, -1))
 
 
