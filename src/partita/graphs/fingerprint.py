@@ -61,10 +61,15 @@ class _Hasher:
         if same is not None:
             return self.hashes[same]
         item = takes_item(node, self.program.graph_module)
-        behind = sorted({self.hashes[at] for at in self.behind.get(number, ())})
+        behind = sorted({self.hashes[at] for at in self.behind.get(number, ()) if not self._may_be_read_elsewhere(at)})
         mode = "" if item or node.op in ("placeholder", "get_attr", "output") else repr(self.modes.at(number))
         arguments = self._argument(node.args), self._argument(node.kwargs)
         return _digest(node.op, self._target(node), arguments, behind, mode)
+
+    def _may_be_read_elsewhere(self, number: int) -> bool:
+        """Whether a node only takes an item or a size, which a cut does where it suits the border."""
+        node = self.index.nodes[number]
+        return node.target in (SYM_SIZE, torch.Size) or takes_item(node, self.program.graph_module)
 
     def _reads_only_shape_or_item(self, node: Node) -> bool:
         return node.target in (SYM_SIZE, operator.getitem, torch.Size) or node.op == "get_attr"

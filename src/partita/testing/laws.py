@@ -161,8 +161,10 @@ def _eliminate_dead_code(module: GraphModule) -> None:
 
 def _verify_quickly(subject: _Subject, after: Program) -> None:
     """One call; a program that raises on its arguments equals another that raises alike."""
-    quick = {"second_call": False, "no_grad_call": False, "other_shapes": False}
-    comparison = compare(subject.program, after, subject.case.args, subject.case.kwargs, **quick)
+    comparison = compare(
+        subject.program, after, subject.case.args, subject.case.kwargs,
+        second_call=False, no_grad_call=False, other_shapes=False,
+    )  # fmt: skip
     assert comparison.equal, str(comparison)
 
 
