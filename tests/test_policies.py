@@ -226,9 +226,13 @@ def small_and_large() -> tuple[Program, Program]:
 
 
 def _seconds(policy: Callable[[Program], Partition], program: Program) -> float:
-    begin = time.process_time()
-    assert len(policy(program)) > 1
-    return time.process_time() - begin
+    """The best of three, since a collection or another process may fall into any one of them."""
+    taken = []
+    for _ in range(3):
+        begin = time.process_time()
+        assert len(policy(program)) > 1
+        taken.append(time.process_time() - begin)
+    return min(taken)
 
 
 def _long_program(count: int) -> Program:
