@@ -1,4 +1,4 @@
-"""Policies on a language model, as each tracer records it."""
+"""Policies on a Llama, as each tracer records it."""
 
 from __future__ import annotations
 
