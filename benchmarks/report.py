@@ -41,7 +41,8 @@ def as_json(rows: Sequence[Row], command: str) -> str:
 
 def machine() -> dict[str, str]:
     """What the numbers depend on."""
-    return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    kind = f"{platform.system()} {platform.machine()}"
+    return {"torch": torch.__version__, "python": platform.python_version(), "platform": kind}
 
 
 def put_into_readme(path: Path, rows: Sequence[Row], command: str) -> None:

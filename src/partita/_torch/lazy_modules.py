@@ -57,6 +57,9 @@ class LazyModule(_LazyGraphModule):
         code = super()._real_recompile()
         if self.__dict__.get("_restores_modes"):
             cls.forward = _keep_modes(cls.forward)
+        if self.__dict__.get("_is_part"):
+            # The wrapper that shows the failing line of generated code is around the outer module already.
+            cls.__call__ = nn.Module.__call__
         # Code that calls parts is about to need theirs; parts that went to a compiler are no lazy modules any more.
         for child in self.children():
             if isinstance(child, LazyModule):
@@ -91,7 +94,9 @@ class LazyModule(_LazyGraphModule):
         return copied
 
 
-def lazy_module(graph: Graph, *, training: bool, restores_modes: bool = False, is_impure: bool = False) -> LazyModule:
+def lazy_module(
+    graph: Graph, *, training: bool, restores_modes: bool = False, is_impure: bool = False, is_part: bool = False
+) -> LazyModule:
     """A module without state that runs `graph`; register what its nodes name before it is called."""
     module = _blank("GraphModule")
     module.__dict__.update(blank_attributes())
@@ -109,6 +114,7 @@ def lazy_module(graph: Graph, *, training: bool, restores_modes: bool = False, i
         # `Graph.eliminate_dead_code` asks for this name: without it a call that only has effects is deleted.
         _is_impure=is_impure,
         _restores_modes=restores_modes,
+        _is_part=is_part,
     )
     _adopt(module, graph)
     return module

@@ -86,7 +86,11 @@ def _modules(partition: Partition, bodies: Sequence[Body]) -> list[LazyModule]:
     modules = []
     for at, body in enumerate(bodies):
         module = lazy_module(
-            body.graph, training=root.training, restores_modes=body.switches_modes, is_impure=at in impure
+            body.graph,
+            training=root.training,
+            restores_modes=body.switches_modes,
+            is_impure=at in impure,
+            is_part=True,
         )
         for local, original in body.targets.items():
             place(module, local, root.get_submodule(original))

@@ -38,6 +38,7 @@ _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "_deepcopy_hooks",
     "_is_impure",
     "_restores_modes",
+    "_is_part",
     # These would run in the place of the new graph.
     "forward",
     "_compiled_call_impl",
