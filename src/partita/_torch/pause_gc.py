@@ -8,12 +8,22 @@ from contextlib import contextmanager
 
 __all__ = ["gc_paused"]
 
+#: How many objects may be made in pauses before one full collection looks at all of them.
+_MOST_UNSEEN = 1_000_000
+
+
+class _Unseen:
+    """How many objects were made in pauses since the last full collection that a pause has asked for."""
+
+    count = 0
+
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """No cyclic collection inside: nodes refer to each other, so each run would visit all of them for nothing.
 
-    What was made inside counts as old afterwards, or else the next run would visit all of it once more.
+    What was made inside counts as old afterwards, or else the next run would visit all of it once more. Python never
+    counts such objects towards its next full collection, so that is asked for when there are too many of them.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -21,7 +31,17 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_freeze_count() == 0:  # Freezing and unfreezing moves every object to the oldest generation.
-                gc.freeze()
-                gc.unfreeze()
+            _age_new_objects()
             gc.enable()
+
+
+def _age_new_objects() -> None:
+    if gc.get_freeze_count():  # Somebody keeps objects frozen, and unfreezing would free those as well.
+        return
+    _Unseen.count += gc.get_count()[0]
+    if _Unseen.count > _MOST_UNSEEN:
+        _Unseen.count = 0
+        gc.collect()
+    else:  # Freezing and unfreezing moves every object to the oldest generation.
+        gc.freeze()
+        gc.unfreeze()
