@@ -38,8 +38,9 @@ def gc_paused() -> Iterator[None]:
 def _age_new_objects() -> None:
     if gc.get_freeze_count():  # Somebody keeps objects frozen, and unfreezing would free those as well.
         return
-    _Unseen.count += gc.get_count()[0]
-    if _Unseen.count > _MOST_UNSEEN:
+    made = gc.get_count()[0]
+    before, _Unseen.count = _Unseen.count, _Unseen.count + made
+    if before > _MOST_UNSEEN:  # What was made just now is still in use, so it alone is no reason.
         _Unseen.count = 0
         gc.collect()
     else:  # Freezing and unfreezing moves every object to the oldest generation.
