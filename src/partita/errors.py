@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 __all__ = [
+    "ArchiveError",
     "BrokenGraphError",
     "CallbackError",
+    "CaptureError",
     "CycleError",
     "MissingLabelError",
     "MissingTargetError",
@@ -12,8 +14,10 @@ __all__ = [
     "OptionError",
     "PartitaError",
     "RegionError",
+    "SignatureError",
     "TreatmentError",
     "UnknownNodeError",
+    "UntrustedArchiveError",
     "VerificationError",
 ]
 
@@ -68,5 +72,21 @@ class OptionError(PartitaError, TypeError, ValueError):
     """An option is unknown or has a value that it cannot take."""
 
 
+class SignatureError(PartitaError, ValueError):
+    """The signature of an exported program does not fit its graph."""
+
+
+class CaptureError(PartitaError, RuntimeError):
+    """A model that cannot be captured, or not with everything that its mode blocks mean."""
+
+
 class VerificationError(PartitaError, AssertionError):
     """Two programs that should mean the same do not."""
+
+
+class ArchiveError(PartitaError, ValueError):
+    """A file is no archive of an exported program, or one that cannot be read here."""
+
+
+class UntrustedArchiveError(ArchiveError):
+    """An archive holds something that could run code while it is loaded, and nobody said that it is trusted."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from functools import cache
+from types import TracebackType
 
 import torch
 
-__all__ = ["Ambient", "read_ambient", "restore_after_error", "restore_autocast"]
+__all__ = ["Ambient", "can_autocast", "read_ambient", "restore_after_error", "restore_autocast"]
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "privateuseone")
 
@@ -37,6 +39,15 @@ def read_ambient() -> Ambient:
     )
 
 
+@cache
+def can_autocast(device_type: str) -> bool:
+    """Whether torch has autocast for a type of devices."""
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:  # It is no type of devices at all.
+        return False
+
+
 def restore_autocast(found: Ambient) -> None:
     """Puts back the autocast state of every device, the cache flag and the depth of nesting."""
     for device, enabled, dtype in found.autocast:
@@ -54,11 +65,17 @@ def restore_autocast(found: Ambient) -> None:
 
 def restore_after_error(found: Ambient, error: BaseException) -> None:
     """Puts back the modes in `found` after `error` has left a graph with its own still set."""
-    if torch.is_inference_mode_enabled() != found.inference and error.__traceback__ is not None:
-        # The guard of an inference block lives in the frame that raised; it restores the mode when it goes.
+    if error.__traceback__ is not None and _holds_guard(error.__traceback__.tb_next):
+        # The guard of an inference block lives in the frame that raised; it restores all modes when it goes.
         traceback.clear_frames(error.__traceback__.tb_next)
     torch.set_grad_enabled(found.grad)
     restore_autocast(found)
+
+
+def _holds_guard(raised: TracebackType | None) -> bool:
+    """Whether a frame that an exception came through has an inference block open."""
+    values = (value for frame, _ in traceback.walk_tb(raised) for value in frame.f_locals.values())
+    return any(isinstance(value, torch._C._InferenceMode) for value in values)
 
 
 def _autocast_depth() -> int:

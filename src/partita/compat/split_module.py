@@ -155,8 +155,14 @@ def _parts(nodes: Sequence[Node], labels: Sequence[int | str], affix: str | None
 
 
 def _names(partition: RegionPartition) -> list[str]:
-    """The names of the parts; one that an attribute of the module has already is numbered."""
-    taken = {str(node.target).partition(".")[0] for node in partition.program.index.nodes if node.op == "get_attr"}
+    """The names of the parts; one that an attribute which stays outside has already is numbered."""
+    index, owner = partition.program.index, partition.owner
+    moved = {number for border in partition.borders.of_regions for number in border.modules}
+    taken = {
+        str(node.target).partition(".")[0]
+        for node in index.graph.find_nodes(op="get_attr")
+        if index.number[node] not in moved or any(owner[index.number[user]] < 0 for user in node.users)
+    }
     names = []
     for region in partition:
         name, count = region.name, 0

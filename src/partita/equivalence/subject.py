@@ -39,6 +39,8 @@ class Subject:
     tolerance: Tolerance = EXACT
     placeholders: tuple[Node, ...] = ()
     output_names: tuple[str, ...] = ()
+    #: The grad mode that it is made to be called under, if any.
+    caller_grad: bool | None = None
 
     def written_among(self, arguments: Arguments) -> frozenset[int]:
         """The numbers of the arguments' leaves that may be written."""
@@ -51,7 +53,7 @@ class Subject:
 def subject_of(source: Comparable) -> Subject:
     """What `source` is; a callable that is no program may write all of its state and inputs."""
     if isinstance(source, Program):
-        return _of_program(source, source.module())
+        return _of_program(source)
     if isinstance(source, GraphModule):
         return _of_graph_module(source)
     if not callable(source):
@@ -62,13 +64,17 @@ def subject_of(source: Comparable) -> Subject:
 
 def _of_graph_module(module: GraphModule) -> Subject:
     try:
-        return _of_program(Program.of(module), module)
+        return _of_program(Program.of(module))
     except PartitaError:
         # A graph without an answer about its effects can still be run.
         return _of_unknown(module, module)
 
 
-def _of_program(program: Program, module: GraphModule) -> Subject:
+def _of_program(program: Program) -> Subject:
+    module = program.module()
+    if program.export is not None:
+        # Its own graph takes parameters and buffers as inputs; that of its module is called like the model.
+        return replace(_of_program(Program.of(module)), tolerance=program.tolerance)
     nodes, effects = program.index.nodes, program.effects
     placeholders = tuple(node for node in nodes if node.op == "placeholder")
     number = {node: place for place, node in enumerate(placeholders)}
@@ -83,6 +89,7 @@ def _of_program(program: Program, module: GraphModule) -> Subject:
         tolerance=program.tolerance,
         placeholders=placeholders,
         output_names=tuple(leaf.name if isinstance(leaf, Node) else "" for leaf in flatten(nodes[-1].args[0]).leaves),
+        caller_grad=program.caller.grad,
     )
 
 

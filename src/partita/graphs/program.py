@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
@@ -13,7 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from partita.errors import OptionError, UnknownNodeError
 from partita.graphs.body_modes import check_bodies
 from partita.graphs.effects import Effects, effects_of
+from partita.graphs.exported import ExportRecord
 from partita.graphs.index import Index
+from partita.graphs.mode import AMBIENT, Mode
 from partita.graphs.modes import Modes, modes_of
 from partita.graphs.projections import projections_of
 from partita.graphs.state_keys import UNMOVED, StateKeys
@@ -37,6 +40,8 @@ class Program:
         pure: Iterable[Callable[..., Any]] = (),
         state_keys: StateKeys = UNMOVED,
         tolerance: Tolerance = EXACT,
+        caller: Mode = AMBIENT,
+        export: ExportRecord | None = None,
     ) -> None:
         self._graph_module = graph_module
         self.pure = _trusted(pure)
@@ -44,23 +49,62 @@ class Program:
         self.state_keys = state_keys
         #: How far the treatments that made this program may have changed its numbers.
         self.tolerance = tolerance
+        #: What is known of the modes that the program is called under; modes of nodes are told relative to it.
+        self.caller = caller
+        #: What an exported program holds beside its graph; None for a graph module.
+        self.export = export
 
     @classmethod
-    def of(cls, source: Program | GraphModule, *, pure: Iterable[Callable[..., Any]] = ()) -> Program:
-        """The program that `source` holds; functions in `pure` are taken at your word to have no side effects."""
+    def of(
+        cls,
+        source: Program | GraphModule | ExportedProgram | str | os.PathLike[str],
+        *,
+        pure: Iterable[Callable[..., Any]] = (),
+        trusted: bool = False,
+    ) -> Program:
+        """The program that `source` holds: a graph module, an exported program, or the path of a saved one.
+
+        Functions in `pure` are taken at your word to have no side effects. `trusted` is about files: it lets one be
+        loaded that could run code while it is read.
+        """
         if isinstance(source, Program):
-            trusted = source.pure | _trusted(pure)
-            if trusted == source.pure:
-                return source
-            return cls(source.graph_module, pure=trusted, state_keys=source.state_keys, tolerance=source.tolerance)
+            return source.rewritten(source.graph_module, pure=pure) if _trusted(pure) - source.pure else source
+        if isinstance(source, str | os.PathLike):
+            raise NotImplementedError
         if isinstance(source, ExportedProgram):
-            raise OptionError("an exported program cannot be cut as it is yet; take its module, `exported.module()`")
+            return cls(source.graph_module, pure=pure, export=ExportRecord.of(source))
         if not isinstance(source, GraphModule):
             raise OptionError(
-                f"a program is made from a torch.fx.GraphModule, not from {type(source).__name__}; "
-                "trace the module first, for example with torch.fx.symbolic_trace or torch.export.export(...).module()"
+                f"a program is made from a torch.fx.GraphModule or a torch.export.ExportedProgram, not from "
+                f"{type(source).__name__}; capture a model first, with partita.capture(model, args)"
             )
         return cls(source, pure=pure)
+
+    def rewritten(
+        self,
+        graph_module: GraphModule,
+        *,
+        pure: Iterable[Callable[..., Any]] = (),
+        state_keys: StateKeys | None = None,
+        tolerance: Tolerance = EXACT,
+    ) -> Program:
+        """This program with another graph: `tolerance` is what that adds."""
+        return Program(
+            graph_module,
+            pure=self.pure | _trusted(pure),
+            state_keys=self.state_keys if state_keys is None else state_keys,
+            tolerance=self.tolerance | tolerance,
+            caller=self.caller,
+            export=self.export,
+        )
+
+    def under(self, caller: Mode) -> Program:
+        """The same program, when this is known of the modes that it is called under."""
+        if caller == self.caller:
+            return self
+        view = self.rewritten(self._graph_module)
+        view.caller = caller
+        return view
 
     @property
     def graph(self) -> Graph:
@@ -73,7 +117,22 @@ class Program:
 
     def module(self) -> GraphModule:
         """The program as a module that is called like the original."""
-        return self._graph_module
+        return self._graph_module if self.export is None else self._exported_module
+
+    @cached_property
+    def _exported_module(self) -> GraphModule:
+        module = self.exported().module()
+        assert isinstance(module, GraphModule)
+        return module
+
+    def exported(self) -> ExportedProgram:
+        """The program as torch.export has it, checked by torch's verifier; it shares the parameters and buffers."""
+        if self.export is None:
+            raise OptionError(
+                "this program was made from a graph module, which has no signature to export it by; make it from an "
+                "exported program, for example with partita.capture(model, args)"
+            )
+        return self.export.around(self.export.finish(self).graph_module)
 
     @cached_property
     def index(self) -> Index:
@@ -83,7 +142,7 @@ class Program:
     def modes(self) -> Modes:
         """The grad, inference and autocast state that each node runs under."""
         index = self.index
-        found = modes_of(index)
+        found = modes_of(index, self.caller)
         check_bodies(index, self._graph_module, found)
         sources = {number: index.sources[index.starts[number]] for number in self.projections}
         return found.with_projections(sources)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -19,9 +18,12 @@ from partita.plans.explaining import explanation
 from partita.plans.table import table
 from partita.plans.treatment import Treatment, is_treatment, marks_of, mixes_modes, tolerance_of, treated
 from partita.regions import Partition, Region
+from partita.rewrite.inline import inline
 from partita.rewrite.marking import add_marks, marked
+from partita.rewrite.operator_calls import OperatorCall, call_through
 from partita.rewrite.outline import outlined
-from partita.rewrite.state_keys import StateNaming, moved_into, name_state
+from partita.rewrite.rewritten import rewritten
+from partita.rewrite.state_keys import MovedByPart, StateNaming, name_state
 
 __all__ = ["Plan", "Policy", "plan"]
 
@@ -62,20 +64,24 @@ class Plan:
         went, as torch's `split_module` does; `"original"` keeps the names that checkpoints of the original use.
         """
         cut = outlined(self.partition)
-        module = cut.graph_module
-        given = zip(cut.names, cut.bodies, self.partition, self.treatments, strict=True)
-        moved: dict[str, str] = {}
-        by_part: dict[str, dict[str, str]] = defaultdict(dict)
-        for path, old in cut.moved.items():
-            by_part[path.partition(".")[0]][path] = old
-        for name, body, region, treatment in given:
+        module, moved = cut.graph_module, MovedByPart(cut.moved)
+        operators: dict[str, OperatorCall] = {}
+        inlined: set[str] = set()
+        for name, body, region, treatment in zip(cut.names, cut.bodies, self.partition, self.treatments, strict=True):
             add_marks(body, marks_of(treatment, region))
-            called = module._modules[name] = treated(treatment, region, body)
-            moved |= moved_into(called, body, name, by_part[name])
-        keys = self.program.state_keys.then(moved)
+            called = treated(treatment, region, body, exported=self.program.export is not None)
+            module._modules[name] = called.module
+            moved.settle(name, body, called.module)
+            if called.inlined:
+                inlined.add(name)
+            elif called.through is not None:
+                operators[name] = called.through
+        call_through(module, operators)
+        keys = self.program.state_keys.then(moved.settled)
         name_state(module, keys, naming=state_names)
-        tolerance = self.program.tolerance | self.tolerance | cut.tolerance
-        return Program(module, pure=self.program.pure, state_keys=keys, tolerance=tolerance)
+        result = rewritten(self.program, module, state_keys=keys, tolerance=self.tolerance | cut.tolerance)
+        calls = [node.name for node in module.graph.find_nodes(op="call_module") if node.target in inlined]
+        return inline(result, calls) if calls else result
 
     def annotate(self) -> Program:
         """A new program, cut nowhere, whose nodes carry the marks that the treatments give their regions."""
@@ -113,7 +119,7 @@ def plan(
     partition = policy if isinstance(policy, Partition) else policy(program)
     if not isinstance(partition, Partition):
         raise OptionError(f"a policy gives a Partition, not {type(partition).__name__}; policy: {policy!r}")
-    if partition.program is not program:
+    if partition.program.graph_module is not program.graph_module:
         raise OptionError("this partition is of another program; make it from the program that you plan for")
     return Plan(partition, tuple(_treatment_for(region, treatment) for region in partition))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar, final, runtime_checkable
 
 from torch import nn
 from torch.fx import GraphModule
@@ -11,18 +12,39 @@ from torch.fx import GraphModule
 from partita.errors import TreatmentError
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.regions import Region
+from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall
 
-__all__ = ["Marks", "Treatment", "Treats", "is_treatment", "marks_of", "mixes_modes", "tolerance_of", "treated"]
+__all__ = [
+    "Called",
+    "Marks",
+    "Treatment",
+    "Treats",
+    "is_treatment",
+    "marks_of",
+    "mixes_modes",
+    "tolerance_of",
+    "treated",
+]
 
 
 T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a region becomes: a call of a module, through an operator where one is given, or the module's own nodes."""
+
+    module: nn.Module
+    through: OperatorCall | None = None
+    inlined: bool = False
 
 
 @runtime_checkable
 class Treats(Protocol):
     """A treatment that decides what is called."""
 
-    def treat(self, body: GraphModule) -> nn.Module:
+    def treat(self, body: GraphModule) -> nn.Module | Called:
         """What is called in the place of the region: `body` itself, or something that means the same."""
 
 
@@ -70,16 +92,20 @@ def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
     return found
 
 
-def treated(treatment: Treatment, region: Region, body: GraphModule) -> nn.Module:
+def treated(treatment: Treatment, region: Region, body: GraphModule, *, exported: bool) -> Called:
     """What the treatment gives to be called, as long as that can be called."""
-    if not isinstance(treatment, Treats):
-        return body
-    module = _asked(treatment.treat, body, treatment, region)
-    if not isinstance(module, nn.Module):
+    given = _asked(treatment.treat, body, treatment, region) if isinstance(treatment, Treats) else body
+    called = Called(given) if isinstance(given, nn.Module) else given
+    if not isinstance(called, Called):
         raise TreatmentError(
-            f"{treatment!r} gave {type(module).__name__} for region {region.name!r}; `treat` returns a module"
+            f"{treatment!r} gave {type(given).__name__} for region {region.name!r}; `treat` returns a module"
         )
-    return module
+    if exported and not isinstance(called.module, GraphModule):
+        raise TreatmentError(
+            f"{treatment!r} gave {type(called.module).__name__} for region {region.name!r}, but an exported program "
+            "holds nothing but graphs; take its module first, Program.of(program.module())"
+        )
+    return replace(called, through=PLAIN_CALL) if exported and called.through is None else called
 
 
 def _asked(function: Callable[[T], object], subject: T, treatment: Treatment, region: Region) -> object:

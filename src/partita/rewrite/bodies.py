@@ -13,7 +13,8 @@ from torch.fx import Graph, Node
 
 from partita._torch.nodes import GraphWriter
 from partita.graphs.attributes import attribute_of
-from partita.graphs.modes import AMBIENT, Modes
+from partita.graphs.mode import AMBIENT, Mode
+from partita.graphs.modes import Modes
 from partita.graphs.program import Program
 from partita.graphs.symbols import Dimension
 from partita.graphs.values import VALUE_KEYS, container_items, crossing_places, value_of
@@ -31,6 +32,8 @@ class BodyStyle:
     keeps_node_names: bool = True
     keeps_input_names: bool = True
     returns_tuple: bool = True
+    #: A body that gives nothing returns one of its tensors: torch.export cannot load a call without any output.
+    returns_something: bool = False
 
 
 PLAIN_BODY = BodyStyle()
@@ -45,23 +48,27 @@ class Body:
     outputs: tuple[int | Item, ...]
     targets: dict[str, str]
     switches_modes: bool
+    #: The traced value of what a body returns that gives nothing.
+    filler_meta: Mapping[str, Any]
 
 
-def write_body(partition: Partition, place: int, numbers: Sequence[int], style: BodyStyle) -> Body:
-    """The body of the region at `place`, whose nodes have these `numbers`."""
-    return _BodyWriter(partition, partition.borders.of_regions[place], style).body(numbers)
+def write_body(
+    partition: Partition, place: int, numbers: Sequence[int], style: BodyStyle, *, base: Mode = AMBIENT
+) -> Body:
+    """The body of the region at `place`, whose nodes have these `numbers`, for a call in mode `base`."""
+    return _BodyWriter(partition, partition.borders.of_regions[place], style, base).body(numbers)
 
 
 class _BodyWriter:
     """One body while it is written: `env` gives the new value for each old node."""
 
-    def __init__(self, partition: Partition, border: Border, style: BodyStyle) -> None:
+    def __init__(self, partition: Partition, border: Border, style: BodyStyle, base: Mode) -> None:
         program = partition.program
         self.program: Program = program
-        self.border, self.style = border, style
+        self.border, self.style, self.base = border, style, base
         self.nodes = program.index.nodes
         self.writer = GraphWriter(program.graph._tracer_cls)
-        self.modes = ModeWriter(self.writer)
+        self.modes = ModeWriter(self.writer, base, caller=program.caller)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.items: dict[Item, Any] = {}
         self.targets: dict[str, str] = {}
@@ -75,12 +82,16 @@ class _BodyWriter:
         self._write_nodes(numbers)
         outputs = tuple(self.border.outputs)
         values = tuple(map(self._output, outputs))
-        self.modes.switch(AMBIENT)
+        self.modes.switch(self.base)
+        filler = None if values or not self.style.returns_something else self._some_tensor(numbers)
+        if filler is not None:
+            values = (filler,)
         bare = len(values) == 1 and not self.style.returns_tuple
         self.writer.write("output", "output", (values[0] if bare else values,), name=self.writer.names.fresh("output"))
         graph = self.writer.close()
         self.modes.close()
-        return Body(graph, inputs, outputs, self.targets, self.modes.has_switched)
+        filler_meta = {} if filler is None else {key: (filler.meta[key],) for key in VALUE_KEYS if key in filler.meta}
+        return Body(graph, inputs, outputs, self.targets, self.modes.has_switched, filler_meta)
 
     def _write_inputs(self) -> tuple[Crossing, ...]:
         passed = tuple(self.border.inputs)
@@ -158,6 +169,14 @@ class _BodyWriter:
                 local = f"{base}_{self.taken[base]}"
             self.targets[local], self.locals[target] = target, local
         return local
+
+    def _some_tensor(self, numbers: Sequence[int]) -> Node | None:
+        """A tensor that the body computes or is given, the last one first; a number if there is no tensor."""
+        computed = (self.env[self.nodes[number]] for number in reversed(numbers))
+        given = self.writer.graph.find_nodes(op="placeholder")
+        known = [node for node in (*computed, *given) if isinstance(node, Node) and value_of(node) is not None]
+        tensors = (node for node in known if isinstance(value_of(node), torch.Tensor))
+        return next(tensors, next((node for node in known if isinstance(value_of(node), torch.SymInt | int)), None))
 
     def _output(self, crossing: int | Item) -> Any:
         if not isinstance(crossing, Item):

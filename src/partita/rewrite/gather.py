@@ -8,9 +8,11 @@ from partita._torch.nodes import GraphWriter
 from partita._torch.pause_gc import gc_paused
 from partita.graphs.program import Program
 from partita.graphs.summation import summation_tolerance
+from partita.graphs.tolerance import EXACT
 from partita.regions.partition import Partition
 from partita.rewrite.assembly import module_like
 from partita.rewrite.mode_writer import ModeWriter
+from partita.rewrite.rewritten import rewritten
 from partita.rewrite.state import share_state
 
 __all__ = ["gather"]
@@ -23,7 +25,7 @@ def gather(partition: Partition) -> Program:
     with gc_paused():
         writer = GraphWriter(program.graph._tracer_cls)
         writer.names.reserve(node.name for node in index.nodes)
-        switching = ModeWriter(writer)
+        switching = ModeWriter(writer, caller=program.caller)
         env: dict[Node, Node | None] = dict.fromkeys(modes.read)
         numbers = _gathered_numbers(partition)
         for number in numbers:
@@ -35,8 +37,7 @@ def gather(partition: Partition) -> Program:
         switching.close()
         module = module_like(root, graph, restores_modes=switching.has_switched)
         share_state(root, module, without=frozenset())
-    tolerance = program.tolerance if numbers == sorted(numbers) else program.tolerance | summation_tolerance(program)
-    return Program(module, pure=program.pure, state_keys=program.state_keys, tolerance=tolerance)
+    return rewritten(program, module, tolerance=EXACT if numbers == sorted(numbers) else summation_tolerance(program))
 
 
 def _gathered_numbers(partition: Partition) -> list[int]:

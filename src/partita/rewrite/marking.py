@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 from partita.graphs.program import Program
 from partita.regions import Partition
 from partita.rewrite.outline import outlined
+from partita.rewrite.rewritten import rewritten
 
 __all__ = ["add_marks", "marked"]
 
@@ -19,7 +20,7 @@ def marked(program: Program, marks: Mapping[Node, Mapping[str, object]]) -> Prog
     by_name = {node.name: values for node, values in marks.items()}
     for node in module.graph.nodes:
         node.meta.update(by_name.get(node.name, {}))
-    return Program(module, pure=program.pure, state_keys=program.state_keys, tolerance=program.tolerance)
+    return rewritten(program, module)
 
 
 def add_marks(body: GraphModule, marks: Mapping[str, object]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from partita._torch import toggles
 from partita._torch.nodes import GraphWriter
-from partita.graphs.modes import AMBIENT, Autocast, Mode
+from partita.graphs.mode import AMBIENT, Block, Inference, Mode
 
 __all__ = ["ModeWriter"]
 
@@ -14,25 +16,37 @@ __all__ = ["ModeWriter"]
 class ModeWriter:
     """Keeps track of the mode at the end of a graph that is being written.
 
-    The mode of the caller is not known, so it is asked for before it is first changed, and put back by value.
+    The mode of the caller is not known, so it is asked for before it is first changed, and put back by value. `base`
+    is what whoever calls the graph has set for it: blocks that are open there stay open. Where `caller`, the mode that
+    all modes are relative to, is known, it need not be asked for.
     """
 
-    def __init__(self, writer: GraphWriter) -> None:
-        self.mode = AMBIENT
+    def __init__(self, writer: GraphWriter, base: Mode = AMBIENT, *, caller: Mode = AMBIENT) -> None:
+        self.mode = base
         self.has_switched = False
         self._writer = writer
+        self._caller = caller
         self._ambient_grad: Node | None = None
-        self._inference: tuple[Node, Mode] | None = None
-        self._autocasts: list[tuple[Autocast, Node]] = []
+        self._floor = len(base.blocks)
+        self._handles: list[tuple[Node, bool | None]] = []
 
     def switch(self, wanted: Mode) -> None:
         """Writes what it takes to be in mode `wanted`."""
-        if wanted is self.mode or wanted == self.mode:
+        if wanted is self.mode or (wanted == self.mode and wanted.blocks == self.mode.blocks):
             return
         self.has_switched = True
-        self._switch_inference(wanted)
+        here = self.mode.blocks
+        shared = 0
+        while shared < min(len(wanted.blocks), len(here)) and wanted.blocks[shared] == here[shared]:
+            shared += 1
+        assert shared >= self._floor, "a body cannot leave the block that it is called in"
+        self._leave(shared)
+        entered = wanted.blocks[shared:]
+        if not any(isinstance(block.sets, Inference) for block in entered):
+            self._switch_grad(wanted)
+        for block in entered:
+            self._enter(block)
         self._switch_grad(wanted)
-        self._switch_autocasts(wanted.autocast)
         self.mode = wanted
 
     def close(self) -> None:
@@ -40,41 +54,41 @@ class ModeWriter:
         if self._ambient_grad is not None and not self._ambient_grad.users:
             self._writer.graph.erase_node(self._ambient_grad)
 
-    def _switch_inference(self, wanted: Mode) -> None:
-        if wanted.inference == self.mode.inference:
-            return
-        # Autocast and inference blocks may nest but not cross: leaving the one would switch the other.
-        self._switch_autocasts(())
-        if self._inference is not None:
-            entered, before = self._inference
-            self._call(toggles.EXIT_INFERENCE, entered)
-            self.mode, self._inference = before, None
-        if wanted.inference is not None:
+    def _leave(self, depth: int) -> None:
+        """Leaves the innermost blocks until so many are open."""
+        while len(self.mode.blocks) > depth:
+            block = self.mode.blocks[-1]
+            handle, grad = self._handles.pop()
+            if isinstance(block.sets, Inference):
+                self._call(toggles.EXIT_INFERENCE, handle)
+                self.mode = replace(self.mode, grad=grad)
+            else:
+                self._call(toggles.EXIT_AUTOCAST, handle)
+            self.mode = replace(self.mode, blocks=self.mode.blocks[:-1])
+
+    def _enter(self, block: Block) -> None:
+        before, sets = self.mode.grad, block.sets
+        if isinstance(sets, Inference):
             self._ask_for_grad()  # Inside the block it is too late: entering it sets the grad mode as well.
-            before = self.mode
-            entered = self._call(toggles.ENTER_INFERENCE, wanted.inference)
-            self._inference = (entered, before)
-            self.mode = Mode(not wanted.inference, wanted.inference)
+            handle = self._call(toggles.ENTER_INFERENCE, sets.enabled)
+            self.mode = replace(self.mode, grad=not sets.enabled)
+        else:
+            handle = self._call(toggles.ENTER_AUTOCAST, sets.device, sets.dtype, sets.enabled, sets.cache)
+        self._handles.append((handle, before))
+        self.mode = replace(self.mode, blocks=(*self.mode.blocks, block))
 
     def _switch_grad(self, wanted: Mode) -> None:
         if wanted.grad == self.mode.grad:
             return
         self._ask_for_grad()
-        self._call(toggles.SET_GRAD, self._ambient_grad if wanted.grad is None else wanted.grad)
+        value = (self._ambient_grad or self._caller.grad) if wanted.grad is None else wanted.grad
+        assert value is not None, "the caller's grad mode is out of reach"
+        self._call(toggles.SET_GRAD, value)
+        self.mode = replace(self.mode, grad=wanted.grad)
 
     def _ask_for_grad(self) -> None:
-        if self._ambient_grad is None and self.mode.grad is None:
+        if self._ambient_grad is None and self.mode.grad is None and self._caller.grad is None:
             self._ambient_grad = self._call(toggles.IS_GRAD_ENABLED)
-
-    def _switch_autocasts(self, wanted: tuple[Autocast, ...]) -> None:
-        shared = 0
-        while shared < min(len(wanted), len(self._autocasts)) and wanted[shared] == self._autocasts[shared][0]:
-            shared += 1
-        while len(self._autocasts) > shared:
-            self._call(toggles.EXIT_AUTOCAST, self._autocasts.pop()[1])
-        for autocast in wanted[shared:]:
-            arguments = (autocast.device, autocast.dtype, autocast.enabled, autocast.cache)
-            self._autocasts.append((autocast, self._call(toggles.ENTER_AUTOCAST, *arguments)))
 
     def _call(self, toggle: object, *arguments: object) -> Node:
         writer = self._writer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -12,7 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.nodes import GraphWriter, map_nodes
 from partita._torch.operators import SYM_SIZE
 from partita.graphs.attributes import attribute_of
-from partita.graphs.modes import AMBIENT
+from partita.graphs.mode import AMBIENT, Mode
+from partita.graphs.module_stacks import outermost_stack
+from partita.graphs.program import Program
 from partita.graphs.symbols import Dimension
 from partita.graphs.values import VALUE_KEYS
 from partita.regions.borders import Crossing, Item
@@ -20,7 +22,7 @@ from partita.regions.partition import Partition
 from partita.rewrite.bodies import PLAIN_BODY, Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt
 from partita.rewrite.mode_writer import ModeWriter
 
-__all__ = ["OuterGraph", "OutlineStyle"]
+__all__ = ["OuterGraph", "OutlineStyle", "Surroundings", "style_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,37 @@ class OutlineStyle:
     keeps_unused_state: bool = True
 
 
+def style_for(program: Program) -> OutlineStyle:
+    """Partita's own style, as the kind of program needs it."""
+    return OutlineStyle() if program.export is None else OutlineStyle(replace(PLAIN_BODY, returns_something=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The modes in which each region is called, those in which its body then runs, and what is left in the end."""
+
+    around: Sequence[Mode]
+    inside: Sequence[Mode]
+    final: Mode
+
+    @classmethod
+    def unknown(cls, regions: int, final: Mode) -> Surroundings:
+        """Bodies that are called as the program is, and set what they need."""
+        return cls([AMBIENT] * regions, [AMBIENT] * regions, final)
+
+
 class OuterGraph:
     """The outer graph while it is written: `env` gives new values for old nodes, `loose` for what else crosses."""
 
-    def __init__(self, partition: Partition, names: Sequence[str], style: OutlineStyle) -> None:
-        self.partition, self.style = partition, style
+    def __init__(
+        self, partition: Partition, names: Sequence[str], style: OutlineStyle, surroundings: Surroundings
+    ) -> None:
+        self.partition, self.style, self.surroundings = partition, style, surroundings
         self.program = partition.program
         self.root = partition.program.graph_module
         self.nodes = self.program.index.nodes
         self.writer = GraphWriter(self.program.graph._tracer_cls)
-        self.modes = ModeWriter(self.writer)
+        self.modes = ModeWriter(self.writer, caller=self.program.caller)
         self.env: dict[Node, Any] = dict.fromkeys(self.program.modes.read)
         self.loose: dict[Item | Dimension, Node] = {}
         self.names = tuple(names)
@@ -58,7 +81,7 @@ class OuterGraph:
         modes, regions = self.program.modes, len(self.partition)
         for vertex in order:
             if vertex < regions:
-                self.modes.switch(AMBIENT)
+                self.modes.switch(self.surroundings.around[vertex])
                 self._write_call(self.names[vertex], bodies[vertex])
             elif self.nodes[vertex - regions] not in self.env and not self._is_read_inside_only(vertex - regions):
                 node = self.nodes[vertex - regions]
@@ -114,6 +137,8 @@ class OuterGraph:
             "call_module", name, tuple(map(self._crossing, body.inputs)), name=self.writer.names.fresh_for(name)
         )
         outputs = body.outputs
+        if not outputs:
+            call.meta.update(body.filler_meta)
         if len(outputs) == 1 and not self.style.body.returns_tuple:
             self._give(outputs[0], call)
             return
@@ -125,7 +150,9 @@ class OuterGraph:
     def _give(self, crossing: int | Item, value: Node) -> None:
         """Notes that `value` stands for `crossing` from here on."""
         if isinstance(crossing, Item):
-            value.meta.update(meta_of_crossing(crossing, self.nodes[crossing.number]))
+            source = self.nodes[crossing.number]
+            value.meta.update(meta_of_crossing(crossing, source))
+            self._place_in_model(value, source)
             self.loose[crossing] = value
         else:
             source = self.nodes[crossing]
@@ -158,8 +185,15 @@ class OuterGraph:
             name = self.writer.names.fresh(name_of_crossing(crossing, source))
             node = self.writer.write("call_function", target, (self._value(source), place), name=name)
             node.meta.update(meta_of_crossing(crossing, source))
+            self._place_in_model(node, source)
             self.loose[crossing] = node
         return self.loose[crossing]
+
+    def _place_in_model(self, node: Node, source: Node) -> None:
+        """`torch.export.unflatten` wants to know of every node where it belongs."""
+        if self.program.export is not None:
+            stack = source.meta.get("nn_module_stack")
+            node.meta["nn_module_stack"] = stack or outermost_stack(self.program.graph)
 
     def _value(self, node: Node) -> Any:
         """The new value of `node`; a container that came in items is put together when first needed."""
@@ -171,7 +205,7 @@ class OuterGraph:
     def _write_output(self) -> None:
         output = self.nodes[-1]
         args = map_nodes(output.args, self._value)
-        self.modes.switch(self.program.modes.final)
+        self.modes.switch(self.surroundings.final)
         returns = output.type if self.style.annotates_output else None
         node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=returns)
         self.writer.copy_meta(output, node)

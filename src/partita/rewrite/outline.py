@@ -16,11 +16,13 @@ from partita.graphs.tolerance import EXACT, Tolerance
 from partita.regions.partition import Partition
 from partita.rewrite.assembly import module_like
 from partita.rewrite.bodies import Body, write_body
-from partita.rewrite.outer_graph import OuterGraph, OutlineStyle
+from partita.rewrite.operator_calls import PLAIN_CALL, call_through
+from partita.rewrite.outer_graph import OuterGraph, OutlineStyle, Surroundings, style_for
+from partita.rewrite.rewritten import rewritten
 from partita.rewrite.state import is_persistent, place, share_state
 from partita.rewrite.unique_names import unique_names
 
-__all__ = ["OutlineStyle", "Outlined", "outline", "outlined"]
+__all__ = ["OutlineStyle", "Outlined", "Surroundings", "outline", "outlined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,10 @@ class Outlined:
 def outline(partition: Partition) -> Program:
     """A new program in which every region is one call of its body; what `Plan.apply` does before any treatment."""
     program, result = partition.program, outlined(partition)
-    return Program(
-        result.graph_module,
-        pure=program.pure,
-        state_keys=program.state_keys.then(result.moved),
-        tolerance=program.tolerance | result.tolerance,
-    )
+    if program.export is not None:
+        call_through(result.graph_module, dict.fromkeys(result.names, PLAIN_CALL))
+    keys = program.state_keys.then(result.moved)
+    return rewritten(program, result.graph_module, state_keys=keys, tolerance=result.tolerance)
 
 
 def outlined(
@@ -52,30 +52,36 @@ def outlined(
     names: Sequence[str] | None = None,
     order: Sequence[int] | None = None,
     style: OutlineStyle | None = None,
+    surroundings: Surroundings | None = None,
 ) -> Outlined:
     """A program in which every region is one call.
 
     `names` are the attributes that hold the bodies; without them, the regions' names, numbered where they are taken.
-    `order` may be any order that the partition allows.
+    `order` may be any order that the partition allows. `surroundings` are the modes that calls and bodies find; without
+    them, bodies set all modes themselves.
     """
+    program = partition.program
     if names is None:
-        names = unique_names([region.name for region in partition], partition.program.graph_module)
-    style, order = style or OutlineStyle(), order or partition.order
+        names = unique_names([region.name for region in partition], program.graph_module)
+    style, order = style or style_for(program), order or partition.order
+    surroundings = surroundings or Surroundings.unknown(len(partition), program.modes.final)
     with gc_paused():
         numbers = partition.numbers()
-        bodies = [write_body(partition, at, held, style.body) for at, held in enumerate(numbers)]
-        outer = OuterGraph(partition, names, style)
+        bodies = [
+            write_body(partition, at, held, style.body, base=surroundings.inside[at]) for at, held in enumerate(numbers)
+        ]
+        outer = OuterGraph(partition, names, style, surroundings)
         graph = outer.write(order, bodies)
-        base = module_like(partition.program.graph_module, graph, restores_modes=outer.modes.has_switched)
+        base = module_like(program.graph_module, graph, restores_modes=outer.modes.has_switched)
         parts = dict(zip(names, _modules(partition, bodies), strict=True))
         moved = {
             f"{name}.{local}": original
             for name, body in zip(names, bodies, strict=True)
             for local, original in body.targets.items()
         }
-        _place_state(partition.program.graph_module, base, parts, moved, keeps_unused=style.keeps_unused_state)
-    moves_sums = uses_autocast(partition.program) or _is_reordered(partition, numbers, order)
-    tolerance = summation_tolerance(partition.program) if moves_sums else EXACT
+        _place_state(program.graph_module, base, parts, moved, keeps_unused=style.keeps_unused_state)
+    moves_sums = uses_autocast(program) or _is_reordered(partition, numbers, order)
+    tolerance = summation_tolerance(program) if moves_sums else EXACT
     return Outlined(base, tuple(names), tuple(parts.values()), moved, tolerance)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from partita.errors import OptionError
 from partita.graphs.attributes import find
 from partita.graphs.state_keys import StateKeys
 
-__all__ = ["StateNaming", "moved_into", "name_state"]
+__all__ = ["MovedByPart", "StateNaming", "name_state"]
 
 StateNaming = Literal["split", "original"]
 
@@ -28,16 +29,27 @@ def name_state(module: nn.Module, keys: StateKeys, *, naming: StateNaming) -> No
         module.register_load_state_dict_pre_hook(_Loading(keys, own))
 
 
-def moved_into(called: nn.Module, body: nn.Module, name: str, moved: Mapping[str, str]) -> dict[str, str]:
-    """The modules that moved into a body, by where they are in what is `called`, which may hold the body anywhere."""
-    if called is body:
-        return dict(moved)
-    original = {id(find(body, path[len(name) + 1 :])): old for path, old in moved.items()}
-    return {
-        f"{name}.{path}": original[id(module)]
-        for path, module in called.named_modules(remove_duplicate=False)
-        if id(module) in original
-    }
+class MovedByPart:
+    """The modules that moved into parts, by where they are once it is known what is called in the place of each."""
+
+    def __init__(self, moved: Mapping[str, str]) -> None:
+        self.settled: dict[str, str] = {}
+        self._by_part: dict[str, dict[str, str]] = defaultdict(dict)
+        for path, original in moved.items():
+            self._by_part[path.partition(".")[0]][path] = original
+
+    def settle(self, part: str, body: nn.Module, called: nn.Module) -> None:
+        """Notes that `called`, which may hold the body anywhere, is called in its place."""
+        moved = self._by_part.get(part, {})
+        if called is body or not moved:
+            self.settled |= moved
+            return
+        original = {id(find(body, path[len(part) + 1 :])): old for path, old in moved.items()}
+        self.settled |= {
+            f"{part}.{path}": original[id(module)]
+            for path, module in called.named_modules(remove_duplicate=False)
+            if id(module) in original
+        }
 
 
 @dataclass

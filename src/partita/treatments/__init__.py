@@ -3,5 +3,6 @@
 from partita.plans import Treatment
 from partita.treatments.call import Call
 from partita.treatments.mark import Mark
+from partita.treatments.mode import Mode
 
-__all__ = ["Call", "Mark", "Treatment"]
+__all__ = ["Call", "Mark", "Mode", "Treatment"]

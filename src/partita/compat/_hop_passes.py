@@ -1,0 +1,50 @@
+"""What torch's two passes have in common: settings of one kind become calls of torch's own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TypeAlias
+
+from torch.export.graph_signature import ExportGraphSignature
+from torch.fx import GraphModule, Node
+
+from partita.errors import OptionError
+from partita.graphs.exported import check_signature, following
+from partita.graphs.mode import Mode
+from partita.graphs.mode_runs import ModeRun
+from partita.graphs.program import Program
+from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
+
+__all__ = ["Signature", "replace_with_operators"]
+
+Signature: TypeAlias = ExportGraphSignature | None
+
+#: For each node of a graph, whether torch begins a new piece there.
+Openings: TypeAlias = Callable[[Sequence[Node]], Sequence[bool]]
+
+
+def replace_with_operators(
+    gm: GraphModule, graph_signature: Signature, *, kind: type, openings: Openings
+) -> tuple[GraphModule, Signature]:
+    """A new module with settings of one kind as operators, and a signature of its own; the same ones without any."""
+    if not isinstance(gm, GraphModule):
+        raise OptionError(f"the pass takes a torch.fx.GraphModule, not {type(gm).__name__}")
+    if graph_signature is not None:
+        check_signature(gm.graph, graph_signature)
+
+    def names(program: Program, runs: Sequence[ModeRun]) -> Sequence[str]:
+        """A body is called by the number of the piece that torch would have cut there."""
+        pieces = list(accumulate(map(int, openings(program.index.nodes))))
+        return [f"submod_{pieces[run.numbers[0]]}" for run in runs]
+
+    # Torch compares with the mode of whoever runs the pass; what counts is how the program will be called.
+    program = Program(gm, caller=Mode(grad=True))
+    style = WrapStyle("torch", frozenset((kind,)), names, named_by_operator=True)
+    result = wrap_modes(program, style)
+    if result is program:
+        return gm, graph_signature
+    module = result.graph_module
+    module.recompile()
+    module.graph.lint()
+    return module, None if graph_signature is None else following(graph_signature, module.graph)

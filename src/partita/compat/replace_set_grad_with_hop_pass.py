@@ -1,0 +1,27 @@
+"""`torch._export.passes.replace_set_grad_with_hop_pass`: grad modes as calls of torch's wrapping operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import GraphModule, Node
+
+from partita._torch import toggles
+from partita.compat._hop_passes import Signature, replace_with_operators
+from partita.graphs.mode import Grad
+
+__all__ = ["replace_set_grad_with_hop_pass"]
+
+
+def replace_set_grad_with_hop_pass(gm: GraphModule, graph_signature: Signature) -> tuple[GraphModule, Signature]:
+    """A new module in which what runs with gradients switched off is a call of `wrap_with_set_grad_enabled`.
+
+    The program is taken to be called with gradients on, whatever is on while the pass runs. A region that starts or
+    ends inside an autocast block is wrapped like any other. Neither the module nor the signature is changed; without a
+    toggle both come back as they are.
+    """
+    return replace_with_operators(gm, graph_signature, kind=Grad, openings=_openings)
+
+
+def _openings(nodes: Sequence[Node]) -> Sequence[bool]:
+    return [node.target is toggles.SET_GRAD for node in nodes]

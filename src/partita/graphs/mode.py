@@ -1,0 +1,136 @@
+"""A mode: the grad, inference and autocast state of a node, and the blocks that make it up."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+
+__all__ = ["AMBIENT", "Autocast", "Block", "Grad", "Inference", "Mode", "Setting", "identifier_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grad:
+    """Gradients are recorded, or not."""
+
+    enabled: bool
+
+    def __str__(self) -> str:
+        return "enable_grad" if self.enabled else "no_grad"
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """One inference block; it sets the grad mode as well, to the opposite."""
+
+    enabled: bool
+
+    def __str__(self) -> str:
+        return "inference_mode" if self.enabled else "no inference_mode"
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The arguments of one autocast block; None means: as the surroundings have it."""
+
+    device: str
+    dtype: torch.dtype | None = None
+    enabled: bool = True
+    cache: bool | None = None
+
+    def __str__(self) -> str:
+        how = "" if self.dtype is None else f" {str(self.dtype).removeprefix('torch.')}"
+        return f"autocast on {self.device}{how}" if self.enabled else f"no autocast on {self.device}"
+
+    def within(self, outer: Autocast | None) -> Autocast:
+        """This block inside another one of its device, from which it takes what it leaves open."""
+        if outer is None:
+            return self
+        dtype = outer.dtype if self.dtype is None else self.dtype
+        return replace(self, dtype=dtype, cache=outer.cache if self.cache is None else self.cache)
+
+
+#: What a block, or a switch of the grad mode, sets.
+Setting: TypeAlias = Grad | Inference | Autocast
+
+
+def identifier_of(setting: Setting) -> str:
+    """A name for what runs under `setting`."""
+    if isinstance(setting, Autocast):
+        return "autocast" if setting.enabled else "no_autocast"
+    return str(setting).replace(" ", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """An autocast or inference block that is open; two blocks that set the same are still two, told by their key.
+
+    It matters which: autocast keeps the weights that it has cast until the outermost block is left.
+    """
+
+    key: Hashable
+    sets: Inference | Autocast = field(compare=False)
+    #: The grad mode where the block was entered.
+    grad: bool | None = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a graph has set so far; None, or no entry for a device, means: as the caller has it."""
+
+    grad: bool | None = None
+    inference: bool | None = None
+    autocast: tuple[Autocast, ...] = ()
+
+    #: The open blocks, the outermost first. Modes that come from other blocks but set the same are equal.
+    blocks: tuple[Block, ...] = field(default=(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        words = []
+        if self.inference is not None:
+            words.append(str(Inference(self.inference)))
+        if self.grad is not None and self.grad != (None if self.inference is None else not self.inference):
+            words.append(str(Grad(self.grad)))
+        return ", ".join([*words, *map(str, self.autocast)]) or "the caller's modes"
+
+    def setting(self, setting: Setting) -> Mode:
+        """This mode once `setting` holds."""
+        if isinstance(setting, Grad):
+            return replace(self, grad=setting.enabled)
+        if isinstance(setting, Inference):
+            return replace(self, inference=setting.enabled, grad=not setting.enabled)
+        active = {autocast.device: autocast for autocast in self.autocast}
+        active[setting.device] = setting.within(active.get(setting.device))
+        return replace(self, autocast=tuple(active.values()))
+
+    def inside(self, block: Block) -> Mode:
+        """The mode at the start of `block`, entered here."""
+        return replace(self.setting(block.sets), blocks=(*self.blocks, block))
+
+    def beside(self, caller: Mode) -> Mode:
+        """This mode, as far as it differs from that of the caller."""
+        if self == caller:
+            return Mode(blocks=self.blocks)
+        return Mode(
+            None if self.grad == caller.grad else self.grad,
+            None if self.inference == caller.inference else self.inference,
+            tuple(autocast for autocast in self.autocast if autocast not in caller.autocast),
+            self.blocks,
+        )
+
+    def within(self, outer: Mode, *, call: Hashable = None) -> Mode:
+        """This mode in a body that is called under `outer`; `call` tells this call of the body from others."""
+        active = {autocast.device: autocast for autocast in outer.autocast}
+        for entered in self.autocast:
+            active[entered.device] = entered.within(active.get(entered.device))
+        return Mode(
+            outer.grad if self.grad is None else self.grad,
+            outer.inference if self.inference is None else self.inference,
+            tuple(active.values()),
+            (*outer.blocks, *(replace(block, key=(call, block.key)) for block in self.blocks)),
+        )
+
+
+AMBIENT = Mode()

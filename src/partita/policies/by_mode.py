@@ -1,0 +1,97 @@
+"""ByMode: what runs under the same grad, inference or autocast mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+from torch.fx import GraphModule, Node
+
+from partita._torch import toggles
+from partita.errors import OptionError
+from partita.graphs.attributes import find
+from partita.graphs.mode import AMBIENT, Mode, identifier_of
+from partita.graphs.mode_runs import mode_runs
+from partita.graphs.modes import has_toggles
+from partita.graphs.program import Program
+from partita.policies.naming import distinct_names
+from partita.regions import Partition, Region
+
+__all__ = ["ByMode"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ByMode:
+    """A region for each outermost run of nodes in a mode that differs from the caller's, labelled by what it sets.
+
+    Modes nested in a mode stay inside its region. An operator whose bodies switch modes, a `cond` say, is a region of
+    its own. `caller_grad` is the grad mode that the program is called under: a region in that mode is none. "traced"
+    assumes nothing of a graph that puts back what it found, as captured ones do; a graph that sets constants was
+    traced with gradients on, so `set_grad_enabled(True)` in it means: as the caller has it.
+    """
+
+    caller_grad: bool | Literal["traced"] | None = "traced"
+
+    def __post_init__(self) -> None:
+        if self.caller_grad not in (True, False, None, "traced"):
+            raise OptionError(f'caller_grad is True, False, None (unknown) or "traced", not {self.caller_grad!r}')
+
+    def __call__(self, program: Program) -> Partition:
+        program = program.under(self._caller(program))
+        nodes, projections = program.index.nodes, frozenset(program.projections)
+        runs = mode_runs(program)
+        held = {nodes[number] for run in runs for number in run.numbers}
+        alone = [call for call in _calls_of_switching_bodies(program) if call not in held]
+        names = iter(distinct_names([*(identifier_of(run.sets) for run in runs), *(call.name for call in alone)]))
+        regions = [Region(next(names), tuple(nodes[n] for n in run.numbers), str(run.sets)) for run in runs]
+        regions += [Region(next(names), (call,), "modes inside") for call in alone]
+        owned = held.union(alone)
+        reasons = {
+            node: "it runs in the caller's modes"
+            for number, node in enumerate(nodes)
+            if node.op not in ("placeholder", "output", "get_attr")
+            and node not in owned
+            and number not in program.modes.toggles
+            and number not in projections
+        }
+        return Partition(program, regions, reasons)
+
+    def _caller(self, program: Program) -> Mode:
+        if self.caller_grad != "traced":
+            return replace(program.caller, grad=self.caller_grad)
+        traced_with_grad = program.caller == AMBIENT and _sets_grad_by_constants(program.graph_module)
+        return Mode(grad=True) if traced_with_grad else program.caller
+
+
+def _sets_grad_by_constants(module: GraphModule) -> bool:
+    """Whether the grad mode is set, here or in a body, and never put back by value, as it was asked for before."""
+    set_to = [value for switch in _grad_switches(module) for value in switch.args]
+    return bool(set_to) and not any(isinstance(value, Node) for value in set_to)
+
+
+def _grad_switches(module: GraphModule) -> Iterator[Node]:
+    yield from module.graph.find_nodes(op="call_function", target=toggles.SET_GRAD, sort=False)
+    for body in _bodies(module):
+        yield from _grad_switches(body)
+
+
+def _calls_of_switching_bodies(program: Program) -> Iterator[Node]:
+    """The operators that run a body which switches modes, itself or in bodies of its own."""
+    for read in program.graph.find_nodes(op="get_attr"):
+        body = find(program.graph_module, str(read.target))
+        if isinstance(body, GraphModule) and _switches_modes(body):
+            yield from read.users
+
+
+def _switches_modes(body: GraphModule) -> bool:
+    return has_toggles(body.graph) or any(map(_switches_modes, _bodies(body)))
+
+
+def _bodies(module: GraphModule) -> Iterator[GraphModule]:
+    """The bodies that operators of a graph run."""
+    for read in module.graph.find_nodes(op="get_attr", sort=False):
+        found = find(module, str(read.target))
+        if isinstance(found, GraphModule):
+            yield found

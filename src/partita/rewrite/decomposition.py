@@ -1,0 +1,36 @@
+"""Exported programs that keep what their modes mean when they are decomposed.
+
+`ExportedProgram.run_decompositions` runs the body of a mode operator as it is and forgets the mode: afterwards a weight
+that no_grad had frozen gets gradients (torch 2.13). This one dissolves the modes first, into casts and `detach`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram, default_decompositions
+
+from partita.graphs.program import Program
+
+__all__ = ["ModeKeepingProgram"]
+
+
+class ModeKeepingProgram(ExportedProgram):
+    """An exported program like any other, but for its decomposition."""
+
+    def run_decompositions(
+        self,
+        decomp_table: dict[Any, Callable[..., Any]] | None = None,
+        decompose_custom_triton_ops: bool = False,  # noqa: FBT001, FBT002  The signature is torch's.
+    ) -> ExportedProgram:
+        """The program in the operators that the table leaves, with `detach` wherever gradients must not flow."""
+        # Dissolving gives programs like this one.
+        from partita.rewrite.dissolve import dissolve
+
+        plain = dissolve(Program.of(self)).exported()
+        table = default_decompositions() if decomp_table is None else dict(decomp_table)
+        # The table makes an alias of it, through which gradients flow.
+        table.pop(torch.ops.aten.detach.default, None)
+        return ExportedProgram.run_decompositions(plain, table, decompose_custom_triton_ops)

@@ -1,0 +1,72 @@
+"""Calls of a body through an operator: exported programs call nothing else, and a mode needs one that sets it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from partita import hops
+from partita.graphs.module_stacks import common_stack, outermost_stack
+
+__all__ = ["PLAIN_CALL", "OperatorCall", "call_through", "only_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """An operator that runs a body, and the arguments that it takes before the body."""
+
+    operator: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+
+PLAIN_CALL = OperatorCall(hops.call)
+
+
+def call_through(module: GraphModule, calls: Mapping[str, OperatorCall], *, named_by_operator: bool = False) -> None:
+    """Turns calls of submodules, by attribute name, into calls of operators, in a graph that nobody has seen yet.
+
+    The call keeps its name, and the node that reads the body gets one like it; torch names the call by its operator.
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_module"):
+        call = calls.get(str(node.target))
+        if call is None:
+            continue
+        name = getattr(call.operator, "__name__", str(call.operator))
+        reading = str(node.target) if named_by_operator else f"{node.name}_body"
+        with graph.inserting_before(node):
+            body = graph.create_node("get_attr", str(node.target), name=reading)
+        if named_by_operator:
+            node._rename(name)
+        inside = module.get_submodule(str(node.target))
+        held = inside.graph.nodes if isinstance(inside, GraphModule) else ()
+        stack = common_stack(held) or outermost_stack(graph)
+        body.meta["nn_module_stack"] = stack
+        node.op, node.target = "call_function", call.operator
+        node.args = (*call.arguments, body, *node.args)
+        node.meta.update(nn_module_stack=stack, torch_fn=(name, f"{type(call.operator).__name__}.{name}"))
+
+
+def only_call(module: GraphModule) -> tuple[GraphModule, OperatorCall] | None:
+    """The body and the call of it, if a module does nothing but run one body on its inputs and give what it gives."""
+    calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    call = calls[0] if calls else None
+    if call is None or any(node.target is not operator.getitem for node in calls[1:]):
+        return None
+    bodies = [at for at, value in enumerate(call.args) if isinstance(value, Node) and value.op == "get_attr"]
+    if len(bodies) != 1 or call.kwargs or call.op != "call_function":
+        return None
+    operands = call.args[bodies[0] + 1 :]
+    (output,) = module.graph.find_nodes(op="output")
+    given = output.args[0]
+    unpacked = [(call, at) for at in range(len(given) if isinstance(given, tuple) else 0)]
+    if list(operands) != module.graph.find_nodes(op="placeholder") or not isinstance(given, tuple):
+        return None
+    if [value.args if isinstance(value, Node) else None for value in given] != unpacked:
+        return None
+    body = module.get_submodule(str(call.args[bodies[0]].target))
+    return (body, OperatorCall(call.target, call.args[: bodies[0]])) if isinstance(body, GraphModule) else None

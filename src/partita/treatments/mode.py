@@ -1,0 +1,42 @@
+"""Mode: the region's modes are set by operators that run a body, instead of toggles in the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+from torch.fx import GraphModule
+
+from partita.errors import OptionError
+from partita.graphs.modes import has_toggles
+from partita.graphs.program import Program
+from partita.plans.treatment import Called
+from partita.rewrite.mode_operators import OperatorFamily
+from partita.rewrite.operator_calls import only_call
+from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
+
+__all__ = ["Mode"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Runs the body under its grad, inference and autocast modes through operators, nested as the modes are.
+
+    `operators="torch"` uses torch's own, for a program that must load without Partita; torch has none for inference
+    mode. A region in one mode becomes one call; of a region that holds several, the body calls the operators.
+    """
+
+    operators: OperatorFamily = "partita"
+
+    def __post_init__(self) -> None:
+        if self.operators not in ("partita", "torch"):
+            raise OptionError(f'Mode uses the operators of "partita" or of "torch", not of {self.operators!r}')
+
+    def treat(self, body: GraphModule) -> nn.Module | Called:
+        module = wrap_modes(Program.of(body), WrapStyle(self.operators)).graph_module
+        if not has_toggles(body.graph):
+            return Called(module, inlined=True)  # Only the bodies that its operators run switch modes.
+        single = only_call(module)
+        return module if single is None else Called(*single)
