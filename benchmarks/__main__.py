@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import analyses, calling, code_generation, first_call, growth, memory, splitting
+from benchmarks import analyses, calling, code_generation, first_call, growth, memory, modes, splitting
 from benchmarks.report import as_json, line, put_into_readme
 from benchmarks.scales import SCALES
 
@@ -18,6 +18,7 @@ SECTIONS = {
     "call": calling.rows,
     "code": code_generation.rows,
     "steps": analyses.rows,
+    "modes": modes.rows,
     "memory": memory.rows,
     "growth": growth.rows,
 }

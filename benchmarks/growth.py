@@ -41,7 +41,7 @@ def _large(kind: str, nodes: int, scale: Scale) -> Iterator[Row]:
 
 def _grown(kind: str, small: int, large: int) -> Iterator[Row]:
     before = measured("growing_split", kind=kind, nodes=small, repeats=3)
-    after = measured("growing_split", kind=kind, nodes=large, repeats=1)
+    after = measured("growing_split", kind=kind, nodes=large, repeats=3)
     for clock, target in (("user", at_most(12)), ("cpu", None)):
         yield Row(
             section=f"growth of {clock} time",

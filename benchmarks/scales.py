@@ -25,12 +25,14 @@ class Scale:
     large_kinds: tuple[str, ...]
     memory_nodes: int
     turns_of_calls: int
+    #: Graphs with modes.
+    mode_nodes: tuple[int, ...]
 
 
 _ALL = ("residual", "chain", "fan-out", "random", "writes")
 
 SCALES = {
-    "tiny": Scale({200: 1}, (), False, ("residual", "writes"), 0, 200, (200, 400), ("residual",), 400, 2),
+    "tiny": Scale({200: 1}, (), False, ("residual", "writes"), 0, 200, (200, 400), ("residual",), 400, 2, (50, 100)),
     "quick": Scale(
         {1_000: 3, 4_000: 3},
         (),
@@ -42,6 +44,7 @@ SCALES = {
         ("residual",),
         16_000,
         10,
+        (1_000, 4_000),
     ),
     "default": Scale(
         {1_000: 7, 4_000: 5, 16_000: 3, 64_000: 2},
@@ -54,6 +57,7 @@ SCALES = {
         ("residual", "writes"),
         256_000,
         30,
+        (1_000, 4_000, 16_000, 64_000, 256_000),
     ),
     "full": Scale(
         {1_000: 15, 4_000: 11, 16_000: 9, 64_000: 7},
@@ -66,5 +70,6 @@ SCALES = {
         _ALL,
         256_000,
         200,
+        (1_000, 4_000, 16_000, 64_000, 256_000),
     ),
 }
