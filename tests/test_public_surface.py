@@ -21,10 +21,14 @@ PUBLIC = {
         "Region",
         "Tolerance",
         "Treatment",
+        "capture",
         "compare",
+        "dissolve",
         "fingerprint",
         "gather",
+        "hops",
         "inline",
+        "mode_tree",
         "outline",
         "plan",
         "verify",
@@ -33,6 +37,7 @@ PUBLIC = {
         "AroundOperators",
         "ByAnnotation",
         "ByLabel",
+        "ByMode",
         "ByModule",
         "BySize",
         "Policy",
@@ -41,12 +46,22 @@ PUBLIC = {
     "partita.treatments": {
         "Call",
         "Mark",
+        "Mode",
         "Treatment",
     },
+    "partita.hops": {
+        "call",
+        "wrap",
+        "wrap_with_autocast",
+        "wrap_with_inference_mode",
+        "wrap_with_set_grad_enabled",
+    },
     "partita.plans": {
+        "ModeTree",
         "Plan",
         "Policy",
         "Treatment",
+        "mode_tree",
         "plan",
     },
     "partita.equivalence": {
@@ -56,10 +71,39 @@ PUBLIC = {
         "compare",
         "verify",
     },
+    "partita.graphs.archives": {
+        "ArchiveReport",
+        "Kind",
+        "Member",
+        "PickledMember",
+        "Problem",
+        "inspect_archive",
+        "load_exported",
+    },
+    "partita.compat.replace_autocast_with_hop_pass": {
+        "replace_autocast_with_hop_pass",
+    },
+    "partita.compat.replace_set_grad_with_hop_pass": {
+        "replace_set_grad_with_hop_pass",
+    },
     "partita.compat.split_module": {
         "Partition",
         "split_module",
         "split_module_simple",
+    },
+    "partita.compat.utils": {
+        "node_inline_",
+        "node_replace_",
+        "nodes_count",
+        "nodes_filter",
+        "nodes_first",
+        "nodes_map",
+        "sequential_split",
+    },
+    "partita.compat.wrap": {
+        "wrap",
+        "wrap_with_autocast",
+        "wrap_with_set_grad_enabled",
     },
     "partita.tracing.dynamo": {
         "backend",
@@ -87,12 +131,15 @@ PUBLIC = {
         "random_case",
         "random_labelling",
         "random_labels",
+        "random_nest",
         "random_recipe",
         "recipes",
     },
     "partita.errors": {
+        "ArchiveError",
         "BrokenGraphError",
         "CallbackError",
+        "CaptureError",
         "CycleError",
         "MissingLabelError",
         "MissingTargetError",
@@ -100,8 +147,10 @@ PUBLIC = {
         "OptionError",
         "PartitaError",
         "RegionError",
+        "SignatureError",
         "TreatmentError",
         "UnknownNodeError",
+        "UntrustedArchiveError",
         "VerificationError",
     },
 }
@@ -156,6 +205,7 @@ def test_every_error_is_a_partita_error_and_of_a_builtin_type() -> None:
 def test_the_public_names_of_partita_are_in_the_documentation() -> None:
     pages = [PYPROJECT.parent / "README.md", *sorted((PYPROJECT.parent / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    shown = ("partita", "partita.policies", "partita.treatments", "partita.compat.split_module", "partita.errors")
+    compat = [name for name in PUBLIC if name.startswith("partita.compat.")]
+    shown = ("partita", "partita.policies", "partita.treatments", "partita.hops", "partita.errors", *compat)
     missing = [name for module in shown for name in sorted(PUBLIC[module]) if name not in text]
     assert missing == []

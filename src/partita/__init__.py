@@ -1,11 +1,13 @@
 """Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program means the same."""
 
+from partita import hops
 from partita.equivalence import Comparison, Tolerance, compare, verify
 from partita.graphs.fingerprint import fingerprint
 from partita.graphs.program import Program
-from partita.plans import Plan, Policy, Treatment, plan
+from partita.plans import Plan, Policy, Treatment, mode_tree, plan
 from partita.regions import Partition, Region
-from partita.rewrite import gather, inline, outline
+from partita.rewrite import dissolve, gather, inline, outline
+from partita.tracing import capture
 
 __all__ = [
     "Comparison",
@@ -16,10 +18,14 @@ __all__ = [
     "Region",
     "Tolerance",
     "Treatment",
+    "capture",
     "compare",
+    "dissolve",
     "fingerprint",
     "gather",
+    "hops",
     "inline",
+    "mode_tree",
     "outline",
     "plan",
     "verify",

@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from partita._torch.blank_modules import blank_attributes
 from partita._torch.graph_records import graph_from_record, is_plain, record_of_graph
 from partita._torch.pause_gc import gc_paused
 
-__all__ = ["LazyModule", "lazy_module"]
+__all__ = ["LazyModule", "generate_code", "lazy_module"]
 
 #: Two threads that call one module for the first time must not both install its code.
 _CODE_LOCK = threading.RLock()
@@ -66,6 +66,10 @@ class LazyModule(_LazyGraphModule):
                 child.real_recompile()
         return code
 
+    def recompile(self) -> Any:  # type: ignore[override]
+        """Code that is there is generated anew at once: Dynamo can trace code, but not how it is generated."""
+        return super().recompile() if self._needs_recompile() else self._real_recompile()
+
     def real_recompile(self) -> None:
         with _CODE_LOCK, gc_paused():
             super().real_recompile()
@@ -91,6 +95,9 @@ class LazyModule(_LazyGraphModule):
         state = {key: value for key, value in self.__dict__.items() if key != "_graph" and key not in shared}
         copied.__dict__.update(copy.deepcopy(state, memo), **shared)
         _adopt(copied, graph)
+        if not self._needs_recompile():
+            # Whoever copies a module that can be traced can trace the copy.
+            copied.real_recompile()
         return copied
 
 
@@ -118,6 +125,14 @@ def lazy_module(
     )
     _adopt(module, graph)
     return module
+
+
+def generate_code(attributes: Iterable[object]) -> None:
+    """Generates the code of all lazy modules among `attributes` and inside them, without calling any."""
+    for attribute in attributes:
+        for module in attribute.modules() if isinstance(attribute, nn.Module) else ():
+            if isinstance(module, LazyModule):
+                module.real_recompile()
 
 
 def _blank(class_name: str) -> LazyModule:

@@ -13,4 +13,4 @@ WRAP_WITH_SET_GRAD_ENABLED = wrap_with_set_grad_enabled
 
 for _operator in (WRAP, WRAP_WITH_AUTOCAST, WRAP_WITH_SET_GRAD_ENABLED):
     # torch takes them for pure, so its dead-code elimination would delete a body that only writes (torch 2.13).
-    has_side_effect(_operator)
+    has_side_effect(_operator)  # type: ignore[arg-type]

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
-__all__ = ["Tree", "flatten"]
+__all__ = ["Tree", "flatten", "keywords_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +29,10 @@ def flatten(value: Any) -> Tree:
     """`value` as a tree, with every container type that torch knows or that was registered with it."""
     pairs, structure = pytree.tree_flatten_with_path(value)
     return Tree(tuple(pytree.keystr(path) for path, _ in pairs), tuple(leaf for _, leaf in pairs), structure)
+
+
+def keywords_of(graph: Graph) -> list[str]:
+    """The keyword arguments that the code around a graph takes, in the order in which its inputs stand for them."""
+    trees = getattr(graph._codegen, "pytree_info", None)
+    spec = None if trees is None else trees.in_spec
+    return list(spec.children()[1].context or ()) if spec is not None and spec.num_children == 2 else []

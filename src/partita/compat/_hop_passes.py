@@ -40,7 +40,7 @@ def replace_with_operators(
 
     # Torch compares with the mode of whoever runs the pass; what counts is how the program will be called.
     program = Program(gm, caller=Mode(grad=True))
-    style = WrapStyle("torch", frozenset((kind,)), names, named_by_operator=True)
+    style = WrapStyle("torch", frozenset((kind,)), names, named_by_operator=True, passes_symbols=False)
     result = wrap_modes(program, style)
     if result is program:
         return gm, graph_signature

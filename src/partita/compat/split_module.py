@@ -68,7 +68,7 @@ def split_module(
     `root_m` is not used. The callback is asked once per operator, in graph order. `m` is not changed; parameters and
     buffers are shared. `qualname_map` is filled with the old name of every module that moved into a part.
     """
-    program = Program.of(m)
+    program = _program_of(m)
     operators = program.operators()
     parts = _parts(operators, _asked(split_callback, operators), partition_affix)
     partition = RegionPartition(program, parts)
@@ -98,7 +98,7 @@ def split_module_simple(
     """A new module cut by a mapping from operators to part ids; parts follow in order of first appearance."""
     if not isinstance(node_to_partition, Mapping):
         raise OptionError(f"node_to_partition maps nodes to part ids; {type(node_to_partition).__name__} is no mapping")
-    program = Program.of(m)
+    program = _program_of(m)
     missing = [node.name for node in program.operators() if node_to_partition.get(node) is None]
     if missing:
         raise MissingLabelError(
@@ -119,6 +119,14 @@ def split_module_simple(
     cut = outlined(partition, names=_names(partition), order=order, style=style)
     _finish(cut, partition)
     return cut.graph_module
+
+
+def _program_of(m: GraphModule) -> Program:
+    if not isinstance(m, GraphModule):
+        raise OptionError(
+            f"a torch.fx.GraphModule can be split, not {type(m).__name__}; an exported program through its module()"
+        )
+    return Program.of(m)
 
 
 def _asked(split_callback: Callable[[Node], int | str], nodes: Sequence[Node]) -> list[int | str]:

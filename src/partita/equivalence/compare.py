@@ -10,7 +10,7 @@ from partita.equivalence.findings import Comparison, Difference
 from partita.equivalence.inputs import arguments_of
 from partita.equivalence.run import Call
 from partita.equivalence.subject import Comparable, subject_of
-from partita.equivalence.trial import Pair, pair_of, tried, tried_on_other_shapes
+from partita.equivalence.trial import pair_of, tried, tried_on_other_shapes
 from partita.errors import OptionError, VerificationError
 from partita.graphs.tolerance import Tolerance
 
@@ -39,12 +39,14 @@ def compare(
         raise OptionError(f"`args` is a tuple of arguments, not a {type(args).__name__}; for a single one write (x,)")
     arguments = arguments_of(args, kwargs)
     pair = pair_of(subject_of(before), subject_of(after), arguments, tolerance=tolerance)
-    grad = gradients or torch.is_grad_enabled()
+    callers = (pair.before.caller_grad, pair.after.caller_grad)
+    gradients = gradients and False not in callers
+    grad = gradients or (torch.is_grad_enabled() and False not in callers)
     first = [Call("first call", arguments, grad, backward=gradients)]
     if second_call:
         first.append(Call("second call, other data", arguments, grad, backward=gradients, other_data=True))
     found = [tried(pair, first)]
-    if no_grad_call and grad and _may_be_called_without_grad(pair):
+    if no_grad_call and grad and True not in callers:
         found.append(tried(pair, [Call("under no_grad", arguments, grad=False)]))
     if other_shapes:
         found.append(tried_on_other_shapes(pair, Call("", arguments, grad, backward=gradients)))
@@ -83,11 +85,6 @@ def verify(
     if comparison.calls and comparison.raised == comparison.calls:
         raise VerificationError(f"nothing could be compared, give arguments that the original accepts: {comparison}")
     return comparison
-
-
-def _may_be_called_without_grad(pair: Pair) -> bool:
-    """Whether both programs are made for callers under no_grad as well."""
-    return True not in (pair.before.caller_grad, pair.after.caller_grad)
 
 
 def _merged(parts: Sequence[Comparison]) -> Comparison:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from partita._torch.trees import Tree, flatten
+from partita._torch.trees import Tree, flatten, keywords_of
 from partita.equivalence.other_data import fill_with_other_data
 from partita.equivalence.storages import storage_key, storage_of
 
@@ -35,9 +35,10 @@ class Arguments:
     tree: Tree
 
     def matches(self, placeholders: Sequence[Node]) -> bool:
-        """Whether the placeholders stand for the leaves one by one; keywords may come in any order, so they do not."""
-        positional = all(path.startswith("[0]") for path in self.tree.paths)
-        return positional and len(placeholders) == len(self.tree.leaves)
+        """Whether the placeholders stand for the leaves one by one, keywords included if they come in that order."""
+        given = [path.split("]")[1] + "]" for path in self.tree.paths if not path.startswith("[0]")]
+        taken = [f"[{name!r}]" for name in keywords_of(placeholders[0].graph)] if placeholders and given else []
+        return list(dict.fromkeys(given)) == taken and len(placeholders) == len(self.tree.leaves)
 
     def inputs(self, *, written: frozenset[int], state: frozenset[int], other_data: bool = False) -> Inputs:
         """Inputs for one call: copies of those `written` or for other data, else the arguments themselves.

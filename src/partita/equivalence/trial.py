@@ -91,7 +91,8 @@ def tried_on_other_shapes(pair: Pair, call: Call) -> Comparison:
             return _against(pair, [other], ones)
         refused.append(f"{words} ({ones[0].raised})")
     notes = [f"the original accepts no other sizes: {'; '.join(refused)}"] if refused else []
-    if not refused and any(symbols_in(value_of(node)) for node in pair.before.placeholders):
+    inputs = (*pair.before.placeholders, *pair.after.placeholders)
+    if not refused and any(symbols_in(value_of(node)) for node in inputs):
         notes.append(
             "sizes are symbolic, but other sizes were not tried: no argument gives a symbol by itself, in order"
         )

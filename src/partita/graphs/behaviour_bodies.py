@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.schemas import flattens_inputs, is_higher_order, signatures_of
 from partita.graphs.aliasing import NodeBehaviours, storages_of, written_classes
+from partita.graphs.attributes import find
 from partita.graphs.behaviour_operators import rule_of_operator
 from partita.graphs.behaviour_terms import ALIASING, EVERY, PURE, UNKNOWN, Behaviour, Slot, merged
 from partita.graphs.faithful import runs_its_graph
@@ -91,10 +92,17 @@ def _as_seen_by_operator(node: Node, body: nn.Module, told: Behaviour) -> Behavi
 def _operand_places(node: Node, count: int) -> list[int] | None:
     """The argument in which each of `count` inputs of the body travels; None where that cannot be told."""
     leaves = [(i, leaf) for i, given in enumerate(node.args) for leaf in _leaves(given)]
-    last_body = max((i for i, leaf in leaves if isinstance(leaf, Node) and leaf.op == "get_attr"), default=-1)
+    last_body = max((i for i, leaf in leaves if isinstance(leaf, Node) and _reads_body(leaf)), default=-1)
     # `invoke_subgraph` names its body in a string between body and operands.
     places = [i for i, leaf in leaves if i > last_body and not isinstance(leaf, str)]
     return places if len(places) == count else None
+
+
+def _reads_body(node: Node) -> bool:
+    """Whether a node reads a body, and no tensor, from the module that owns the graph."""
+    root = node.graph.owning_module
+    value = find(root, str(node.target)) if node.op == "get_attr" and root is not None else None
+    return isinstance(value, nn.Module)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from torch import nn
-from torch.fx import GraphModule
+from collections.abc import Iterable
 
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from partita._torch.schemas import is_higher_order
 from partita.errors import ModeError
 from partita.graphs.attributes import find
 from partita.graphs.index import Index
-from partita.graphs.modes import AMBIENT, Mode, Modes, has_toggles, modes_of
+from partita.graphs.modes import AMBIENT, Mode, Modes, modes_of
 
 __all__ = ["check_bodies"]
 
-#: A body that ends by switching grad mode on has closed a no_grad block, as far as anyone can tell.
-_CLOSED = Mode(grad=True)
 
+def check_bodies(index: Index, root: nn.Module, modes: Modes, *, grad: bool | None = None) -> None:
+    """Raises where a call leaves a mode switched for the nodes after it: modes are told by the toggles in the graph.
 
-def check_bodies(index: Index, root: nn.Module, modes: Modes) -> None:
-    """Raises where a call leaves a mode switched for the nodes after it: modes are told by the toggles in the graph."""
+    `grad` is the grad mode of the caller, if it is known. Where it is not, a body that ends by switching gradients on
+    has closed a block without, as far as anyone can tell.
+    """
     graph = index.graph
     for node in (*graph.find_nodes(op="call_module", sort=False), *graph.find_nodes(op="get_attr", sort=False)):
         body = find(root, str(node.target))
@@ -25,13 +29,37 @@ def check_bodies(index: Index, root: nn.Module, modes: Modes) -> None:
             continue
         inner = Index(body.graph)
         inside = modes_of(inner)
-        if has_toggles(body.graph):
-            left = inside.final
-            calls = (node,) if node.op == "call_module" else node.users
-            called_without = any(modes.at(index.number[call]).grad is False for call in calls)
-            if left != AMBIENT and (left != _CLOSED or called_without):
-                raise ModeError(
-                    f"the body {node.target!r} of node {node.name!r} leaves {left} behind for everything after it; "
-                    "close its blocks"
-                )
-        check_bodies(inner, body, inside)
+        calls = (node,) if node.op == "call_module" else tuple(node.users)
+        around = [grad if at is None else at for at in (modes.at(index.number[call]).grad for call in calls)]
+        if inside.final != AMBIENT and not _puts_back(inside.final, zip(calls, around, strict=True)):
+            raise ModeError(
+                f"the body {node.target!r} of node {node.name!r} leaves {inside.final} behind for everything after it; "
+                "close its blocks"
+            )
+        found = {_grad_inside(call, at) for call, at in zip(calls, around, strict=True)}
+        check_bodies(inner, body, inside, grad=found.pop() if len(found) == 1 else None)
+
+
+def _puts_back(left: Mode, calls: Iterable[tuple[Node, bool | None]]) -> bool:
+    """Whether a body that leaves this mode switched leaves what these calls found, or what they put back themselves."""
+    if left != Mode(grad=left.grad):
+        return False
+    return all(_sets_grad(call) is not None or left.grad == (at is not False) for call, at in calls)
+
+
+def _grad_inside(call: Node, around: bool | None) -> bool | None:  # noqa: FBT001
+    """The grad mode that a body starts in."""
+    sets = _sets_grad(call)
+    return around if sets is None else sets
+
+
+def _sets_grad(call: Node) -> bool | None:
+    """The grad mode that an operator sets for its body and takes back afterwards, if it is one that does."""
+    name = getattr(call.target, "__name__", None) if is_higher_order(call.target) else None
+    given = call.args[0] if call.args and name in _GRAD_OPERATORS else None
+    if not isinstance(given, bool):
+        return None
+    return not given if name == "partita_inference_mode" else given
+
+
+_GRAD_OPERATORS = ("wrap_with_set_grad_enabled", "partita_set_grad_enabled", "partita_inference_mode")

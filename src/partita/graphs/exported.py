@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.export_guards import guards_of, set_guards
+from partita._torch.lazy_modules import generate_code
 from partita.errors import SignatureError
+from partita.graphs.decomposition import ModeKeepingProgram
+from partita.graphs.exported_graph import exported_graph
+from partita.graphs.module_signatures import fitting_calls
 
 __all__ = ["ExportRecord", "check_signature", "following"]
-
-
-def _as_it_is(program: Any) -> Any:
-    return program
 
 
 @final
@@ -32,10 +33,8 @@ class ExportRecord:
     module_calls: Sequence[Any]
     example_inputs: Any
     verifiers: Sequence[Any]
-    #: Writes a program down as torch.export wants it; whoever switches modes in a graph by toggles gives one.
-    finish: Callable[[Any], Any] = _as_it_is
-    #: The class of the exported program that is made.
-    kind: type[ExportedProgram] = ExportedProgram
+    #: Conditions on sizes beside the ranges of symbols, as source text.
+    guards: Sequence[str] = ()
 
     @classmethod
     def of(cls, exported: ExportedProgram) -> ExportRecord:
@@ -49,6 +48,7 @@ class ExportRecord:
             exported.module_call_graph,
             exported.example_inputs,
             exported.verifiers,
+            guards=guards_of(exported),
         )
 
     def following(self, graph: Graph) -> ExportRecord:
@@ -56,19 +56,31 @@ class ExportRecord:
         return replace(self, signature=following(self.signature, graph))
 
     def around(self, graph_module: GraphModule) -> ExportedProgram:
-        """An exported program with this graph, checked by torch's verifier; tensors are shared."""
+        """An exported program with a copy of this graph, checked by torch's verifier; tensors are shared."""
         check_signature(graph_module.graph, self.signature)
-        return self.kind(
-            root=graph_module,
-            graph=graph_module.graph,
+        graph, attributes = exported_graph(graph_module, taken=self._folders())
+        _check_tokens(self.signature, attributes)
+        generate_code(attributes.values())  # Dynamo can trace a body, but not how its code is generated.
+        exported = ModeKeepingProgram(
+            root=attributes,
+            graph=graph,
             graph_signature=_copied(self.signature),
             state_dict=dict(self.state),
             range_constraints=dict(self.ranges),
-            module_call_graph=copy.deepcopy(list(self.module_calls)),
+            module_call_graph=fitting_calls(self.module_calls, graph),
             example_inputs=self.example_inputs,
             constants=dict(self.constants),
             verifiers=list(self.verifiers),
         )
+        exported.graph_module.meta.update(graph_module.meta)
+        exported.graph_module.training = graph_module.training
+        set_guards(exported, self.guards)
+        return exported
+
+    def _folders(self) -> set[str]:
+        """Every part of a path that a module, a parameter, a buffer or a constant of the model has."""
+        paths = (*self.state, *self.constants, *(call.fqn for call in self.module_calls))
+        return {part for path in paths for part in path.split(".")}
 
 
 def following(signature: ExportGraphSignature, graph: Graph) -> ExportGraphSignature:
@@ -76,7 +88,7 @@ def following(signature: ExportGraphSignature, graph: Graph) -> ExportGraphSigna
     copied = _copied(signature)
     for spec, value in zip(copied.output_specs, _returned(graph), strict=False):
         if isinstance(value, Node) and value.name != _name(spec.arg):
-            spec.arg = replace(spec.arg, name=value.name)  # type: ignore[type-var]
+            spec.arg = replace(spec.arg, name=value.name)
     return copied
 
 
@@ -90,6 +102,20 @@ def check_signature(graph: Graph, signature: ExportGraphSignature) -> None:
     for at in constants:
         named[at] = None
     _check_names("outputs", outputs, named)
+
+
+def _check_tokens(signature: ExportGraphSignature, attributes: Mapping[str, Any]) -> None:
+    """Raises where a body holds effects that tokens order: torch cannot take tokens out of a body."""
+    tokens = [_name(spec.arg) for spec in signature.input_specs if spec.kind is InputKind.TOKEN]
+    bodies = {path: body for path, body in attributes.items() if tokens and isinstance(body, GraphModule)}
+    for path, body in bodies.items():
+        held = [node.name for node in body.graph.nodes if getattr(node.target, "__name__", "") == "with_effects"]
+        if held:
+            raise SignatureError(
+                f"body {path!r} holds {', '.join(map(repr, held))}, whose effects are ordered by the token "
+                f"{tokens[0]!r}, and no token can enter a body; leave these nodes out of the regions, or cut the "
+                "program before it is decomposed"
+            )
 
 
 def _returned(graph: Graph) -> Sequence[Any]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
 
-__all__ = ["AMBIENT", "Autocast", "Block", "Grad", "Inference", "Mode", "Setting", "identifier_of"]
+__all__ = [
+    "AMBIENT",
+    "EVERY_SETTING",
+    "Autocast",
+    "Block",
+    "Grad",
+    "Inference",
+    "Mode",
+    "Setting",
+    "identifier_of",
+    "with_cache",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,10 @@ class Inference:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The arguments of one autocast block; None means: as the surroundings have it."""
+    """The arguments of one autocast block; None means: as the surroundings have it.
+
+    In a mode, `cache` is the same for all devices: torch has one flag for all of them.
+    """
 
     device: str
     dtype: torch.dtype | None = None
@@ -55,6 +69,9 @@ class Autocast:
 #: What a block, or a switch of the grad mode, sets.
 Setting: TypeAlias = Grad | Inference | Autocast
 
+#: The kinds of settings that there are.
+EVERY_SETTING: frozenset[type] = frozenset((Grad, Inference, Autocast))
+
 
 def identifier_of(setting: Setting) -> str:
     """A name for what runs under `setting`."""
@@ -74,6 +91,10 @@ class Block:
     sets: Inference | Autocast = field(compare=False)
     #: The grad mode where the block was entered.
     grad: bool | None = field(compare=False)
+
+    def within(self, outer: Mode, call: Hashable) -> Block:
+        """This block in a body that `call` runs under `outer`."""
+        return replace(self, key=(call, self.key), grad=outer.grad if self.grad is None else self.grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +122,7 @@ class Mode:
             return replace(self, grad=setting.enabled)
         if isinstance(setting, Inference):
             return replace(self, inference=setting.enabled, grad=not setting.enabled)
-        active = {autocast.device: autocast for autocast in self.autocast}
-        active[setting.device] = setting.within(active.get(setting.device))
-        return replace(self, autocast=tuple(active.values()))
+        return replace(self, autocast=_entered(self.autocast, setting))
 
     def inside(self, block: Block) -> Mode:
         """The mode at the start of `block`, entered here."""
@@ -122,15 +141,28 @@ class Mode:
 
     def within(self, outer: Mode, *, call: Hashable = None) -> Mode:
         """This mode in a body that is called under `outer`; `call` tells this call of the body from others."""
-        active = {autocast.device: autocast for autocast in outer.autocast}
+        autocast = outer.autocast
         for entered in self.autocast:
-            active[entered.device] = entered.within(active.get(entered.device))
+            autocast = _entered(autocast, entered)
         return Mode(
             outer.grad if self.grad is None else self.grad,
             outer.inference if self.inference is None else self.inference,
-            tuple(active.values()),
-            (*outer.blocks, *(replace(block, key=(call, block.key)) for block in self.blocks)),
+            autocast,
+            (*outer.blocks, *(block.within(outer, call) for block in self.blocks)),
         )
 
 
 AMBIENT = Mode()
+
+
+def with_cache(autocasts: Iterable[Autocast], cache: bool | None) -> tuple[Autocast, ...]:  # noqa: FBT001
+    """The state of all devices under this cache flag, which is one for all of them."""
+    return tuple(a if a.cache is cache else replace(a, cache=cache) for a in autocasts)
+
+
+def _entered(autocasts: tuple[Autocast, ...], block: Autocast) -> tuple[Autocast, ...]:
+    """The state of all devices in a block."""
+    active = {autocast.device: autocast for autocast in autocasts}
+    cache = autocasts[0].cache if block.cache is None and autocasts else block.cache
+    active[block.device] = block.within(active.get(block.device))
+    return with_cache(active.values(), cache)

@@ -12,13 +12,10 @@ from itertools import groupby
 from typing import final
 
 from partita.errors import ModeError
-from partita.graphs.mode import AMBIENT, Autocast, Block, Grad, Inference, Mode, Setting
+from partita.graphs.mode import AMBIENT, EVERY_SETTING, Block, Grad, Inference, Mode, Setting
 from partita.graphs.program import Program
 
-__all__ = ["EVERY_SETTING", "ModeRun", "mode_runs"]
-
-#: The kinds of settings that there are.
-EVERY_SETTING: frozenset[type] = frozenset((Grad, Inference, Autocast))
+__all__ = ["ModeRun", "mode_runs"]
 
 
 @final
@@ -66,12 +63,14 @@ class _Finder:
     def runs(self, numbers: list[int], depth: int, around: Mode) -> Iterator[ModeRun]:
         """The outermost runs among nodes that are all inside the same `depth` blocks, in mode `around`."""
         for grad, children in groupby(self._children(numbers, depth), lambda child: child.grad):
-            inside = replace(around, grad=grad)
-            if grad is not None and grad != around.grad and Grad in self.kinds:
-                members = tuple(number for child in children for number in child.numbers)
-                yield ModeRun(Grad(grad), around, inside, members)
+            held = list(children)
+            # Around nothing but an inference block that sets the same, the grad mode makes no difference.
+            inside = around if _is_set_inside(held, grad=grad) else replace(around, grad=grad)
+            if inside.grad is not None and inside.grad != around.grad and Grad in self.kinds:
+                members = tuple(number for child in held for number in child.numbers)
+                yield ModeRun(Grad(inside.grad), around, inside, members)
                 continue
-            for child in children:
+            for child in held:
                 if child.block is not None:
                     yield from self._runs_of_block(child.block, child.numbers, depth, inside)
 
@@ -108,3 +107,9 @@ class _Finder:
                 f"node {self.program.index.nodes[odd].name!r} takes the grad mode of the caller inside an inference "
                 "block, which no operator can give it; set the mode to a constant there"
             )
+
+
+def _is_set_inside(children: list[_Child], *, grad: bool | None) -> bool:
+    """Whether all of these nodes are in one inference block, which sets this grad mode itself."""
+    sets = children[0].block.sets if len(children) == 1 and children[0].block is not None else None
+    return isinstance(sets, Inference) and grad is (not sets.enabled)

@@ -11,9 +11,9 @@ from torch.fx import Node
 from partita._torch import toggles
 from partita._torch.ambient import can_autocast
 from partita.errors import ModeError
-from partita.graphs.mode import Autocast, Block, Inference, Mode
+from partita.graphs.mode import Autocast, Block, Inference, Mode, with_cache
 
-__all__ = ["ModeSwitches", "autocast_arguments"]
+__all__ = ["ModeSwitches", "autocast_arguments", "only_argument"]
 
 
 class ModeSwitches:
@@ -23,8 +23,9 @@ class ModeSwitches:
         self.caller = caller
         self.mode = replace(caller, blocks=())
         self.shown = Mode()
-        self.active = {autocast.device: autocast for autocast in caller.autocast}
-        self.open_autocasts: dict[Node, Autocast | None] = {}
+        self.active = {autocast.device: autocast for autocast in with_cache(caller.autocast, None)}
+        self.cache = _cache_of(caller)
+        self.open_autocasts: dict[Node, tuple[Autocast | None, bool | None]] = {}
         self.open_inference: dict[Node, tuple[Mode, tuple[Node, ...]]] = {}
         self.order: list[Node] = []
         self.has_crossed = False
@@ -43,7 +44,7 @@ class ModeSwitches:
         return False
 
     def set_grad(self, node: Node) -> None:
-        wanted = node.args[0] if len(node.args) == 1 else None
+        wanted = only_argument(node, "enabled")
         if isinstance(wanted, Node) and wanted in self.asked_grad:
             self.mode = replace(self.mode, grad=self.asked_grad[wanted])
         elif isinstance(wanted, bool):
@@ -81,17 +82,21 @@ class ModeSwitches:
     def enter_autocast(self, node: Node) -> None:
         entered = autocast_arguments(node)
         outer = self.active.get(entered.device)
-        self.open_autocasts[node] = outer
+        self.open_autocasts[node] = (outer, self.cache)
         self.order.append(node)
-        if entered.within(outer) == outer:
+        if entered.cache is None and self.cache is not _cache_of(self.mode):
+            entered = replace(entered, cache=self.cache)  # Blocks that crossed have left the flag switched.
+        inside = self.mode.inside(Block(node, entered, self.shown.grad))
+        self.cache = _cache_of(inside)
+        if inside == self.mode:
             return  # It changes nothing.
-        self.active[entered.device] = entered.within(outer)
-        self.mode = self.mode.inside(Block(node, entered, self.shown.grad))
+        self.active[entered.device] = replace(entered.within(outer), cache=None)
+        self.mode = inside
 
     def exit_autocast(self, node: Node) -> None:
         opener = _opener(node, self.open_autocasts)
         device = autocast_arguments(opener).device
-        outer = self.open_autocasts.pop(opener)
+        outer, self.cache = self.open_autocasts.pop(opener)
         if outer is None:
             self.active.pop(device, None)
         else:
@@ -104,13 +109,16 @@ class ModeSwitches:
             blocks = blocks[:-1]
         self.order.remove(opener)
         self.has_crossed = self.has_crossed and bool(self.open_autocasts)
-        self.mode = replace(self.mode, autocast=tuple(self.active.values()), blocks=blocks)
+        self.mode = replace(self.mode, autocast=with_cache(self.active.values(), self.cache), blocks=blocks)
 
     def _settled(self, node: Node) -> tuple[Block, ...]:
         """Blocks that give the state in force, after blocks were left in another order than they were entered in."""
         blocks = self.mode.blocks
         kept = max((at + 1 for at, block in enumerate(blocks) if isinstance(block.sets, Inference)), default=0)
-        own = (a for a in self.active.values() if a not in self.caller.autocast)
+        around = with_cache(self.caller.autocast, None)
+        own = [autocast for autocast in self.active.values() if autocast not in around]
+        if own and self.cache is not _cache_of(self.caller):
+            own[-1] = replace(own[-1], cache=self.cache)
         grad = self.shown.grad
         return (*blocks[:kept], *(Block((node, autocast.device), autocast, grad) for autocast in own))
 
@@ -122,6 +130,11 @@ _ACTIONS = {
     toggles.ENTER_AUTOCAST: ModeSwitches.enter_autocast,
     toggles.EXIT_AUTOCAST: ModeSwitches.exit_autocast,
 }
+
+
+def _cache_of(mode: Mode) -> bool | None:
+    """Whether autocast keeps the weights that it has cast, if the mode says so."""
+    return mode.autocast[0].cache if mode.autocast else None
 
 
 def autocast_arguments(node: Node) -> Autocast:
@@ -144,8 +157,14 @@ def autocast_arguments(node: Node) -> Autocast:
     raise _not_constant(node)
 
 
+def only_argument(node: Node, name: str) -> object:
+    """The one argument of a toggle, by position or by keyword; None if there is another number of them."""
+    given = (*node.args, *(value for keyword, value in node.kwargs.items() if keyword == name))
+    return given[0] if len(given) == 1 and len(node.args) + len(node.kwargs) == 1 else None
+
+
 def _opener(node: Node, still_open: Mapping[Node, object]) -> Node:
-    opener = node.args[0] if node.args else None
+    opener = only_argument(node, "mode")
     if isinstance(opener, Node) and opener in still_open:
         return opener
     named = opener.name if isinstance(opener, Node) else opener

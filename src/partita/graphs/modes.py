@@ -6,15 +6,16 @@ no longer depends on order: a node can move, and whoever writes it down again se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from partita._torch import toggles
 from partita.errors import ModeError
 from partita.graphs.index import Index
-from partita.graphs.mode import AMBIENT, Autocast, Mode
+from partita.graphs.mode import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode
 from partita.graphs.mode_switches import ModeSwitches
 
 __all__ = ["AMBIENT", "Autocast", "Mode", "Modes", "has_toggles", "modes_of"]
@@ -57,9 +58,17 @@ def modes_of(index: Index, caller: Mode = AMBIENT) -> Modes:
     return Modes(tuple(by_number), frozenset(found), switches.shown, read)
 
 
-def has_toggles(graph: Graph) -> bool:
-    """Whether a graph switches any mode."""
-    return any(graph.find_nodes(op="call_function", target=target, sort=False) for target in toggles.TOGGLES)
+def has_toggles(graph: Graph, kinds: Collection[type] = EVERY_SETTING) -> bool:
+    """Whether a graph switches any mode by toggles of these kinds."""
+    targets = (target for kind in kinds for target in _TOGGLES_OF[kind])
+    return any(graph.find_nodes(op="call_function", target=target, sort=False) for target in targets)
+
+
+_TOGGLES_OF: dict[type, tuple[Callable[..., Any], ...]] = {
+    Grad: (toggles.SET_GRAD,),
+    Inference: (toggles.ENTER_INFERENCE, toggles.EXIT_INFERENCE),
+    Autocast: (toggles.ENTER_AUTOCAST, toggles.EXIT_AUTOCAST),
+}
 
 
 def _read_toggles(nodes: Iterable[Node]) -> Iterator[Node]:

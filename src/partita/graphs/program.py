@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from partita.errors import OptionError, UnknownNodeError
+from partita.graphs.archives import load_exported
 from partita.graphs.body_modes import check_bodies
 from partita.graphs.effects import Effects, effects_of
 from partita.graphs.exported import ExportRecord
@@ -70,7 +71,7 @@ class Program:
         if isinstance(source, Program):
             return source.rewritten(source.graph_module, pure=pure) if _trusted(pure) - source.pure else source
         if isinstance(source, str | os.PathLike):
-            raise NotImplementedError
+            source = load_exported(source, trusted=trusted)
         if isinstance(source, ExportedProgram):
             return cls(source.graph_module, pure=pure, export=ExportRecord.of(source))
         if not isinstance(source, GraphModule):
@@ -95,7 +96,7 @@ class Program:
             state_keys=self.state_keys if state_keys is None else state_keys,
             tolerance=self.tolerance | tolerance,
             caller=self.caller,
-            export=self.export,
+            export=None if self.export is None else self.export.following(graph_module.graph),
         )
 
     def under(self, caller: Mode) -> Program:
@@ -132,7 +133,10 @@ class Program:
                 "this program was made from a graph module, which has no signature to export it by; make it from an "
                 "exported program, for example with partita.capture(model, args)"
             )
-        return self.export.around(self.export.finish(self).graph_module)
+        # An exported program cannot hold toggles; the rewrite that turns them into operators gives programs.
+        from partita.rewrite.wrap_modes import wrap_modes
+
+        return self.export.around(wrap_modes(self).graph_module)
 
     @cached_property
     def index(self) -> Index:
@@ -143,7 +147,7 @@ class Program:
         """The grad, inference and autocast state that each node runs under."""
         index = self.index
         found = modes_of(index, self.caller)
-        check_bodies(index, self._graph_module, found)
+        check_bodies(index, self._graph_module, found, grad=self.caller.grad)
         sources = {number: index.sources[index.starts[number]] for number in self.projections}
         return found.with_projections(sources)
 

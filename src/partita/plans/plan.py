@@ -8,21 +8,30 @@ from functools import reduce
 from operator import or_
 from typing import final
 
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from partita._torch.pause_gc import gc_paused
 from partita.errors import ModeError, OptionError
+from partita.graphs.mode import AMBIENT
 from partita.graphs.program import Program
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.plans.explaining import explanation
 from partita.plans.table import table
-from partita.plans.treatment import Treatment, is_treatment, marks_of, mixes_modes, tolerance_of, treated
+from partita.plans.treatment import (
+    Treatment,
+    is_treatment,
+    marks_of,
+    mixes_modes,
+    puts_back_modes,
+    tolerance_of,
+    treated,
+)
 from partita.regions import Partition, Region
 from partita.rewrite.inline import inline
 from partita.rewrite.marking import add_marks, marked
 from partita.rewrite.operator_calls import OperatorCall, call_through
-from partita.rewrite.outline import outlined
-from partita.rewrite.rewritten import rewritten
+from partita.rewrite.outline import Surroundings, outlined
 from partita.rewrite.state_keys import MovedByPart, StateNaming, name_state
 
 __all__ = ["Plan", "Policy", "plan"]
@@ -38,6 +47,8 @@ class Plan:
 
     partition: Partition
     treatments: tuple[Treatment, ...]
+    #: Whether modes that the program leaves switched are put back instead.
+    puts_back_modes: bool = False
 
     def __post_init__(self) -> None:
         if len(self.treatments) != len(self.partition) or not all(map(is_treatment, self.treatments)):
@@ -63,13 +74,15 @@ class Plan:
         Parameters and buffers are shared. `state_names="split"` names the state of modules that moved by where they
         went, as torch's `split_module` does; `"original"` keeps the names that checkpoints of the original use.
         """
-        cut = outlined(self.partition)
+        final = AMBIENT if self.puts_back_modes else self.program.modes.final
+        cut = outlined(self.partition, surroundings=Surroundings.unknown(len(self.partition), final))
         module, moved = cut.graph_module, MovedByPart(cut.moved)
         operators: dict[str, OperatorCall] = {}
         inlined: set[str] = set()
         for name, body, region, treatment in zip(cut.names, cut.bodies, self.partition, self.treatments, strict=True):
             add_marks(body, marks_of(treatment, region))
-            called = treated(treatment, region, body, exported=self.program.export is not None)
+            exported, caller = self.program.export is not None, self.program.caller
+            called = treated(treatment, region, body, exported=exported, caller=caller)
             module._modules[name] = called.module
             moved.settle(name, body, called.module)
             if called.inlined:
@@ -79,7 +92,7 @@ class Plan:
         call_through(module, operators)
         keys = self.program.state_keys.then(moved.settled)
         name_state(module, keys, naming=state_names)
-        result = rewritten(self.program, module, state_keys=keys, tolerance=self.tolerance | cut.tolerance)
+        result = self.program.rewritten(module, state_keys=keys, tolerance=self.tolerance | cut.tolerance)
         calls = [node.name for node in module.graph.find_nodes(op="call_module") if node.target in inlined]
         return inline(result, calls) if calls else result
 
@@ -106,7 +119,7 @@ class Plan:
 
 @gc_paused()
 def plan(
-    program: Program | GraphModule,
+    program: Program | GraphModule | ExportedProgram,
     policy: Policy | Partition,
     treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment],
 ) -> Plan:
@@ -121,7 +134,11 @@ def plan(
         raise OptionError(f"a policy gives a Partition, not {type(partition).__name__}; policy: {policy!r}")
     if partition.program.graph_module is not program.graph_module:
         raise OptionError("this partition is of another program; make it from the program that you plan for")
-    return Plan(partition, tuple(_treatment_for(region, treatment) for region in partition))
+    treatments = tuple(_treatment_for(region, treatment) for region in partition)
+    # Where all modes of a program are in regions, treatments may see to it that none is left switched.
+    decisive = (treatments or (treatment,)) if getattr(policy, "covers_modes", False) else ()
+    puts_back = bool(decisive) and all(is_treatment(one) and puts_back_modes(one) for one in decisive)
+    return Plan(partition, treatments, puts_back)
 
 
 def _treatment_for(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar, final, runtime_checkable
 
 from torch import nn
 from torch.fx import GraphModule
 
 from partita.errors import TreatmentError
+from partita.graphs.mode import Mode
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.regions import Region
 from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall
@@ -22,6 +24,7 @@ __all__ = [
     "is_treatment",
     "marks_of",
     "mixes_modes",
+    "puts_back_modes",
     "tolerance_of",
     "treated",
 ]
@@ -49,6 +52,14 @@ class Treats(Protocol):
 
 
 @runtime_checkable
+class TreatsUnder(Protocol):
+    """A treatment that decides by what is known of the modes that the program is called under, too."""
+
+    def treat_under(self, body: GraphModule, caller: Mode) -> nn.Module | Called:
+        """What `treat` would give if `caller` were unknown."""
+
+
+@runtime_checkable
 class Marks(Protocol):
     """A treatment that marks."""
 
@@ -58,7 +69,8 @@ class Marks(Protocol):
 
 #: What happens to a region: a frozen dataclass of plain values that treats, or marks, or both. It may also have
 #: `tolerance`, a `Tolerance` by which it may change numbers (exact if missing), and `mixes_modes`, whether one body
-#: may hold nodes of several grad, inference or autocast modes (true if missing).
+#: may hold nodes of several grad, inference or autocast modes (true if missing), and `puts_back_modes`, whether a
+#: program all of whose modes are treated puts back those that it used to leave switched (false if missing).
 Treatment: TypeAlias = Treats | Marks
 
 
@@ -80,6 +92,11 @@ def mixes_modes(treatment: Treatment) -> bool:
     return bool(getattr(treatment, "mixes_modes", True))
 
 
+def puts_back_modes(treatment: Treatment) -> bool:
+    """Whether nothing is left switched for the caller."""
+    return bool(getattr(treatment, "puts_back_modes", False))
+
+
 def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
     """Metadata for every node of the region."""
     if not isinstance(treatment, Marks):
@@ -92,9 +109,13 @@ def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
     return found
 
 
-def treated(treatment: Treatment, region: Region, body: GraphModule, *, exported: bool) -> Called:
+def treated(treatment: Treatment, region: Region, body: GraphModule, *, exported: bool, caller: Mode) -> Called:
     """What the treatment gives to be called, as long as that can be called."""
-    given = _asked(treatment.treat, body, treatment, region) if isinstance(treatment, Treats) else body
+    given: object = body
+    if isinstance(treatment, TreatsUnder):
+        given = _asked(partial(treatment.treat_under, caller=caller), body, treatment, region)
+    elif isinstance(treatment, Treats):
+        given = _asked(treatment.treat, body, treatment, region)
     called = Called(given) if isinstance(given, nn.Module) else given
     if not isinstance(called, Called):
         raise TreatmentError(

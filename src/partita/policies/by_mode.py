@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 from torch.fx import GraphModule, Node
 
@@ -33,6 +33,9 @@ class ByMode:
     """
 
     caller_grad: bool | Literal["traced"] | None = "traced"
+
+    #: Whatever runs in a mode of its own is in a region.
+    covers_modes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.caller_grad not in (True, False, None, "traced"):
@@ -67,7 +70,7 @@ class ByMode:
 
 def _sets_grad_by_constants(module: GraphModule) -> bool:
     """Whether the grad mode is set, here or in a body, and never put back by value, as it was asked for before."""
-    set_to = [value for switch in _grad_switches(module) for value in switch.args]
+    set_to = [value for switch in _grad_switches(module) for value in (*switch.args, *switch.kwargs.values())]
     return bool(set_to) and not any(isinstance(value, Node) for value in set_to)
 
 
@@ -77,12 +80,14 @@ def _grad_switches(module: GraphModule) -> Iterator[Node]:
         yield from _grad_switches(body)
 
 
-def _calls_of_switching_bodies(program: Program) -> Iterator[Node]:
+def _calls_of_switching_bodies(program: Program) -> Collection[Node]:
     """The operators that run a body which switches modes, itself or in bodies of its own."""
+    calls: dict[Node, None] = {}
     for read in program.graph.find_nodes(op="get_attr"):
         body = find(program.graph_module, str(read.target))
         if isinstance(body, GraphModule) and _switches_modes(body):
-            yield from read.users
+            calls |= read.users
+    return calls
 
 
 def _switches_modes(body: GraphModule) -> bool:

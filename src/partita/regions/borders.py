@@ -65,9 +65,11 @@ def settle_projections(owner: list[int], program: Program) -> None:
         owner[number] = ALONE if made_in == NOWHERE else made_in
 
 
-def borders_of(owner: list[int], regions: int, index: Index, *, modes: Modes, root: GraphModule) -> Borders:
+def borders_of(
+    owner: list[int], regions: int, index: Index, *, modes: Modes, root: GraphModule, passes_symbols: bool = True
+) -> Borders:
     """What crosses, found in one sweep over the data edges."""
-    sweep = _Sweep(owner, index, root, tuple(Border({}, {}, {}) for _ in range(regions)))
+    sweep = _Sweep(owner, index, root, tuple(Border({}, {}, {}) for _ in range(regions)), passes_symbols=passes_symbols)
     toggles = modes.toggles
     for source, target in index.edges():
         made, used = owner[source], owner[target]
@@ -80,8 +82,11 @@ def borders_of(owner: list[int], regions: int, index: Index, *, modes: Modes, ro
 class _Sweep:
     """The borders found so far."""
 
-    def __init__(self, owner: list[int], index: Index, root: GraphModule, borders: tuple[Border, ...]) -> None:
+    def __init__(
+        self, owner: list[int], index: Index, root: GraphModule, borders: tuple[Border, ...], *, passes_symbols: bool
+    ) -> None:
         self.owner, self.index, self.root, self.borders = owner, index, root, borders
+        self.passes_symbols = passes_symbols
         self.symbols = Symbols(index)
         self.taken_apart: dict[int, tuple[object, ...]] = {}
         self.symbol_edges: list[tuple[int, int]] = []
@@ -104,7 +109,8 @@ class _Sweep:
         if used >= 0:
             for crossing in crossings:
                 self.borders[used].inputs.setdefault(crossing)
-            self._add_symbols(source, used)
+            if self.passes_symbols:
+                self._add_symbols(source, used)
 
     def drop_known_sizes(self) -> None:
         """Takes out sizes that were added for a symbol which crosses into the region anyway."""

@@ -25,18 +25,29 @@ class Partition:
 
     `owner[i]` says where node `i` runs (a region's place, or outside), with items of containers settled beside what
     makes the container; `order` is the order of the calls: regions by place, single nodes from `len(regions)` on.
+    Regions get every symbol that the shapes of their inputs mention, or else, without `passes_symbols`, cannot be
+    compiled apart.
     """
 
     __slots__ = ("borders", "order", "owner", "program", "quotient", "reasons", "regions")
 
-    def __init__(self, program: Program, regions: Iterable[Region], reasons: Mapping[Node, str] | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        regions: Iterable[Region],
+        reasons: Mapping[Node, str] | None = None,
+        *,
+        passes_symbols: bool = True,
+    ) -> None:
         self.program = program
         self.regions = tuple(regions)
         self.reasons: Mapping[Node, str] = MappingProxyType(dict(reasons or {}))
         index, modes, root = program.index, program.modes, program.graph_module
         self.owner = _owners(program, self.regions)
         settle_projections(self.owner, program)
-        self.borders: Borders = borders_of(self.owner, len(self.regions), index, modes=modes, root=root)
+        self.borders: Borders = borders_of(
+            self.owner, len(self.regions), index, modes=modes, root=root, passes_symbols=passes_symbols
+        )
         self.quotient: Quotient = quotient(self.owner, len(self.regions), self._edges())
         for place, region in enumerate(self.regions):
             # A region of nothing but toggles has no node to run, yet it is called in its turn.

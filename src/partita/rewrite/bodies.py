@@ -82,7 +82,7 @@ class _BodyWriter:
         self._write_nodes(numbers)
         outputs = tuple(self.border.outputs)
         values = tuple(map(self._output, outputs))
-        self.modes.switch(self.base)
+        self.modes.put_back()
         filler = None if values or not self.style.returns_something else self._some_tensor(numbers)
         if filler is not None:
             values = (filler,)
@@ -128,9 +128,12 @@ class _BodyWriter:
         if modes.by_number is None:
             self._write_run(numbers)
             return
-        for mode, run in groupby(numbers, modes.by_number.__getitem__):
-            self.modes.switch(mode)
-            self._write_run(list(run))
+        by_number = modes.by_number
+        # By identity: two blocks that set the same are two.
+        for _, run in groupby(numbers, lambda number: id(by_number[number])):
+            held = list(run)
+            self.modes.switch(by_number[held[0]])
+            self._write_run(held)
 
     def _write_run(self, numbers: Sequence[int]) -> None:
         nodes = [self.nodes[number] for number in numbers]

@@ -9,7 +9,6 @@ from torch.fx import GraphModule
 from partita.graphs.program import Program
 from partita.regions import Partition
 from partita.rewrite.outline import outlined
-from partita.rewrite.rewritten import rewritten
 from partita.rewrite.unique_names import unique_names
 
 __all__ = ["with_bodies"]
@@ -26,4 +25,4 @@ def with_bodies(program: Program, bodies: Mapping[str, GraphModule]) -> Program:
         node.target = moved.get(str(node.target), node.target)
     for path, body in bodies.items():
         module._modules[moved.get(path, path)] = body
-    return rewritten(program, module)
+    return program.rewritten(module)

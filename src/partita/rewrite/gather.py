@@ -12,7 +12,6 @@ from partita.graphs.tolerance import EXACT
 from partita.regions.partition import Partition
 from partita.rewrite.assembly import module_like
 from partita.rewrite.mode_writer import ModeWriter
-from partita.rewrite.rewritten import rewritten
 from partita.rewrite.state import share_state
 
 __all__ = ["gather"]
@@ -37,7 +36,7 @@ def gather(partition: Partition) -> Program:
         switching.close()
         module = module_like(root, graph, restores_modes=switching.has_switched)
         share_state(root, module, without=frozenset())
-    return rewritten(program, module, tolerance=EXACT if numbers == sorted(numbers) else summation_tolerance(program))
+    return program.rewritten(module, tolerance=EXACT if numbers == sorted(numbers) else summation_tolerance(program))
 
 
 def _gathered_numbers(partition: Partition) -> list[int]:

@@ -15,6 +15,7 @@ from partita.graphs.index import Index
 from partita.graphs.mode import AMBIENT, Mode
 from partita.graphs.modes import has_toggles, modes_of
 from partita.graphs.program import Program
+from partita.rewrite.bodies_of_operators import with_bodies
 from partita.rewrite.inlining import BodyCall, Inlining
 from partita.rewrite.mode_operators import runs_body, setting_of
 
@@ -30,8 +31,26 @@ def inline(program: Program, calls: Collection[str] | str | None = None) -> Prog
     """
     with gc_paused():
         if calls is None:
-            return Inlining(program, _calls_in(program), _calls_in).inlined()
+            return _with_inlined_bodies(Inlining(program, _calls_in(program), _calls_in).inlined())
         return Inlining(program, _chosen(program, [calls] if isinstance(calls, str) else calls), _no_calls).inlined()
+
+
+def _with_inlined_bodies(program: Program) -> Program:
+    """`program` with everything inlined in the bodies that its operators still run: the branches of a `cond`, say."""
+    changed = {}
+    for node in program.graph.find_nodes(op="get_attr"):
+        body = find(program.graph_module, str(node.target))
+        if isinstance(body, GraphModule) and str(node.target) not in changed and _calls_at_any_depth(Program.of(body)):
+            changed[str(node.target)] = inline(Program.of(body)).graph_module
+    return with_bodies(program, changed) if changed else program
+
+
+def _calls_at_any_depth(program: Program) -> bool:
+    """Whether there is anything to inline in a body, or in the bodies that its operators run."""
+    reads = program.graph.find_nodes(op="get_attr", sort=False)
+    inner = (find(program.graph_module, str(node.target)) for node in reads)
+    bodies = (Program.of(body) for body in inner if isinstance(body, GraphModule))
+    return bool(_calls_in(program)) or any(map(_calls_at_any_depth, bodies))
 
 
 def _calls_in(program: Program) -> dict[Node, BodyCall]:

@@ -18,7 +18,6 @@ from partita.graphs.program import Program
 from partita.rewrite.assembly import module_like
 from partita.rewrite.call_binding import bound_arguments, returned_value
 from partita.rewrite.mode_writer import ModeWriter
-from partita.rewrite.rewritten import rewritten
 from partita.rewrite.state import is_persistent, place, share_state
 
 __all__ = ["BodyCall", "Inlining"]
@@ -132,9 +131,20 @@ class Inlining:
         before = self.program.state_keys.original(now)
         known = self.placed.get(before, find(self.root, before))
         path = before if known is None or known is value or _is_rest_of(known, value) else now
+        if path == now and node.op == "get_attr" and isinstance(value, GraphModule):
+            path = self._place_at_the_top(str(node.target), value)
         self.placed[path] = value
         if not is_persistent(body, str(node.target)):
             self.fleeting.add(path)
+        return path
+
+    def _place_at_the_top(self, name: str, body: GraphModule) -> str:
+        """A path for the body of an operator: torch.export cannot save one that lies deeper."""
+        base = path = name.replace(".", "_")
+        count = 0
+        while self.placed.get(path, getattr(self.root, path, body)) is not body:
+            count += 1
+            path = f"{base}_{count}"
         return path
 
     def _assembled(self) -> Program:
@@ -152,7 +162,7 @@ class Inlining:
             if find(module, path) is not value:
                 place(module, path, value, persistent=path not in self.fleeting)
         paths = (path for path, _ in module.named_modules() if path not in self.placed)
-        return rewritten(self.program, module, state_keys=self.program.state_keys.of_paths(paths))
+        return self.program.rewritten(module, state_keys=self.program.state_keys.of_paths(paths))
 
 
 def _vanishes(node: Node, calls: Mapping[Node, BodyCall]) -> bool:

@@ -9,7 +9,6 @@ from torch.fx import GraphModule, Node
 from partita.graphs.program import Program
 from partita.regions import Partition
 from partita.rewrite.outline import outlined
-from partita.rewrite.rewritten import rewritten
 
 __all__ = ["add_marks", "marked"]
 
@@ -20,7 +19,7 @@ def marked(program: Program, marks: Mapping[Node, Mapping[str, object]]) -> Prog
     by_name = {node.name: values for node, values in marks.items()}
     for node in module.graph.nodes:
         node.meta.update(by_name.get(node.name, {}))
-    return rewritten(program, module)
+    return program.rewritten(module)
 
 
 def add_marks(body: GraphModule, marks: Mapping[str, object]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.fx import Node
 
-from partita import hops
+import partita.hops as hops
 from partita._torch import torch_operators
 from partita.errors import ModeError
 from partita.graphs.mode import Autocast, Grad, Inference, Setting
@@ -24,11 +24,11 @@ def operator_for(setting: Setting, family: OperatorFamily = "partita") -> Operat
     """The operator that runs a body under `setting`."""
     ours = family == "partita"
     if isinstance(setting, Grad):
-        wrap = hops.wrap_with_set_grad_enabled if ours else torch_operators.WRAP_WITH_SET_GRAD_ENABLED
-        return OperatorCall(wrap, (setting.enabled,))
+        with_grad = hops.wrap_with_set_grad_enabled if ours else torch_operators.WRAP_WITH_SET_GRAD_ENABLED
+        return OperatorCall(with_grad, (setting.enabled,))
     if isinstance(setting, Autocast):
-        wrap = hops.wrap_with_autocast if ours else torch_operators.WRAP_WITH_AUTOCAST
-        return OperatorCall(wrap, (setting.device, setting.dtype, setting.enabled, setting.cache))
+        with_autocast = hops.wrap_with_autocast if ours else torch_operators.WRAP_WITH_AUTOCAST
+        return OperatorCall(with_autocast, (setting.device, setting.dtype, setting.enabled, setting.cache))
     if not ours:
         raise ModeError(
             "torch has no operator that runs a body in inference mode; use Partita's operators, or no_grad in the model"

@@ -18,11 +18,11 @@ class ModeWriter:
 
     The mode of the caller is not known, so it is asked for before it is first changed, and put back by value. `base`
     is what whoever calls the graph has set for it: blocks that are open there stay open. Where `caller`, the mode that
-    all modes are relative to, is known, it need not be asked for.
+    all modes are relative to, is known, only who puts back what it found needs the answer.
     """
 
     def __init__(self, writer: GraphWriter, base: Mode = AMBIENT, *, caller: Mode = AMBIENT) -> None:
-        self.mode = base
+        self.mode = self._base = base
         self.has_switched = False
         self._writer = writer
         self._caller = caller
@@ -41,13 +41,18 @@ class ModeWriter:
             shared += 1
         assert shared >= self._floor, "a body cannot leave the block that it is called in"
         self._leave(shared)
-        entered = wanted.blocks[shared:]
-        if not any(isinstance(block.sets, Inference) for block in entered):
-            self._switch_grad(wanted)
-        for block in entered:
+        for block in wanted.blocks[shared:]:
+            # Which run of a grad mode a block belongs to is told by where it was entered.
+            self._switch_grad(replace(wanted, grad=block.grad))
             self._enter(block)
         self._switch_grad(wanted)
         self.mode = wanted
+
+    def put_back(self) -> None:
+        """Writes what it takes to be where the graph was called, in whatever grad mode that really was."""
+        self._leave(self._floor)
+        self._switch_grad(self._base, as_found=True)
+        self.mode = self._base
 
     def close(self) -> None:
         """Takes out the question for the caller's grad mode if its answer was never put back."""
@@ -77,17 +82,19 @@ class ModeWriter:
         self._handles.append((handle, before))
         self.mode = replace(self.mode, blocks=(*self.mode.blocks, block))
 
-    def _switch_grad(self, wanted: Mode) -> None:
+    def _switch_grad(self, wanted: Mode, *, as_found: bool = False) -> None:
         if wanted.grad == self.mode.grad:
             return
         self._ask_for_grad()
-        value = (self._ambient_grad or self._caller.grad) if wanted.grad is None else wanted.grad
+        value: Node | bool | None = wanted.grad
+        if value is None:
+            value = self._ambient_grad if as_found or self._caller.grad is None else self._caller.grad
         assert value is not None, "the caller's grad mode is out of reach"
         self._call(toggles.SET_GRAD, value)
         self.mode = replace(self.mode, grad=wanted.grad)
 
     def _ask_for_grad(self) -> None:
-        if self._ambient_grad is None and self.mode.grad is None and self._caller.grad is None:
+        if self._ambient_grad is None and self.mode.grad is None:
             self._ambient_grad = self._call(toggles.IS_GRAD_ENABLED)
 
     def _call(self, toggle: object, *arguments: object) -> Node:

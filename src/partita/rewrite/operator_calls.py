@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from partita import hops
+import partita.hops as hops
+from partita._torch import torch_operators
 from partita.graphs.module_stacks import common_stack, outermost_stack
 
 __all__ = ["PLAIN_CALL", "OperatorCall", "call_through", "only_call"]
@@ -24,6 +25,9 @@ class OperatorCall:
 
 
 PLAIN_CALL = OperatorCall(hops.call)
+
+#: Operators that leave their mode switched when their body raises (seen in torch 2.13): the caller puts it back.
+_LEAVING_MODES_AFTER_ERRORS = (torch_operators.WRAP_WITH_SET_GRAD_ENABLED,)
 
 
 def call_through(module: GraphModule, calls: Mapping[str, OperatorCall], *, named_by_operator: bool = False) -> None:
@@ -46,6 +50,8 @@ def call_through(module: GraphModule, calls: Mapping[str, OperatorCall], *, name
         held = inside.graph.nodes if isinstance(inside, GraphModule) else ()
         stack = common_stack(held) or outermost_stack(graph)
         body.meta["nn_module_stack"] = stack
+        if call.operator in _LEAVING_MODES_AFTER_ERRORS:
+            module.__dict__["_restores_modes"] = True
         node.op, node.target = "call_function", call.operator
         node.args = (*call.arguments, body, *node.args)
         node.meta.update(nn_module_stack=stack, torch_fn=(name, f"{type(call.operator).__name__}.{name}"))

@@ -18,7 +18,6 @@ from partita.rewrite.assembly import module_like
 from partita.rewrite.bodies import Body, write_body
 from partita.rewrite.operator_calls import PLAIN_CALL, call_through
 from partita.rewrite.outer_graph import OuterGraph, OutlineStyle, Surroundings, style_for
-from partita.rewrite.rewritten import rewritten
 from partita.rewrite.state import is_persistent, place, share_state
 from partita.rewrite.unique_names import unique_names
 
@@ -43,7 +42,7 @@ def outline(partition: Partition) -> Program:
     if program.export is not None:
         call_through(result.graph_module, dict.fromkeys(result.names, PLAIN_CALL))
     keys = program.state_keys.then(result.moved)
-    return rewritten(program, result.graph_module, state_keys=keys, tolerance=result.tolerance)
+    return program.rewritten(result.graph_module, state_keys=keys, tolerance=result.tolerance)
 
 
 def outlined(

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from torch.fx import GraphModule, Node
 
 from partita._torch.pause_gc import gc_paused
 from partita.graphs.attributes import find
-from partita.graphs.mode import AMBIENT, Autocast, Grad, Inference, Mode, identifier_of
-from partita.graphs.mode_runs import EVERY_SETTING, ModeRun, mode_runs
+from partita.graphs.mode import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, identifier_of
+from partita.graphs.mode_runs import ModeRun, mode_runs
+from partita.graphs.modes import has_toggles
 from partita.graphs.program import Program
 from partita.regions import Partition, Region
+from partita.rewrite.bodies import PLAIN_BODY
 from partita.rewrite.bodies_of_operators import with_bodies
 from partita.rewrite.mode_operators import OperatorFamily, operator_for, setting_of
 from partita.rewrite.operator_calls import call_through
-from partita.rewrite.outer_graph import OutlineStyle, Surroundings, style_for
+from partita.rewrite.outer_graph import OutlineStyle, Surroundings
 from partita.rewrite.outline import outlined
-from partita.rewrite.rewritten import rewritten
 from partita.rewrite.state_keys import MovedByPart
 from partita.rewrite.unique_names import unique_names
 
@@ -38,23 +40,28 @@ class WrapStyle:
     #: Names for the bodies, which are numbered where they are taken; by what is set if there is none.
     names: Callable[[Program, Sequence[ModeRun]], Sequence[str]] | None = None
     named_by_operator: bool = False
+    #: Bodies get the symbols in the shapes of their inputs, too.
+    passes_symbols: bool = True
 
 
 @gc_paused()
 def wrap_modes(program: Program, style: WrapStyle | None = None) -> Program:
     """A new program that sets modes by operators; the same object if it switches none and calls no body that does."""
-    return _Wrapper(style or WrapStyle(), style_for(program)).wrapped(program)
+    return _Wrapper(style or WrapStyle()).wrapped(program)
+
+
+#: An operator that gives nothing has no place in an exported program, and the body of one may be part of such.
+_OUTLINE_STYLE = OutlineStyle(replace(PLAIN_BODY, returns_something=True))
 
 
 class _Wrapper:
     """What is the same at every level."""
 
-    def __init__(self, style: WrapStyle, outline_style: OutlineStyle) -> None:
-        self.style, self.outline_style = style, outline_style
-        self.kinds = style.kinds
+    def __init__(self, style: WrapStyle) -> None:
+        self.style, self.kinds = style, style.kinds
 
     def wrapped(self, program: Program) -> Program:
-        if program.modes.by_number is None:
+        if not has_toggles(program.graph, self.kinds):
             return self._with_wrapped_bodies(program, without=())
         result, names = self._with_calls(program)
         return self._with_wrapped_bodies(result, without=names)
@@ -71,7 +78,8 @@ class _Wrapper:
         surroundings = Surroundings(
             [run.around for run in runs], [run.inside for run in runs], self._left_behind(program.modes.final)
         )
-        cut = outlined(Partition(program, regions), names=names, style=self.outline_style, surroundings=surroundings)
+        partition = Partition(program, regions, passes_symbols=self.style.passes_symbols)
+        cut = outlined(partition, names=names, style=_OUTLINE_STYLE, surroundings=surroundings)
         module, moved = cut.graph_module, MovedByPart(cut.moved)
         for name, body, run in zip(cut.names, cut.bodies, runs, strict=True):
             caller = replace(run.inside.within(program.caller), blocks=())
@@ -82,7 +90,7 @@ class _Wrapper:
         calls = dict(zip(cut.names, operators, strict=True))
         call_through(module, calls, named_by_operator=self.style.named_by_operator)
         keys = program.state_keys.then(moved.settled)
-        return rewritten(program, module, state_keys=keys, tolerance=cut.tolerance), frozenset(cut.names)
+        return program.rewritten(module, state_keys=keys, tolerance=cut.tolerance), frozenset(cut.names)
 
     def _names(self, program: Program, runs: Sequence[ModeRun]) -> Sequence[str]:
         wanted = self.style.names(program, runs) if self.style.names else [identifier_of(run.sets) for run in runs]
@@ -100,22 +108,32 @@ class _Wrapper:
 
     def _with_wrapped_bodies(self, program: Program, *, without: Collection[str]) -> Program:
         """`program` with the bodies of its operators wrapped inside, but for those that are already."""
-        changed: dict[str, GraphModule] = {}
+        reads: dict[str, list[Node]] = {}
         for node in program.graph.find_nodes(op="get_attr"):
-            path, body = str(node.target), find(program.graph_module, str(node.target))
-            if isinstance(body, GraphModule) and path not in without and path not in changed:
-                inner = Program(body, pure=program.pure, caller=_caller_of_body(program, node))
+            reads.setdefault(str(node.target), []).append(node)
+        changed: dict[str, GraphModule] = {}
+        for path, nodes in reads.items():
+            body = None if path in without else find(program.graph_module, path)
+            if isinstance(body, GraphModule):
+                inner = Program(body, pure=program.pure, caller=_caller_of_body(program, nodes))
                 wrapped = self.wrapped(inner)
                 if wrapped is not inner:
                     changed[path] = wrapped.graph_module
         return with_bodies(program, changed) if changed else program
 
 
-def _caller_of_body(program: Program, body: Node) -> Mode:
+def _caller_of_body(program: Program, reads: Sequence[Node]) -> Mode:
     """What is known of the modes that a body is run under: what all the calls of it have in common."""
-    modes = set()
-    for call in body.users:
+    modes = []
+    for call in (call for read in reads for call in read.users):
         mode, setting = program.modes.at(program.index.number[call]), setting_of(call)
-        modes.add(mode if setting is None else mode.setting(setting))
-    mode = modes.pop() if len(modes) == 1 else AMBIENT
-    return replace(mode.within(program.caller), blocks=())
+        modes.append((mode if setting is None else mode.setting(setting)).within(program.caller))
+    return reduce(_in_common, modes, modes[0]) if modes else AMBIENT
+
+
+def _in_common(one: Mode, other: Mode) -> Mode:
+    return Mode(
+        one.grad if one.grad == other.grad else None,
+        one.inference if one.inference == other.inference else None,
+        tuple(autocast for autocast in one.autocast if autocast in other.autocast),
+    )

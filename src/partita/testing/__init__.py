@@ -1,6 +1,6 @@
 """Generators for whoever tests a policy or a treatment: random programs that run, and regions over them."""
 
-from partita.testing.build import build, random_case
+from partita.testing.build import build, random_case, random_nest
 from partita.testing.captured import CAPTURES, captured_case
 from partita.testing.case import Case
 from partita.testing.features import ALL, Features
@@ -33,6 +33,7 @@ __all__ = [
     "random_case",
     "random_labelling",
     "random_labels",
+    "random_nest",
     "random_recipe",
     "recipes",
 ]

@@ -14,17 +14,22 @@ from partita.testing.inputs import arguments_of, in_order, new_graph, receive_in
 from partita.testing.metadata import annotate
 from partita.testing.outputs import place_output
 from partita.testing.recipe import Input, Recipe
-from partita.testing.seeds import random_recipe
+from partita.testing.seeds import random_nest_recipe, random_recipe
 from partita.testing.state import State, forget
 from partita.testing.steps.modes import close_modes
-from partita.testing.steps.table import STEPS
+from partita.testing.steps.table import NEST_STEPS, STEPS
 
-__all__ = ["build", "random_case"]
+__all__ = ["build", "random_case", "random_nest"]
 
 
 def random_case(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> Case:
     """The case of that number, without hypothesis: some milliseconds each."""
     return build(random_recipe(seed, max_nodes=max_nodes, features=features))
+
+
+def random_nest(seed: int, *, max_nodes: int = 48, features: Features = ALL) -> Case:
+    """The case of that number whose modes are nested, up to eight deep, and crossing or left open here and there."""
+    return build(random_nest_recipe(seed, max_nodes=max_nodes, features=features))
 
 
 def build(recipe: Recipe) -> Case:
@@ -60,7 +65,7 @@ def _take_steps(draft: Draft, recipe: Recipe) -> list[str]:
         if len(draft.graph.nodes) + len(draft.open) + 2 >= recipe.max_nodes:
             break
         try:
-            STEPS[step.kind](draft, step.picks)
+            (STEPS.get(step.kind) or NEST_STEPS[step.kind])(draft, step.picks)
         except UnfitError:
             continue
         taken.append(step.kind)

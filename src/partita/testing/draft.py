@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -12,15 +13,26 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from partita._torch.ambient import read_ambient, restore_autocast
+from partita._torch.toggles import EXIT_INFERENCE
 from partita.testing.state import ATTRIBUTES, State
 
-__all__ = ["Draft", "UnfitError"]
+__all__ = ["Draft", "OpenBlock", "UnfitError"]
 
 _ODD_NAMES = ("submod_0", "self_1", "add_1", "getitem", "submod_1_0", "output_1", "cache", "l_self_x_")
 
 
 class UnfitError(Exception):
     """A step does not fit where it stands, so the program goes without it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OpenBlock:
+    """A block that was entered: what leaves it, and the handle, or the grad mode, that this is called with."""
+
+    leave: Callable[[Any], object]
+    handle: Node | bool
 
 
 @final
@@ -31,7 +43,7 @@ class Draft:
         self.graph = graph
         self.state = state
         self.values: dict[Node, Any] = {}
-        self.open: list[tuple[Callable[[Any], object], Node]] = []
+        self.open: list[OpenBlock] = []
         self.inputs: list[Node] = []
         self._odd_names = odd_names
         self._saved: dict[int, Tensor] = {}
@@ -41,13 +53,17 @@ class Draft:
     def running(self) -> Iterator[None]:
         """While open, nodes run as in a call: grad on, no other mode, the same random numbers."""
         hooks = saved_tensors_hooks(self._remember_saved, lambda nothing: nothing)
+        found = read_ambient()
         with torch.enable_grad(), hooks:
             torch.default_generator.manual_seed(0)
             try:
                 yield
             finally:
-                for leave, entered in reversed(self.open):
-                    leave(self.values[entered])
+                for block in reversed(self.open):
+                    if block.leave is EXIT_INFERENCE and isinstance(block.handle, Node):
+                        block.leave(self.values[block.handle])
+                # Blocks that were left in another order than they were entered in leave something behind.
+                restore_autocast(found)
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call of a function."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from partita._torch.ambient import read_ambient, restore_autocast
 from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAST, EXIT_INFERENCE
 
 __all__ = ["annotate"]
@@ -46,12 +48,15 @@ def _propagate(graph_module: GraphModule, style: str, placed: Sequence[object]) 
 
 
 def _run_fake(graph_module: GraphModule, placed: Sequence[object]) -> bool:
+    found = read_ambient()
     with torch.enable_grad():
         try:
             _FakeRun(graph_module).propagate(*placed)
         # Reading a number out of a fake tensor is refused, each kind of number with an error of its own.
         except Exception:
             return False
+        finally:
+            restore_autocast(found)
     return True
 
 
@@ -60,7 +65,7 @@ class _FakeRun(FakeTensorProp):
 
     def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module)
-        self._open: list[tuple[Callable[[Any], object], object]] = []
+        self._open: dict[Node, Callable[[], object]] = {}
         self._fake_mode: Any = None
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,16 +87,17 @@ class _FakeRun(FakeTensorProp):
         return functional_call(module, fake_state, args, kwargs)
 
     def run_node(self, node: Node) -> Any:
+        if node.target is ENTER_INFERENCE and not node.users:
+            return None  # The block ends when its handle is dropped: at once, but an interpreter keeps it.
         try:
             result = super().run_node(node)
         except Exception:
             # An inference block restores the dispatch state it found, so it must be left before the fake mode is.
-            while self._open:
-                leave, context = self._open.pop()
-                leave(context)
+            for leave in reversed(self._open.values()):
+                leave()
             raise
         if node.target in _EXITS:
-            self._open.append((_EXITS[node.target], result))
+            self._open[node] = partial(_EXITS[node.target], result)
         elif node.target in (EXIT_AUTOCAST, EXIT_INFERENCE):
-            self._open.pop()
+            del self._open[node.all_input_nodes[0]]
         return result

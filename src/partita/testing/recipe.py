@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import TypeAlias, final
 
-__all__ = ["LARGEST_PICK", "METADATA", "Input", "Picks", "Recipe", "Step"]
+__all__ = ["LARGEST_PICK", "METADATA", "Input", "Picks", "Recipe", "Step", "drawn_pick", "drawn_picks"]
 
 #: Small numbers with which a step chooses its operands and its form; 0 is the newest operand and the simplest form.
 Picks: TypeAlias = tuple[int, int, int, int]
 
 LARGEST_PICK = 15
 METADATA = ("none", "custom", "val", "example_value", "both")
+
+
+def drawn_pick(source: Random) -> int:
+    """A pick from a numbered random source."""
+    return source.randint(0, LARGEST_PICK)
+
+
+def drawn_picks(source: Random) -> Picks:
+    """All picks of a step."""
+    return drawn_pick(source), drawn_pick(source), drawn_pick(source), drawn_pick(source)
 
 
 @final

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from partita.testing.mode_bodies import MODE_BODIES
 from partita.testing.modules import (
     Fork,
     Meter,
@@ -123,6 +124,7 @@ _ENTRIES: Mapping[str, Callable[[nn.Module], None]] = {
     "writing_body": _module("writing_body", writing_body),
     "replacing_body": _module("replacing_body", replacing_body),
     "leaving_grad_on": _module("leaving_grad_on", grad_enabling_body),
+    **{name: _module(name, make) for name, make in MODE_BODIES.items()},
 }
 
 _NEEDS = {"tied": ("weight",), "cache_row": ("cache",), "twin": ("encoder.shift",)}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter
 
 from partita.graphs.tolerance import Tolerance
-from partita.plans.treatment import Treatment, Treats, marks_of, mixes_modes, tolerance_of
+from partita.plans.treatment import Called, Treatment, Treats, marks_of, mixes_modes, tolerance_of
 from partita.regions import Region
 
 __all__ = ["Compiled", "Piece", "Waiting"]
@@ -61,7 +61,9 @@ class Waiting:
         return mixes_modes(self.treatment)
 
     def treat(self, body: GraphModule) -> Piece:
-        return Piece(body, self.treatment.treat(body) if isinstance(self.treatment, Treats) else body)
+        given = self.treatment.treat(body) if isinstance(self.treatment, Treats) else body
+        # A piece is compiled as a whole, so it sets its modes itself and needs no operator for that.
+        return Piece(body, body if isinstance(given, Called) else given)
 
     def marks(self, region: Region) -> Mapping[str, object]:
         return marks_of(self.treatment, region)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import nn
 from torch.fx import GraphModule
 
 from partita.errors import OptionError
+from partita.graphs.mode import AMBIENT
+from partita.graphs.mode import Mode as ModeOfNodes
 from partita.graphs.modes import has_toggles
 from partita.graphs.program import Program
 from partita.plans.treatment import Called
@@ -30,12 +32,18 @@ class Mode:
 
     operators: OperatorFamily = "partita"
 
+    #: An operator puts back what it found, so nothing is left switched for the caller.
+    puts_back_modes: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.operators not in ("partita", "torch"):
             raise OptionError(f'Mode uses the operators of "partita" or of "torch", not of {self.operators!r}')
 
     def treat(self, body: GraphModule) -> nn.Module | Called:
-        module = wrap_modes(Program.of(body), WrapStyle(self.operators)).graph_module
+        return self.treat_under(body, AMBIENT)
+
+    def treat_under(self, body: GraphModule, caller: ModeOfNodes) -> nn.Module | Called:
+        module = wrap_modes(Program(body, caller=caller), WrapStyle(self.operators)).graph_module
         if not has_toggles(body.graph):
             return Called(module, inlined=True)  # Only the bodies that its operators run switch modes.
         single = only_call(module)

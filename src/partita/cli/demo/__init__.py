@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from partita.cli.demo import splitting, wrong_answers
+from partita.cli.demo import modes, splitting, wrong_answers
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 __all__ = ["add_to", "run"]
 
-_CHAPTERS = (splitting, wrong_answers)
+_CHAPTERS = (splitting, wrong_answers, modes)
 
 
 def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Makes the command known to the command line."""
-    parser = commands.add_parser("demo", help="cut a small transformer, verify it, and see what torch gets wrong")
+    parser = commands.add_parser("demo", help="cut a small transformer, and see what torch gets wrong")
     parser.set_defaults(run=run)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from torch.export import ExportedProgram
 
 from partita._torch.pt2_archive import Archive, open_archive, open_zip
@@ -27,19 +32,41 @@ def load_exported(path: str | PathLike[str], *, trusted: bool = False) -> Export
     """
     file = archive_path(path)
     if trusted:
-        return _loaded_by_torch(file)
+        return _tied(_loaded_by_torch(file))
     with open_archive(file) as archive:
         found = inspected(archive)
         _refuse(archive, found)
-        return exported_program(archive, _only_program(archive, found))
+        return _tied(exported_program(archive, _only_program(archive, found)))
+
+
+def _tied(exported: ExportedProgram) -> ExportedProgram:
+    """The program with one parameter again where several names share one memory; torch makes one for each name."""
+    state: dict[str, Any] = exported.state_dict
+    known: dict[Hashable, nn.Parameter] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, nn.Parameter) and tensor.numel():
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+            state[name] = known.setdefault(memory, tensor)
+    return exported
 
 
 def _loaded_by_torch(file: Path) -> ExportedProgram:
     open_zip(file).close()
     try:
-        return torch.export.load(file)
+        with _quiet(logging.getLogger("torch._export.serde.serialize")):
+            return torch.export.load(file)
     except Exception as error:
         raise ArchiveError(f"{file} is trusted, but torch cannot load it: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """torch 2.13 logs with one argument too few when it unpickles, which a strict log handler turns into an error."""
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def _refuse(archive: Archive, found: Inspection) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import keyword
-import re
 from collections.abc import Callable
 
 from partita.graphs.archives.expression_names import PLAIN_TEXT
 
-__all__ = ["Fault", "free_fault", "literal_fault", "module_stack_fault", "name_fault", "path_fault", "symbol_fault"]
+__all__ = ["Fault", "free_fault", "literal_fault", "module_stack_fault", "name_fault", "path_fault"]
 
 #: What is wrong with a text, or None.
 Fault = Callable[[str], str | None]
-
-_SYMBOL_NAME = re.compile(r"[A-Za-z_]{1,16}\d{0,6}")
 
 
 def name_fault(text: str) -> str | None:
@@ -31,11 +28,6 @@ def path_fault(text: str) -> str | None:
 def literal_fault(text: str) -> str | None:
     """For texts that are written between quotes."""
     return None if PLAIN_TEXT.fullmatch(text) else "it has quotes or other signs that would end a string"
-
-
-def symbol_fault(text: str) -> str | None:
-    """For names of symbolic sizes; torch counts up to the number in one."""
-    return None if _SYMBOL_NAME.fullmatch(text) else "it is no symbol"
 
 
 def module_stack_fault(text: str) -> str | None:

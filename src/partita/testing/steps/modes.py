@@ -13,7 +13,7 @@ from partita._torch.toggles import (
     EXIT_INFERENCE,
     SET_GRAD,
 )
-from partita.testing.draft import Draft, UnfitError
+from partita.testing.draft import Draft, OpenBlock, UnfitError
 from partita.testing.recipe import Picks
 
 __all__ = ["AUTOCAST", "GRAD", "INFERENCE", "close_modes"]
@@ -87,7 +87,7 @@ def inference_exit(draft: Draft, picks: Picks) -> None:
 def close_modes(draft: Draft, *, restores_grad: bool) -> None:
     """Leaves what is open; grad may stay off, as in a program cut out of a larger one."""
     while draft.open:
-        _leave(draft, draft.open[-1][0])
+        _leave(draft, draft.open[-1].leave)
     if restores_grad and not torch.is_grad_enabled():
         draft.call(SET_GRAD, True)
 
@@ -95,14 +95,14 @@ def close_modes(draft: Draft, *, restores_grad: bool) -> None:
 def _enter(draft: Draft, enter: Callable[..., object], leave: Callable[..., object], *options: object) -> None:
     if len(draft.open) >= _DEEPEST:
         raise UnfitError("enough modes are open")
-    draft.open.append((leave, draft.call(enter, *options)))
+    draft.open.append(OpenBlock(leave, draft.call(enter, *options)))
 
 
 def _leave(draft: Draft, leave: Callable[..., object]) -> None:
     # Torch keeps autocast in what an inference block restores when left, so the two may nest but never cross.
-    if not draft.open or draft.open[-1][0] is not leave:
+    if not draft.open or draft.open[-1].leave is not leave:
         raise UnfitError("another mode was entered last")
-    draft.call(leave, draft.open[-1][1])
+    draft.call(leave, draft.open[-1].handle)
     draft.open.pop()
 
 

@@ -13,13 +13,15 @@ from partita.testing.steps.draws import DRAWS
 from partita.testing.steps.keywords import KEYWORDS
 from partita.testing.steps.lists import LISTS
 from partita.testing.steps.modes import AUTOCAST, GRAD, INFERENCE
+from partita.testing.steps.nested_work import NESTED_WORK
+from partita.testing.steps.nests import NESTS
 from partita.testing.steps.opaque import CHECKS, HIGHER_ORDER, UNKNOWN
 from partita.testing.steps.owned import ATTRIBUTE_READS, MODULES
 from partita.testing.steps.sizes import ITEMS, SIZES
 from partita.testing.steps.views import VIEWS
 from partita.testing.steps.writes import WRITES
 
-__all__ = ["STEPS", "families_of", "kinds_in"]
+__all__ = ["NEST_STEPS", "STEPS", "families_of", "kinds_in"]
 
 #: What each kind of step does; a kind is called by its family, a dot and its form.
 STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
@@ -43,6 +45,9 @@ STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
     **UNKNOWN,
     **HIGHER_ORDER,
 }
+
+#: The kinds that only nests of modes have, and can have besides the others.
+NEST_STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {**NESTS, **NESTED_WORK}
 
 
 def families_of(features: Features) -> tuple[str, ...]:

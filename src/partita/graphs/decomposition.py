@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram, default_decompositions
 
-from partita.graphs.program import Program
-
 __all__ = ["ModeKeepingProgram"]
 
 
@@ -26,11 +24,13 @@ class ModeKeepingProgram(ExportedProgram):
         decompose_custom_triton_ops: bool = False,  # noqa: FBT001, FBT002  The signature is torch's.
     ) -> ExportedProgram:
         """The program in the operators that the table leaves, with `detach` wherever gradients must not flow."""
-        # Dissolving gives programs like this one.
+        # A rewrite gives programs, and programs give these.
+        from partita.graphs.program import Program
         from partita.rewrite.dissolve import dissolve
 
         plain = dissolve(Program.of(self)).exported()
         table = default_decompositions() if decomp_table is None else dict(decomp_table)
         # The table makes an alias of it, through which gradients flow.
         table.pop(torch.ops.aten.detach.default, None)
-        return ExportedProgram.run_decompositions(plain, table, decompose_custom_triton_ops)
+        decomposed: ExportedProgram = ExportedProgram.run_decompositions(plain, table, decompose_custom_triton_ops)
+        return decomposed

@@ -1,0 +1,125 @@
+"""Operators that run a body under a mode: what dispatcher, tracers, dead-code elimination and pickle need of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator, _compute_keyset, _get_current_dispatch_mode_pre_dispatch, _higher_order_ops
+from torch.fx import Proxy
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.overrides import handle_torch_function
+
+from partita._torch.body_runs import run_body
+from partita._torch.body_tracing import trace_call
+from partita._torch.tracing_state import Tracing, tracing_now
+from partita._torch.unread_calls import keep_unread_calls
+from partita.errors import OptionError
+
+__all__ = ["BodyOperator", "registered"]
+
+_Operator = TypeVar("_Operator", bound="BodyOperator")
+
+
+class BodyOperator(HigherOrderOperator):
+    """An operator that takes the arguments of its mode, a body, and what the body is called with.
+
+    A trace before dispatch keeps the call, with the body traced beside it. Everywhere else the body just runs, so that
+    autograd, transforms and every other tracer meet the operators in it and need no rule for this one.
+    """
+
+    #: How many arguments come before the body.
+    mode_count = 0
+
+    def __init__(self, name: str, *, home: str, exported_as: str) -> None:
+        """The operator `name` in torch's table, which `home` exports as `exported_as`."""
+        super().__init__(name, cacheable=True)  # type: ignore[no-untyped-call]
+        self._home = (home, exported_as)
+        self.__doc__ = type(self).__doc__
+        self.py_impl(ProxyTorchDispatchMode)(self._keep_call)
+        keep_unread_calls(self)
+
+    def check(self, *mode: Any) -> None:
+        """Raises if these arguments describe no mode."""
+
+    def scope(self, *mode: Any, tracing: Tracing) -> AbstractContextManager[Any]:
+        """The context that the body runs in."""
+        return nullcontext()
+
+    def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
+        """The function, with the signature of a call, that Dynamo traces in place of one; the context lasts as long."""
+        raise NotImplementedError
+
+    def enact(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What a call does, by who is watching."""
+        args = (*mode, body, *operands)
+        proxy = _first_proxy((args, keywords))
+        if proxy is not None:
+            return handle_torch_function(self, (proxy,), *args, **keywords)
+        self.check(*mode)
+        if not callable(body):
+            raise OptionError(
+                f"{self._home[1]} takes a body to call after {self.mode_count} arguments, not {type(body).__name__!r}; "
+                "give it a function or a module"
+            )
+        if self._is_kept(args, keywords):
+            return super().__call__(*args, **keywords)  # type: ignore[no-untyped-call]
+        return run_body(self.scope(*mode, tracing=tracing_now()), body, operands, keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _imported, self._home
+
+    def __repr__(self) -> str:
+        return f"<operator {self._home[0]}.{self._home[1]}>"
+
+    def _is_kept(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+        """Whether the next to see the call is a tracer before dispatch, and nothing that changes what it would see.
+
+        Under functionalization the body runs in the open there, since its writes must become values of the outer graph.
+        """
+        if not torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch):
+            return False
+        if not isinstance(_get_current_dispatch_mode_pre_dispatch(), ProxyTorchDispatchMode):
+            return False
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.Python):
+            return False
+        keys = _compute_keyset(args, keywords, self.non_fallthrough_keys)
+        return bool(keys.highestPriorityTypeId() == DispatchKey.PreDispatch)
+
+    def _keep_call(self, tracer: ProxyTorchDispatchMode, /, *args: Any, **keywords: Any) -> Any:
+        mode, body, operands = args[: self.mode_count], args[self.mode_count], args[self.mode_count + 1 :]
+        scope = self.scope(*mode, tracing=Tracing.KEPT)
+        return trace_call(tracer.tracer, self, mode, body=body, scope=scope, operands=operands, keywords=keywords)
+
+
+def registered(kind: type[_Operator], name: str, *, home: str, exported_as: str) -> _Operator:
+    """The operator `name`, made once however often its module is loaded: graphs hold the first one."""
+    known = _higher_order_ops.get(name)
+    if isinstance(known, BodyOperator):
+        return cast(_Operator, known)
+    return kind(name, home=home, exported_as=exported_as)
+
+
+def _imported(module: str, name: str) -> Any:
+    """What unpickling an operator gives: the one of this process, its module imported first."""
+    return getattr(importlib.import_module(module), name)
+
+
+def _first_proxy(value: Any) -> Proxy | None:
+    """A proxy of `torch.fx` among the arguments, in any container that a graph can hold."""
+    if isinstance(value, Proxy):
+        return value
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    elif isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, tuple | list):
+        for item in value:
+            found = _first_proxy(item)
+            if found is not None:
+                return found
+    return None

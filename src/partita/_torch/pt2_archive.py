@@ -1,0 +1,189 @@
+"""The zip container of a `.pt2` archive: what is inside, and the bytes of a member; nothing is unpickled or run."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+
+from partita.errors import ArchiveError
+
+__all__ = ["Archive", "Kind", "kind_of", "open_archive", "open_zip"]
+
+#: More members than any program has, and more text than any graph: a file beyond is made to exhaust its reader.
+MOST_MEMBERS = 200_000
+MOST_TEXT_BYTES = 1 << 30
+_CHUNK_BYTES = 1 << 24
+
+
+class Kind(StrEnum):
+    """What a member of an archive is."""
+
+    FORMAT = "format"
+    PROGRAM = "program"
+    CONFIG = "config"
+    WEIGHT = "weight"
+    CONSTANT = "constant"
+    CUSTOM_OBJECT = "custom object"
+    SAMPLE_INPUTS = "sample inputs"
+    EXTRA = "extra"
+    NATIVE_CODE = "native code"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An open archive: the sizes of its members by name, and what is odd about the container."""
+
+    path: Path
+    sizes: Mapping[str, int]
+    odd: tuple[tuple[str, str], ...]
+    _zip: zipfile.ZipFile
+    _root: str
+
+    def read(self, name: str) -> bytes:
+        """The bytes of the member `name`, which is checked against its checksum."""
+        return bytes(self.read_buffer(name))
+
+    def read_text(self, name: str) -> bytes:
+        """The bytes of a member that will be parsed, which has a bound on its size."""
+        if self.sizes.get(name, 0) > MOST_TEXT_BYTES:
+            raise ArchiveError(f"member {name!r} of {self.path} has {self.sizes[name]} bytes, which no graph needs")
+        return self.read(name)
+
+    def read_buffer(self, name: str) -> bytearray:
+        """The bytes of a member in memory of their own, which a tensor can take over."""
+        if name not in self.sizes:
+            raise ArchiveError(f"{self.path} has no member {name!r}, which it needs; save the program again")
+        found = bytearray()
+        try:
+            with self._zip.open(f"{self._root}/{name}") as member:
+                while chunk := member.read(_CHUNK_BYTES):
+                    found += chunk
+        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, NotImplementedError) as error:
+            raise ArchiveError(
+                f"member {name!r} of {self.path} cannot be read: {error}; the file is damaged, get it again"
+            ) from error
+        return found
+
+    def names(self, kind: Kind) -> list[str]:
+        """The members of one kind."""
+        return [name for name in self.sizes if kind_of(name) is kind]
+
+
+@contextmanager
+def open_archive(path: Path) -> Iterator[Archive]:
+    """The archive at `path`, which is closed afterwards."""
+    with open_zip(path) as opened:
+        yield _archive(path, opened)
+
+
+def open_zip(path: Path) -> zipfile.ZipFile:
+    """The zip file at `path`, whatever it holds."""
+    if path.is_dir():
+        raise ArchiveError(f"{path} is a directory; give the .pt2 file")
+    if not path.is_file():
+        raise ArchiveError(f"there is no file {path}")
+    try:
+        return zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise ArchiveError(
+            f"{path} is no .pt2 archive, or only a part of one: {error}; save the program with torch.export.save"
+        ) from error
+
+
+def _archive(path: Path, opened: zipfile.ZipFile) -> Archive:
+    infos = opened.infolist()
+    if not infos:
+        raise ArchiveError(f"{path} is an empty zip file")
+    if len(infos) > MOST_MEMBERS:
+        raise ArchiveError(f"{path} has {len(infos)} members; no archive of a program has more than {MOST_MEMBERS}")
+    root = infos[0].filename.partition("/")[0]
+    sizes, odd = {}, []
+    total = 0
+    for info in infos:
+        name = info.filename.removeprefix(f"{root}/")
+        why = _oddity(info, root)
+        if why is not None:
+            odd.append((name, why))
+        total += info.compress_size
+        sizes[name] = info.file_size
+    odd += [
+        (name.removeprefix(f"{root}/"), f"the archive has it {count} times, and readers differ in which they take")
+        for name, count in Counter(info.filename for info in infos).items()
+        if count > 1
+    ]
+    if total > path.stat().st_size:
+        odd.append((root, "its members together are larger than the file: they overlap"))
+    if "archive_format" not in sizes:
+        raise ArchiveError(f"{path} is {_likely(sizes, root)}; save the program with torch.export.save")
+    return Archive(path, MappingProxyType(sizes), tuple(odd), opened, root)
+
+
+def _oddity(info: zipfile.ZipInfo, root: str) -> str | None:
+    """What torch never writes about a member."""
+    name = info.filename
+    if not name.startswith(f"{root}/"):
+        return f"it is not in the folder {root!r} of the archive"
+    if "\\" in name or "\0" in name or name.startswith("/") or ".." in name.split("/") or not name.isprintable():
+        return "its name leads out of the archive, or has characters that no name has"
+    if info.flag_bits & 0x1:
+        return "it is encrypted"
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+        return f"it is compressed: {info.compress_size} bytes become {info.file_size}"
+    return None
+
+
+def kind_of(name: str) -> Kind:
+    """What the member called `name` is."""
+    if name in _FORMAT_MEMBERS:
+        return Kind.FORMAT
+    for folder, kind in _KINDS_BY_FOLDER:
+        if name.startswith(folder):
+            is_config = kind in (Kind.WEIGHT, Kind.CONSTANT) and name.endswith("_config.json")
+            leaf = name.removeprefix(folder)
+            if kind is Kind.CONSTANT and leaf.startswith(_OBJECT_PREFIXES):
+                return Kind.CUSTOM_OBJECT
+            if kind is Kind.PROGRAM and not name.endswith(".json"):
+                return Kind.UNKNOWN
+            return Kind.CONFIG if is_config else kind
+    return Kind.UNKNOWN
+
+
+def _likely(sizes: Mapping[str, int], root: str) -> str:
+    names = {*sizes, root}
+    if "version" in names and "serialized_exported_program.json" in names:
+        return "an archive of torch 2.7 or older, whose parts are all pickles"
+    if "data.pkl" in names:
+        return "a file of torch.save or TorchScript, no .pt2 archive"
+    return "a zip file, but no .pt2 archive"
+
+
+# torch has these in `torch.export.pt2_archive.constants`, which imports half a compiler.
+_FORMAT_MEMBERS = frozenset(
+    (
+        "archive_format",
+        "archive_version",
+        "byteorder",
+        "version",
+        ".data/version",
+        ".data/serialization_id",
+        ".format_version",
+        ".storage_alignment",
+    )
+)
+_OBJECT_PREFIXES = ("custom_obj_", "opaque_obj_")
+_KINDS_BY_FOLDER = (
+    ("models/", Kind.PROGRAM),
+    ("data/aotinductor/", Kind.NATIVE_CODE),
+    ("data/executorch/", Kind.NATIVE_CODE),
+    ("data/weights/", Kind.WEIGHT),
+    ("data/constants/", Kind.CONSTANT),
+    ("data/sample_inputs/", Kind.SAMPLE_INPUTS),
+    ("extra/", Kind.EXTRA),
+)

@@ -1,0 +1,121 @@
+"""A stage: single nodes are tried on fake tensors, under modes set for the occasion; nothing of it stays behind."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from partita._torch.capture_fresh_modes import fresh_modes
+from partita._torch.dynamo_fakes import runs_fake
+
+__all__ = ["Look", "Stage", "map_leaves", "map_tensors", "tensors_in"]
+
+
+class Look(NamedTuple):
+    """What a tensor looks like from outside."""
+
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Look:
+        stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        return cls(tuple(tensor.size()), stride, tensor.dtype, tensor.device)
+
+
+class Stage:
+    """Fake tensors that look like traced values, in the fake mode that those belong to."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._mode = _fake_mode_of(values)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, operators compute metadata only, gradients are on, autocast and inference mode are off."""
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(fresh_modes(grad=True))
+            stack.enter_context(_guards_ignored(self._mode))
+            stack.enter_context(runs_fake(self._mode))
+            yield
+
+    def copy(self, value: Any, *, requires_grad: bool = False) -> Any:
+        """A value with new fake tensors in place of its tensors."""
+        return map_tensors(lambda tensor: self.like(tensor).requires_grad_(requires_grad), value)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A new fake tensor that looks like `tensor`."""
+        if tensor.layout is not torch.strided:
+            with self._mode, torch.no_grad():
+                return self._mode.from_tensor(tensor, static_shapes=True).detach()
+        return self.made(Look.of(tensor))
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """A fake tensor in the same storage as a traced value."""
+        if not isinstance(tensor, FakeTensor):
+            return self.like(tensor)
+        with tensor.fake_mode, torch.no_grad():
+            return tensor.detach()
+
+    def made(self, look: Look) -> Tensor:
+        """A new fake tensor that looks so."""
+        with self._mode:
+            return torch.empty_strided(look.size, look.stride, dtype=look.dtype, device=look.device)
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """A value with `change(tensor)` in place of each of its tensors."""
+    return pytree.tree_map_only(Tensor, change, value)
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """A value with `change(leaf)` in place of everything in it that is no container."""
+    return pytree.tree_map(change, value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value, in order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
+    """The fake mode of the trace: that of a symbolic tensor if there is one, since only that knows the symbols."""
+    modes = []
+    for value in values:
+        for tensor in tensors_in(value):
+            if isinstance(tensor, FakeTensor):
+                if tensor._has_symbolic_sizes_strides:
+                    return tensor.fake_mode
+                modes.append(tensor.fake_mode)
+    return modes[0] if modes else FakeTensorMode()
+
+
+def _guards_ignored(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """The trace is over: what was asked about its sizes then was asked for good."""
+    env = mode.shape_env
+    return nullcontext() if env is None else env.suppress_guards()
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """An operator that fails on fake tensors is an answer here, and no error."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

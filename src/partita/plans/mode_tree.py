@@ -1,0 +1,95 @@
+"""The regions of a program by mode, as a tree for people: what is nested in what, and which operators each holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partita.graphs.attributes import find
+from partita.graphs.program import Program
+from partita.graphs.projections import is_projection
+from partita.graphs.values import value_of
+from partita.rewrite.inline import inline
+from partita.rewrite.mode_operators import runs_body, setting_of
+from partita.rewrite.wrap_modes import wrap_modes
+
+__all__ = ["ModeTree", "mode_tree"]
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModeTree:
+    """What one region sets, the names of all operators in it, in order, and the regions nested in it."""
+
+    sets: str
+    operators: tuple[str, ...]
+    regions: tuple[ModeTree, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.sets}: {_told(self.operators)}"
+        for place, region in enumerate(self.regions, 1):
+            first, *others = region._lines()
+            yield f"+- {first}"
+            yield from (f"{'|  ' if place < len(self.regions) else '   '}{line}" for line in others)
+
+
+def mode_tree(program: Program) -> ModeTree:
+    """The tree of what a program sets, whether it does so by toggles or by operators.
+
+    The root stands for the modes that the program is called under. Reading an item or a size is no operator here.
+    """
+    return _tree("the caller's modes", wrap_modes(inline(program)).graph_module)
+
+
+def _tree(sets: str, module: GraphModule) -> ModeTree:
+    operators: list[str] = []
+    regions: list[ModeTree] = []
+    for node in module.graph.nodes:
+        setting = setting_of(node)
+        bodies = list(_bodies(node, module))
+        inner = [_tree(str(setting), body) for body in bodies]
+        if setting is not None:
+            regions += inner
+        else:
+            # What runs a body without setting anything, a `cond` say, is seen through.
+            regions += [region for tree in inner for region in tree.regions]
+            if runs_body(node) is None and _is_operator(node, module):
+                operators.append(node.name)
+        operators += [name for tree in inner for name in tree.operators]
+    return ModeTree(sets, tuple(operators), tuple(regions))
+
+
+def _bodies(call: Node, module: GraphModule) -> Iterator[GraphModule]:
+    """The bodies among the arguments of a call."""
+    for read in call.all_input_nodes:
+        body = find(module, str(read.target)) if read.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            yield body
+
+
+def _is_operator(node: Node, module: GraphModule) -> bool:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    return not (_takes_result(node) or is_projection(node, module) or isinstance(value_of(node), _NUMBERS))
+
+
+def _takes_result(node: Node) -> bool:
+    """Whether a node takes an item out of what a body returned, in a graph without traced values too."""
+    return node.target is operator.getitem and any(runs_body(made) is not None for made in node.all_input_nodes)
+
+
+def _told(names: tuple[str, ...]) -> str:
+    if not names:
+        return "no operators"
+    ends = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    return f"{len(names)} {'operator' if len(names) == 1 else 'operators'}, {ends}"

@@ -1,0 +1,180 @@
+"""Rehearsal: what autocast does to each node, found by running the node under autocast on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from partita._torch.nodes import map_nodes
+from partita._torch.stage import Look, Stage, map_tensors, tensors_in
+from partita._torch.watching import Label, Performance, Watch
+from partita.errors import ModeError
+from partita.graphs.mode import Autocast, Block, Mode
+from partita.graphs.program import Program
+from partita.graphs.values import VALUE_KEYS, value_of
+from partita.rewrite.autocast_findings import AsItIs, OnCasts, Place, Places, Rehearsed, TakenApart, ways_to_cast
+from partita.rewrite.autocast_leaves import Leaves
+from partita.rewrite.gradient_carriers import records_gradients
+from partita.rewrite.traced_values import call_with, nodes_read, value_read
+
+__all__ = ["Rehearsal"]
+
+
+class Rehearsal:
+    """Runs nodes in graph order; `stage` must be open. Leave it by `close`."""
+
+    def __init__(self, program: Program, stage: Stage) -> None:
+        self._program, self._stage = program, stage
+        self._leaves = Leaves(program, stage)
+        self._watch = Watch()
+        self._looks: dict[Label, Look] = {}
+        #: Calls that autocast leaves alone, whatever it has kept.
+        self._untouched: set[tuple[Any, ...]] = set()
+        self._open: list[tuple[Block, torch.autocast]] = []
+        self._around = tuple(Block(("caller", sets.device), sets, None) for sets in program.caller.autocast)
+
+    def close(self) -> None:
+        """Leaves the blocks that the last node was in."""
+        self._enter(())
+
+    def of(self, node: Node, mode: Mode) -> Rehearsed:
+        """What becomes of `node`, which runs in `mode`."""
+        self._enter((*self._around, *(block for block in mode.blocks if isinstance(block.sets, Autocast))))
+        mode = mode.within(self._program.caller)
+        active = [autocast for autocast in mode.autocast if autocast.enabled]
+        values = [value_read(self._program, read) for read in nodes_read(node)]
+        devices = {tensor.device.type for tensor in tensors_in(values) if tensor.is_floating_point()}
+        if devices.isdisjoint(autocast.device for autocast in active):
+            return AsItIs()
+        _check_devices(node, devices)
+        alike = (node.op, node.target, mode, _text_of(node, values))
+        if alike in self._untouched:
+            return AsItIs()
+        dtypes = tuple((autocast.device, autocast.dtype) for autocast in active)
+        arguments = _Arguments(node, values, [self._leaves.of(read, dtypes) for read in nodes_read(node)])
+        with _modes_of_a_run(mode):
+            found = self._rehearsed(arguments, [autocast.device for autocast in active])
+        if isinstance(found, AsItIs):
+            self._untouched.add(alike)
+        return found
+
+    def _rehearsed(self, arguments: _Arguments, devices: Sequence[str]) -> Rehearsed:
+        seen, _ = self._run(arguments)
+        self._looks.update((step.cast, step.looks[0]) for step in seen.steps if step.cast is not None)
+        _check_value(arguments.node, seen)
+        with _without_autocast(devices):
+            plain, places = self._run(arguments)
+            if plain.text() == seen.text():
+                return AsItIs()
+            for casts, by_place in ways_to_cast(seen, places):
+                if self._run(arguments, by_place)[0].text() == seen.text(first=len(casts)):
+                    return OnCasts(casts, by_place, places)
+        if seen.error is not None:
+            raise ModeError(f"node {arguments.node.name!r} fails under autocast: {seen.error}") from seen.error
+        return TakenApart(seen, places)
+
+    def _run(self, arguments: _Arguments, by_place: Mapping[int, Label] | None = None) -> tuple[Performance, Places]:
+        """What a node comes down to on new fakes, with ones that are cast already at these places."""
+        fakes, places = self._given(arguments)
+        if by_place:
+            fakes = self._with_casts(fakes, by_place)
+        return self._watch.of(call_with(arguments.node, fakes)), places
+
+    def _given(self, arguments: _Arguments) -> tuple[list[Any], dict[Label, list[Place]]]:
+        fakes: list[Any] = []
+        places: dict[Label, list[Place]] = {}
+        for number, (value, leaf) in enumerate(zip(arguments.values, arguments.leaves, strict=True)):
+            fake = self._stage.copy(value) if leaf is None else leaf[1]
+            fakes.append(fake)
+            for item, tensor in enumerate(tensors_in(fake)):
+                label = Label(f"{number}.{item}" if leaf is None else f"leaf {leaf[0]}", is_given=True)
+                self._watch.label(tensor, label)
+                places.setdefault(label, []).append(Place(number, None if tensor is fake else item))
+        return fakes, places
+
+    def _with_casts(self, fakes: Sequence[Any], by_place: Mapping[int, Label]) -> list[Any]:
+        """The fakes with one that is cast already at each of these places."""
+        made: dict[Label, Tensor] = {}
+        changed = list(fakes)
+        for place, label in by_place.items():
+            if label not in made:
+                made[label] = self._stage.made(self._looks[label]).requires_grad_(fakes[place].requires_grad)
+                self._watch.label(made[label], label)
+            changed[place] = made[label]
+        return changed
+
+    def _enter(self, blocks: Sequence[Block]) -> None:
+        """Opens and leaves autocast blocks until these are open: what autocast keeps, it keeps as in a real run."""
+        shared = 0
+        while shared < min(len(blocks), len(self._open)) and blocks[shared] == self._open[shared][0]:
+            shared += 1
+        while len(self._open) > shared:
+            self._open.pop()[1].__exit__(None, None, None)
+        for block in blocks[shared:]:
+            sets = block.sets
+            assert isinstance(sets, Autocast)
+            entered = torch.autocast(sets.device, sets.dtype, enabled=sets.enabled, cache_enabled=sets.cache)
+            entered.__enter__()
+            self._open.append((block, entered))
+
+
+class _Arguments(NamedTuple):
+    """A node, and for each place where it mentions another the traced value and the leaf that stands there, if any."""
+
+    node: Node
+    values: list[Any]
+    leaves: list[tuple[int, Tensor] | None]
+
+
+def _text_of(node: Node, values: Sequence[Any]) -> str:
+    """The arguments of a node, as far as autocast could tell them apart."""
+    given = iter(values)
+    looks = map_nodes((node.args, dict(node.kwargs)), lambda _: repr(map_tensors(Look.of, next(given))))
+    return repr(looks)
+
+
+def _check_devices(node: Node, devices: Collection[str]) -> None:
+    if "cuda" in devices and not torch.cuda.is_available():
+        raise ModeError(
+            f"node {node.name!r} runs under autocast on cuda, which torch switches off on a machine without cuda, so "
+            "nobody can ask it here what it casts; dissolve the program where there is one"
+        )
+
+
+def _check_value(node: Node, seen: Performance) -> None:
+    """Raises where autocast gives something else than the trace says: then the trace is of another program."""
+    if seen.error is not None or not any(key in node.meta for key in VALUE_KEYS):
+        return
+    traced = [tensor.dtype for tensor in tensors_in(value_of(node))]
+    if traced != [look.dtype for look in seen.looks]:
+        found, noted = ", ".join(str(look.dtype) for look in seen.looks), ", ".join(map(str, traced))
+        raise ModeError(
+            f"node {node.name!r} gives {found} under its autocast, but was traced as {noted}. Autocast keeps the cast "
+            "of a weight for inner blocks with another dtype, which a trace does not show: use one dtype in a nest. Or "
+            "torch traced the operator as if autocast were off, as it does with lstm: switch it off around this node"
+        )
+
+
+@contextmanager
+def _modes_of_a_run(mode: Mode) -> Iterator[None]:
+    """Gradients as `mode` has them; inference mode as no_grad, but nothing is kept there (seen in torch 2.13)."""
+    keeps = torch.is_autocast_cache_enabled()
+    with torch.set_grad_enabled(records_gradients(mode)):
+        torch.set_autocast_cache_enabled(keeps and not mode.inference)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(keeps)
+
+
+@contextmanager
+def _without_autocast(devices: Sequence[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield

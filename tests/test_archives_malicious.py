@@ -1,0 +1,523 @@
+"""Archives made to run code: each one really does so through torch, and none does through ours.
+
+Every attack touches a canary file. The first test shows that torch falls for it, so that the others could fail.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.archive_helpers import IS_OLD, Spoilt, X, call, exported, pickled_by_torch, plain_poison, poison
+from torch import Tensor, nn
+
+from partita.errors import ArchiveError, UntrustedArchiveError
+from partita.graphs.archives import inspect_archive, load_exported
+
+Attack = Callable[[Spoilt, Path], None]
+
+
+class Small(nn.Module):
+    """One input and nothing else, so that its name comes last in generated code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("archives") / "plain.pt2"
+    torch.export.save(exported(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("archives") / "small.pt2"
+    torch.export.save(torch.export.export(Small(), (X,)), path)
+    return path
+
+
+def touching(canary: Path) -> str:
+    """A Python expression that touches the canary, without double quotes."""
+    return f"__import__('os').system('touch {canary}')"
+
+
+def graph(program: Any) -> Any:
+    return program["graph_module"]["graph"]
+
+
+# Pickles ---------------------------------------------------------------------------------------------------------
+
+
+def in_sample_inputs(spoilt: Spoilt, canary: Path) -> None:
+    spoilt.members["data/sample_inputs/model.pt"] = poison(canary)
+
+
+def in_a_weight(spoilt: Spoilt, canary: Path) -> None:
+    def change(config: Any) -> None:
+        entry = config["config"]["named.a-b.weight"]
+        entry["use_pickle"] = True
+        spoilt.members[f"data/weights/{entry['path_name']}"] = poison(canary)
+
+    spoilt.json("data/weights/model_weights_config.json", change)
+
+
+def in_a_constant(spoilt: Spoilt, canary: Path) -> None:
+    spoilt.members["data/constants/tensor_0"] = poison(canary)
+    spoilt.json(
+        "data/constants/model_constants_config.json",
+        lambda config: next(iter(config["config"].values())).update(use_pickle=True),
+    )
+
+
+def in_an_opaque_object(spoilt: Spoilt, canary: Path) -> None:
+    spoilt.members["data/constants/opaque_obj_0"] = plain_poison(canary)
+    add_object(spoilt, "opaque_obj_0")
+
+
+def add_object(spoilt: Spoilt, name: str) -> None:
+    entry = {"path_name": name, "is_param": False, "use_pickle": True, "tensor_meta": None}
+    spoilt.json("data/constants/model_constants_config.json", lambda config: config["config"].update(object=entry))
+
+
+def in_old_weights(spoilt: Spoilt, canary: Path) -> None:
+    spoilt.members["data/weights/model.pt"] = poison(canary)
+
+
+def in_old_constants(spoilt: Spoilt, canary: Path) -> None:
+    spoilt.members["data/constants/model.pt"] = poison(canary)
+
+
+# Texts -----------------------------------------------------------------------------------------------------------
+
+
+def in_an_expression(spoilt: Spoilt, canary: Path) -> None:
+    def change(program: Any) -> None:
+        sizes = graph(program)["tensor_values"]["x"]["sizes"]
+        sizes[0] = {"as_expr": {"expr_str": touching(canary), "hint": None}}
+
+    spoilt.program(change)
+
+
+def in_a_guard(spoilt: Spoilt, canary: Path) -> None:
+    spoilt.program(lambda program: program.update(guards_code=[f"{touching(canary)} == 0"]))
+
+
+def in_the_name_of_an_input(spoilt: Spoilt, canary: Path) -> None:
+    spoilt.text("x", f"x={touching(canary)}")
+
+
+def in_the_name_of_a_target(spoilt: Spoilt, canary: Path) -> None:
+    def change(program: Any) -> None:
+        node = next(node for node in graph(program)["nodes"] if node["target"].endswith("aten.reshape.default"))
+        node["target"] = "torch.os.system"
+        node["inputs"] = [{"name": "", "arg": {"as_string": f"touch {canary}"}, "kind": 1}]
+
+    spoilt.program(change)
+
+
+def in_an_operator_argument(spoilt: Spoilt, canary: Path) -> None:
+    def change(program: Any) -> None:
+        node = next(node for node in graph(program)["nodes"] if node["target"].endswith("aten.reshape.default"))
+        node["target"] = "torch.ops.higher_order.wrap"
+        command = {"as_string": f"touch {canary}"}
+        arguments = ({"as_operator": "torch.os.system"}, command)
+        node["inputs"] = [{"name": "", "arg": argument, "kind": 1} for argument in arguments]
+
+    spoilt.program(change)
+
+
+def in_a_text_input(spoilt: Spoilt, canary: Path) -> None:
+    spoilt.text("sum", f"no' or {touching(canary)} or 'no")
+
+
+def in_the_name_of_a_parameter(spoilt: Spoilt, canary: Path) -> None:
+    command = f'getattr(__import__("os"), "system")("touch {canary}")'
+    evil = f'__class__") and {command} or getattr(self, "__class__'
+    spoilt.text("linear.bias", evil)
+    member = "data/weights/model_weights_config.json"
+    spoilt.members[member] = spoilt.members[member].replace(b'"linear.bias"', json.dumps(evil).encode())
+
+
+def in_the_name_of_an_argument(spoilt: Spoilt, canary: Path) -> None:
+    def change(program: Any) -> None:
+        signature = program["graph_module"]["module_call_graph"][0]["signature"]
+        signature["forward_arg_names"][-1] = f"mode={touching(canary)}"
+
+    spoilt.program(change)
+
+
+def in_a_keyword_of_the_inputs(spoilt: Spoilt, canary: Path) -> None:
+    def change(program: Any) -> None:
+        signature = program["graph_module"]["module_call_graph"][0]["signature"]
+        key = f"mode': {touching(canary)}, 'mode"
+        signature["in_spec"] = signature["in_spec"].replace("mode", key)
+
+    spoilt.program(change)
+
+
+def tree(kind: str, context: Any) -> str:
+    leaf = {"type": None, "context": None, "children_spec": []}
+    return json.dumps([1, {"type": kind, "context": context, "children_spec": [leaf, leaf, leaf, leaf]}])
+
+
+def in_a_key_of_the_outputs(spoilt: Spoilt, canary: Path) -> None:
+    """Reading the key imports a module that touches the canary."""
+    module = f"partita_evil_{canary.stem}"
+    folder = canary.parent / "modules"
+    folder.mkdir()
+    (folder / f"{module}.py").write_text(f"open({str(canary)!r}, 'w').close()")
+    sys.path.insert(0, str(folder))
+    context = json.dumps([{"__enum__": True, "fqn": f"{module}:Evil", "name": "A"}, "b", "c", "d"])
+    spoilt.program(
+        lambda program: program["graph_module"]["module_call_graph"][0]["signature"].update(
+            out_spec=tree("builtins.dict", context)
+        )
+    )
+
+
+def in_a_factory_of_the_outputs(spoilt: Spoilt, canary: Path) -> None:
+    module = f"partita_evil_{canary.stem}"
+    folder = canary.parent / "modules"
+    folder.mkdir()
+    (folder / f"{module}.py").write_text(f"open({str(canary)!r}, 'w').close()")
+    sys.path.insert(0, str(folder))
+    context = {"default_factory_module": module, "default_factory_name": "run", "dict_context": ["a", "b", "c", "d"]}
+    spoilt.program(
+        lambda program: program["graph_module"]["module_call_graph"][0]["signature"].update(
+            out_spec=tree("collections.defaultdict", context)
+        )
+    )
+
+
+#: The attack, and the member that the error must name.
+ATTACKS: dict[str, tuple[Attack, str]] = {
+    "sample inputs": (in_sample_inputs, "data/sample_inputs/model.pt"),
+    "weight": (in_a_weight, "data/weights/weight_"),
+    "constant": (in_a_constant, "data/constants/tensor_0"),
+    "opaque object": (in_an_opaque_object, "data/constants/opaque_obj_0"),
+    "old weights": (in_old_weights, "data/weights/model.pt"),
+    "old constants": (in_old_constants, "data/constants/model.pt"),
+    "expression": (in_an_expression, "models/model.json"),
+    "guard": (in_a_guard, "models/model.json"),
+    "input": (in_the_name_of_an_input, "models/model.json"),
+    "operator": (in_an_operator_argument, "models/model.json"),
+    "text": (in_a_text_input, "models/model.json"),
+    "parameter": (in_the_name_of_a_parameter, "models/model.json"),
+    "key": (in_a_key_of_the_outputs, "models/model.json"),
+    "factory": (in_a_factory_of_the_outputs, "models/model.json"),
+    "target": (in_the_name_of_a_target, "models/model.json"),
+    "argument": (in_the_name_of_an_argument, "models/model.json"),
+    "keyword": (in_a_keyword_of_the_inputs, "models/model.json"),
+}
+#: What torch 2.13 itself stops, later, by its verifier or by a syntax error; older ones know no opaque objects.
+STOPPED_BY_TORCH = ("operator", "target", "argument", "keyword", *(["opaque object"] if IS_OLD else []))
+
+
+@pytest.fixture(params=ATTACKS)
+def attack(
+    request: pytest.FixtureRequest, saved: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path, str]:
+    """A malicious archive, the canary that it touches, and the member to blame."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spoil, member = ATTACKS[request.param]
+    canary = tmp_path / f"canary_{request.param.replace(' ', '_')}"
+    spoilt = Spoilt(small if request.param == "input" else saved)
+    spoil(spoilt, canary)
+    return spoilt.write(tmp_path / "evil.pt2"), canary, member
+
+
+@pytest.mark.parametrize("attack", [name for name in ATTACKS if name not in STOPPED_BY_TORCH], indirect=True)
+def test_torch_falls_for_the_attack(attack: tuple[Path, Path, str]) -> None:
+    path, canary, _ = attack
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):
+        program = torch.export.load(path)
+        call(program)
+    assert canary.exists(), "this attack does nothing, so refusing it proves nothing"
+
+
+def test_the_attack_is_refused_by_name_and_nothing_runs(attack: tuple[Path, Path, str]) -> None:
+    path, canary, member = attack
+    with pytest.raises(UntrustedArchiveError) as caught:
+        load_exported(path)
+    told = str(caught.value)
+    assert str(path) in told
+    assert member in told
+    assert "Checked were: members" in told
+    assert "trusted=True" in told
+    assert not canary.exists()
+
+
+def test_looking_at_the_attack_runs_nothing(attack: tuple[Path, Path, str]) -> None:
+    path, canary, member = attack
+    report = inspect_archive(path)
+    assert any(problem.member.startswith(member) and problem.is_danger for problem in report.problems)
+    assert f"! {member}" in str(report)
+    assert not canary.exists()
+
+
+def test_trusting_the_attack_runs_it(saved: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    spoilt = Spoilt(saved)
+    in_sample_inputs(spoilt, canary)
+    with suppress(ArchiveError):
+        load_exported(spoilt.write(tmp_path / "evil.pt2"), trusted=True)
+    assert canary.exists()
+
+
+# Pickles that hide what they name --------------------------------------------------------------------------------
+
+
+def legacy_zip(data: bytes) -> bytes:
+    """A file of torch.save with another pickle in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(pickled_by_torch(((X,), {})))) as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, data if name.endswith("data.pkl") else old.read(name))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",  # STACK_GLOBAL
+        b"(S'true'\nios\nsystem\n.",  # INST
+        b"cos\nsystem\n(S'true'\ntR.",  # GLOBAL
+        b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.",  # a name of Python 2
+        b"\x80\x02\x82\x01.",  # EXT1
+        b"garbage",
+        b"",
+    ],
+)
+def test_pickles_that_hide_what_they_name_are_refused(saved: Path, tmp_path: Path, stream: bytes) -> None:
+    spoilt = Spoilt(saved)
+    for data in (legacy_zip(stream), stream or b"\0"):
+        spoilt.members["data/sample_inputs/model.pt"] = data
+        with pytest.raises(ArchiveError, match=r"data/sample_inputs/model.pt|no program that torch"):
+            load_exported(spoilt.write(tmp_path / "evil.pt2"))
+
+
+# Containers ------------------------------------------------------------------------------------------------------
+
+
+def written(saved: Path, path: Path, add: Callable[[zipfile.ZipFile, str], None]) -> Path:
+    spoilt = Spoilt(saved)
+    spoilt.write(path)
+    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(path, "a") as archive:
+        add(archive, spoilt.root)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("{}/../../etc/passwd", "leads out of the archive"),
+        ("/etc/passwd", "not in the folder"),
+        ("..\\evil", "not in the folder"),
+        ("other/models/model.json", "not in the folder"),
+        ("{}/models/model.json", "2 times"),
+        ("{}/data/surprise", "nothing is known of such a member"),
+        ("{}/models/evil.py", "nothing is known of such a member"),
+        ("{}/data/aotinductor/model/model.so", "code of AOTInductor"),
+        ("{}/data/executorch/model.pte", "code of AOTInductor"),
+        ("{}/data/constants/custom_obj_0", "custom object"),
+    ],
+)
+def test_members_that_no_program_needs_are_refused(saved: Path, tmp_path: Path, name: str, words: str) -> None:
+    path = written(saved, tmp_path / "m.pt2", lambda archive, root: archive.writestr(name.format(root), b"x"))
+    with pytest.raises(UntrustedArchiveError, match=words) as caught:
+        load_exported(path)
+    assert name.removeprefix("{}/") in str(caught.value)
+
+
+def test_compressed_members_are_refused_unread(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.members["extra/zeros"] = bytes(50_000_000)
+    path = spoilt.write(tmp_path / "bomb.pt2", compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 200_000
+    with pytest.raises(UntrustedArchiveError, match=r"it is compressed: \d+ bytes become"):
+        load_exported(path)
+
+
+def test_more_members_than_any_program_has_are_refused(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("partita._torch.pt2_archive.MOST_MEMBERS", 3)
+    with pytest.raises(ArchiveError, match="no archive of a program has more than 3"):
+        load_exported(saved)
+    monkeypatch.undo()
+    monkeypatch.setattr("partita._torch.pt2_archive.MOST_TEXT_BYTES", 100)
+    with pytest.raises(ArchiveError, match="which no graph needs"):
+        load_exported(saved)
+
+
+def test_members_that_overlap_are_refused(saved: Path, tmp_path: Path) -> None:
+    data = saved.read_bytes()
+    with zipfile.ZipFile(saved) as archive:
+        entry = archive.getinfo(archive.namelist()[0])
+    directory = data.rindex(b"PK\x05\x06")
+    first = data.index(b"PK\x01\x02")
+    end = data.index(b"PK\x01\x02", first + 4)
+    record = data[first:end]
+    copies = b"".join(record.replace(b"weight_0", b"weigh%03d" % at) for at in range(500))
+    assert entry.filename.endswith("weight_0")
+    tail = bytearray(data[directory:])
+    count = int.from_bytes(tail[8:10], "little") + 500
+    tail[8:10] = tail[10:12] = count.to_bytes(2, "little")
+    tail[12:16] = (directory - first + len(copies)).to_bytes(4, "little")
+    (tmp_path / "overlap.pt2").write_bytes(data[:first] + copies + data[first:directory] + bytes(tail))
+    with pytest.raises(ArchiveError):
+        load_exported(tmp_path / "overlap.pt2")
+
+
+def test_custom_objects_are_named(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.members["data/constants/custom_obj_0"] = b"x"
+    add_object(spoilt, "custom_obj_0")
+
+    def change(program: Any) -> None:
+        graph(program)["custom_obj_values"] = {"held": {"name": "held", "class_fqn": "torch.classes.evil.Thing"}}
+
+    spoilt.program(change)
+    path = spoilt.write(tmp_path / "m.pt2")
+    assert inspect_archive(path).custom_objects == ("torch.classes.evil.Thing",)
+    with pytest.raises(UntrustedArchiveError, match=r"custom_obj_0.*torch\.classes\.evil\.Thing"):
+        load_exported(path)
+
+
+# Texts that exhaust or surprise ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Pow(Integer(9), Pow(Integer(9), Integer(99)))",
+        "9**9**9**9",
+        "Integer(9)^Integer(9)^Integer(99)",
+        "LShift(Integer(1), Integer(10000000000))",
+        "Float('1.0', precision=10000000000)",
+        "(" * 5000 + "s0" + ")" * 5000,
+        "s0 + " * 20_000 + "1",
+        "Symbol('s0').__class__.__mro__",
+        "sympify('1')",
+        "(lambda: 1)()",
+        "[s0 for s0 in (1, 2)]",
+        "s0\n",
+        "s0 # comment",
+        "factorial(1000000000)",
+    ],
+)
+def test_expressions_that_are_none_are_refused(saved: Path, tmp_path: Path, text: str) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(
+        lambda p: graph(p)["tensor_values"]["x"]["sizes"].append({"as_expr": {"expr_str": text, "hint": None}})
+    )
+    with pytest.raises(UntrustedArchiveError, match=r"SymExpr\.expr_str"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "L['x'].__class__ == 1",
+        "L['x'].numpy().tofile('a') == 1",
+        "torch.os.system('a') == 0",
+        "exec('1') == 0",
+        "L['x\"'] == 1",
+        "L == 1",
+        "(x := 1) == 1",
+        "L['x'].size()[0] ** 100000 > 1",
+        "print(L['x']) == 1",
+    ],
+)
+def test_guards_that_are_none_are_refused(saved: Path, tmp_path: Path, text: str) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(lambda program: program.update(guards_code=[text]))
+    with pytest.raises(UntrustedArchiveError, match="guards_code"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def set_constraint(program: Any) -> None:
+    program["range_constraints"]["u99999999999"] = {"min_val": 0, "max_val": 1}
+
+
+def set_number(program: Any) -> None:
+    for node in graph(program)["nodes"]:
+        for given in node["inputs"]:
+            if "as_int" in given["arg"]:
+                given["arg"] = {"as_int": "__import__('os')"}
+
+
+def set_unknown_text(program: Any) -> None:
+    program["graph_module"]["graph"]["is_single_tensor_return"] = "yes"
+
+
+def set_files(program: Any) -> None:
+    node = next(node for node in graph(program)["nodes"] if node["target"].endswith("aten.reshape.default"))
+    node["target"] = "torch.ops.aten.from_file.default"
+
+
+def set_extension(program: Any) -> None:
+    graph(program)["nodes"][0]["target"] = "#evil:run"
+
+
+def set_module(program: Any) -> None:
+    graph(program)["nodes"][1]["metadata"]["nn_module_stack"] = 'k,a") + evil + ("b,t'
+
+
+@pytest.mark.parametrize("change", [set_constraint, set_number, set_unknown_text, set_files, set_extension, set_module])
+def test_other_texts_that_torch_does_not_write_are_refused(saved: Path, tmp_path: Path, change: Any) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(change)
+    with pytest.raises(UntrustedArchiveError, match=r"models/model\.json"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+# Chance ----------------------------------------------------------------------------------------------------------
+
+JUNK = (None, 0, -1, 1 << 70, "", "x", "a'b", [], {}, True, 1.5, ["x"], {"a": 1}, "torch.ops.aten.sin.default")
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every container in a JSON value with each of its keys."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+@pytest.mark.parametrize("member", ["models/model.json", "data/weights/model_weights_config.json"])
+def test_texts_spoilt_by_chance_load_or_are_refused_in_words(saved: Path, tmp_path: Path, member: str) -> None:
+    refused = 0
+    for seed in range(40):
+        dice, spoilt = random.Random(seed), Spoilt(saved)
+        parsed = json.loads(spoilt.members[member])
+        owner, key = dice.choice(places(parsed))
+        owner[key] = dice.choice(JUNK)
+        spoilt.members[member] = json.dumps(parsed).encode()
+        try:
+            load_exported(spoilt.write(tmp_path / "m.pt2"))
+        except ArchiveError:
+            refused += 1
+    assert refused > 20
+
+
+def test_bytes_spoilt_by_chance_load_or_are_refused_in_words(saved: Path, tmp_path: Path) -> None:
+    refused = 0
+    for seed in range(40):
+        dice, data = random.Random(seed), bytearray(saved.read_bytes())
+        for _ in range(10):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        (tmp_path / "m.pt2").write_bytes(data[: dice.choice([len(data), dice.randrange(len(data))])])
+        try:
+            load_exported(tmp_path / "m.pt2")
+        except ArchiveError:
+            refused += 1
+    assert refused > 20

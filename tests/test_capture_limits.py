@@ -1,0 +1,248 @@
+"""What cannot be captured is refused in words; whatever happens, torch is as it was, and other threads never notice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from tests.capture_helpers import Model, captured, same
+from torch import Tensor, nn
+
+from partita._torch import toggles
+from partita._torch.ambient import read_ambient
+from partita._torch.capture_export import _swaps
+from partita._torch.capture_recorder import Recorder
+from partita.errors import CaptureError, ModeError, OptionError, PartitaError
+from partita.tracing.capture import capture
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
+OUTSIDE = nn.Parameter(torch.ones(4))
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 7 * gradient
+
+
+def branching_on_values(model: Model, x: Tensor) -> Tensor:
+    return model.first(x) if x.sum() > 0 else x
+
+
+def failing(model: Model, x: Tensor) -> Tensor:
+    with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"):
+        raise LookupError("no such layer\nand more")
+
+
+def with_its_own_backward(model: Model, x: Tensor) -> Tensor:
+    return Cubed.apply(model.first(x))
+
+
+def going_backward(model: Model, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model.first(x).sum(), x)[0]
+
+
+def autocast_by_function(model: Model, x: Tensor) -> Tensor:
+    torch.set_autocast_enabled("cpu", True)
+    hidden = model.first(x)
+    torch.set_autocast_enabled("cpu", False)
+    return hidden
+
+
+def the_opposite_of_the_caller(model: Model, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(not torch.is_grad_enabled()):
+        return model.first(x)
+
+
+def with_a_parameter_from_outside(model: Model, x: Tensor) -> Tensor:
+    return model.first(x) * OUTSIDE
+
+
+def with_the_callers_dtype_inside_another(model: Model, x: Tensor) -> Tensor:
+    inner = torch.autocast("cpu")
+    with torch.autocast("cpu", dtype=torch.float16), inner:
+        return model.first(x)
+
+
+def crossing_blocks(model: Model, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+        model.first(x)
+    return model.second(x)
+
+
+KEPT_ALIVE: list[Iterator[Tensor]] = []
+
+
+REFUSED: dict[Callable[..., Any], str] = {
+    branching_on_values: "Model cannot be captured: .*[Dd]ata-dependent",
+    failing: "Model cannot be captured: LookupError: no such layer$",
+    with_its_own_backward: r"node 'pow_1'.* ran without gradients.*torch.autograd.Function.*custom_op",
+    going_backward: "ran without gradients.*backward pass",
+    autocast_by_function: "node 'linear'.* autocast on cpu bfloat16.*context managers",
+    the_opposite_of_the_caller: "off where its caller has them on.*constant",
+    with_a_parameter_from_outside: "neither an argument nor in its state.*register it",
+    with_the_callers_dtype_inside_another: "takes its dtype from the caller",
+    crossing_blocks: "'_enter_autocast' crosses the inference block",
+}
+
+
+@pytest.mark.parametrize("does", REFUSED, ids=lambda does: does.__name__)
+def test_what_cannot_be_kept_is_refused(does: Callable[..., Any]) -> None:
+    found, before = read_ambient(), held_by_torch()
+    with pytest.raises(PartitaError, match=REFUSED[does]) as caught:
+        captured(Model(does), (X,))
+    assert isinstance(caught.value, CaptureError | ModeError)
+    assert read_ambient() == found
+    assert held_by_torch() == before
+
+
+def test_the_reason_of_torch_is_chained() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Model(failing), (X,))
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_its_own_backward_is_no_matter_where_no_gradients_flow() -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return Cubed.apply(model.first(x))
+
+    model = Model(does)
+    assert same(captured(model, (X,)).module()(X), model(X))
+
+
+def test_a_model_that_does_something_else_without_gradients_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        return model.second(model.first(x) if torch.is_grad_enabled() else x)
+
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        capture(Model(does), (X,))
+    assert "Model does something else when gradients are off" in caplog.text
+
+
+def test_a_model_that_does_something_else_under_autocast_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        return model.first(x.to(torch.bfloat16)) if torch.is_autocast_enabled("cpu") else model.first(x)
+
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        program = capture(Model(does), (X,))
+    assert "Model does something else when its caller has autocast on" in caplog.text
+    assert program.module()(X).dtype is torch.float32
+
+
+def test_a_model_that_asks_but_does_the_same_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        return model.first(x) * int(torch.is_grad_enabled() or True)
+
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        capture(Model(does), (X,))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "kwargs", "message"),
+    [
+        (3, (X,), None, "not int"),
+        (nn.Linear(4, 4), X, None, r"not Tensor; give \(x,\)"),
+        (nn.Linear(4, 4), [X], None, "not list"),
+        (nn.Linear(4, 4), (), {3: X}, "kwargs"),
+        (torch.export.export(nn.Linear(4, 4), (X,)), (X,), None, "captured already"),
+        (capture(nn.Linear(4, 4), (X,)), (X,), None, "captured already"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(model: Any, args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        capture(model, args, kwargs)
+
+
+def _all_swaps() -> list[Any]:
+    return _swaps(nn.Identity(), Recorder(), lambda *given: given)
+
+
+def held_by_torch() -> list[Any]:
+    """What the attributes hold that a capture swaps."""
+    return [(swap.owner, swap.name, vars(swap.owner)[swap.name]) for swap in _all_swaps()]
+
+
+def test_everything_is_put_back() -> None:
+    before = held_by_torch()
+    capture(Model(lambda model, x: model.first(x)), (X,))
+    assert held_by_torch() == before
+    assert len(before) > 10
+
+
+class Waiting(nn.Module):
+    """Lets another thread work while this one is being traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.is_inside, self.may_go_on = Event(), Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.layer(x)
+            self.is_inside.set()
+            assert self.may_go_on.wait(60)
+        return hidden * self.layer(x)
+
+
+def test_other_threads_keep_what_is_torchs_own() -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = model.second(x)
+        return model.first(x) * scale
+
+    waiting, programs = Waiting(), []
+    thread = Thread(target=lambda: programs.append(capture(waiting, (X,))))
+    thread.start()
+    try:
+        assert waiting.is_inside.wait(60)
+        elsewhere = torch.export.export(Model(does), (X,))
+        with torch.no_grad(), torch.inference_mode():
+            inside = X + 1
+        plain = torch.is_grad_enabled()
+    finally:
+        waiting.may_go_on.set()
+        thread.join()
+    expected = torch.export.export(Model(does), (X,))
+    assert [str(node.target) for node in elsewhere.graph.nodes] == [str(node.target) for node in expected.graph.nodes]
+    assert torch.ops.higher_order.wrap_with_set_grad_enabled in [node.target for node in elsewhere.graph.nodes]
+    assert inside.is_inference()
+    assert plain
+    modes = programs[0].modes
+    assert [str(modes.at(programs[0].index.number[node])) for node in programs[0].operators() if _computes(node)] == [
+        "no_grad",
+        "the caller's modes",
+        "the caller's modes",
+    ]
+
+
+def _computes(node: Any) -> bool:
+    return node.target not in toggles.TOGGLES and node.target is not toggles.IS_GRAD_ENABLED
+
+
+def test_two_threads_capture_one_after_the_other() -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = model.second(x)
+        return model.first(x) * scale
+
+    programs: list[Any] = []
+    threads = [Thread(target=lambda: programs.append(capture(Model(does), (X,)))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(programs) == 3
+    assert all(same(program.module()(X), Model(does)(X)) for program in programs)

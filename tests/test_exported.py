@@ -1,0 +1,100 @@
+"""Exported programs in and out: every policy on every kind of program, in both dialects, with nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.exported_helpers import CASES, CUTS, Dialect, cut, original
+from torch.export import ExportedProgram
+
+from partita import Program, fingerprint, inline, verify
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+every_case = pytest.mark.parametrize("name", CASES)
+every_cut = pytest.mark.parametrize("how", CUTS)
+SLOW_IN_EAGER = {"cond", "loops"}
+
+
+def _text(exported: ExportedProgram) -> str:
+    """All that a program holds but its tensors."""
+    entries = [(entry.fqn, str(entry.signature)) for entry in exported.module_call_graph]
+    return "\n".join(
+        map(str, (exported.graph, exported.graph_signature, [*exported.state_dict], [*exported.constants], entries))
+    )
+
+
+@every_case
+@every_cut
+def test_a_cut_means_the_same_and_is_undone_by_inlining(name: str, how: str) -> None:
+    _check(name, how, "training")
+
+
+@pytest.mark.parametrize("how", ["every operator", "by module", "around layers"])
+@every_case
+def test_a_cut_of_a_decomposed_program_means_the_same(name: str, how: str) -> None:
+    _check(name, how, "decomposed")
+
+
+def _check(name: str, how: str, dialect: Dialect) -> None:
+    case, exported = CASES[name], original(name, dialect)
+    before, owner = _text(exported), exported.graph.owning_module
+    program = Program.of(exported)
+    after = cut(program, how)
+    result = after.exported()  # torch's verifier runs in here.
+    result.validate()
+    verify(program, after, case.args(), case.kwargs())
+    assert list(result.state_dict) == list(exported.state_dict)
+    assert all(tensor is exported.state_dict[key] for key, tensor in result.state_dict.items())
+    assert all(tensor is exported.constants[key] for key, tensor in result.constants.items())
+    assert result.range_constraints == exported.range_constraints
+    assert result.dialect == exported.dialect
+    flat = inline(after)
+    assert fingerprint(flat) == fingerprint(inline(program))
+    assert str(flat.exported().graph_signature) == str(exported.graph_signature) == str(result.graph_signature)
+    assert _text(exported) == before
+    assert exported.graph.owning_module is owner
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW_IN_EAGER])
+def test_a_cut_gives_what_the_model_gives(name: str) -> None:
+    case = CASES[name]
+    verify(case.build(), cut(original(name), "two parts"), case.args(), case.kwargs(), other_shapes=False)
+
+
+@every_case
+def test_a_program_that_is_not_cut_comes_back_as_it_was(name: str) -> None:
+    exported = original(name)
+    result = Program.of(exported).exported()
+    assert _text(result) == _text(exported)
+    assert result.graph is not exported.graph
+
+
+@every_case
+def test_a_cut_can_be_cut_again(name: str) -> None:
+    case, program = CASES[name], Program.of(original(name))
+    once = cut(program, "two parts")
+    twice = cut(once, "every operator")
+    verify(once, twice, case.args(), case.kwargs())
+    assert fingerprint(inline(twice)) == fingerprint(inline(program))
+    assert str(twice.exported().graph_signature) == str(program.exported().graph_signature)
+
+
+@every_case
+def test_a_cut_of_what_came_out_is_the_same_cut(name: str) -> None:
+    program = Program.of(original(name))
+    again = Program.of(inline(cut(program, "two parts")).exported())
+    assert fingerprint(cut(again, "two parts")) == fingerprint(cut(program, "two parts"))
+
+
+def test_one_training_step_changes_the_tensors_of_the_original() -> None:
+    exported = CASES["writes_buffer"].exported()
+    expected = CASES["writes_buffer"].build()
+    module = cut(exported, "every operator").module()
+    for model in (module, expected):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(*CASES["writes_buffer"].args()).square().sum().backward()
+        optimizer.step()
+    state = expected.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in exported.state_dict.items())
+    assert exported.state_dict["count"].any()
