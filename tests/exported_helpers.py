@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -165,7 +165,8 @@ def number_input(m: Model, x: Tensor, n: int) -> Any:
 
 
 def item(m: Model, x: Tensor) -> Any:
-    n = int((x > 0).sum().item())
+    n: Any = (x > 0).sum().item()
+    torch._check(n >= 0)
     torch._check(n <= 12)
     return m.second(m.first(x)).sum() * torch.ones(n).sum()
 
@@ -257,9 +258,9 @@ def original(name: str, dialect: Dialect = "training") -> ExportedProgram:
     return CASES[name].exported(dialect)
 
 
-def by_turns(node: Node) -> str | None:
-    """Labels that form one region of whatever a layer does."""
-    return "layers" if node.op == "call_function" and "linear" in node.name else None
+def _label(node: Node) -> str | None:
+    """One region of the first layer, which is called like that layer's module."""
+    return "first" if node.name == "linear" else None
 
 
 LINEAR = torch.ops.aten.linear.default
@@ -273,10 +274,7 @@ CUTS: Mapping[str, tuple[Policy, Treatment]] = {
     "mixed modes": (BySize(parts=2), Mode()),
     "in sequence": (Sequential(lambda node: node.target is LINEAR), Call()),
     "around layers": (AroundOperators(LINEAR), Call()),
-    "by label": (
-        ByLabel(lambda node: "first" if node.name.startswith("linear") and "_" not in node.name else None),
-        Call(),
-    ),
+    "by label": (ByLabel(_label), Call()),
 }
 
 

@@ -88,7 +88,8 @@ def roles(signature: ExportGraphSignature | None) -> list[tuple[Any, ...]]:
 
 def _metadata(node: Node) -> str:
     known = [key for key in ("val", "nn_module_stack", "torch_fn") if key in node.meta]
-    return f"{known} {node.meta.get('torch_fn')} {_value(node.meta.get('val'))}"
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return f"{known} {stack} {node.meta.get('torch_fn')} {_value(node.meta.get('val'))}"
 
 
 def _value(value: Any) -> Any:

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.nn import functional
 
-from partita import Program
+from partita import Program, capture, dissolve
 from partita._torch import toggles
-from partita.rewrite.dissolve import dissolve
-from partita.tracing.capture import capture
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 

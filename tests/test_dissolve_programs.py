@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, GraphModule
 
-from partita import Program, fingerprint, inline
+from partita import Program, capture, dissolve, fingerprint, inline
 from partita._torch import toggles
 from partita._torch.ambient import read_ambient
 from partita.errors import ModeError, OptionError
-from partita.rewrite.dissolve import dissolve
 from partita.rewrite.wrap_modes import wrap_modes
-from partita.tracing.capture import capture
 
 BRAIN = torch.bfloat16
 aten = torch.ops.aten

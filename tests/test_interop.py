@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from partita import Program
-from partita.rewrite.dissolve import dissolve
-from partita.tracing.capture import capture
+from partita import Program, capture, dissolve
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from partita import Program, fingerprint, inline, verify
 from partita._torch.ambient import read_ambient
 from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAST, EXIT_INFERENCE, SET_GRAD
+from partita.graphs.mode import AMBIENT
 from partita.rewrite.mode_operators import OperatorFamily
 
 both_families = pytest.mark.parametrize("operators", ["partita", "torch"])
@@ -131,6 +132,53 @@ def test_symbolic_sizes_cross_borders(operators: OperatorFamily) -> None:
         given = torch.ones(rows, 3), torch.ones(3)
         assert_same(outcome(after.module(), *given), outcome(sized, *given))
     verify(before.under(after.caller), after, (x, torch.ones(3)))
+
+
+def asks_for_the_grad_mode(graph: Graph, x: Node) -> Any:
+    graph.call_function(SET_GRAD, (False,))
+    return graph.call_function(torch.is_grad_enabled), graph.call_function(torch.sin, (x,))
+
+
+def takes_nothing(graph: Graph, x: Node) -> Any:
+    graph.call_function(SET_GRAD, (False,))
+    zeros = graph.call_function(torch.zeros, (3,))
+    graph.call_function(SET_GRAD, (True,))
+    return graph.call_function(torch.add, (zeros, x))
+
+
+def gives_numbers(graph: Graph, x: Node) -> Any:
+    graph.call_function(SET_GRAD, (False,))
+    rows = graph.call_method("size", (x, 0))
+    total = graph.call_method("item", (graph.call_function(torch.sum, (x,)),))
+    graph.call_function(SET_GRAD, (True,))
+    return graph.call_function(torch.mul, (x, rows)), total
+
+
+def takes_and_gives_lists(graph: Graph, x: Node) -> Any:
+    parts = graph.call_function(torch.chunk, (x, 3))
+    graph.call_function(SET_GRAD, (False,))
+    rows = graph.call_function(torch.unbind, (graph.call_function(torch.cat, (parts,)),))
+    graph.call_function(SET_GRAD, (True,))
+    return graph.call_function(torch.stack, (rows,)), rows
+
+
+def returns_what_toggles_give(graph: Graph, x: Node) -> Any:
+    off = graph.call_function(SET_GRAD, (False,))
+    value = graph.call_function(torch.add, (), {"input": x, "other": x, "alpha": 2})
+    return {"off": off, "value": [value, x], "on": graph.call_function(SET_GRAD, (True,))}
+
+
+WRITTEN = [asks_for_the_grad_mode, takes_nothing, gives_numbers, takes_and_gives_lists, returns_what_toggles_give]
+
+
+@both_families
+@pytest.mark.parametrize("write", WRITTEN)
+def test_values_that_nobody_traced_cross_as_they_are(write: Any, operators: OperatorFamily) -> None:
+    program = program_of_toggles(write)
+    after = wrapped(program, operators)
+    assert_same(outcome(after.module(), square()), outcome(program.module(), square()))
+    closed = program.under(after.caller).modes.final == AMBIENT
+    assert not closed or fingerprint(inline(after)) == fingerprint(program.under(after.caller))
 
 
 def counting(graph: Graph, x: Node) -> Node:

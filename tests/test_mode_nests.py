@@ -16,8 +16,8 @@ from tests.test_modes_running import random_script, refused_for_crossing
 from tests.wrapping_helpers import has_toggles_anywhere, tree, wrapped
 from torch.fx import Node
 
-from partita import Program, fingerprint, inline
-from partita._torch.ambient import Ambient
+from partita import Program, compare, fingerprint, inline
+from partita._torch.ambient import Ambient, read_ambient
 from partita._torch.toggles import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
@@ -257,3 +257,16 @@ def test_the_callers_mode_inside_an_inference_block_is_refused_by_name() -> None
     with pytest.raises(ModeError, match="node 'probe_1' takes the grad mode of the caller inside an inference block"):
         wrap_modes(script.program())
     assert wrap_modes(script.program().under(Mode(grad=True))) is not None
+
+
+def test_what_nobody_leaves_is_put_back_by_the_operators() -> None:
+    script = Script()
+    open_at_the_end(script)
+    after = wrapped(script.program())
+    for caller in (torch.enable_grad, torch.no_grad):
+        with caller():
+            found = read_ambient()
+            after.module()(torch.ones(2))
+            assert read_ambient() == found
+    difference = compare(script.program(), after, (torch.ones(2),))
+    assert {entry.kind for entry in difference.differences} == {"mode"}

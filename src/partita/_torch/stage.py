@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from partita._torch.capture_fresh_modes import fresh_modes
 from partita._torch.dynamo_fakes import runs_fake
 
-__all__ = ["Look", "Stage", "map_leaves", "map_tensors", "tensors_in"]
+__all__ = ["Look", "Stage", "fake_mode_of", "map_leaves", "map_tensors", "tensors_in"]
 
 
 class Look(NamedTuple):
@@ -37,7 +36,7 @@ class Stage:
     """Fake tensors that look like traced values, in the fake mode that those belong to."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._mode = _fake_mode_of(values)
+        self._mode = _mode_of_trace(values)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -60,14 +59,15 @@ class Stage:
         """A new fake tensor that looks like `tensor`."""
         if tensor.layout is not torch.strided:
             with self._mode, torch.no_grad():
-                return self._mode.from_tensor(tensor, static_shapes=True).detach()
+                return self._mode.from_tensor(tensor, static_shapes=True).detach()  # type: ignore[no-any-return]
         return self.made(Look.of(tensor))
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A fake tensor in the same storage as a traced value."""
-        if not isinstance(tensor, FakeTensor):
+        mode = fake_mode_of(tensor)
+        if mode is None:
             return self.like(tensor)
-        with tensor.fake_mode, torch.no_grad():
+        with mode, torch.no_grad():
             return tensor.detach()
 
     def made(self, look: Look) -> Tensor:
@@ -91,19 +91,26 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
-    """The fake mode of the trace: that of a symbolic tensor if there is one, since only that knows the symbols."""
+def fake_mode_of(tensor: Tensor) -> Any:
+    """The mode that a fake tensor belongs to; None for a real one."""
+    # Only fake tensors have the attribute; to import their class takes a while, and means that there are some.
+    return getattr(tensor, "fake_mode", None)
+
+
+def _mode_of_trace(values: Iterable[Any]) -> Any:
+    """The fake mode of a trace: that of a symbolic tensor if there is one, since only that knows the symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     modes = []
-    for value in values:
-        for tensor in tensors_in(value):
-            if isinstance(tensor, FakeTensor):
-                if tensor._has_symbolic_sizes_strides:
-                    return tensor.fake_mode
-                modes.append(tensor.fake_mode)
-    return modes[0] if modes else FakeTensorMode()
+    for tensor in (tensor for value in values for tensor in tensors_in(value)):
+        mode = fake_mode_of(tensor)
+        if mode is not None and tensor._has_symbolic_sizes_strides:
+            return mode
+        modes.append(mode)
+    return next((mode for mode in modes if mode is not None), None) or FakeTensorMode()
 
 
-def _guards_ignored(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+def _guards_ignored(mode: Any) -> AbstractContextManager[Any]:
     """The trace is over: what was asked about its sizes then was asked for good."""
     env = mode.shape_env
     return nullcontext() if env is None else env.suppress_guards()

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.fx import Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = ["write_number"]
 
@@ -21,6 +19,10 @@ def write_number(number: torch.SymInt, by_symbol: Mapping[Any, Node]) -> Node | 
         return int(expression)
     if not by_symbol.keys() >= expression.free_symbols:
         return None
+    # This brings sympy, which takes longer to import than all of Partita.
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
     tracers = {node.graph: GraphAppendingTracer(node.graph) for node in by_symbol.values()}
     proxies = {symbol: Proxy(node, tracers[node.graph]) for symbol, node in by_symbol.items()}
     made = sympy_interp(PythonReferenceAnalysis, proxies, expression)

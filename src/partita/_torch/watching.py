@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.stage import Look, map_tensors, tensors_in
+from partita._torch.stage import Look, fake_mode_of, map_tensors, tensors_in
 
 __all__ = ["Label", "Performance", "Step", "Watch", "labels_in"]
 
@@ -86,7 +85,7 @@ class Watch:
 
     def known(self, tensor: Tensor) -> Label:
         """The label of a tensor; a real one among the fakes is a constant that the call has made up by itself."""
-        known = self._labels.get(tensor._cdata) if isinstance(tensor, FakeTensor) else None
+        known = None if fake_mode_of(tensor) is None else self._labels.get(tensor._cdata)
         return known or Label("constant", -1)
 
     def of(self, call: Callable[[], Any]) -> Performance:

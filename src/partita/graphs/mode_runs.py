@@ -6,16 +6,20 @@ values: neighbours with the same value form a run, and a block belongs to the ru
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import final
 
+from torch.fx import Node
+
+from partita._torch import toggles
 from partita.errors import ModeError
 from partita.graphs.mode import AMBIENT, EVERY_SETTING, Block, Grad, Inference, Mode, Setting
 from partita.graphs.program import Program
 
-__all__ = ["ModeRun", "mode_runs"]
+__all__ = ["ModeRun", "mode_runs", "openers_of"]
 
 
 @final
@@ -51,6 +55,21 @@ def mode_runs(program: Program, kinds: Collection[type] = EVERY_SETTING) -> list
         if node.op not in ("placeholder", "get_attr", "output") and number not in apart
     ]
     return list(_Finder(program, modes.by_number, kinds).runs(numbers, 0, AMBIENT))
+
+
+def openers_of(program: Program, runs: Iterable[ModeRun]) -> list[Node | None]:
+    """For each run the toggle that opened it, where the graph has one."""
+    nodes = program.index.nodes
+    switches = [number for number in sorted(program.modes.toggles) if nodes[number].target is toggles.SET_GRAD]
+    openers: list[Node | None] = []
+    for run in runs:
+        if isinstance(run.sets, Grad):
+            before = bisect_left(switches, run.numbers[0])
+            openers.append(nodes[switches[before - 1]] if before else None)
+        else:
+            key = run.inside.blocks[-1].key
+            openers.append(key if isinstance(key, Node) else None)
+    return openers
 
 
 class _Finder:

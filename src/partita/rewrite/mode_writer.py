@@ -79,6 +79,8 @@ class ModeWriter:
             self.mode = replace(self.mode, grad=not sets.enabled)
         else:
             handle = self._call(toggles.ENTER_AUTOCAST, sets.device, sets.dtype, sets.enabled, sets.cache)
+        if isinstance(block.key, Node) and "nn_module_stack" in block.key.meta:
+            handle.meta["nn_module_stack"] = dict(block.key.meta["nn_module_stack"])
         self._handles.append((handle, before))
         self.mode = replace(self.mode, blocks=(*self.mode.blocks, block))
 

@@ -30,12 +30,20 @@ PLAIN_CALL = OperatorCall(hops.call)
 _LEAVING_MODES_AFTER_ERRORS = (torch_operators.WRAP_WITH_SET_GRAD_ENABLED,)
 
 
-def call_through(module: GraphModule, calls: Mapping[str, OperatorCall], *, named_by_operator: bool = False) -> None:
+def call_through(
+    module: GraphModule,
+    calls: Mapping[str, OperatorCall],
+    *,
+    openers: Mapping[str, Node | None] | None = None,
+    named_by_operator: bool = False,
+) -> None:
     """Turns calls of submodules, by attribute name, into calls of operators, in a graph that nobody has seen yet.
 
     The call keeps its name, and the node that reads the body gets one like it; torch names the call by its operator.
+    A call belongs to the innermost module that holds its body, and its node in `openers`, which stood before the body.
     """
-    graph = module.graph
+    graph, openers = module.graph, openers or {}
+    outermost = outermost_stack(graph)
     for node in graph.find_nodes(op="call_module"):
         call = calls.get(str(node.target))
         if call is None:
@@ -47,14 +55,16 @@ def call_through(module: GraphModule, calls: Mapping[str, OperatorCall], *, name
         if named_by_operator:
             node._rename(name)
         inside = module.get_submodule(str(node.target))
-        held = inside.graph.nodes if isinstance(inside, GraphModule) else ()
-        stack = common_stack(held) or outermost_stack(graph)
-        body.meta["nn_module_stack"] = stack
+        held = [given for given in (openers.get(str(node.target)),) if given is not None]
+        if isinstance(inside, GraphModule):
+            held += [inner for inner in inside.graph.nodes if inner.op != "placeholder"]
+        stack = common_stack(held) or outermost
+        body.meta["nn_module_stack"] = dict(stack)
         if call.operator in _LEAVING_MODES_AFTER_ERRORS:
             module.__dict__["_restores_modes"] = True
         node.op, node.target = "call_function", call.operator
         node.args = (*call.arguments, body, *node.args)
-        node.meta.update(nn_module_stack=stack, torch_fn=(name, f"{type(call.operator).__name__}.{name}"))
+        node.meta.update(nn_module_stack=dict(stack), torch_fn=(name, f"{type(call.operator).__name__}.{name}"))
 
 
 def only_call(module: GraphModule) -> tuple[GraphModule, OperatorCall] | None:

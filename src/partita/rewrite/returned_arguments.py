@@ -36,19 +36,6 @@ class ReturnedArguments:
             self._known[node] = self._found(node)
         return self._known[node]
 
-    def _found(self, node: Node) -> dict[int | None, Node]:
-        if takes_item(node, self._program.graph_module):
-            container, item = node.args
-            source = self.of(container).get(item)  # type: ignore[arg-type]
-            return {} if source is None else {None: source}
-        if node not in self._aliasing or (node.op == "call_function" and is_higher_order(node.target)):
-            return {}
-        read = nodes_read(node)
-        values = [value_read(self._program, given) for given in read]
-        if has_value(node) and not _look_alike(value_of(node), values):
-            return {}
-        return self._asked(node, read, values)
-
     def written_by(self, node: Node) -> frozenset[Node]:
         """The nodes whose tensors `node` may write."""
         told = self._behaviours.of(node)
@@ -68,6 +55,19 @@ class ReturnedArguments:
                 f"node {node.name!r} changes the shape or the storage of {names} in place where no gradients are "
                 "recorded, which no plain operator can do to a tensor that has gradients; use the out-of-place form"
             )
+
+    def _found(self, node: Node) -> dict[int | None, Node]:
+        if takes_item(node, self._program.graph_module):
+            container, item = node.args
+            source = self.of(container).get(item)  # type: ignore[arg-type]
+            return {} if source is None else {None: source}
+        if node not in self._aliasing or (node.op == "call_function" and is_higher_order(node.target)):
+            return {}
+        read = nodes_read(node)
+        values = [value_read(self._program, given) for given in read]
+        if has_value(node) and not _look_alike(value_of(node), values):
+            return {}
+        return self._asked(node, read, values)
 
     def _asked(self, node: Node, read: list[Node], values: list[Any]) -> dict[int | None, Node]:
         fakes = [self._stage.copy(value) for value in values]

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from partita._torch.pause_gc import gc_paused
 from partita.graphs.attributes import find
 from partita.graphs.mode import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, identifier_of
-from partita.graphs.mode_runs import ModeRun, mode_runs
+from partita.graphs.mode_runs import ModeRun, mode_runs, openers_of
 from partita.graphs.modes import has_toggles
 from partita.graphs.program import Program
 from partita.regions import Partition, Region
@@ -88,7 +88,8 @@ class _Wrapper:
             moved.settle(name, body, inside)
         operators = (operator_for(run.sets, self.style.operators) for run in runs)
         calls = dict(zip(cut.names, operators, strict=True))
-        call_through(module, calls, named_by_operator=self.style.named_by_operator)
+        openers = dict(zip(cut.names, openers_of(program, runs), strict=True))
+        call_through(module, calls, openers=openers, named_by_operator=self.style.named_by_operator)
         keys = program.state_keys.then(moved.settled)
         return program.rewritten(module, state_keys=keys, tolerance=cut.tolerance), frozenset(cut.names)
 

@@ -9,49 +9,80 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 
 import torch
 
-from partita.testing.build import random_case
+from partita.testing.build import random_case, random_nest
+from partita.testing.export_laws import EXPORTABLE, check_export_laws
 from partita.testing.laws import check_laws
+from partita.testing.mode_laws import check_mode_laws
+from partita.testing.mode_oracle import leaves_modes
 from partita.testing.regions import random_labels
 
 __all__ = ["Tally", "fuzz", "main"]
 
 _CHUNK = 50
-#: From this many programs on, the share of legal partitions tells something.
+#: From this many programs on, the share of legal partitions, or of nests that are not refused, tells something.
 _ENOUGH = 200
+#: One program in so many is a nest of modes; one nest in so many is exported too, which takes a second.
+_NESTS, _EXPORTS = 8, 20
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How many programs were tried, how many of their partitions were legal, and what broke."""
+    """How many programs were tried, how many of their partitions were legal, what was refused, and what broke."""
 
     tried: int = 0
     legal: int = 0
     broken: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(self.tried + other.tried, self.legal + other.legal, self.broken + other.broken)
+        return Tally(
+            self.tried + other.tried,
+            self.legal + other.legal,
+            self.broken + other.broken,
+            self.refused + other.refused,
+        )
 
 
-def fuzz(first_seed: int, graphs: int) -> Tally:
-    """Checks the laws for `graphs` programs from `first_seed` on."""
+def fuzz(first_seed: int, graphs: int, *, modes: bool = False) -> Tally:
+    """Checks the laws for `graphs` programs from `first_seed` on; for nests only, the laws for modes, if `modes`."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    legal, broken = 0, []
-    for seed in range(first_seed, first_seed + graphs):
-        try:
-            case = random_case(seed)
-            legal += check_laws(case, random_labels(case.graph_module.graph, seed))
-        except Exception as error:
-            last = traceback.extract_tb(error.__cause__.__traceback__ if error.__cause__ else error.__traceback__)[-1]
-            broken.append(f"seed {seed}: {error}\n  at {os.path.basename(last.filename)}:{last.lineno}")
-    return Tally(graphs, legal, tuple(broken))
+    check = _check_nest if modes else _check_program
+    return sum((_tried(check, seed) for seed in range(first_seed, first_seed + graphs)), Tally())
+
+
+def _tried(check: Callable[[int], Tally], seed: int) -> Tally:
+    try:
+        return check(seed)
+    except Exception as error:
+        last = traceback.extract_tb(error.__cause__.__traceback__ if error.__cause__ else error.__traceback__)[-1]
+        return Tally(1, broken=(f"seed {seed}: {error}\n  at {os.path.basename(last.filename)}:{last.lineno}",))
+
+
+def _check_program(seed: int) -> Tally:
+    """A program with regions; nests that leave modes switched, in an order that no cut can keep, have none."""
+    if seed % _NESTS != _NESTS - 3:
+        case = random_case(seed)
+        return Tally(1, check_laws(case, random_labels(case.graph_module.graph, seed)))
+    tally, case = _check_nest(seed), random_nest(seed)
+    if tally.refused or leaves_modes(case):
+        return tally
+    return tally + Tally(0, check_laws(case, random_labels(case.graph_module.graph, seed)))
+
+
+def _check_nest(seed: int) -> Tally:
+    refusals = [check_mode_laws(random_nest(seed))]
+    if seed % _EXPORTS == 0:
+        refusals.append(check_export_laws(random_nest(seed, features=EXPORTABLE), dynamic=seed % (2 * _EXPORTS) == 0))
+    return Tally(1, refused=tuple(f"seed {seed}: {words}" for words in refusals if words is not None))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=int, default=2000, help="how many programs (default 2000)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--modes", action="store_true", help="nests of modes only, by the laws for modes")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
     options = parser.parse_args(arguments)
@@ -67,18 +99,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     starts = range(options.seed, options.seed + options.graphs, _CHUNK)
     sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for tally in pool.map(fuzz, starts, sizes):
+        for tally in pool.map(partial(fuzz, modes=options.modes), starts, sizes):
             for case in tally.broken[: max(0, options.show - len(total.broken))]:
                 print(f"\n{case}", flush=True)
             total += tally
-    for title, count in Counter(case.partition(": ")[2].partition("\n")[0] for case in total.broken).most_common():
-        print(f"{count} x {title}")
+    _print_kinds("broken", total.broken)
+    _print_kinds("refused", total.refused)
+    what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} legal partitions"
     seconds = time.perf_counter() - start
-    print(f"\n{total.tried} programs, {total.legal} legal partitions, {len(total.broken)} broken, {seconds:.0f} s")
-    if total.tried >= _ENOUGH and total.legal * 10 < total.tried:
-        print("fewer than one partition in ten was legal: what refuses everything breaks no law")
-        return 1
-    return 1 if total.broken else 0
+    print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")
+    return 1 if total.broken or _tells_nothing(total, modes=options.modes) else 0
+
+
+def _print_kinds(what: str, cases: Iterable[str]) -> None:
+    """How often each kind of thing happened: the first line without the names of nodes and numbers in it."""
+    titles = ("".join(case.partition(": ")[2].partition("\n")[0].split("'")[::2]) for case in cases)
+    for title, count in Counter(titles).most_common():
+        print(f"{what} {count} x {title}")
+
+
+def _tells_nothing(total: Tally, *, modes: bool) -> bool:
+    """Whether nearly everything was refused."""
+    refused = len(total.refused) * 10 > total.tried if modes else total.legal * 10 < total.tried
+    if total.tried >= _ENOUGH and refused:
+        print("most of it was refused: what refuses everything breaks no law")
+        return True
+    return False
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from partita._torch.toggles import ENTER_INFERENCE, IS_GRAD_ENABLED, SET_GRAD, T
 from partita._torch.trees import flatten
 from partita.testing.case import Case
 
-__all__ = ["Sight", "modes_seen"]
+__all__ = ["Sight", "leaves_modes", "modes_seen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,17 @@ def modes_seen(case: Case, module: GraphModule, *, known: Collection[str] | None
     once = {id(value): value for value in state}.values()
     shown = (*sorted(repr(_shown(value)) for value in once), torch.get_rng_state().numpy().tobytes())
     return Sight(run.modes, outputs, shown, raised, leaks=raised is None and left != found)
+
+
+def leaves_modes(case: Case) -> bool:
+    """Whether a caller, with or without gradients, may find other modes afterwards; an exception can leave any."""
+    for caller in (torch.enable_grad(), torch.no_grad()):
+        own = case.copy()
+        with caller:
+            sight = modes_seen(own, own.graph_module)
+        if sight.leaks or sight.raised:
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,15 +103,19 @@ def branch(draft: Draft, picks: Picks) -> None:
 
 
 def _body_name(draft: Draft, pick: int) -> str:
-    """A body that may run here: one leaves gradients on, and some programs have no inference block."""
-    unfit = set()
-    if not torch.is_grad_enabled() or has_called(draft, IS_GRAD_ENABLED):
+    """A body that may run here: some programs have no inference block, some take gradients to be on."""
+    used = draft.state.used
+    unfit = set() if has_called(draft, ENTER_INFERENCE) else {"inference_body"}
+    if "on_body" in used:
+        unfit.update(_ASKING)
+    if not torch.is_grad_enabled() or has_called(draft, IS_GRAD_ENABLED) or any(name in used for name in _ASKING):
         unfit.add("on_body")
-    if not has_called(draft, ENTER_INFERENCE):
-        unfit.add("inference_body")
     names = [name for name in MODE_BODIES if name not in unfit]
     return names[pick % len(names)]
 
+
+#: Bodies that ask for the grad mode, so that a program with them means something under callers without gradients too.
+_ASKING = ("off_body", "mixed_body", "nest_body")
 
 NESTED_WORK: Mapping[str, Callable[[Draft, Picks], None]] = {
     "nests.only": only,

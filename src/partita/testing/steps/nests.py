@@ -72,7 +72,7 @@ def again(draft: Draft, picks: Picks) -> None:
     entered = [node for target in _EXITS for node in draft.graph.find_nodes(op="call_function", target=target)]
     inside = [block.handle for block in draft.open if isinstance(block.handle, Node) and block.handle in entered]
     model = inside[-1] if inside and picks[1] % 4 != 3 else draft.choose(picks[0], entered)
-    _enter(draft, model.target, _EXITS[model.target], *model.args, **model.kwargs)  # type: ignore[index]
+    _enter(draft, model.target, _EXITS[model.target], *model.args, **model.kwargs)
 
 
 def leave(draft: Draft, picks: Picks) -> None:
@@ -131,7 +131,7 @@ def _check_depth(draft: Draft) -> None:
         raise UnfitError("enough blocks are open")
 
 
-def _set_grad(draft: Draft, wanted: Node | bool, pick: int) -> None:
+def _set_grad(draft: Draft, wanted: Node | bool, pick: int) -> None:  # noqa: FBT001
     if pick % 8 == 7:
         draft.call(SET_GRAD, enabled=wanted)
     else:
