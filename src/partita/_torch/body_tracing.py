@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from partita._torch.body_inputs import FreeSymbols, lift_tensors
 from partita._torch.body_runs import run
+from partita._torch.unread_nodes import keep_unread_nodes
 
 __all__ = ["trace_call"]
 
@@ -41,6 +42,7 @@ def trace_call(
     inputs = (*flat.inputs, *flat.symbols.used, *lift_tensors(traced, tracer))
     outputs = flat.outputs if flat.has_outputs else _give_an_input(traced, inputs)
     traced.recompile()
+    keep_unread_nodes(traced.graph)
     name = tracer.get_fresh_qualname(f"{operator.name()}_body_")
     tracer.root.register_module(name, traced)
     args = pytree.tree_map(tracer.unwrap_proxy, (*mode, traced, *inputs))

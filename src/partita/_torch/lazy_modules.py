@@ -19,6 +19,8 @@ from partita._torch.ambient import read_ambient, restore_after_error
 from partita._torch.blank_modules import blank_attributes
 from partita._torch.graph_records import graph_from_record, is_plain, record_of_graph
 from partita._torch.pause_gc import gc_paused
+from partita._torch.torch_operators import WRAP_WITH_SET_GRAD_ENABLED
+from partita._torch.unread_nodes import keep_unread_nodes, keeps_unread_nodes
 
 __all__ = ["LazyModule", "generate_code", "lazy_module"]
 
@@ -55,7 +57,8 @@ class LazyModule(_LazyGraphModule):
         # The code's own `__call__`, installed below, would look for the one above it, which is the property here.
         cls._wrapped_call = _WrappedCall(cls, nn.Module.__call__)
         code = super()._real_recompile()
-        if self.__dict__.get("_restores_modes"):
+        leaves_modes = self.graph.find_nodes(op="call_function", target=WRAP_WITH_SET_GRAD_ENABLED, sort=False)
+        if self.__dict__.get("_restores_modes") or leaves_modes:
             cls.forward = _keep_modes(cls.forward)
         if self.__dict__.get("_is_part"):
             # The wrapper that shows the failing line of generated code is around the outer module already.
@@ -91,6 +94,8 @@ class LazyModule(_LazyGraphModule):
             new_output = graph.output(value, type_expr=getattr(old_output, "type", None))
             new_output.meta = copy.copy(old_output.meta)
         graph.set_codegen(copy.copy(self._graph._codegen))
+        if keeps_unread_nodes(self._graph):
+            keep_unread_nodes(graph)
         shared = {"meta": copy.copy(self.meta), "shape_env": self.shape_env, "_tracer_extras": self._tracer_extras}
         state = {key: value for key, value in self.__dict__.items() if key != "_graph" and key not in shared}
         copied.__dict__.update(copy.deepcopy(state, memo), **shared)

@@ -9,6 +9,7 @@ __all__ = ["WRAP", "WRAP_WITH_AUTOCAST", "WRAP_WITH_SET_GRAD_ENABLED"]
 
 WRAP = wrap
 WRAP_WITH_AUTOCAST = wrap_with_autocast
+#: It leaves its mode switched when its body raises (seen in torch 2.13), so whoever calls it puts that back.
 WRAP_WITH_SET_GRAD_ENABLED = wrap_with_set_grad_enabled
 
 for _operator in (WRAP, WRAP_WITH_AUTOCAST, WRAP_WITH_SET_GRAD_ENABLED):

@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.lazy_modules import lazy_module
 from partita._torch.nodes import GraphWriter
+from partita._torch.unread_nodes import keep_unread_nodes
 from partita.graphs.attributes import attribute_of
 from partita.graphs.module_stacks import settle_stacks
 
@@ -55,6 +56,7 @@ class _Copying:
             return value
         if value not in self.bodies:
             graph, attributes = self.copied(value)
+            keep_unread_nodes(graph)
             made = lazy_module(graph, training=value.training, is_part=True)
             made.meta.update(value.meta)
             for name, attribute in attributes.items():

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
-from partita._torch import torch_operators
+from partita._torch.unread_nodes import keep_unread_nodes
 from partita.graphs.module_stacks import common_stack, outermost_stack
 
 __all__ = ["PLAIN_CALL", "OperatorCall", "call_through", "only_call"]
@@ -25,10 +25,6 @@ class OperatorCall:
 
 
 PLAIN_CALL = OperatorCall(hops.call)
-
-#: Operators that leave their mode switched when their body raises (seen in torch 2.13): the caller puts it back.
-_LEAVING_MODES_AFTER_ERRORS = (torch_operators.WRAP_WITH_SET_GRAD_ENABLED,)
-
 
 def call_through(
     module: GraphModule,
@@ -57,11 +53,10 @@ def call_through(
         inside = module.get_submodule(str(node.target))
         held = [given for given in (openers.get(str(node.target)),) if given is not None]
         if isinstance(inside, GraphModule):
+            keep_unread_nodes(inside.graph)
             held += [inner for inner in inside.graph.nodes if inner.op != "placeholder"]
         stack = common_stack(held) or outermost
         body.meta["nn_module_stack"] = dict(stack)
-        if call.operator in _LEAVING_MODES_AFTER_ERRORS:
-            module.__dict__["_restores_modes"] = True
         node.op, node.target = "call_function", call.operator
         node.args = (*call.arguments, body, *node.args)
         node.meta.update(nn_module_stack=dict(stack), torch_fn=(name, f"{type(call.operator).__name__}.{name}"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ _CHUNK = 50
 _ENOUGH = 200
 #: One program in so many is a nest of modes; one nest in so many is exported too, which takes a second.
 _NESTS, _EXPORTS = 8, 20
+_SEEDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_kinds(what: str, cases: Iterable[str]) -> None:
-    """How often each kind of thing happened: the first line without the names of nodes and numbers in it."""
-    titles = ("".join(case.partition(": ")[2].partition("\n")[0].split("'")[::2]) for case in cases)
-    for title, count in Counter(titles).most_common():
-        print(f"{what} {count} x {title}")
+    """How often each kind of thing happened, told by its first line without the names of nodes, and some seeds."""
+    seeds: dict[str, list[str]] = {}
+    for case in cases:
+        seed, _, words = case.partition(": ")
+        title = re.sub(r"'\w+'", "...", words.partition("\n")[0])
+        seeds.setdefault(title, []).append(seed.removeprefix("seed "))
+    for title, found in sorted(seeds.items(), key=lambda item: -len(item[1])):
+        print(f"{what} {len(found)} x {title} ({', '.join(found[:_SEEDS])})")
 
 
 def _tells_nothing(total: Tally, *, modes: bool) -> bool:
