@@ -252,10 +252,19 @@ CASES: Mapping[str, Case] = {
 }
 
 
-@cache
 def original(name: str, dialect: Dialect = "training") -> ExportedProgram:
     """One exported program for all tests of a case: none of them may change it."""
-    return CASES[name].exported(dialect)
+    return _original(name) if dialect == "training" else _decomposed(name)
+
+
+@cache
+def _original(name: str) -> ExportedProgram:
+    return CASES[name].exported()
+
+
+@cache
+def _decomposed(name: str) -> ExportedProgram:
+    return _original(name).run_decompositions({})
 
 
 def _label(node: Node) -> str | None:

@@ -94,6 +94,22 @@ def test_what_came_out_goes_in_as_the_same_program(name: str, how: str) -> None:
     assert _text(again.exported()) == _text(once)
 
 
+@pytest.mark.parametrize("name", ["chain", "repeated", "writes_buffer", "tied", "twice", "item"])
+def test_programs_that_went_through_dynamo_can_be_cut(name: str) -> None:
+    case = CASES[name]
+    program = Program.of(case.exported(strict=True))
+    after = cut(program, "every operator")
+    verify(program, after, case.args(), case.kwargs())
+    assert fingerprint(inline(after)) == fingerprint(inline(program))
+
+
+@pytest.mark.parametrize("name", ["modes", "writes_buffer", "cond"])
+def test_modes_are_wrapped_once(name: str) -> None:
+    once = cut(original(name), "by mode")
+    again = cut(once, "by mode")
+    assert _text(again.exported()) == _text(once.exported())
+
+
 def test_one_training_step_changes_the_tensors_of_the_original() -> None:
     exported = CASES["writes_buffer"].exported()
     expected = CASES["writes_buffer"].build()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.exported_helpers import CASES, cut, original, reloaded, rows
+from tests.exported_helpers import CASES, Model, case_of, cut, original, reloaded, rows
 from tests.exported_runs import Job, differences, differences_in_another_process, trained
+from torch import Tensor
 from torch.export import ExportedProgram, unflatten
 from torch.utils._pytree import tree_leaves
 
-from partita import Program, fingerprint, hops, inline, verify
+from partita import Program, capture, fingerprint, hops, inline, plan, verify
 from partita.graphs.exported import following
+from partita.policies import ByMode
+from partita.treatments import Mode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -37,7 +42,7 @@ def test_saved_programs_run_and_train_in_another_process(tmp_path: Path) -> None
     assert differences_in_another_process(jobs, tmp_path) == ""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SAVED])
 def test_a_loaded_cut_is_the_program_that_was_saved(name: str) -> None:
     loaded = Program.of(reloaded(cut(original(name), "around layers").exported()))
     assert fingerprint(inline(loaded)) == fingerprint(inline(Program.of(reloaded(original(name)))))
@@ -51,12 +56,57 @@ def test_truth_values_of_symbolic_numbers_can_be_saved(name: str) -> None:
     reloaded(cut(original(name), "every operator").exported())
 
 
-@pytest.mark.parametrize("how", ["every operator", "by module"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "every operator") for name in CASES),
+        ("chain", "by module"),
+        ("twice", "by module"),
+        ("twice", "one part"),
+    ],
+)
 def test_an_unflattened_cut_gives_what_the_unflattened_program_gives(name: str, how: str) -> None:
     case = CASES[name]
     expected, found = unflatten(original(name)), unflatten(cut(original(name), how).exported())
     verify(expected, found, case.args(), case.kwargs(), second_call=False, other_shapes=False)
+
+
+def nested_writes(m: Model, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            m.count.add_(1)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            m.count.mul_(2)
+    with torch.inference_mode():
+        m.count.add_(3)
+    return m.second(m.first(x)) + m.count
+
+
+@pytest.mark.parametrize("how", ["by mode", "every operator", "mixed modes"])
+def test_bodies_that_only_write_are_loaded_at_any_depth(how: str) -> None:
+    case = case_of(nested_writes)
+    after = cut(capture(case.build(), case.args()), how)
+    verify(case.build(), reloaded(after.exported()).module(), case.args())
+
+
+_WITHOUT_PARTITA = """
+import sys
+import torch
+
+module = torch.export.load(sys.argv[1]).module()
+found = module(torch.ones(3, 4))
+assert "partita" not in sys.modules
+print(found.dtype, found.requires_grad, module.count.tolist())
+"""
+
+
+def test_a_program_with_torchs_operators_loads_without_partita(tmp_path: Path) -> None:
+    program = capture(CASES["modes"].build(), CASES["modes"].args())
+    after = plan(program, ByMode(), Mode(operators="torch")).apply()
+    torch.export.save(after.exported(), tmp_path / "model.pt2")
+    command = [sys.executable, "-c", _WITHOUT_PARTITA, str(tmp_path / "model.pt2")]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.stdout == "torch.float32 True [1.0, 1.0, 1.0, 1.0]\n", finished.stderr
 
 
 def test_modules_stay_in_their_places_when_unflattened() -> None:
@@ -64,7 +114,7 @@ def test_modules_stay_in_their_places_when_unflattened() -> None:
     assert {name for name, _ in flat.block.named_children()} >= {"0", "1", "2"}
 
 
-DECOMPOSED = ("chain", "repeated", "writes_buffer", "writes_input", "custom", "sizes", "normalised", "structures")
+DECOMPOSED = ("repeated", "writes_buffer", "writes_input", "sizes", "normalised")
 
 
 @pytest.mark.parametrize("name", DECOMPOSED)
@@ -83,7 +133,7 @@ def test_decomposing_a_cut_gives_what_decomposing_the_program_gives(name: str) -
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", ["chain", "structures", "modes", "writes_input", "normalised", "sizes", "twice"])
+@pytest.mark.parametrize("name", ["structures", "modes", "writes_input", "sizes"])
 def test_a_cut_can_be_exported_again(name: str, strict: bool) -> None:
     case = CASES[name]
     after = cut(original(name), "two parts")
@@ -95,7 +145,7 @@ def test_a_cut_can_be_exported_again(name: str, strict: bool) -> None:
     verify(after, again.module(), case.args(), case.kwargs(), other_shapes=not strict)
 
 
-@pytest.mark.parametrize("name", ["chain", "modes", "only_writes", "normalised", "custom", "item"])
+@pytest.mark.parametrize("name", ["chain", "modes", "normalised", "item"])
 def test_a_cut_can_be_compiled(name: str) -> None:
     case = CASES[name]
     module = cut(case.exported(), "every operator").module()
@@ -124,4 +174,4 @@ def test_a_cut_can_be_compiled_ahead_of_time(name: str, how: str, tmp_path: Path
         found = torch._inductor.aoti_load_package(package)(rows())
         expected = case.build()(rows())
     for ours, theirs in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, torch.as_tensor(theirs))  # Numbers come out of a package as tensors.

@@ -11,6 +11,14 @@ import torch
 
 __all__ = ["Ambient", "can_autocast", "read_ambient", "restore_after_error", "restore_autocast"]
 
+#: Taken once: while a model is captured, other things stand in these places.
+_GUARD = torch._C._InferenceMode
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
+_is_autocast_cache_enabled = torch.is_autocast_cache_enabled
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+_get_autocast_dtype = torch.get_autocast_dtype
+
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "privateuseone")
 
 
@@ -28,13 +36,12 @@ class Ambient:
 def read_ambient() -> Ambient:
     """The modes that the next operator would run under."""
     return Ambient(
-        grad=torch.is_grad_enabled(),
-        inference=torch.is_inference_mode_enabled(),
+        grad=_is_grad_enabled(),
+        inference=_is_inference_mode_enabled(),
         autocast=tuple(
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in _AUTOCAST_DEVICES
+            (device, _is_autocast_enabled(device), _get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES
         ),
-        autocast_cache=torch.is_autocast_cache_enabled(),
+        autocast_cache=_is_autocast_cache_enabled(),
         autocast_depth=_autocast_depth(),
     )
 
@@ -51,7 +58,7 @@ def can_autocast(device_type: str) -> bool:
 def restore_autocast(found: Ambient) -> None:
     """Puts back the autocast state of every device, the cache flag and the depth of nesting."""
     for device, enabled, dtype in found.autocast:
-        if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) != (enabled, dtype):
+        if (_is_autocast_enabled(device), _get_autocast_dtype(device)) != (enabled, dtype):
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(found.autocast_cache)
@@ -75,7 +82,7 @@ def restore_after_error(found: Ambient, error: BaseException) -> None:
 def _holds_guard(raised: TracebackType | None) -> bool:
     """Whether a frame that an exception came through has an inference block open."""
     values = (value for frame, _ in traceback.walk_tb(raised) for value in frame.f_locals.values())
-    return any(isinstance(value, torch._C._InferenceMode) for value in values)
+    return any(isinstance(value, _GUARD) for value in values)
 
 
 def _autocast_depth() -> int:

@@ -161,7 +161,7 @@ def _unpickle(class_name: str, state: dict[str, Any], record: Any) -> LazyModule
 def _keep_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_keeping_modes(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return forward(self, *args, **kwargs)
         ambient = read_ambient()
         try:

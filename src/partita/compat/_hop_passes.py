@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from partita.errors import OptionError
 from partita.graphs.exported import check_signature, following
-from partita.graphs.mode import Mode
+from partita.graphs.mode import AMBIENT, Grad, Mode
 from partita.graphs.mode_runs import ModeRun
 from partita.graphs.program import Program
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
@@ -38,8 +38,9 @@ def replace_with_operators(
         pieces = list(accumulate(map(int, openings(program.index.nodes))))
         return [f"submod_{pieces[run.numbers[0]]}" for run in runs]
 
-    # Torch compares with the mode of whoever runs the pass; what counts is how the program will be called.
-    program = Program(gm, caller=Mode(grad=True))
+    # Torch compares with the mode of whoever runs the pass; what counts is how the program will be called. The autocast
+    # pass leaves grad modes as they are, so there it makes no difference.
+    program = Program(gm, caller=Mode(grad=True) if kind is Grad else AMBIENT)
     style = WrapStyle("torch", frozenset((kind,)), names, named_by_operator=True, passes_symbols=False)
     result = wrap_modes(program, style)
     if result is program:

@@ -25,6 +25,7 @@ class ModeKeepingProgram(ExportedProgram):
     ) -> ExportedProgram:
         """The program in the operators that the table leaves, with `detach` wherever gradients must not flow."""
         # A rewrite gives programs, and programs give these.
+        from partita.graphs.exported import ExportRecord
         from partita.graphs.program import Program
         from partita.rewrite.dissolve import dissolve
 
@@ -32,5 +33,6 @@ class ModeKeepingProgram(ExportedProgram):
         table = default_decompositions() if decomp_table is None else dict(decomp_table)
         # The table makes an alias of it, through which gradients flow.
         table.pop(torch.ops.aten.detach.default, None)
-        decomposed: ExportedProgram = ExportedProgram.run_decompositions(plain, table, decompose_custom_triton_ops)
-        return decomposed
+        decomposed = ExportedProgram.run_decompositions(plain, table, decompose_custom_triton_ops)
+        # Decomposed once more, as some backends do, it keeps what it means as well.
+        return ExportRecord.of(decomposed).around(decomposed.graph_module)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators import OPERATORS, SYM_SIZE
@@ -22,9 +23,9 @@ from partita.graphs.values import container_items
 __all__ = ["fingerprint"]
 
 
-def fingerprint(program: Program) -> str:
+def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
     """A short text that tells programs apart."""
-    return _Hasher(program).fingerprint()
+    return _Hasher(Program.of(program)).fingerprint()
 
 
 class _Hasher:

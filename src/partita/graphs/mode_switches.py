@@ -153,7 +153,7 @@ def autocast_arguments(node: Node) -> Autocast:
                 f"node {node.name!r} enters autocast on {device!r}, which is no device type that torch can cast on; "
                 "it takes a type without an index, for example 'cpu' or 'cuda'"
             )
-        return Autocast(device, dtype, enabled, cache)
+        return Autocast(device.partition(":")[0], dtype, enabled, cache)  # torch takes "cpu:0" for "cpu".
     raise _not_constant(node)
 
 

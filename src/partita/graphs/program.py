@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Never, final
 
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
@@ -186,6 +186,12 @@ class Program:
         """Loads a state dict, a checkpoint say, that uses the names from before any rewrite."""
         module = self.module()
         module.load_state_dict(self.state_keys.from_original(state, module.state_dict()))
+
+    def __reduce__(self) -> Never:
+        raise OptionError(
+            "a program is neither pickled nor copied: save an exported one with torch.export.save(program.exported(), "
+            "path), and pickle or copy the module() of one that was made from a graph module"
+        )
 
     def __repr__(self) -> str:
         return f"Program({type(self._graph_module).__name__}, {len(self.index)} nodes)"

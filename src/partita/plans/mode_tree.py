@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from partita.graphs.attributes import find
@@ -43,12 +44,12 @@ class ModeTree:
             yield from (f"{'|  ' if place < len(self.regions) else '   '}{line}" for line in others)
 
 
-def mode_tree(program: Program) -> ModeTree:
+def mode_tree(program: Program | GraphModule | ExportedProgram) -> ModeTree:
     """The tree of what a program sets, whether it does so by toggles or by operators.
 
     The root stands for the modes that the program is called under. Reading an item or a size is no operator here.
     """
-    return _tree("the caller's modes", wrap_modes(inline(program)).graph_module)
+    return _tree("the caller's modes", wrap_modes(inline(Program.of(program))).graph_module)
 
 
 def _tree(sets: str, module: GraphModule) -> ModeTree:

@@ -135,10 +135,21 @@ def plan(
     if partition.program.graph_module is not program.graph_module:
         raise OptionError("this partition is of another program; make it from the program that you plan for")
     treatments = tuple(_treatment_for(region, treatment) for region in partition)
-    # Where all modes of a program are in regions, treatments may see to it that none is left switched.
-    decisive = (treatments or (treatment,)) if getattr(policy, "covers_modes", False) else ()
-    puts_back = bool(decisive) and all(is_treatment(one) and puts_back_modes(one) for one in decisive)
+    decisive = treatments or (treatment,)
+    puts_back = all(is_treatment(one) and puts_back_modes(one) for one in decisive) and _covers_modes(partition)
     return Plan(partition, treatments, puts_back)
+
+
+def _covers_modes(partition: Partition) -> bool:
+    """Whether all nodes in modes of their own are in regions, so that treatments can see to it that none is left."""
+    modes, nodes = partition.program.modes, partition.program.index.nodes
+    return all(
+        place >= 0 or number in modes.toggles or modes.at(number) == AMBIENT or nodes[number].op in _WITHOUT_MODE
+        for number, place in enumerate(partition.owner)
+    )
+
+
+_WITHOUT_MODE = ("placeholder", "get_attr", "output")
 
 
 def _treatment_for(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import Literal, final
 
 from torch.fx import GraphModule, Node
 
@@ -33,9 +33,6 @@ class ByMode:
     """
 
     caller_grad: bool | Literal["traced"] | None = "traced"
-
-    #: Whatever runs in a mode of its own is in a region.
-    covers_modes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.caller_grad not in (True, False, None, "traced"):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from partita._torch.pause_gc import gc_paused
 from partita.errors import ModeError
 from partita.graphs.attributes import find
-from partita.graphs.exported import ExportRecord
 from partita.graphs.program import Program
 from partita.rewrite.dissolve_autocast import dissolve_autocast
 from partita.rewrite.dissolve_bodies import dissolve_bodies
@@ -23,7 +20,7 @@ __all__ = ["dissolve"]
 
 
 @gc_paused()
-def dissolve(program: Program) -> Program:
+def dissolve(program: Program | GraphModule | ExportedProgram) -> Program:
     """A program that means the same by operators alone: casts for autocast, `detach` for no_grad and inference mode.
 
     Each node that runs under autocast is run once on fake tensors, to see what autocast itself casts; it needs the
@@ -36,7 +33,7 @@ def dissolve(program: Program) -> Program:
     that is made under no_grad of a tensor with gradients says that it requires some, although none ever arrive; here it
     says that it does not.
     """
-    return _dissolved(program)
+    return _dissolved(Program.of(program))
 
 
 def _dissolved(program: Program) -> Program:
@@ -47,7 +44,7 @@ def _dissolved(program: Program) -> Program:
     flat = inline(program)
     _check_closed(flat)
     flat = dissolve_bodies(flat, _dissolved)
-    return _with_fitting_signature(dissolve_grad(dissolve_autocast(flat)))
+    return dissolve_grad(dissolve_autocast(flat))
 
 
 def _has_modes(program: Program) -> bool:
@@ -70,20 +67,3 @@ def _check_closed(program: Program) -> None:
         raise ModeError(
             f"the program leaves {final} behind for its caller, which no plain operator can do; close its blocks"
         )
-
-
-def _with_fitting_signature(program: Program) -> Program:
-    """An exported program whose signature names the nodes that the graph now returns."""
-    record = program.export
-    if record is not None:
-        (output,) = program.graph.find_nodes(op="output")
-        program.export = replace(record, signature=_renamed(record, list(output.args[0])))
-    return program
-
-
-def _renamed(record: ExportRecord, returned: list[Any]) -> Any:
-    specs = [
-        replace(spec, arg=replace(spec.arg, name=value.name)) if isinstance(value, Node) else spec
-        for spec, value in zip(record.signature.output_specs, returned, strict=True)
-    ]
-    return replace(record.signature, output_specs=specs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
@@ -22,13 +23,14 @@ from partita.rewrite.mode_operators import runs_body, setting_of
 __all__ = ["inline"]
 
 
-def inline(program: Program, calls: Collection[str] | str | None = None) -> Program:
+def inline(program: Program | GraphModule | ExportedProgram, calls: Collection[str] | str | None = None) -> Program:
     """A new program with the bodies of these calls, by node name, in their place; of all bodies, at any depth, if None.
 
     Calls of graph modules and of operators that run a body under a mode, or just run it, can be inlined. A body is
     copied, never taken: whoever else calls it still can. A module with hooks, or with nested containers as arguments,
     or that leaves a mode switched, stays a call.
     """
+    program = Program.of(program)
     with gc_paused():
         if calls is None:
             return _with_inlined_bodies(Inlining(program, _calls_in(program), _calls_in).inlined())

@@ -45,16 +45,17 @@ class _Scope:
     env: dict[Node, Any]
     path: str = ""
     around: Mode = AMBIENT
-    call: Node | None = None
+    #: The calls that led here, the outermost first: a body may be called several times.
+    calls_around: tuple[Node, ...] = ()
     _modes: dict[int, Mode] = field(default_factory=dict)
 
     def mode_at(self, number: int) -> Mode:
         """The mode of a node, whatever the graph is called under included."""
         mode = self.program.modes.at(number)
-        if self.call is None:
+        if not self.calls_around:
             return mode
         if id(mode) not in self._modes:
-            self._modes[id(mode)] = mode.within(self.around, call=self.call)
+            self._modes[id(mode)] = mode.within(self.around, call=self.calls_around)
         return self._modes[id(mode)]
 
 
@@ -100,7 +101,7 @@ class Inlining:
                 env[node] = self._copy(node, scope)
 
     def _copy(self, node: Node, scope: _Scope) -> Node:
-        if scope.call is None:
+        if not scope.calls_around:
             return self.writer.copy(node, scope.env.__getitem__, name=node.name)
         target = self._place(node, scope) if node.op in ("call_module", "get_attr") else None
         return self.writer.copy(node, scope.env.__getitem__, name=self.writer.names.fresh(node.name), target=target)
@@ -112,13 +113,14 @@ class Inlining:
         env = {placeholder: map_nodes(value, scope.env.__getitem__) for placeholder, value in given.items()}
         env.update(dict.fromkeys(inner.modes.read))
         output = inner.index.nodes[-1]
+        calls = (*scope.calls_around, node)
         body = _Scope(
             inner,
             self.calls_in(inner),
             env,
             path=f"{scope.path}{call.path}.",
-            around=_mode_inside(scope.mode_at(number), node, call.sets),
-            call=node,
+            around=_mode_inside(scope.mode_at(number), calls, call.sets),
+            calls_around=calls,
         )
         self._write(body)
         return map_nodes(returned_value(node, output), env.__getitem__)
@@ -184,11 +186,11 @@ def _takes_item(node: Node, env: Mapping[Node, Any]) -> bool:
     return isinstance(source, Node) and isinstance(item, int) and isinstance(env.get(source), tuple | list)
 
 
-def _mode_inside(mode: Mode, call: Node, sets: Setting | None) -> Mode:
-    """The mode of a body that `call` runs under a setting."""
+def _mode_inside(mode: Mode, calls: tuple[Node, ...], sets: Setting | None) -> Mode:
+    """The mode of a body that the last of `calls` runs under a setting."""
     if sets is None:
         return mode
-    return replace(mode, grad=sets.enabled) if isinstance(sets, Grad) else mode.inside(Block(call, sets, mode.grad))
+    return replace(mode, grad=sets.enabled) if isinstance(sets, Grad) else mode.inside(Block(calls, sets, mode.grad))
 
 
 def _is_rest_of(container: Any, module: object) -> bool:

@@ -26,6 +26,7 @@ class OperatorCall:
 
 PLAIN_CALL = OperatorCall(hops.call)
 
+
 def call_through(
     module: GraphModule,
     calls: Mapping[str, OperatorCall],

@@ -3,17 +3,21 @@
 from partita.testing.build import build, random_case, random_nest
 from partita.testing.captured import CAPTURES, captured_case
 from partita.testing.case import Case
+from partita.testing.export_laws import EXPORTABLE, check_export_laws
 from partita.testing.features import ALL, Features
 from partita.testing.laws import LAWS, LawError, check_laws
+from partita.testing.mode_laws import MODE_LAWS, check_mode_laws
 from partita.testing.recipe import Input, Recipe, Step
 from partita.testing.regions import Labelling, Labels, label, random_labelling, random_labels
 from partita.testing.seeds import random_recipe
-from partita.testing.strategies import captured_programs, labelled_programs, labellings, programs, recipes
+from partita.testing.strategies import captured_programs, labelled_programs, labellings, nests, programs, recipes
 
 __all__ = [
     "ALL",
     "CAPTURES",
+    "EXPORTABLE",
     "LAWS",
+    "MODE_LAWS",
     "Case",
     "Features",
     "Input",
@@ -25,10 +29,13 @@ __all__ = [
     "build",
     "captured_case",
     "captured_programs",
+    "check_export_laws",
     "check_laws",
+    "check_mode_laws",
     "label",
     "labelled_programs",
     "labellings",
+    "nests",
     "programs",
     "random_case",
     "random_labelling",

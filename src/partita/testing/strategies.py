@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -10,12 +12,13 @@ from partita.testing.captured import CAPTURES, captured_case
 from partita.testing.case import Case
 from partita.testing.features import ALL, Features
 from partita.testing.inputs import INPUT_KINDS, PLAIN_INPUT_KINDS
+from partita.testing.nests import NEST_KINDS
 from partita.testing.outputs import OUTPUT_KINDS, PLAIN_OUTPUT_KINDS
-from partita.testing.recipe import LARGEST_PICK, METADATA, Input, Recipe, Step
+from partita.testing.recipe import LARGEST_PICK, METADATA, Input, Picks, Recipe, Step
 from partita.testing.regions import LABEL_STYLES, Labelling, Labels, label
 from partita.testing.steps.table import families_of, kinds_in
 
-__all__ = ["captured_programs", "labelled_programs", "labellings", "programs", "recipes"]
+__all__ = ["captured_programs", "labelled_programs", "labellings", "nests", "programs", "recipes"]
 
 _MOST_INPUTS = 5
 
@@ -31,6 +34,14 @@ def labelled_programs(*, max_nodes: int = 30, features: Features = ALL) -> Searc
     return drawn.map(lambda pair: (pair[0], label(pair[0].graph_module.graph, pair[1])))
 
 
+def nests(*, max_nodes: int = 48, features: Features = ALL) -> SearchStrategy[Case]:
+    """Programs of modes in one another: nested, crossing, left open."""
+    kinds = st.sampled_from((*NEST_KINDS, *NEST_KINDS, *kinds_in(("functions", "writes", "random"))))
+    plain = recipes(max_nodes=max_nodes, features=features)
+    steps = st.lists(st.builds(Step, kind=kinds, picks=_picks()), max_size=max_nodes).map(tuple)
+    return st.builds(lambda recipe, steps: build(replace(recipe, steps=steps)), plain, steps)
+
+
 def captured_programs() -> SearchStrategy[Case]:
     """Small models captured by torch's own tracers, symbolic sizes and all; tens of milliseconds to seconds each."""
     return st.sampled_from(CAPTURES).map(lambda capture: captured_case(*capture))
@@ -38,8 +49,7 @@ def captured_programs() -> SearchStrategy[Case]:
 
 def recipes(*, max_nodes: int = 30, features: Features = ALL) -> SearchStrategy[Recipe]:
     """Recipes for programs; deleting steps and lowering picks both keep a recipe a recipe."""
-    pick = st.integers(0, LARGEST_PICK)
-    picks = st.tuples(pick, pick, pick, pick)
+    pick, picks = st.integers(0, LARGEST_PICK), _picks()
     inputs = st.builds(Input, kind=st.sampled_from(INPUT_KINDS if features.inputs else PLAIN_INPUT_KINDS), pick=pick)
     outputs = st.sampled_from(OUTPUT_KINDS if features.outputs else PLAIN_OUTPUT_KINDS)
     return st.builds(
@@ -69,6 +79,11 @@ def labellings() -> SearchStrategy[Labelling]:
         toggles=st.booleans(),
         reverse=st.booleans(),
     )
+
+
+def _picks() -> SearchStrategy[Picks]:
+    pick = st.integers(0, LARGEST_PICK)
+    return st.tuples(pick, pick, pick, pick)
 
 
 def _kinds(features: Features) -> SearchStrategy[tuple[str, ...]]:

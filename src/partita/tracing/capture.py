@@ -33,8 +33,8 @@ def capture(
     values and gradients: what to keep and what to compute again is for whoever treats the graph.
     """
     _check_options(model, args, kwargs)
-    module = model if isinstance(model, nn.Module) else FunctionModule(model)
     try:
+        module = model if isinstance(model, nn.Module) else FunctionModule(model)
         exported = ModelCall(module, args, kwargs, dynamic_shapes).exported()
     except CaptureError as error:
         raise CaptureError(f"{name_of(model)} cannot be captured: {error}") from error

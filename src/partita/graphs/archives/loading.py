@@ -44,7 +44,7 @@ def _tied(exported: ExportedProgram) -> ExportedProgram:
     state: dict[str, Any] = exported.state_dict
     known: dict[Hashable, nn.Parameter] = {}
     for name, tensor in state.items():
-        if isinstance(tensor, nn.Parameter) and tensor.numel():
+        if isinstance(tensor, nn.Parameter) and tensor.data_ptr():  # Without memory nothing is shared.
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
             state[name] = known.setdefault(memory, tensor)
     return exported
