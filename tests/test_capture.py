@@ -13,6 +13,7 @@ from torch import Tensor
 
 from partita import Program, fingerprint
 from partita._torch import toggles
+from partita._torch.capture_constants import Constants
 from partita.tracing.capture import capture
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
@@ -422,3 +423,63 @@ def test_autocast_blocks_have_the_arguments_that_were_given() -> None:
     assert entered(autocast_with_other_arguments)[0] == ("cpu", torch.float16, True, False)
     assert entered(autocast_decorator) == [("cpu", torch.bfloat16, True, True)]  # Made when autocast's cache was on.
     assert entered(autocast_made_elsewhere) == [("cpu", torch.float16, True, None)]
+
+
+def test_the_device_of_an_autocast_block_may_have_an_index() -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        with torch.autocast("cpu:0", dtype=torch.float16):
+            hidden = model.first(x)
+            with torch.autocast("cpu"):
+                return model.second(hidden)
+
+    program = assert_like_eager(Model(does), (X,))
+    nodes = program.graph.find_nodes(op="call_function", target=toggles.ENTER_AUTOCAST)
+    assert [node.args[:2] for node in nodes] == [("cpu", torch.float16), ("cpu", None)]
+
+
+def test_gradients_switched_on_in_an_inference_block_can_be_captured_again() -> None:
+    def does(model: Model, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode():
+            inside = model.first(x)
+            with torch.inference_mode(False):
+                outside = model.first(x)
+            with torch.enable_grad():
+                return inside, outside, model.second(x)
+
+    program = capture(Model(does), (X,))
+    again = capture(program.module(), (X,))
+    assert fingerprint(again) == fingerprint(program)
+    assert modes_of_operators(again) == modes_of_operators(program)
+
+
+class Tables(Model):
+    """Has tensors that are not in its state."""
+
+    def __init__(self, does: Callable[..., Any]) -> None:
+        super().__init__(does)
+        self.read, self.written = torch.ones(4), [torch.ones(4), torch.ones(4), torch.ones(4)]
+
+
+def writing_to_constants(model: Tables, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.written[0].add_(1)
+        model.written[1].split(2)[1].view(1, 2).mul_(3)
+        torch.add(x[0], 1, out=model.written[2])
+    return model.first(x) * model.read[:4] + sum(model.written)
+
+
+def test_constants_are_as_before_and_only_what_is_written_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Constants] = []
+    restore = Constants.restore
+
+    def restored(constants: Constants) -> None:
+        met.append(constants)
+        restore(constants)
+
+    monkeypatch.setattr(Constants, "restore", restored)
+    model = Tables(writing_to_constants)
+    capture(model, (X,))
+    assert all(torch.equal(tensor, torch.ones(4)) for tensor in (model.read, *model.written))
+    (constants,) = met
+    is_copied = {id(found.tensor): found.before is not None for found in constants.found.values()}
+    assert is_copied == {id(model.read): False} | {id(tensor): True for tensor in model.written}

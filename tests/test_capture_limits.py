@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from tests.capture_helpers import Model, captured, same
 from torch import Tensor, nn
+from torch import is_autocast_enabled as asks_for_autocast
 
 from partita._torch import toggles
 from partita._torch.ambient import read_ambient
@@ -140,6 +143,118 @@ def test_a_model_that_does_something_else_under_autocast_is_reported(caplog: pyt
     assert program.module()(X).dtype is torch.float32
 
 
+def answering(asks: Callable[[], Any], does: Callable[[Model, Tensor, Any], Tensor]) -> Model:
+    return Model(lambda model, x: does(model, x, asks()))
+
+
+ON_THE_ANSWER: dict[str, Callable[[Model, Tensor, Any], Tensor]] = {
+    "another constant": lambda model, x, yes: model.first(x) * (2 if yes else 3),
+    "a constant of another type": lambda model, x, yes: x.long() * (True if yes else 1),
+    "another dtype": lambda model, x, yes: model.first(x).to(torch.float64 if yes else torch.float32),
+    "another value": lambda model, x, yes: model.first(x) + (x if yes else model.second(x) * 0 + model.first(x)),
+    "another weight": lambda model, x, yes: x * (model.first if yes else model.second).bias,
+    "another tensor": lambda model, x, yes: x * torch.tensor(2.0 if yes else 3.0),
+    "another result": lambda model, x, yes: (model.first(x), model.second(x))[int(bool(yes))],
+    "another flag": lambda model, x, yes: nn.functional.dropout(model.first(x), training=bool(yes)),
+    "in a body": lambda model, x, yes: torch.cond(x.sum() > 0, lambda x: x * (2 if yes else 3), lambda x: x + 1, (x,)),
+}
+
+
+def within(block: Any, model: Model, x: Tensor) -> Tensor:
+    with block:
+        return model.first(x)
+
+
+@pytest.mark.parametrize("how", [*ON_THE_ANSWER, "inference", "autocast"])
+def test_whatever_hangs_on_the_callers_gradients_is_reported(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    does = ON_THE_ANSWER | {
+        "inference": lambda model, x, yes: within(torch.inference_mode(not yes), model, x),
+        "autocast": lambda model, x, yes: within(torch.autocast("cpu", torch.bfloat16, enabled=yes), model, x),
+    }
+    model = answering(lambda: torch.is_grad_enabled(), does[how])
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        program = capture(model, (X,))
+    assert "Model does something else when gradients are off; captured is what it does with gradients on" in caplog.text
+    assert_same_draws(program.module(), model)
+
+
+@pytest.mark.parametrize("how", [*ON_THE_ANSWER, "gradients"])
+def test_whatever_hangs_on_the_callers_autocast_is_reported(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    does = ON_THE_ANSWER | {"gradients": lambda model, x, yes: within(torch.set_grad_enabled(not yes), model, x)}
+    model = answering(lambda: torch.is_autocast_enabled("cpu"), does[how])
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        program = capture(model, (X,))
+    assert "when its caller has autocast on; captured is what it does with autocast off" in caplog.text
+    assert_same_draws(program.module(), model)
+
+
+def assert_same_draws(ours: nn.Module, theirs: nn.Module) -> None:
+    """Both give the same, drawing the same random numbers."""
+    given = []
+    for module in (ours, theirs):
+        torch.manual_seed(5)
+        given.append(module(X))
+    assert same(*given)
+    assert given[0].requires_grad == given[1].requires_grad
+
+
+def test_questions_in_the_body_of_an_operator_are_heard(caplog: pytest.LogCaptureFixture) -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        def body(x: Tensor) -> Tensor:
+            return x * (2 if torch.is_grad_enabled() else 3) * (5 if torch.is_autocast_enabled("cpu") else 7)
+
+        return torch.cond(x.sum() > 0, body, lambda x: x + 1, (x,))
+
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        capture(Model(does), (X,))
+    assert "does something else when gradients are off" in caplog.text
+    assert "does something else when its caller has autocast on" in caplog.text
+
+
+QUESTIONS: dict[str, Callable[[], Any]] = {
+    "is_autocast_enabled": lambda: torch.is_autocast_enabled("cpu"),
+    "is_autocast_enabled, by index": lambda: torch.is_autocast_enabled("cpu:0"),
+    "is_autocast_cpu_enabled": lambda: torch.is_autocast_cpu_enabled(),
+    "in torch._C": lambda: torch._C.is_autocast_enabled("cpu"),
+    "_is_any_autocast_enabled": lambda: torch._C._is_any_autocast_enabled(),
+    "get_autocast_dtype": lambda: torch.get_autocast_dtype("cpu") is torch.float16,
+    "get_autocast_cpu_dtype": lambda: torch.get_autocast_cpu_dtype() is torch.float16,
+    "is_autocast_cache_enabled": lambda: not torch.is_autocast_cache_enabled(),
+    "a name of this file": lambda: asks_for_autocast("cpu"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_question_for_autocast_is_heard(question: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = answering(QUESTIONS[question], lambda model, x, yes: model.first(x) * (2 if yes else 3))
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        program = capture(model, (X,))
+    assert "does something else when its caller has autocast on" in caplog.text
+    assert same(program.module()(X), model(X))
+
+
+def test_inside_a_block_of_the_model_questions_for_it_are_not_for_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        with torch.autocast("cpu:0", dtype=torch.float16):
+            return model.first(x).to(torch.get_autocast_dtype("cpu")) * int(torch.is_autocast_enabled("cpu:0"))
+
+    model = Model(does)
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        assert same(captured(model, (X,)).module()(X), model(X))
+    assert not caplog.text
+
+
+def test_numbers_that_do_not_equal_themselves_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        asked = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        return x * float("nan") + torch.tensor(float("nan")) * len(asked)
+
+    with caplog.at_level(logging.WARNING, logger="partita"):
+        capture(Model(does), (X,))
+    assert not caplog.text
+
+
 def test_a_model_that_asks_but_does_the_same_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     def does(model: Model, x: Tensor) -> Tensor:
         return model.first(x) * int(torch.is_grad_enabled() or True)
@@ -163,6 +278,37 @@ def test_a_model_that_asks_but_does_the_same_is_not_reported(caplog: pytest.LogC
 def test_arguments_of_the_wrong_kind_are_named(model: Any, args: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         capture(model, args, kwargs)
+
+
+IN_A_NEW_PROCESS = """
+import torch
+import partita
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.exp(), (x,))
+
+x = torch.ones(3)
+assert "torch._dynamo" not in __import__("sys").modules
+partita.capture(Model(), (x,))
+
+def by_autocast(x):
+    return x.sin() if torch.is_autocast_enabled("cpu") else x.cos()
+
+def by_grad(x):
+    return x.sin() if not torch.is_grad_enabled() else x.cos()
+
+for function in (by_autocast, by_grad):
+    assert torch.equal(torch.compile(function, backend="eager", fullgraph=True)(x), x.cos())
+assert torch.is_grad_enabled in torch.overrides.get_ignored_functions()
+for functions in torch.overrides.get_overridable_functions().values():
+    assert "is_grad_enabled" not in [function.__name__ for function in functions]
+"""
+
+
+def test_dynamo_works_as_before_after_a_capture() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def _all_swaps() -> list[Any]:

@@ -27,6 +27,7 @@ from torch._export.passes.replace_set_grad_with_hop_pass import (
     _is_set_grad_enabled_sub_mod,
 )
 from torch.amp.autocast_mode import _exit_autocast
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -305,6 +306,32 @@ def test_a_mode_that_a_value_puts_back_crosses_as_a_value() -> None:
         with torch.set_grad_enabled(enabled):
             assert same(mine(X.clone().requires_grad_()), module(X.clone().requires_grad_()))
             assert torch.is_grad_enabled() is enabled
+
+
+def by_keyword() -> GraphModule:
+    draft = Draft()
+    x = draft.input("x")
+    entered = draft.enter_autocast()
+    first = draft.call(torch.matmul, x, x)
+    draft.call(torch._C._set_grad_enabled, enabled=False)
+    second = draft.call(torch.sin, first)
+    third = draft.call(torch.matmul, second, x)
+    draft.call(torch._C._set_grad_enabled, enabled=True)
+    draft.call(_exit_autocast, mode=entered)
+    inference = draft.call(_enter_inference_mode, mode=True)
+    fourth = draft.call(torch.cos, third)
+    fifth = draft.call(torch.neg, x)
+    draft.call(_exit_inference_mode, mode=inference)
+    return draft.done((first, second, third, fourth, fifth, draft.call(torch.add, x, x)))
+
+
+def test_toggles_with_keywords_are_split_like_any_other() -> None:
+    x = torch.eye(4).requires_grad_()
+    names = [node.name for node in operators(by_keyword())]
+    for marks in [at(name) for name in names] + [lambda node: True]:
+        compare_sequential(by_keyword, marks, x)
+    mine = ours.sequential_split(by_keyword(), at("_enter_autocast"))
+    assert inline_all(mine, ours.node_inline_).code == by_keyword().code
 
 
 def test_an_autocast_that_is_never_left_stays_on() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from tests.core_helpers import listing, program_of
 from tests.dissolve_helpers import Tracing
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import OutputKind
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from partita import Program, capture, dissolve, fingerprint, inline
 from partita._torch import toggles
@@ -222,6 +225,63 @@ def _times_weight() -> GraphModule:
     module = GraphModule(root, graph)
     Tracing(module, (torch.randn(4, 4),)).seen()
     return module
+
+
+# Long programs ----------------------------------------------------------------------------------------------------
+
+
+class Chains:
+    """A graph of long chains of operators, traced to one value."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        with FakeTensorMode():
+            self.value = torch.empty(4)
+        self.x = self.graph.placeholder("x")
+        self.x.meta["val"] = self.value
+
+    def chain(self, target: Any, operands: Sequence[tuple[Any, ...]]) -> Node:
+        last = self.x
+        for operand in operands:
+            last = self.graph.call_function(target, (last, *operand))
+            last.meta["val"] = self.value
+        return last
+
+    def done(self, *outputs: Node) -> Program:
+        self.graph.output(outputs)
+        return program_of(self.graph)
+
+
+def beside_carriers(length: int) -> Program:
+    chains = Chains()
+    carrying = chains.chain(aten.sin.default, [()] * length)
+    asked = chains.graph.call_function(toggles.IS_GRAD_ENABLED)
+    chains.graph.call_function(toggles.SET_GRAD, (False,))
+    without = chains.chain(aten.cos.default, [()] * length)
+    chains.graph.call_function(toggles.SET_GRAD, (asked,))
+    return chains.done(carrying, without)
+
+
+def cpu_seconds(program: Program) -> float:
+    start = time.process_time()
+    dissolve(program)
+    return time.process_time() - start
+
+
+def test_the_cost_of_no_grad_grows_with_the_program_and_no_faster() -> None:
+    small, large = beside_carriers(1_500), beside_carriers(12_000)
+    once = min(cpu_seconds(small) for _ in range(3))
+    assert cpu_seconds(large) < 20 * once + 0.1  # Eight times the nodes; the square would be sixty-four times the time.
+
+
+def test_a_tensor_may_be_written_any_number_of_times_under_autocast() -> None:
+    chains, numbers = Chains(), range(1_200)
+    entered = chains.graph.call_function(toggles.ENTER_AUTOCAST, ("cpu", BRAIN, True, None))
+    last = chains.chain(aten.add_.Tensor, [(float(number),) for number in numbers])
+    chains.graph.call_function(toggles.EXIT_AUTOCAST, (entered,))
+    found = dissolve(chains.done(last))
+    assert found.modes.by_number is None
+    assert_same(found.module()(torch.zeros(4)), (torch.full((4,), float(sum(numbers))),))
 
 
 # What cannot be dissolved -----------------------------------------------------------------------------------------

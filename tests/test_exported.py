@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import time
+
 import pytest
 import torch
 from tests.exported_helpers import CASES, CUTS, Dialect, cut, original
+from torch import nn
 from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule
 
 from partita import Program, fingerprint, inline, verify
+from partita.graphs.exported_graph import exported_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -121,3 +127,47 @@ def test_one_training_step_changes_the_tensors_of_the_original() -> None:
     state = expected.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in exported.state_dict.items())
     assert exported.state_dict["count"].any()
+
+
+def test_the_collector_rests_while_a_program_is_put_together_and_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported, seen = original("chain"), []
+    build = ExportedProgram.__init__
+    monkeypatch.setattr(
+        ExportedProgram, "__init__", lambda *args, **kwargs: (seen.append(gc.isenabled()), build(*args, **kwargs))[1]
+    )
+    Program.of(exported).exported()
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def _calling(count: int) -> GraphModule:
+    """A graph that calls a body under so many names."""
+    body, root, graph = Graph(), nn.Module(), Graph()
+    body.output((body.placeholder("x"),))
+    shared = GraphModule(nn.Module(), body)
+    x = graph.placeholder("x")
+    calls = []
+    for number in range(count):
+        setattr(root, f"body_{number}", shared)
+        calls.append(graph.call_function(torch.ops.higher_order.wrap, (graph.get_attr(f"body_{number}"), x)))
+    graph.output(tuple(calls))
+    return GraphModule(root, graph)
+
+
+def test_bodies_that_move_get_names_of_their_own() -> None:
+    graph, attributes = exported_graph(_calling(12), taken=("body", "body_0_"))
+    read = [str(node.target) for node in graph.find_nodes(op="get_attr")]
+    assert len(set(read)) == 12
+    assert read == list(attributes)
+    assert not {"body", "body_0_", "body_3"} & {*read}
+
+
+def test_moving_bodies_costs_no_more_than_their_number() -> None:
+    def cpu_seconds(module: GraphModule, taken: tuple[str, ...]) -> float:
+        start = time.process_time()
+        exported_graph(module, taken=taken)
+        return time.process_time() - start
+
+    module = _calling(4_000)
+    stay, move = (min(cpu_seconds(module, taken) for _ in range(3)) for taken in ((), ("body",)))
+    assert move < 1.5 * stay + 0.02

@@ -198,6 +198,18 @@ def test_regions_called_like_modules_or_nodes_leave_these_alone() -> None:
     assert torch.equal(unflatten(after.exported())(rows()), CASES["chain"].build()(rows()))
 
 
+def test_a_region_of_nothing_but_items_is_no_call() -> None:
+    def does(m: Model, x: Tensor) -> Any:
+        left, right = m.first(x).split(2, 1)
+        return left * right
+
+    case = case_of(does)
+    program = Program.of(case.exported())
+    after = plan(program, ByLabel(lambda node: "items" if node.name.startswith("getitem") else None), Call()).apply()
+    verify(program, after, case.args())
+    assert listing(after.exported().graph) == listing(program)
+
+
 def test_marks_are_on_the_nodes_inside_and_change_nothing_else() -> None:
     program = Program.of(original("chain"))
     planned = plan(program, AroundOperators(LINEAR), Mark("speed", "fast"))

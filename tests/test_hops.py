@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import operator
 import pickle
 import threading
 from typing import Any, NamedTuple
@@ -74,6 +75,54 @@ def test_bare_toggles_of_a_failing_function_are_undone() -> None:
     before = read_ambient()
     with pytest.raises(ValueError, match=r"^$"):
         hops.call(body)
+    assert read_ambient() == before
+
+
+def _switches_and_raises(x: torch.Tensor) -> Any:
+    torch._C._set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    raise ValueError(x)
+
+
+def _graph_body(write: Any, root: Any = None) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(write(graph, graph.placeholder("x")))
+    return torch.fx.GraphModule(nn.Module() if root is None else root, graph)
+
+
+def _with_inner_body(run: Any, *leading: Any) -> torch.fx.GraphModule:
+    def toggling(graph: Any, x: Any) -> Any:
+        graph.call_function(torch._C._set_grad_enabled, (False,))
+        graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.float16, True, False))
+        return (graph.call_function(torch.mm, (x, x)),)
+
+    root = nn.Module()
+    root.inner = _graph_body(toggling)
+    return _graph_body(lambda graph, x: graph.call_function(run, (*leading, graph.get_attr("inner"), x)), root)
+
+
+def _with_hook() -> torch.fx.GraphModule:
+    body = _graph_body(lambda graph, x: x)
+    body.register_forward_pre_hook(lambda _, given: _switches_and_raises(*given))
+    return body
+
+
+FAILING = {
+    "function": lambda: _graph_body(lambda graph, x: graph.call_function(_switches_and_raises, (x,))),
+    "hook": _with_hook,
+    "body": lambda: _with_inner_body(hops.call),
+    "body called by hand": lambda: _with_inner_body(operator.call),
+    "body of torch": lambda: _with_inner_body(torch.ops.higher_order.wrap),
+    "body of torch's mode": lambda: _with_inner_body(torch.ops.higher_order.wrap_with_set_grad_enabled, False),
+}
+
+
+@every_case
+@pytest.mark.parametrize("build", FAILING.values(), ids=FAILING)
+def test_what_the_code_inside_a_failing_graph_has_switched_is_undone(case: Case, build: Any) -> None:
+    before = read_ambient()
+    with pytest.raises((ValueError, RuntimeError)):
+        case.call(build(), torch.ones(3))
     assert read_ambient() == before
 
 

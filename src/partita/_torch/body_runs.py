@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter
 from torch.fx.traceback import has_preserved_node_meta
 
 from partita._torch.ambient import read_ambient, restore_after_error
 from partita._torch.schemas import nodes_by_target
-from partita._torch.toggles import TOGGLES
 
 __all__ = ["run", "run_body"]
+
+#: Functions of Python that run no code of a user's, given tensors and numbers.
+_PLAIN_FUNCTIONS = frozenset(
+    getattr(module, name) for module in (operator, math) for name in dir(module) if callable(getattr(module, name))
+) - {operator.call}
 
 
 def run_body(
@@ -44,10 +51,15 @@ def run(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[s
 
 def _switches_nothing(body: Any) -> bool:
     """Whether the graph of `body` shows that no node in it can leave a mode switched."""
-    if not isinstance(body, GraphModule):
-        return False
-    targets = nodes_by_target(body.graph)
-    return ("call_module", None) not in targets and not any(("call_function", toggle) in targets for toggle in TOGGLES)
+    return _is_plain_graph(body) and all(
+        op in ("placeholder", "get_attr", "output") or (op == "call_function" and _is_plain(target))
+        for op, target in nodes_by_target(body.graph)
+    )
+
+
+def _is_plain(target: Any) -> bool:
+    """Whether a function is one of torch's kernels or of Python's; any other may run Python code, or a body."""
+    return target.namespace in ("aten", "prims") if isinstance(target, OpOverload) else target in _PLAIN_FUNCTIONS
 
 
 def _is_plain_graph(body: Any) -> bool:

@@ -57,12 +57,13 @@ class _Blocks:
         named = signature(original).bind(block, *args, **kwargs)
         named.apply_defaults()
         _, device, dtype, enabled, cache = named.args
-        self.given[block] = _Given(dtype, bool(enabled), cache, self.dtypes.get(device))
+        self.given[block] = _Given(dtype, bool(enabled), cache, self.dtypes.get(_device_type(device)))
 
     def enter(self, recorder: Recorder, original: Action, block: Any) -> Any:
         with recorder.silence():
             entered = original(block)
-        device, before = block.device, self.dtypes.get(block.device)
+        device = _device_type(block.device)
+        before = self.dtypes.get(device)
         given = self.given.get(block)
         if given is None:  # It was made before the trace, and has kept what it found then.
             given = _Given(block.fast_dtype, block._enabled, block._cache_enabled, before)
@@ -87,9 +88,15 @@ class _Blocks:
             left = original(block, *raised)
         # A block that was entered again while it was open remembers only the last time: leaving it once more does
         # nothing, in torch as here.
-        handle, before = self.open.pop(block, (None, self.dtypes.get(block.device)))
-        self.dtypes[block.device] = before
+        device = _device_type(block.device)
+        handle, before = self.open.pop(block, (None, self.dtypes.get(device)))
+        self.dtypes[device] = before
         if handle is not None:
             recorder.write(toggles.EXIT_AUTOCAST, handle)
-            recorder.open_autocasts[block.device] -= 1
+            recorder.open_autocasts[device] -= 1
         return left
+
+
+def _device_type(device: str) -> str:
+    """The type of a device that a block is for: torch takes "cpu:0" as well."""
+    return torch.device(device).type

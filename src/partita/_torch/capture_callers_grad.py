@@ -29,9 +29,8 @@ class GradSwitch:
 @final
 @dataclass(slots=True)
 class GradTrace:
-    """The operators of a traced graph and of its bodies, and whether gradients were on at each of them."""
+    """Whether gradients were on at each operator of a traced graph and of its bodies."""
 
-    targets: list[tuple[str, Any]] = field(default_factory=list)
     grads: list[bool | None] = field(default_factory=list)
     #: By switch: the number of the first operator that it holds for.
     holds_for: dict[GradSwitch, int] = field(default_factory=dict)
@@ -45,8 +44,7 @@ class GradTrace:
             for place, node in enumerate(graph.nodes):
                 if not in_force.take(node, place) and node in seen:
                     if in_force.switch is not None:
-                        trace.holds_for.setdefault(in_force.switch, len(trace.targets))
-                    trace.targets.append((path, node.target))
+                        trace.holds_for.setdefault(in_force.switch, len(trace.grads))
                     trace.grads.append(seen[node].grad)
         return trace
 

@@ -29,6 +29,7 @@ from partita._torch.capture_nodes import node_swaps
 from partita._torch.capture_questions import question_swaps
 from partita._torch.capture_recorder import Recorder, current_recorder, recording
 from partita._torch.capture_swaps import Swap, swapped
+from partita._torch.capture_torch_tables import fill_tables
 
 __all__ = ["RegionPass", "export_recorded"]
 
@@ -50,6 +51,7 @@ def export_recorded(
 ) -> ExportedProgram:
     """Exports a model, traced with gradients on or off and under no other mode, whatever the caller's modes are."""
     named = None if kwargs is None else dict(kwargs)
+    fill_tables()
     with _LOCK, swapped(_swaps(model, recorder, region_pass)), fresh_modes(grad=grad):
         args, named = tree_map_only(torch.Tensor, _as_normal_tensor, (args, named))
         try:

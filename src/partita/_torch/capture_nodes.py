@@ -27,7 +27,9 @@ def node_swaps() -> list[Swap]:
         if recorder is not None:
             recorder.seen[node] = _seen()
             if kind == "get_attr":
-                recorder.constants.meet(getattr(tracer.root, target, None))
+                recorder.constants.meet(node, getattr(tracer.root, target, None))
+            else:
+                recorder.constants.pass_on(node)
         return node
 
     return [Swap(PythonKeyTracer, "create_node", create_node)]

@@ -6,44 +6,78 @@ Torch's own code asks as well, all the time, and gets the plain truth.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from partita._torch.capture_recorder import Recorder, listening_recorder
+from partita._torch.capture_recorder import Recorder, current_recorder, listening_recorder
 from partita._torch.capture_swaps import Swap
 
 __all__ = ["question_swaps"]
 
+#: From the recorder, what is true, and the arguments of the question, to what the model is told.
+_Answer: TypeAlias = Callable[..., Any]
+
+#: The names of devices in questions that are for one device only.
+_DEVICES = {"cpu": "cpu", "gpu": "cuda", "ipu": "ipu", "xla": "xla"}
+
+
+#: Where Dynamo calls functions in the place of a model, the body of an operator, that it traces.
+_ASKS_FOR_A_MODEL = "torch._dynamo.variables.functions"
+
 
 def question_swaps() -> list[Swap]:
-    """The functions that a model asks for modes by."""
-    # Dynamo looks these functions up by name when it is imported, and keeps what it finds.
+    """The functions that a model asks for modes by: in torch, and under whatever name a module has imported them."""
+    asked = {id(original): _asked(original, answer) for original, answer in _questions()}
+    swaps: list[Swap] = []
+    for module in _who_may_ask():
+        names = dict(getattr(module, "__dict__", {}))
+        if not asked.keys().isdisjoint(map(id, names.values())):
+            swaps += [Swap(module, name, asked[id(value)]) for name, value in names.items() if id(value) in asked]
+    return swaps
 
-    answers = {
-        "is_grad_enabled": _answer_grad,
-        "is_autocast_enabled": _answer_autocast,
-        "is_inference_mode_enabled": _answer_inference,
-    }
-    return [_asked(name, answer) for name, answer in answers.items()]
+
+def _who_may_ask() -> Iterator[Any]:
+    """The modules in whose names a model finds a question. Torch's other modules ask for themselves."""
+    yield from (torch, torch._C)
+    yield from (module for name, module in [*sys.modules.items()] if not _is_torchs_own(name))
 
 
-def _asked(name: str, answer: Callable[..., bool]) -> Swap:
-    original = getattr(torch, name)
+def _questions() -> Iterator[tuple[Callable[..., Any], _Answer]]:
+    for name, answer in _ANSWERS.items():
+        yield getattr(torch._C, name), answer
+    for name, device in _DEVICES.items():
+        for question, answer in (
+            (f"is_autocast_{name}_enabled", _answer_autocast),
+            (f"get_autocast_{name}_dtype", _answer_dtype),
+        ):
+            if hasattr(torch._C, question):
+                yield getattr(torch._C, question), _for_device(answer, device)
 
+
+def _for_device(answer: _Answer, device: str) -> _Answer:
+    return lambda recorder, truth: answer(recorder, truth, device)
+
+
+def _asked(original: Callable[..., Any], answer: _Answer) -> Callable[..., Any]:
     @wraps(original)
-    def question(*args: Any, **kwargs: Any) -> bool:
-        truth: bool = original(*args, **kwargs)
-        recorder = listening_recorder()
-        if recorder is None or _is_torchs_own(sys._getframe(1).f_globals.get("__name__")):
-            return truth
-        return answer(recorder, truth, *args, **kwargs)
+    def question(*args: Any, **kwargs: Any) -> Any:
+        truth = original(*args, **kwargs)
+        recorder = _recorder_for(sys._getframe(1).f_globals.get("__name__"))
+        return truth if recorder is None else answer(recorder, truth, *args, **kwargs)
 
     # Dynamo, which traces the bodies of some operators, calls it then and there, as it does with torch's own.
     question._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return Swap(torch, name, question)
+    return question
+
+
+def _recorder_for(asker: object) -> Recorder | None:
+    """The recorder that answers a module of this name; None if the answer is the plain truth."""
+    if asker == _ASKS_FOR_A_MODEL:
+        return current_recorder()
+    return None if _is_torchs_own(asker) else listening_recorder()
 
 
 def _is_torchs_own(module: object) -> bool:
@@ -55,12 +89,45 @@ def _answer_grad(recorder: Recorder, truth: bool) -> bool:  # noqa: FBT001
     return truth
 
 
+def _answer_inference(recorder: Recorder, truth: bool) -> bool:  # noqa: FBT001
+    return recorder.open_inference[-1] if recorder.open_inference else truth
+
+
 def _answer_autocast(recorder: Recorder, truth: bool, device_type: str = "cuda") -> bool:  # noqa: FBT001
-    if recorder.open_autocasts[device_type]:
+    # A trace begins without autocast: where it is on, a block of the model has switched it on.
+    if truth or recorder.open_autocasts[torch.device(device_type).type]:
         return truth
     recorder.asks_for_autocast = True
     return recorder.says_autocast
 
 
-def _answer_inference(recorder: Recorder, truth: bool) -> bool:  # noqa: FBT001
-    return recorder.open_inference[-1] if recorder.open_inference else truth
+def _answer_any_autocast(recorder: Recorder, truth: bool) -> bool:  # noqa: FBT001
+    if truth:
+        return truth
+    recorder.asks_for_autocast = True
+    return recorder.says_autocast
+
+
+def _answer_dtype(recorder: Recorder, truth: torch.dtype, device_type: str) -> torch.dtype:
+    if recorder.open_autocasts[torch.device(device_type).type]:
+        return truth
+    recorder.asks_for_autocast = True
+    if not recorder.says_autocast:
+        return truth
+    return torch.float16 if truth is torch.bfloat16 else torch.bfloat16
+
+
+def _answer_cache(recorder: Recorder, truth: bool) -> bool:  # noqa: FBT001
+    # What is true is what the tracer has set. A caller who has switched nothing has the cache on.
+    recorder.asks_for_autocast = True
+    return not recorder.says_autocast
+
+
+_ANSWERS: Mapping[str, _Answer] = {
+    "is_grad_enabled": _answer_grad,
+    "is_inference_mode_enabled": _answer_inference,
+    "is_autocast_enabled": _answer_autocast,
+    "_is_any_autocast_enabled": _answer_any_autocast,
+    "get_autocast_dtype": _answer_dtype,
+    "is_autocast_cache_enabled": _answer_cache,
+}

@@ -56,6 +56,16 @@ class Recorder:
         self._silent = False
 
     @property
+    def hangs_on_callers_grad(self) -> bool:
+        """Whether the model may do something else if its caller has gradients off."""
+        return self.asks_for_grad or self.sets_grad_by_value
+
+    @property
+    def hangs_on_caller(self) -> bool:
+        """Whether the model may do something else under other modes of its caller."""
+        return self.asks_for_autocast or self.hangs_on_callers_grad
+
+    @property
     def is_listening(self) -> bool:
         """Whether a switch belongs in the graph: a model is being traced, and it is not this recorder that switches."""
         return not self._silent and _tracer() is not None

@@ -29,6 +29,8 @@ __all__ = [
     "signatures_of",
     "signatures_of_method",
     "storage_key",
+    "viewed_node",
+    "written_nodes",
 ]
 
 NO_DEFAULT = object()
@@ -178,3 +180,27 @@ except ImportError:
     _get_effect = None  # type: ignore[assignment]
 _keywords = operator.attrgetter("_kwargs")
 _MAY_SHARE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
+
+
+def written_nodes(node: Node) -> list[Node]:
+    """The nodes whose tensors an operator with a schema writes; lists of tensors item by item."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    written: list[Node] = []
+    for place, argument in enumerate(node.target._schema.arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            items = given if isinstance(given, tuple | list) else (given,)
+            written += [item for item in items if isinstance(item, Node)]
+    return written
+
+
+def viewed_node(node: Node) -> Node | None:
+    """The node of whose tensor this one gives a view, or the same after a write; None if it gives something new."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+    elif isinstance(node.target, OpOverload) and any(value.alias_info for value in node.target._schema.returns):
+        source = node.args[0] if node.args else None
+    else:
+        source = None
+    return source if isinstance(source, Node) else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import RLock, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from partita._torch.capture_fresh_modes import fresh_modes
 from partita._torch.dynamo_fakes import runs_fake
 
 __all__ = ["Look", "Stage", "fake_mode_of", "map_leaves", "map_tensors", "tensors_in"]
+
+#: Stages of one trace share its fake mode, which is for one thread at a time.
+_LOCK = RLock()
 
 
 class Look(NamedTuple):
@@ -42,8 +45,7 @@ class Stage:
     def opened(self) -> Iterator[None]:
         """Inside, operators compute metadata only, gradients are on, autocast and inference mode are off."""
         with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            stack.enter_context(_LOCK)
             stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(fresh_modes(grad=True))
@@ -118,11 +120,14 @@ def _guards_ignored(mode: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _quiet(logger: str) -> Iterator[None]:
-    """An operator that fails on fake tensors is an answer here, and no error."""
-    log = logging.getLogger(logger)
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
+    """An operator that fails on fake tensors is an answer here, and no error; what other threads log is heard."""
+    log, thread = logging.getLogger(logger), get_ident()
+
+    def is_heard(_: logging.LogRecord) -> bool:
+        return get_ident() != thread
+
+    log.addFilter(is_heard)
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.removeFilter(is_heard)

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from partita._torch import toggles
 from partita.errors import ModeError
+from partita.graphs.mode_switches import only_argument
 
 __all__ = ["NOTHING_OPEN", "OpenModes"]
 
@@ -34,7 +35,7 @@ class OpenModes:
             return replace(self, grad=node)
         if node.target in _ENTERS:
             return self._entered(node)
-        return self._left(node.args[0]) if node.target in _EXITS else self  # type: ignore[arg-type]
+        return self._left(only_argument(node, "mode")) if node.target in _EXITS else self  # type: ignore[arg-type]
 
     def to_enter_again(self, first: Node) -> tuple[Node, ...]:
         """The toggles that a part which begins with `first` repeats: torch repeats the grad mode last."""
@@ -45,8 +46,7 @@ class OpenModes:
                 "block around it was left; leave blocks in the reverse of the order in which they were entered"
             )
         # A mode that a value puts back is in force as it is: parts run in graph order.
-        is_set = self.grad is not None and first.target is not toggles.SET_GRAD and isinstance(self.grad.args[0], bool)
-        if self.grad is None or not is_set:
+        if self.grad is None or first.target is toggles.SET_GRAD or not _is_constant(self.grad):
             return self.blocks
         before = [block for block in self.blocks if block.target is toggles.ENTER_INFERENCE and block > self.grad]
         place = self.blocks.index(before[0]) if before else len(self.blocks)
@@ -68,6 +68,10 @@ class OpenModes:
             tuple(pair for pair in self.grad_before if pair[0] is not entered),
             crossed - {entered},
         )
+
+
+def _is_constant(set_grad: Node) -> bool:
+    return isinstance(only_argument(set_grad, "enabled"), bool)
 
 
 def _device(entered: Node) -> object:

@@ -118,7 +118,8 @@ def _write_toggles(graph: Graph, repeated: _Repeated) -> None:
         if isinstance(node.target, _Opaque):
             node.target = node.target.toggle
             if node.target in _EXIT_OF.values():
-                node.args = (handles[node.args[0]],)
+                node.args = tuple(handles[name] for name in node.args)
+                node.kwargs = {keyword: handles[name] for keyword, name in node.kwargs.items()}
             handles[node.name] = node
     with graph.inserting_before(graph.output_node()):
         for toggle in repeated.left:

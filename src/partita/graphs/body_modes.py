@@ -22,22 +22,41 @@ def check_bodies(index: Index, root: nn.Module, modes: Modes, *, grad: bool | No
     `grad` is the grad mode of the caller, if it is known. Where it is not, a body that ends by switching gradients on
     has closed a block without, as far as anyone can tell.
     """
-    graph = index.graph
-    for node in (*graph.find_nodes(op="call_module", sort=False), *graph.find_nodes(op="get_attr", sort=False)):
-        body = find(root, str(node.target))
-        if not isinstance(body, GraphModule):
-            continue
-        inner = Index(body.graph)
-        inside = modes_of(inner)
-        calls = (node,) if node.op == "call_module" else tuple(node.users)
-        around = [grad if at is None else at for at in (modes.at(index.number[call]).grad for call in calls)]
-        if inside.final != AMBIENT and not _puts_back(inside.final, zip(calls, around, strict=True)):
-            raise ModeError(
-                f"the body {node.target!r} of node {node.name!r} leaves {inside.final} behind for everything after it; "
-                "close its blocks"
-            )
-        found = {_grad_inside(call, at) for call, at in zip(calls, around, strict=True)}
-        check_bodies(inner, body, inside, grad=found.pop() if len(found) == 1 else None)
+    _Checking().check(index, root, modes, grad=grad)
+
+
+class _Checking:
+    """The bodies that were looked at, and under which grad mode: one that is called often is walked once."""
+
+    def __init__(self) -> None:
+        self.known: dict[GraphModule, tuple[Index, Modes]] = {}
+        self.checked: set[tuple[GraphModule, bool | None]] = set()
+
+    def check(self, index: Index, root: nn.Module, modes: Modes, *, grad: bool | None) -> None:
+        graph = index.graph
+        for node in (*graph.find_nodes(op="call_module", sort=False), *graph.find_nodes(op="get_attr", sort=False)):
+            body = find(root, str(node.target))
+            if not isinstance(body, GraphModule):
+                continue
+            inner, inside = self._analysed(body)
+            calls = (node,) if node.op == "call_module" else tuple(node.users)
+            around = [grad if at is None else at for at in (modes.at(index.number[call]).grad for call in calls)]
+            if inside.final != AMBIENT and not _puts_back(inside.final, zip(calls, around, strict=True)):
+                raise ModeError(
+                    f"the body {node.target!r} of node {node.name!r} leaves {inside.final} behind for everything after "
+                    "it; close its blocks"
+                )
+            found = {_grad_inside(call, at) for call, at in zip(calls, around, strict=True)}
+            known = found.pop() if len(found) == 1 else None
+            if (body, known) not in self.checked:
+                self.checked.add((body, known))
+                self.check(inner, body, inside, grad=known)
+
+    def _analysed(self, body: GraphModule) -> tuple[Index, Modes]:
+        if body not in self.known:
+            index = Index(body.graph)
+            self.known[body] = (index, modes_of(index))
+        return self.known[body]
 
 
 def _puts_back(left: Mode, calls: Iterable[tuple[Node, bool | None]]) -> bool:

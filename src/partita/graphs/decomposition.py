@@ -11,12 +11,19 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram, default_decompositions
+from torch.fx import Graph, Node
+
+from partita._torch.schemas import viewed_node, written_nodes
+from partita.errors import ModeError
 
 __all__ = ["ModeKeepingProgram"]
 
 
 class ModeKeepingProgram(ExportedProgram):
     """An exported program like any other, but for its decomposition."""
+
+    #: Whether it was decomposed before, and `detach` in it stands for a mode.
+    keeps_detach = False
 
     def run_decompositions(
         self,
@@ -29,10 +36,33 @@ class ModeKeepingProgram(ExportedProgram):
         from partita.graphs.program import Program
         from partita.rewrite.dissolve import dissolve
 
-        plain = dissolve(Program.of(self)).exported()
+        program = Program.of(self)
+        plain = dissolve(program)
         table = default_decompositions() if decomp_table is None else dict(decomp_table)
-        # The table makes an alias of it, through which gradients flow.
-        table.pop(torch.ops.aten.detach.default, None)
-        decomposed = ExportedProgram.run_decompositions(plain, table, decompose_custom_triton_ops)
+        if plain is not program or self.keeps_detach:
+            _check_writes(plain.graph)
+            # The table makes an alias of it, through which gradients flow.
+            table.pop(torch.ops.aten.detach.default, None)
+        run_decompositions = ExportedProgram.run_decompositions
+        decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
+        if plain is program and not self.keeps_detach:
+            return decomposed
         # Decomposed once more, as some backends do, it keeps what it means as well.
-        return ExportRecord.of(decomposed).around(decomposed.graph_module)
+        result = ExportRecord.of(decomposed).around(decomposed.graph_module)
+        result.keeps_detach = True
+        return result
+
+
+def _check_writes(graph: Graph) -> None:
+    """Raises where a write goes through `detach`: taken apart into values, it would cut off what is written as well."""
+    for node in graph.nodes:
+        for written in written_nodes(node):
+            seen: Node | None = written
+            while seen is not None and seen.target is not torch.ops.aten.detach.default:
+                seen = viewed_node(seen)
+            if seen is not None:
+                raise ModeError(
+                    f"node {node.name!r} writes, under no_grad, a tensor that gradients flow through; a decomposed "
+                    "program cannot keep that. Train the program as it is, or decompose it for inference alone with "
+                    "torch.export.ExportedProgram.run_decompositions(program.exported())"
+                )

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.export_guards import guards_of, set_guards
 from partita._torch.lazy_modules import generate_code
+from partita._torch.pause_gc import gc_paused
 from partita.errors import SignatureError
 from partita.graphs.decomposition import ModeKeepingProgram
 from partita.graphs.exported_graph import exported_graph
@@ -55,12 +56,12 @@ class ExportRecord:
         """The record for a rewritten graph."""
         return replace(self, signature=following(self.signature, graph))
 
-    def around(self, graph_module: GraphModule) -> ExportedProgram:
+    @gc_paused()
+    def around(self, graph_module: GraphModule) -> ModeKeepingProgram:
         """An exported program with a copy of this graph, checked by torch's verifier; tensors are shared."""
         check_signature(graph_module.graph, self.signature)
         graph, attributes = exported_graph(graph_module, taken=self._folders())
         _check_tokens(self.signature, attributes)
-        generate_code(attributes.values())  # Dynamo can trace a body, but not how its code is generated.
         exported = ModeKeepingProgram(
             root=attributes,
             graph=graph,
@@ -75,6 +76,7 @@ class ExportRecord:
         exported.graph_module.meta.update(graph_module.meta)
         exported.graph_module.training = graph_module.training
         set_guards(exported, self.guards)
+        generate_code(attributes.values())  # Dynamo can trace a body, but not how its code is generated.
         return exported
 
     def _folders(self) -> set[str]:

@@ -40,14 +40,16 @@ class _Copying:
     def copied(self, source: GraphModule, taken: Collection[str] = ()) -> tuple[Graph, dict[str, Any]]:
         graph = _copy_of(source.graph)
         unsafe = {*taken, *(_base(node.name) for node in graph.nodes if not _reads(node) and not _calls_body(node))}
+        used = set(unsafe)
         names: dict[str, str] = {}
         attributes: dict[str, Any] = {}
         for node in filter(_reads, graph.nodes):
             path, value = str(node.target), attribute_of(source, node)
             if path not in names:
                 moves = _is_unsafe(path, unsafe) if isinstance(value, GraphModule) else "." in path
-                names[path] = _free(node.name, {*unsafe, *attributes}) if moves else path
+                names[path] = _free(node.name, used) if moves else path
                 attributes[names[path]] = self._own(value)
+                used.add(names[path])
             node.target = names[path]
         return graph, attributes
 

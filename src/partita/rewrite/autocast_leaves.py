@@ -30,6 +30,7 @@ class Leaves:
         self._owned = owned_inputs(program)
         self._returned = ReturnedArguments(program, stage)
         self._found: dict[Any, tuple[int, Tensor]] = {}
+        self._origins: dict[Node, Node | None] = {}
 
     def of(self, node: Node, dtypes: Hashable) -> tuple[int, Tensor] | None:
         """The leaf that `node` gives where autocast casts to `dtypes`, and its number; None if it gives no leaf.
@@ -37,10 +38,23 @@ class Leaves:
         A tensor that requires no gradients is another leaf for other dtypes: it is cast to each of them, while one that
         does has but one cast in a nest of blocks.
         """
-        if node.op not in ("placeholder", "get_attr"):
-            # Writing a weight, or casting it to what it is, gives the weight itself.
-            source = self._returned.of(node).get(None)
-            return None if source is None else self.of(source, dtypes)
+        origin = self._origin(node)
+        return None if origin is None else self._leaf(origin, dtypes)
+
+    def _origin(self, node: Node) -> Node | None:
+        """The input or attribute that `node` gives: writing a weight, or casting it to what it is, gives the weight."""
+        passed: list[Node] = []
+        source: Node | None = node
+        while source is not None and source.op not in ("placeholder", "get_attr"):
+            if source in self._origins:
+                source = self._origins[source]
+                break
+            passed.append(source)
+            source = self._returned.of(source).get(None)
+        self._origins.update(dict.fromkeys(passed, source))
+        return source
+
+    def _leaf(self, node: Node, dtypes: Hashable) -> tuple[int, Tensor] | None:
         value = value_read(self._program, node)
         if not isinstance(value, Tensor) or not can_carry_gradients(value):
             return None

@@ -51,6 +51,11 @@ class Body:
     #: The traced value of what a body returns that gives nothing.
     filler_meta: Mapping[str, Any]
 
+    @property
+    def does_something(self) -> bool:
+        """Whether anything runs in it: not if all of its nodes went where the containers are that they unpack."""
+        return any(node.op not in ("placeholder", "output") for node in self.graph.nodes)
+
 
 def write_body(
     partition: Partition, place: int, numbers: Sequence[int], style: BodyStyle, *, base: Mode = AMBIENT
@@ -90,7 +95,9 @@ class _BodyWriter:
         self.writer.write("output", "output", (values[0] if bare else values,), name=self.writer.names.fresh("output"))
         graph = self.writer.close()
         self.modes.close()
-        filler_meta = {} if filler is None else {key: (filler.meta[key],) for key in VALUE_KEYS if key in filler.meta}
+        filler_meta: dict[str, Any] = {"val": ()} if self.style.returns_something else {}
+        if filler is not None:
+            filler_meta = {key: (filler.meta[key],) for key in VALUE_KEYS if key in filler.meta}
         return Body(graph, inputs, outputs, self.targets, self.modes.has_switched, filler_meta)
 
     def _write_inputs(self) -> tuple[Crossing, ...]:

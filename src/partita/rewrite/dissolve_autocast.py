@@ -15,6 +15,7 @@ from partita._torch.nodes import GraphWriter
 from partita._torch.schemas import is_higher_order
 from partita._torch.stage import Stage
 from partita._torch.watching import Label, Step, labels_in
+from partita.errors import ModeError
 from partita.graphs.mode import Inference, Mode
 from partita.graphs.program import Program
 from partita.rewrite.assembly import module_like
@@ -76,6 +77,11 @@ class _Caster:
         return program.rewritten(module)
 
     def _write(self, node: Node, mode: Mode) -> None:
+        if node.target in _CASTS_UNSEEN and any(autocast.enabled for autocast in mode.autocast):
+            raise ModeError(
+                f"node {node.name!r} calls {node.target}, inside of which autocast casts where nobody can see it; "
+                "write it as matrix products in the model, or switch autocast off around it"
+            )
         found = self.rehearsal.of(node, mode)
         if isinstance(found, AsItIs):
             self._copy(node, mode)
@@ -113,10 +119,12 @@ class _Caster:
         known = self._known(node, found.places, performance.steps, performance.result) | self.casts
         steps = StepWriter(node, self.writer, self.stage, known, lambda size: self.sizes.size(size, node))
         names = self._names(node, performance.result, known)
+        # An operator that writes in place gives a tensor that an earlier step made: the last one has the name.
+        last = {label: step for step in performance.steps for label in labels_in(step.result)}
         for step in performance.steps:
             if step.cast is None:
                 self._switch(step, mode)
-                steps.write(step, names)
+                steps.write(step, {label: name for label, name in names.items() if last[label] is step})
             else:
                 self._write_cast(node, step, mode, known)
                 known[step.cast] = self.casts[step.cast]
@@ -158,6 +166,15 @@ class _Caster:
                 if isinstance(item, Label) and item not in known and item not in names:
                     names[item] = user.name
         return names
+
+
+#: Kernels that call operators which autocast casts (torch 2.13); fake tensors never get that far.
+_CASTS_UNSEEN = (
+    torch.bilinear,
+    torch.nn.functional.bilinear,
+    torch.ops.aten.bilinear.default,
+    torch.ops.aten._trilinear.default,
+)
 
 
 def _computes(node: Node) -> bool:

@@ -89,7 +89,9 @@ class _Detacher:
             self.returned.check_writing(node)
         same = {item: source for item, source in self.returned.of(node).items() if source in self.carriers}
         # What a node writes, it writes through a detached alias; what it just returns, it returns with its history.
-        self._copy(node, without_gradients=self.carriers.difference(set(same.values()) - written))
+        kept = set(same.values()) - written
+        detached = {read for read in node.all_input_nodes if read in self.carriers and read not in kept}
+        self._copy(node, without_gradients=detached)
         self.items[node] = {item: source for item, source in same.items() if source in written}
         if None in self.items[node]:
             self.env[node] = self.env[same[None]]

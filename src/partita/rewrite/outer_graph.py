@@ -81,8 +81,9 @@ class OuterGraph:
         modes, regions = self.program.modes, len(self.partition)
         for vertex in order:
             if vertex < regions:
-                self.modes.switch(self.surroundings.around[vertex])
-                self._write_call(self.names[vertex], bodies[vertex])
+                if self.program.export is None or bodies[vertex].does_something:
+                    self.modes.switch(self.surroundings.around[vertex])
+                    self._write_call(self.names[vertex], bodies[vertex])
             elif self.nodes[vertex - regions] not in self.env and not self._is_read_inside_only(vertex - regions):
                 node = self.nodes[vertex - regions]
                 if node.op != "get_attr":  # Reading an attribute means the same in every mode.

@@ -100,6 +100,8 @@ class _Wrapper:
     def _left_behind(self, final: Mode) -> Mode:
         """What toggles that stay leave behind."""
         blocks = tuple(block for block in final.blocks if type(block.sets) not in self.kinds)
+        if Grad in self.kinds:
+            blocks = tuple(replace(block, grad=None) for block in blocks)
         return Mode(
             None if Grad in self.kinds else final.grad,
             None if Inference in self.kinds else final.inference,

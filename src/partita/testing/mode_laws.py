@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from partita import hops
 from partita._torch.ambient import read_ambient
 from partita._torch.toggles import TOGGLES
-from partita.errors import ModeError
+from partita.errors import ModeError, TreatmentError
 from partita.graphs.fingerprint import fingerprint
 from partita.graphs.mode import AMBIENT
 from partita.graphs.program import Program
@@ -37,7 +37,7 @@ def check_mode_laws(case: Case) -> str | None:
     before = dump(case.graph_module)
     try:
         subject = ModeSubject(case, program, wrapped(program))
-    except ModeError as error:
+    except (ModeError, TreatmentError) as error:
         if not any(words in str(error) for words in _BY_DESIGN):
             raise LawError(f"a nest is refused only by design\n{case!r}\n{type(error).__name__}: {error}") from error
         _hold("the input is unchanged after an error", case, lambda: equal(dump(case.graph_module), before))

@@ -43,7 +43,7 @@ class ModelCall:
         if wrapping.recorder.asks_for_autocast:
             program, wrapping = self._told_of_autocast(program, wrapping)
         recorder = wrapping.recorder
-        if not recorder.sets_grad_by_value and not recorder.asks_for_grad:
+        if not recorder.hangs_on_callers_grad:
             return program
         callers = self._callers_switches(wrapping)
         if not callers:
@@ -60,7 +60,7 @@ class ModelCall:
                 "cannot be traced as if autocast were on (%s); captured is what it does with autocast off", error
             )
             return program, without
-        if wrapping.autocasts.only_switches_off_more(without.autocasts):
+        if wrapping.trace.only_switches_off_more(without.trace):
             return other, wrapping
         self._warn("does something else when its caller has autocast on; captured is what it does with autocast off")
         return program, without
@@ -75,10 +75,10 @@ class ModelCall:
         except Exception as error:
             self._warn("cannot be traced with gradients off (%s); captured is what it does with gradients on", error)
             return ()
-        on, off = with_grad.grads, without.grads
-        if on.targets != off.targets:
+        if not without.trace.differs_in_grad_only(with_grad.trace):
             self._warn("does something else when gradients are off; captured is what it does with gradients on")
             return ()
+        on, off = with_grad.grads, without.grads
         if any(was_off is False and is_on for was_off, is_on in zip(on.grads, off.grads, strict=True)):
             raise CaptureError(
                 "it switches gradients off where its caller has them on, and on where its caller has them off, and no "

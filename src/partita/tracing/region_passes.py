@@ -13,7 +13,7 @@ from partita.errors import CaptureError
 from partita.graphs.exported import ExportRecord
 from partita.graphs.program import Program
 from partita.rewrite.wrap_modes import wrap_modes
-from partita.tracing.autocast_trace import AutocastTrace
+from partita.tracing.trace import Trace
 from partita.tracing.witness import check_against_trace
 
 __all__ = ["Stopping", "Traced", "Wrapping"]
@@ -25,14 +25,12 @@ class Wrapping:
 
     def __init__(self, *, says_autocast: bool = False, callers: tuple[GradSwitch, ...] = ()) -> None:
         self.recorder, self.callers = Recorder(says_autocast=says_autocast), callers
-        self.grads, self.autocasts = GradTrace(), AutocastTrace()
+        self.trace, self.grads = Trace(), GradTrace()
 
     def __call__(self, raw: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, ExportGraphSignature]:
         recorder = self.recorder
-        if recorder.sets_grad_by_value or recorder.asks_for_grad:
-            self.grads = GradTrace.of(raw, recorder.seen)
-        if recorder.asks_for_autocast:
-            self.autocasts = AutocastTrace.of(raw)
+        if recorder.hangs_on_caller:
+            self.trace, self.grads = Trace.of(raw, recorder), GradTrace.of(raw, recorder.seen)
         ask_for_callers_grad(raw, self.callers)
         _check(recorder, raw)
         wrapped = wrap_modes(Program(raw, export=_record(signature)))
@@ -49,10 +47,10 @@ class Stopping:
 
     def __init__(self, *, says_autocast: bool) -> None:
         self.recorder = Recorder(says_autocast=says_autocast)
-        self.grads = GradTrace()
+        self.trace, self.grads = Trace(), GradTrace()
 
     def __call__(self, raw: GraphModule, signature: ExportGraphSignature) -> NoReturn:
-        self.grads = GradTrace.of(raw, self.recorder.seen)
+        self.trace, self.grads = Trace.of(raw, self.recorder), GradTrace.of(raw, self.recorder.seen)
         raise Traced
 
 

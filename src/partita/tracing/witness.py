@@ -45,7 +45,9 @@ def _modes_with_bodies(graph_module: GraphModule, outer: Mode) -> Iterator[tuple
 
 
 def _agree(mode: Mode, seen: Seen) -> bool:
-    if mode.grad is not seen.grad or seen.inference:
+    # A body in inference mode is traced without gradients even where it switches them on: that has no effect there.
+    grad = seen.grad if mode.inference and not seen.grad else mode.grad
+    if grad is not seen.grad or seen.inference:
         return False
     told = {autocast.device: autocast.dtype for autocast in mode.autocast if autocast.enabled}
     found = dict(seen.autocast)

@@ -56,7 +56,7 @@ def autocast(draft: Draft, picks: Picks) -> None:
     """A block with all of its arguments, or the first few."""
     enabled, cache = picks[2] % 4 != 3, (None, True, False, None)[picks[2] // 4]
     options = (_DEVICES[picks[0] % 5], _DTYPES[picks[1] % 4], enabled, cache)
-    _enter(draft, ENTER_AUTOCAST, EXIT_AUTOCAST, *options[: 1 + (picks[3] + 3) % 4])
+    _enter(draft, ENTER_AUTOCAST, EXIT_AUTOCAST, *_keeping_one_type(options[: 1 + (picks[3] + 3) % 4]))
 
 
 def inference(draft: Draft, picks: Picks) -> None:
@@ -72,7 +72,8 @@ def again(draft: Draft, picks: Picks) -> None:
     entered = [node for target in _EXITS for node in draft.graph.find_nodes(op="call_function", target=target)]
     inside = [block.handle for block in draft.open if isinstance(block.handle, Node) and block.handle in entered]
     model = inside[-1] if inside and picks[1] % 4 != 3 else draft.choose(picks[0], entered)
-    _enter(draft, model.target, _EXITS[model.target], *model.args, **model.kwargs)
+    options = _keeping_one_type(model.args) if model.target is ENTER_AUTOCAST else model.args
+    _enter(draft, model.target, _EXITS[model.target], *options, **model.kwargs)
 
 
 def leave(draft: Draft, picks: Picks) -> None:
@@ -141,6 +142,18 @@ def _set_grad(draft: Draft, wanted: Node | bool, pick: int) -> None:  # noqa: FB
 def _enter(draft: Draft, enter: Any, leave: Callable[[Any], object], *options: Any, **named: Any) -> None:
     _check_depth(draft)
     draft.open.append(OpenBlock(leave, draft.call(enter, *options, **named)))
+
+
+def _keeping_one_type(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a block, which keeps no weights if it casts to half precision.
+
+    Torch 2.13 looks a cast weight up without asking for its type, so where two types are kept it matters when exactly
+    the outermost block is left: what crosses it means nothing then.
+    """
+    device, dtype, enabled, cache = options + (None, None, True, None)[len(options) :]
+    found = torch.get_autocast_dtype(device) if dtype is None else dtype
+    keeps_half = cache is not False and found is torch.float16 and device == "cpu"
+    return (device, dtype, enabled, False) if keeps_half else options
 
 
 def _leave(draft: Draft, at: int, pick: int) -> None:

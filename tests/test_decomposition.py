@@ -1,0 +1,91 @@
+"""`run_decompositions` of an exported program keeps what its modes mean, or says that it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from partita import Program, capture, verify
+from partita.errors import ModeError
+
+X = torch.randn(3, 4)
+
+
+class Frozen(nn.Module):
+    """The first layer learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = self.first(x)
+        return self.second(hidden)
+
+
+class WritesUnderNoGrad(Frozen):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            hidden.mul_(2)
+        return hidden
+
+
+class WritesDetached(Frozen):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden.detach().add_(1)
+        return hidden * 2
+
+
+class CellUnderAutocast(nn.Module):
+    """Autocast reaches into the cell, which comes down to operators that write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: torch.Tensor = self.cell(x)
+        return result
+
+
+class BilinearUnderAutocast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.bilinear(x, x, x.new_ones(2, 4, 4))
+
+
+@pytest.mark.parametrize("source", ["captured", "exported by torch"])
+def test_a_frozen_weight_stays_frozen_however_often_it_is_decomposed(source: str) -> None:
+    model = Frozen()
+    program = capture(model, (X,)) if source == "captured" else Program.of(torch.export.export(model, (X,)))
+    for exported in (
+        program.exported().run_decompositions(),
+        program.exported().run_decompositions().run_decompositions(),
+    ):
+        module = exported.module()
+        module(X).sum().backward()
+        assert module.first.weight.grad is None
+        assert module.second.weight.grad is not None
+
+
+@pytest.mark.parametrize("model", [WritesDetached(), CellUnderAutocast()])
+def test_values_and_gradients_are_those_of_the_model(model: nn.Module) -> None:
+    decomposed = capture(model, (X,)).exported().run_decompositions()
+    verify(model, decomposed.module(), (X,), no_grad_call=False)
+
+
+def test_a_write_under_no_grad_into_a_value_with_gradients_is_refused() -> None:
+    exported = capture(WritesUnderNoGrad(), (X,)).exported()
+    with pytest.raises(ModeError, match=r"'mul_' writes, under no_grad"):
+        exported.run_decompositions()
+    assert torch.export.ExportedProgram.run_decompositions(exported).module()(X).shape == (3, 4)
+
+
+def test_casts_that_nobody_can_see_are_refused() -> None:
+    with pytest.raises(ModeError, match="'bilinear' calls"):
+        capture(BilinearUnderAutocast(), (X,)).exported().run_decompositions()
