@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from partita._torch.ambient import read_ambient, restore_autocast
 
 # One profile is small and the same in every run; the other looks for new graphs and remembers those that failed.
 settings.register_profile(
@@ -32,3 +35,12 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _known_random_state() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _modes_as_they_were() -> Iterator[None]:
+    """Some tests run graphs that leave a mode switched; the tests after them shall not know."""
+    before = read_ambient()
+    yield
+    torch.set_grad_enabled(before.grad)
+    restore_autocast(before)

@@ -429,12 +429,12 @@ def test_the_device_of_an_autocast_block_may_have_an_index() -> None:
     def does(model: Model, x: Tensor) -> Tensor:
         with torch.autocast("cpu:0", dtype=torch.float16):
             hidden = model.first(x)
-            with torch.autocast("cpu"):
-                return model.second(hidden)
+            with torch.autocast("cpu:0", enabled=False):
+                return model.second(hidden.float())
 
     program = assert_like_eager(Model(does), (X,))
     nodes = program.graph.find_nodes(op="call_function", target=toggles.ENTER_AUTOCAST)
-    assert [node.args[:2] for node in nodes] == [("cpu", torch.float16), ("cpu", None)]
+    assert [node.args[:3] for node in nodes] == [("cpu", torch.float16, True), ("cpu", None, False)]
 
 
 def test_gradients_switched_on_in_an_inference_block_can_be_captured_again() -> None:

@@ -385,7 +385,8 @@ def test_two_threads_capture_one_after_the_other() -> None:
         return model.first(x) * scale
 
     programs: list[Any] = []
-    threads = [Thread(target=lambda: programs.append(capture(Model(does), (X,)))) for _ in range(3)]
+    models = [Model(does) for _ in range(3)]  # Here, since all threads draw from the same random numbers.
+    threads = [Thread(target=lambda model=model: programs.append(capture(model, (X,)))) for model in models]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -97,8 +97,9 @@ def test_a_dissolved_program_is_unflattened() -> None:
 def test_a_frozen_weight_stays_frozen_in_core_operators() -> None:
     table = torch.export.default_decompositions()
     table.pop(aten.detach.default)
-    exported = dissolve(capture(Model(), (example(),))).exported().run_decompositions(table)
-    module = exported.module()
+    exported = dissolve(capture(Model(), (example(),))).exported()
+    # Its own decomposition refuses the write into `y`; torch's takes it apart, and `detach` is left.
+    module = torch.export.ExportedProgram.run_decompositions(exported, table).module()
     sum(output.float().sum() for output in module(example()).values()).backward()
     assert module.frozen.weight.grad is None
     assert module.trained.weight.grad is not None
@@ -270,8 +271,8 @@ def cpu_seconds(program: Program) -> float:
 
 def test_the_cost_of_no_grad_grows_with_the_program_and_no_faster() -> None:
     small, large = beside_carriers(1_500), beside_carriers(12_000)
-    once = min(cpu_seconds(small) for _ in range(3))
-    assert cpu_seconds(large) < 20 * once + 0.1  # Eight times the nodes; the square would be sixty-four times the time.
+    once, again = min(cpu_seconds(small) for _ in range(3)), min(cpu_seconds(large) for _ in range(2))
+    assert again < 12 * once  # Eight times the nodes.
 
 
 def test_a_tensor_may_be_written_any_number_of_times_under_autocast() -> None:

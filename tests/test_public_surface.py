@@ -109,6 +109,11 @@ PUBLIC = {
         "backend",
     },
     "partita.testing": {
+        "nests",
+        "check_mode_laws",
+        "check_export_laws",
+        "MODE_LAWS",
+        "EXPORTABLE",
         "ALL",
         "CAPTURES",
         "LAWS",

@@ -7,7 +7,8 @@ they are not recorded, and get torch's own passes.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from threading import RLock
 from typing import Any, TypeAlias
@@ -51,8 +52,7 @@ def export_recorded(
 ) -> ExportedProgram:
     """Exports a model, traced with gradients on or off and under no other mode, whatever the caller's modes are."""
     named = None if kwargs is None else dict(kwargs)
-    fill_tables()
-    with _LOCK, swapped(_swaps(model, recorder, region_pass)), fresh_modes(grad=grad):
+    with _LOCK, _swapped_in(model, recorder, region_pass), fresh_modes(grad=grad):
         args, named = tree_map_only(torch.Tensor, _as_normal_tensor, (args, named))
         try:
             with recording(recorder):
@@ -64,6 +64,13 @@ def export_recorded(
 def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that a trace with gradients can use; an inference tensor cannot be one."""
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+@contextmanager
+def _swapped_in(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> Iterator[None]:
+    fill_tables()
+    with swapped(_swaps(model, recorder, region_pass)):
+        yield
 
 
 def _swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Swap]:

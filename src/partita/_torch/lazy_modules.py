@@ -70,8 +70,9 @@ class LazyModule(_LazyGraphModule):
         return code
 
     def recompile(self) -> Any:  # type: ignore[override]
-        """Code that is there is generated anew at once: Dynamo can trace code, but not how it is generated."""
-        return super().recompile() if self._needs_recompile() else self._real_recompile()
+        """The body of an operator that has code has it again at once: Dynamo can trace code, but not how it is made."""
+        waits = self._needs_recompile() or not keeps_unread_nodes(self._graph)
+        return super().recompile() if waits else self._real_recompile()
 
     def real_recompile(self) -> None:
         with _CODE_LOCK, gc_paused():

@@ -22,9 +22,6 @@ __all__ = ["ModeKeepingProgram"]
 class ModeKeepingProgram(ExportedProgram):
     """An exported program like any other, but for its decomposition."""
 
-    #: Whether it was decomposed before, and `detach` in it stands for a mode.
-    keeps_detach = False
-
     def run_decompositions(
         self,
         decomp_table: dict[Any, Callable[..., Any]] | None = None,
@@ -36,21 +33,15 @@ class ModeKeepingProgram(ExportedProgram):
         from partita.graphs.program import Program
         from partita.rewrite.dissolve import dissolve
 
-        program = Program.of(self)
-        plain = dissolve(program)
+        plain = dissolve(Program.of(self))
+        _check_writes(plain.graph)
         table = default_decompositions() if decomp_table is None else dict(decomp_table)
-        if plain is not program or self.keeps_detach:
-            _check_writes(plain.graph)
-            # The table makes an alias of it, through which gradients flow.
-            table.pop(torch.ops.aten.detach.default, None)
+        # The table makes an alias of it, through which gradients flow.
+        table.pop(torch.ops.aten.detach.default, None)
         run_decompositions = ExportedProgram.run_decompositions
         decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
-        if plain is program and not self.keeps_detach:
-            return decomposed
         # Decomposed once more, as some backends do, it keeps what it means as well.
-        result = ExportRecord.of(decomposed).around(decomposed.graph_module)
-        result.keeps_detach = True
-        return result
+        return ExportRecord.of(decomposed).around(decomposed.graph_module)
 
 
 def _check_writes(graph: Graph) -> None:
@@ -62,7 +53,7 @@ def _check_writes(graph: Graph) -> None:
                 seen = viewed_node(seen)
             if seen is not None:
                 raise ModeError(
-                    f"node {node.name!r} writes, under no_grad, a tensor that gradients flow through; a decomposed "
-                    "program cannot keep that. Train the program as it is, or decompose it for inference alone with "
-                    "torch.export.ExportedProgram.run_decompositions(program.exported())"
+                    f"node {node.name!r} writes a tensor that gradients flow through, under no_grad or through detach; "
+                    "a decomposed program cannot keep that. Train the program as it is, or decompose it for inference "
+                    "alone with torch.export.ExportedProgram.run_decompositions(program.exported())"
                 )

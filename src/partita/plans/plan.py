@@ -129,6 +129,8 @@ def plan(
         raise OptionError(
             f"{policy.__name__} is a class of policies; give one of them, for example {policy.__name__}(...)"
         )
+    if not isinstance(policy, Partition) and not callable(policy):
+        raise OptionError(f"a policy is called with a program and gives a Partition; {policy!r} cannot be called")
     partition = policy if isinstance(policy, Partition) else policy(program)
     if not isinstance(partition, Partition):
         raise OptionError(f"a policy gives a Partition, not {type(partition).__name__}; policy: {policy!r}")

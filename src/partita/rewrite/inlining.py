@@ -163,7 +163,7 @@ class Inlining:
         for path, value in self.placed.items():
             if find(module, path) is not value:
                 place(module, path, value, persistent=path not in self.fleeting)
-        paths = (path for path, _ in module.named_modules() if path not in self.placed)
+        paths = (path for path, _ in module.named_modules(remove_duplicate=False) if path not in self.placed)
         return self.program.rewritten(module, state_keys=self.program.state_keys.of_paths(paths))
 
 

@@ -42,8 +42,10 @@ class ModeWriter:
         assert shared >= self._floor, "a body cannot leave the block that it is called in"
         self._leave(shared)
         for block in wanted.blocks[shared:]:
-            # Which run of a grad mode a block belongs to is told by where it was entered.
-            self._switch_grad(replace(wanted, grad=block.grad))
+            # Which run of a grad mode a block belongs to is told by where it was entered. A block may lie inside a run
+            # that sets the grad mode although it was entered in that of the caller, if no node in it runs in that.
+            if block.grad is not None or self._can_find_grad():
+                self._switch_grad(replace(wanted, grad=block.grad))
             self._enter(block)
         self._switch_grad(wanted)
         self.mode = wanted
@@ -94,6 +96,10 @@ class ModeWriter:
         assert value is not None, "the caller's grad mode is out of reach"
         self._call(toggles.SET_GRAD, value)
         self.mode = replace(self.mode, grad=wanted.grad)
+
+    def _can_find_grad(self) -> bool:
+        """Whether the grad mode of the caller is known or can still be asked for."""
+        return self.mode.grad is None or self._ambient_grad is not None or self._caller.grad is not None
 
     def _ask_for_grad(self) -> None:
         if self._ambient_grad is None and self.mode.grad is None:

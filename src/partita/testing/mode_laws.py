@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -64,10 +64,10 @@ def _means_the_same(subject: ModeSubject) -> None:
 
 
 def _finds_the_same_modes(subject: ModeSubject) -> None:
-    """Whoever calls: where the program puts back what it found, callers without gradients too."""
-    for name, caller in _CALLERS.items():
-        if name in _WITHOUT_GRADIENTS and subject.wrapped.caller.grad is not None:
-            continue
+    """Whoever calls: where the program puts back what it found, callers without gradients too, in turn."""
+    takes_grad = subject.wrapped.caller.grad is not None
+    others = [name for name in _CALLERS if not (takes_grad and name in _WITHOUT_GRADIENTS)]
+    for name, caller in (("gradients only", nullcontext), _in_turn(subject, others)):
         mine, other = subject.case.copy(), subject.case.copy()
         after = wrapped(Program.of(other.graph_module)).graph_module
         with torch.enable_grad(), caller():
@@ -142,15 +142,20 @@ def _wraps_once(subject: ModeSubject) -> None:
 
 
 def _wraps_alike_anywhere(subject: ModeSubject) -> None:
-    text, elsewhere = text_of(subject.wrapped.graph_module), subject.wrapped
-    for name in ("no_grad", "autocast", "inference_mode"):
-        elsewhere = wrapped(Program.of(subject.case.graph_module), under=_CALLERS[name]())
-        assert text == text_of(elsewhere.graph_module), f"another program is made under {name}"
+    name, caller = _in_turn(subject, list(_CALLERS))
+    elsewhere = wrapped(Program.of(subject.case.graph_module), under=caller())
+    same = text_of(subject.wrapped.graph_module) == text_of(elsewhere.graph_module)
+    assert same, f"another program is made under {name}"
     equal(fingerprint(elsewhere), fingerprint(subject.wrapped))
 
 
+def _in_turn(subject: ModeSubject, names: Sequence[str]) -> tuple[str, Callable[[], AbstractContextManager[Any]]]:
+    """One of the callers of these names, another one for another program."""
+    name = names[len(subject.program.index.nodes) % len(names)]
+    return name, _CALLERS[name]
+
+
 _CALLERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "modes of nobody": nullcontext,
     "no_grad": torch.no_grad,
     "autocast": partial(torch.autocast, "cpu", torch.float16, cache_enabled=False),
     "inference_mode": torch.inference_mode,
