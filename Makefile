@@ -32,8 +32,8 @@ docs: $(INSTALLED) ## Run the examples of the documentation
 bench: $(INSTALLED) ## Measure beside torch
 	$(BIN)/python -m benchmarks
 
-fuzz: $(INSTALLED) ## Check the laws on N=1000 generated graphs
-	$(BIN)/python -m partita.testing.fuzz --graphs $(N)
+fuzz: $(INSTALLED) ## Check the laws on N=1000 generated graphs (ARGS=--modes: on nests of modes)
+	$(BIN)/python -m partita.testing.fuzz --graphs $(N) $(ARGS)
 
 clean: ## Remove the virtual environment, caches and build outputs
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

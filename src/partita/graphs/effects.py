@@ -62,7 +62,7 @@ def effects_of(index: Index, root: GraphModule, *, pure: frozenset[Callable[...,
         return Effects(array("i"), array("i"))
     touches = _Touches()
     _touch_chains(touches, index, acting)
-    _touch_fences(touches, index, acting)
+    _touch_fences(touches, index, acting, root)
     written_inputs = _touch_memory(touches, index, behaviours, acting)
     before, after = _edges(touches)
     number = index.number
@@ -100,14 +100,17 @@ def _touch_chains(touches: _Touches, index: Index, acting: Mapping[Node, Behavio
             touches.writes.setdefault(index.number[node], set()).update(chains)
 
 
-def _touch_fences(touches: _Touches, index: Index, acting: Mapping[Node, Behaviour]) -> None:
-    """Every call stays on its side of a fence; mode toggles have no side."""
+def _touch_fences(touches: _Touches, index: Index, acting: Mapping[Node, Behaviour], root: GraphModule) -> None:
+    """Every call stays on its side of a fence; mode toggles, and what only takes an item, have no side."""
     fences = {index.number[node] for node, told in acting.items() if told.fences}
     if not fences:
         return
+    projections = frozenset(projections_of(index, root))
     for i, node in enumerate(index.nodes):
         if i in fences:
             touches.writes.setdefault(i, set()).add(_FENCE)
+        elif i in projections:
+            continue
         elif node.op.startswith("call_") and node.target not in TOGGLES and node.target is not IS_GRAD_ENABLED:
             touches.reads.setdefault(i, []).append((_FENCE, -1))
 

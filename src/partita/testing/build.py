@@ -49,7 +49,11 @@ def build(recipe: Recipe) -> Case:
 
 
 def _drafted(recipe: Recipe, inputs: Sequence[Input]) -> tuple[Draft, list[str]]:
-    draft = Draft(new_graph(pytree=recipe.pytree), State(training=recipe.training), odd_names=recipe.odd_names)
+    # Autocast keeps the leaves that it has cast until the outermost block is left, and does not notice when they are
+    # written. Of blocks that cross no nest is left, so that in these programs leaves are not written.
+    crosses = any(step.kind in ("nests.cross", "nests.forget") for step in recipe.steps)
+    state = State(training=recipe.training)
+    draft = Draft(new_graph(pytree=recipe.pytree), state, odd_names=recipe.odd_names, keeps_leaves=crosses)
     with draft.running():
         receive_inputs(draft, inputs, arguments_of(inputs, pytree=recipe.pytree))
         taken = _take_steps(draft, recipe)

@@ -39,7 +39,7 @@ class OpenBlock:
 class Draft:
     """A graph and, for each of its nodes, the value it had when it ran."""
 
-    def __init__(self, graph: Graph, state: State, *, odd_names: int = 0) -> None:
+    def __init__(self, graph: Graph, state: State, *, odd_names: int = 0, keeps_leaves: bool = False) -> None:
         self.graph = graph
         self.state = state
         self.values: dict[Node, Any] = {}
@@ -48,6 +48,8 @@ class Draft:
         self._odd_names = odd_names
         self._saved: dict[int, Tensor] = {}
         self._owned: set[int] = set()
+        self._keeps_leaves = keeps_leaves
+        self._leaves: set[int] = set()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -88,12 +90,15 @@ class Draft:
             value = getattr(value, part)
         if isinstance(value, Tensor):
             self._owned.add(_storage(value))
+            self._note_leaf(value)
         return self._add("get_attr", path, lambda: value, (), {})
 
     def receive(self, node: Node, value: object) -> None:
         """Takes a placeholder and what is passed for it."""
         self.values[node] = value
         self.inputs.append(node)
+        if isinstance(value, Tensor):
+            self._note_leaf(value)
 
     def disown(self, node: Node) -> None:
         """Lets no later step use the value of `node`."""
@@ -117,8 +122,8 @@ class Draft:
         return self.tensor(pick, self.may_write)
 
     def may_write(self, value: Tensor) -> bool:
-        """Whether nothing that the backward pass has kept lies in the storage of `value`."""
-        return _storage(value) not in self._saved
+        """Whether nothing that the backward pass has kept lies in the storage of `value`, nor a leaf to be kept."""
+        return _storage(value) not in self._saved and _storage(value) not in self._leaves
 
     def outlives_call(self, node: Node) -> bool:
         """Whether the tensor belongs to the state, so that no gradient may flow into it from one call to the next."""
@@ -147,6 +152,10 @@ class Draft:
         node = self.graph.create_node(op, target, args, kwargs, name=self._odd_name())
         self.values[node] = value
         return node
+
+    def _note_leaf(self, value: Tensor) -> None:
+        if self._keeps_leaves and value.requires_grad:
+            self._leaves.add(_storage(value))
 
     def _odd_name(self) -> str | None:
         if not self._odd_names or len(self.values) % (self._odd_names + 1):

@@ -75,18 +75,25 @@ def _finds_the_same_modes(subject: ModeSubject) -> None:
 
 
 def _same_sight(before: Sight, after: Sight, caller: str) -> None:
-    start = read_ambient()
+    missing = [name for name in before.modes if name not in after.modes]
+    assert not missing, f"{missing} do not run when called under {caller}"
+    leaves_flag = _leaves_flag(before, after)
     for name, modes in before.modes.items():
-        assert name in after.modes, f"{name} does not run when called under {caller}"
-        # Blocks that cross can leave the cache flag alone switched, which no operator sets by itself.
         found = after.modes[name]
-        flag = modes.autocast_cache if modes.autocast != start.autocast else found.autocast_cache
+        flag = found.autocast_cache if leaves_flag else modes.autocast_cache
         wanted = replace(modes, autocast_depth=found.autocast_depth, autocast_cache=flag)
         assert found == wanted, f"called under {caller}, {name} runs under\n{found}, not under\n{wanted}"
     assert before.raised == after.raised, f"{after.raised} is raised under {caller}, not {before.raised}"
     assert not after.leaks, f"modes are left behind under {caller}"
     equal(after.outputs, before.outputs)
     assert before.state == after.state, f"called under {caller}, another random or other state is left behind"
+
+
+def _leaves_flag(before: Sight, after: Sight) -> bool:
+    """Whether blocks that cross have left the cache flag alone switched, which no operator sets by itself."""
+    around = read_ambient().autocast
+    bare = [name for name, modes in before.modes.items() if modes.autocast == around]
+    return any(before.modes[name].autocast_cache != after.modes[name].autocast_cache for name in bare)
 
 
 def _switches_by_operators_only(subject: ModeSubject) -> None:
