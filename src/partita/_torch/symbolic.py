@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["is_unbacked", "symbol_of", "symbols_in"]
+__all__ = ["NUMBER_FUNCTIONS", "is_unbacked", "symbol_of", "symbols_in"]
+
+#: The functions by which exported programs compute with numbers; of numbers, they only make numbers.
+NUMBER_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(getattr(operator, name) for name in operator.__all__),
+    *(function for function in vars(math).values() if callable(function)),
+    *(function for name, function in vars(torch).items() if name.startswith(("sym_", "_sym_"))),
+)
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

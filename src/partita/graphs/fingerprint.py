@@ -63,7 +63,8 @@ class _Hasher:
             return self.hashes[same]
         item = takes_item(node, self.program.graph_module)
         behind = sorted({self.hashes[at] for at in self.behind.get(number, ()) if not self._may_be_read_elsewhere(at)})
-        mode = "" if item or node.op in ("placeholder", "get_attr", "output") else repr(self.modes.at(number))
+        modeless = item or number in self.program.symbolic_scalars or node.op in ("placeholder", "get_attr", "output")
+        mode = "" if modeless else repr(self.modes.at(number))
         arguments = self._argument(node.args), self._argument(node.kwargs)
         return _digest(node.op, self._target(node), arguments, behind, mode)
 

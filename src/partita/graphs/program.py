@@ -21,6 +21,7 @@ from partita.graphs.mode import AMBIENT, Mode
 from partita.graphs.modes import Modes, modes_of
 from partita.graphs.projections import projections_of
 from partita.graphs.state_keys import UNMOVED, StateKeys
+from partita.graphs.symbolic_scalars import symbolic_scalars_of
 from partita.graphs.tolerance import EXACT, Tolerance
 
 __all__ = ["Program"]
@@ -155,6 +156,11 @@ class Program:
     def projections(self) -> tuple[int, ...]:
         """The nodes that only take an item out of a container, by number."""
         return projections_of(self.index, self._graph_module)
+
+    @cached_property
+    def symbolic_scalars(self) -> frozenset[int]:
+        """The nodes that compute a truth value or a float from symbolic numbers alone, by number."""
+        return symbolic_scalars_of(self.index)
 
     @cached_property
     def effects(self) -> Effects:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from typing import final
 
+from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -19,6 +20,8 @@ from partita.graphs.tolerance import EXACT, Tolerance
 from partita.plans.explaining import explanation
 from partita.plans.table import table
 from partita.plans.treatment import (
+    Called,
+    Site,
     Treatment,
     is_treatment,
     marks_of,
@@ -30,9 +33,11 @@ from partita.plans.treatment import (
 from partita.regions import Partition, Region
 from partita.rewrite.inline import inline
 from partita.rewrite.marking import add_marks, marked
-from partita.rewrite.operator_calls import OperatorCall, call_through
+from partita.rewrite.module_calls import calling_modules
+from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall, call_through
 from partita.rewrite.outline import Surroundings, outlined
 from partita.rewrite.state_keys import MovedByPart, StateNaming, name_state
+from partita.runtime.failures import Failures
 
 __all__ = ["Plan", "Policy", "plan"]
 
@@ -49,6 +54,8 @@ class Plan:
     treatments: tuple[Treatment, ...]
     #: Whether modes that the program leaves switched are put back instead.
     puts_back_modes: bool = False
+    #: What went wrong while regions of the result were compiled, so that they run eagerly; it grows as they are called.
+    failures: Failures = field(default_factory=Failures, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.treatments) != len(self.partition) or not all(map(is_treatment, self.treatments)):
@@ -72,29 +79,38 @@ class Plan:
         """A new program in which every region is one call of what its treatment gave.
 
         Parameters and buffers are shared. `state_names="split"` names the state of modules that moved by where they
-        went, as torch's `split_module` does; `"original"` keeps the names that checkpoints of the original use.
+        went, as torch's `split_module` does; `"original"` keeps the names that checkpoints of the original use. An
+        exported program can hold nothing but graphs: where a treatment gives something else, the result is the module
+        that the program stands for.
         """
         final = AMBIENT if self.puts_back_modes else self.program.modes.final
         cut = outlined(self.partition, surroundings=Surroundings.unknown(len(self.partition), final))
         module, moved = cut.graph_module, MovedByPart(cut.moved)
         operators: dict[str, OperatorCall] = {}
         inlined: set[str] = set()
-        for name, body, region, treatment in zip(cut.names, cut.bodies, self.partition, self.treatments, strict=True):
-            add_marks(body, marks_of(treatment, region))
-            exported, caller = self.program.export is not None, self.program.caller
-            called = treated(treatment, region, body, exported=exported, caller=caller)
+        unexportable: dict[str, nn.Module] = {}
+        for name, body, site, treatment in zip(cut.names, cut.bodies, self._sites(), self.treatments, strict=True):
+            add_marks(body, marks_of(treatment, site.region))
+            called = treated(treatment, body, site)
+            if self.program.export is not None and not isinstance(called.module, GraphModule):
+                unexportable[name] = called.module
+                called = Called(body)
             module._modules[name] = called.module
             moved.settle(name, body, called.module)
             if called.inlined:
                 inlined.add(name)
-            elif called.through is not None:
-                operators[name] = called.through
+            elif called.through is not None or self.program.export is not None:
+                operators[name] = called.through or PLAIN_CALL
+        called_by = {str(node.target): node.name for node in module.graph.find_nodes(op="call_module")}
         call_through(module, operators)
         keys = self.program.state_keys.then(moved.settled)
         name_state(module, keys, naming=state_names)
         result = self.program.rewritten(module, state_keys=keys, tolerance=self.tolerance | cut.tolerance)
         calls = [node.name for node in module.graph.find_nodes(op="call_module") if node.target in inlined]
-        return inline(result, calls) if calls else result
+        result = inline(result, calls) if calls else result
+        if not unexportable:
+            return result
+        return calling_modules(result, {called_by[name]: module for name, module in unexportable.items()})
 
     def annotate(self) -> Program:
         """A new program, cut nowhere, whose nodes carry the marks that the treatments give their regions."""
@@ -109,6 +125,10 @@ class Plan:
         """Why this node is where it is."""
         found = self.program.node(node) if isinstance(node, str) else node
         return explanation(self.partition, self.treatments, found)
+
+    def _sites(self) -> list[Site]:
+        count, caller = len(self.partition), self.program.caller
+        return [Site(region, place, count, caller, self.failures) for place, region in enumerate(self.partition)]
 
     def __str__(self) -> str:
         return table(self.partition, self.treatments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar, final, runtime_checkable
 
@@ -11,14 +11,16 @@ from torch import nn
 from torch.fx import GraphModule
 
 from partita.errors import TreatmentError
-from partita.graphs.mode import Mode
+from partita.graphs.mode import AMBIENT, Mode
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.regions import Region
-from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall
+from partita.rewrite.operator_calls import OperatorCall
+from partita.runtime.failures import Failures
 
 __all__ = [
     "Called",
     "Marks",
+    "Site",
     "Treatment",
     "Treats",
     "is_treatment",
@@ -51,12 +53,27 @@ class Treats(Protocol):
         """What is called in the place of the region: `body` itself, or something that means the same."""
 
 
-@runtime_checkable
-class TreatsUnder(Protocol):
-    """A treatment that decides by what is known of the modes that the program is called under, too."""
+@final
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a body will be called: its region, which is `place` of `count`, and what is known of the caller's modes.
 
-    def treat_under(self, body: GraphModule, caller: Mode) -> nn.Module | Called:
-        """What `treat` would give if `caller` were unknown."""
+    What goes wrong there at run time belongs into `failures`, where the plan keeps it.
+    """
+
+    region: Region
+    place: int = 0
+    count: int = 1
+    caller: Mode = AMBIENT
+    failures: Failures = field(default_factory=Failures)
+
+
+@runtime_checkable
+class TreatsAt(Protocol):
+    """A treatment that decides by where the body will be called, too."""
+
+    def treat_at(self, body: GraphModule, site: Site) -> nn.Module | Called:
+        """What `treat` would give if `site` were unknown."""
 
 
 @runtime_checkable
@@ -109,11 +126,12 @@ def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
     return found
 
 
-def treated(treatment: Treatment, region: Region, body: GraphModule, *, exported: bool, caller: Mode) -> Called:
+def treated(treatment: Treatment, body: GraphModule, site: Site) -> Called:
     """What the treatment gives to be called, as long as that can be called."""
     given: object = body
-    if isinstance(treatment, TreatsUnder):
-        given = _asked(partial(treatment.treat_under, caller=caller), body, treatment, region)
+    region = site.region
+    if isinstance(treatment, TreatsAt):
+        given = _asked(partial(treatment.treat_at, site=site), body, treatment, region)
     elif isinstance(treatment, Treats):
         given = _asked(treatment.treat, body, treatment, region)
     called = Called(given) if isinstance(given, nn.Module) else given
@@ -121,12 +139,7 @@ def treated(treatment: Treatment, region: Region, body: GraphModule, *, exported
         raise TreatmentError(
             f"{treatment!r} gave {type(given).__name__} for region {region.name!r}; `treat` returns a module"
         )
-    if exported and not isinstance(called.module, GraphModule):
-        raise TreatmentError(
-            f"{treatment!r} gave {type(called.module).__name__} for region {region.name!r}, but an exported program "
-            "holds nothing but graphs; take its module first, Program.of(program.module())"
-        )
-    return replace(called, through=PLAIN_CALL) if exported and called.through is None else called
+    return called
 
 
 def _asked(function: Callable[[T], object], subject: T, treatment: Treatment, region: Region) -> object:

@@ -9,11 +9,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from partita.errors import OptionError
-from partita.graphs.mode import AMBIENT
-from partita.graphs.mode import Mode as ModeOfNodes
 from partita.graphs.modes import has_toggles
 from partita.graphs.program import Program
-from partita.plans.treatment import Called
+from partita.plans.treatment import Called, Site
 from partita.rewrite.mode_operators import OperatorFamily
 from partita.rewrite.operator_calls import only_call
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
@@ -40,10 +38,13 @@ class Mode:
             raise OptionError(f'Mode uses the operators of "partita" or of "torch", not of {self.operators!r}')
 
     def treat(self, body: GraphModule) -> nn.Module | Called:
-        return self.treat_under(body, AMBIENT)
+        return self._treated(Program(body))
 
-    def treat_under(self, body: GraphModule, caller: ModeOfNodes) -> nn.Module | Called:
-        module = wrap_modes(Program(body, caller=caller), WrapStyle(self.operators)).graph_module
+    def treat_at(self, body: GraphModule, site: Site) -> nn.Module | Called:
+        return self._treated(Program(body, caller=site.caller))
+
+    def _treated(self, program: Program) -> nn.Module | Called:
+        body, module = program.graph_module, wrap_modes(program, WrapStyle(self.operators)).graph_module
         if not has_toggles(body.graph):
             return Called(module, inlined=True)  # Only the bodies that its operators run switch modes.
         single = only_call(module)
