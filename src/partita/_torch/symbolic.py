@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["NUMBER_FUNCTIONS", "is_unbacked", "symbol_of", "symbols_in"]
+__all__ = ["NUMBER_FUNCTIONS", "hint_of", "is_unbacked", "symbol_of", "symbols_in"]
 
 #: The functions by which exported programs compute with numbers; of numbers, they only make numbers.
 NUMBER_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(getattr(operator, name) for name in operator.__all__),
+    *(getattr(operator, name) for name in operator.__all__ if name != "call"),
     *(function for function in vars(math).values() if callable(function)),
     *(function for name, function in vars(torch).items() if name.startswith(("sym_", "_sym_"))),
 )
@@ -36,6 +36,13 @@ def symbol_of(value: Any) -> Any:
         return None
     expression = value.node.expr
     return expression if expression.is_symbol else None
+
+
+def hint_of(value: Any, default: int = 1) -> Any:
+    """A number itself; of a symbolic one the value that it had in the trace, or `default` where nobody knows."""
+    if not isinstance(value, _SYMBOLIC):
+        return value
+    return value.node.hint if value.node.has_hint() else default
 
 
 def is_unbacked(symbol: Any) -> bool:

@@ -1,37 +1,97 @@
-"""Why a node is where it is, in words."""
+"""Why a node is where it is, as data and in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
 
 from torch.fx import Node
 
 from partita.errors import UnknownNodeError
-from partita.graphs.modes import AMBIENT
+from partita.graphs.mode import AMBIENT, Mode
+from partita.plans.apart import path_into, path_out_of
 from partita.plans.treatment import Treatment
 from partita.regions import Partition
+from partita.regions.reason import Reason
+from partita.solvers.quotient import ALONE
 
-__all__ = ["explanation"]
+__all__ = ["Explanation", "explanation"]
 
 
-def explanation(partition: Partition, treatments: Sequence[Treatment], node: Node) -> str:
+@final
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a node is where it is; prints as text.
+
+    `region` is where it runs, or None, and then `reason` says why. `path_in` leads from another region of the same
+    label to the node through nodes outside, and `path_out` from the node to another such region: why these are not
+    one region. It stays behind the nodes in `after` and before those in `before` although no data flows.
+    """
+
+    node: str
+    where: str
+    region: str | None
+    reason: Reason | None
+    mode: Mode
+    path_in: tuple[str, ...]
+    path_out: tuple[str, ...]
+    after: tuple[str, ...]
+    before: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.node}: {self.where}", *(f"  {remark}" for remark in self.remarks)]
+        if self.path_in:
+            lines.append(f"  cut from what is before by {' -> '.join(self.path_in)}")
+        if self.path_out:
+            lines.append(f"  cut from what is after by {' -> '.join(self.path_out)}")
+        for what, names in (("after", self.after), ("before", self.before)):
+            if names:
+                lines.append(f"  stays {what} {', '.join(names)}: memory, random numbers or side effects")
+        return "\n".join(lines)
+
+
+def explanation(partition: Partition, treatments: Sequence[Treatment], node: Node) -> Explanation:
     """Where `node` runs, for which reason, under which mode, and what it must stay behind and before."""
     program = partition.program
     number = program.index.number.get(node)
     if number is None:
         raise UnknownNodeError(f"{node.name!r} is not a node of this program; take it from `program.graph`")
-    lines = [f"{node.name}: {_where(partition, treatments, node)}"]
+    region, reason = partition.region_of(node), partition.reasons.get(node)
+    nodes, effects = program.index.nodes, program.effects
+    return Explanation(
+        node=node.name,
+        where=_where(partition, treatments, node),
+        region=None if region is None else region.name,
+        reason=None if region is not None or reason is None else Reason.of(reason),
+        mode=program.modes.at(number),
+        path_in=tuple(step.name for step in path_into(partition, node)),
+        path_out=tuple(step.name for step in path_out_of(partition, node)),
+        after=tuple(nodes[a].name for a, b in effects.edges() if b == number),
+        before=tuple(nodes[b].name for a, b in effects.edges() if a == number),
+        remarks=tuple(_remarks(partition, number)),
+    )
+
+
+def _remarks(partition: Partition, number: int) -> Iterator[str]:
+    program = partition.program
     mode = program.modes.at(number)
     if number in program.modes.toggles:
-        lines.append("  it only switches a mode; whoever runs a node sets the mode that it needs")
+        yield "it only switches a mode; whoever runs a node sets the mode that it needs"
     elif mode != AMBIENT:
-        lines.append(f"  it runs under {mode}")
-    lines += _order(partition, number)
-    return "\n".join(lines)
+        yield f"it runs under {mode}"
+    if number in program.effects.barriers:
+        yield "nobody knows what it does, so nothing with an effect moves past it"
 
 
 def _where(partition: Partition, treatments: Sequence[Treatment], node: Node) -> str:
-    place = partition.owner[partition.program.index.number[node]]
+    number = partition.program.index.number[node]
+    place = partition.owner[number]
+    if number in partition.copies:
+        names = [repr(partition.regions[at].name) for at in sorted(partition.copies[number])]
+        names += ["outside every region"] if place == ALONE else []
+        return f"a number that is computed wherever it is read: {', '.join(names)}"
     named = next((region for region in partition.regions if node in region.nodes), None)
     if place >= 0:
         region = partition.regions[place]
@@ -39,7 +99,8 @@ def _where(partition: Partition, treatments: Sequence[Treatment], node: Node) ->
         if region.label is not None:
             text += f", labelled {region.label!r}"
         if named is not region:
-            text += ", where the container is made that it takes an item from"
+            is_scalar = number in partition.program.symbolic_scalars
+            text += f", {_ONLY_READER if is_scalar else 'where the container is made that it takes an item from'}"
         return text
     if node.op in ("placeholder", "output"):
         return f"{'an input' if node.op == 'placeholder' else 'the output'} of the program; in no region"
@@ -49,15 +110,4 @@ def _where(partition: Partition, treatments: Sequence[Treatment], node: Node) ->
     return f"outside every region{f': {reason}' if reason else ''}"
 
 
-def _order(partition: Partition, number: int) -> list[str]:
-    effects, nodes = partition.program.effects, partition.program.index.nodes
-    before = [nodes[a].name for a, b in zip(effects.before, effects.after, strict=True) if b == number]
-    after = [nodes[b].name for a, b in zip(effects.before, effects.after, strict=True) if a == number]
-    lines = []
-    if number in effects.barriers:
-        lines.append("  nobody knows what it does, so nothing with an effect moves past it")
-    if before:
-        lines.append(f"  stays after {', '.join(before)}: memory, random numbers or side effects")
-    if after:
-        lines.append(f"  stays before {', '.join(after)}: memory, random numbers or side effects")
-    return lines
+_ONLY_READER = "the only one that reads this number"

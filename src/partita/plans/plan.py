@@ -17,7 +17,8 @@ from partita.errors import ModeError, OptionError
 from partita.graphs.mode import AMBIENT
 from partita.graphs.program import Program
 from partita.graphs.tolerance import EXACT, Tolerance
-from partita.plans.explaining import explanation
+from partita.plans.explaining import Explanation, explanation
+from partita.plans.left_out import LeftOut, left_out
 from partita.plans.table import table
 from partita.plans.treatment import (
     Called,
@@ -122,9 +123,25 @@ class Plan:
         return marked(self.program, marks)
 
     def explain(self, node: Node | str) -> str:
-        """Why this node is where it is."""
+        """Why this node is where it is, in words."""
+        return str(self.explanation(node))
+
+    def explanation(self, node: Node | str) -> Explanation:
+        """Why this node is where it is, as data."""
         found = self.program.node(node) if isinstance(node, str) else node
         return explanation(self.partition, self.treatments, found)
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The operators outside every region, by reason; each prints as a line."""
+        return left_out(self.partition)
+
+    def summary(self) -> str:
+        """How much is in regions, and how much is left out, by reason."""
+        outside = self.left_out()
+        inside, out = sum(map(len, self.partition)), sum(group.count for group in outside)
+        regions = "1 region" if len(self.partition) == 1 else f"{len(self.partition)} regions"
+        head = f"{inside} {'node' if inside == 1 else 'nodes'} in {regions}, {out} outside"
+        return "\n".join([head, *map(str, outside)])
 
     def _sites(self) -> list[Site]:
         count, caller = len(self.partition), self.program.caller
@@ -165,8 +182,9 @@ def plan(
 def _covers_modes(partition: Partition) -> bool:
     """Whether all nodes in modes of their own are in regions, so that treatments can see to it that none is left."""
     modes, nodes = partition.program.modes, partition.program.index.nodes
+    without = modes.toggles | partition.program.symbolic_scalars
     return all(
-        place >= 0 or number in modes.toggles or modes.at(number) == AMBIENT or nodes[number].op in _WITHOUT_MODE
+        place >= 0 or number in without or modes.at(number) == AMBIENT or nodes[number].op in _WITHOUT_MODE
         for number, place in enumerate(partition.owner)
     )
 
@@ -190,9 +208,10 @@ def _treatment_for(
 def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> None:
     """Raises where a treatment that takes one mode would get a region of two."""
     modes, nodes = partition.program.modes, partition.program.index.nodes
+    scalars = partition.program.symbolic_scalars
     first: dict[int, int] = {}
     for number, place in enumerate(partition.owner):
-        if place < 0 or mixes_modes(treatments[place]):
+        if place < 0 or number in scalars or mixes_modes(treatments[place]):
             continue
         known = first.setdefault(place, number)
         one, other = modes.at(known), modes.at(number)

@@ -80,11 +80,10 @@ def _remarks(partition: Partition) -> list[str]:
 
 
 def _loose_operators(partition: Partition) -> list[Node]:
-    number, projections = partition.program.index.number, set(partition.program.projections)
+    program, number = partition.program, partition.program.index.number
+    settled = {*program.projections, *program.symbolic_scalars}
     return [
-        node
-        for node in partition.program.operators()
-        if partition.owner[number[node]] == ALONE and number[node] not in projections
+        node for node in program.operators() if partition.owner[number[node]] == ALONE and number[node] not in settled
     ]
 
 

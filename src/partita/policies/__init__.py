@@ -3,10 +3,21 @@
 from partita.plans import Policy
 from partita.policies.around_operators import AroundOperators
 from partita.policies.by_annotation import ByAnnotation
+from partita.policies.by_capability import ByCapability
 from partita.policies.by_label import ByLabel
 from partita.policies.by_mode import ByMode
 from partita.policies.by_module import ByModule
 from partita.policies.by_size import BySize
 from partita.policies.sequential import Sequential
 
-__all__ = ["AroundOperators", "ByAnnotation", "ByLabel", "ByMode", "ByModule", "BySize", "Policy", "Sequential"]
+__all__ = [
+    "AroundOperators",
+    "ByAnnotation",
+    "ByCapability",
+    "ByLabel",
+    "ByMode",
+    "ByModule",
+    "BySize",
+    "Policy",
+    "Sequential",
+]
