@@ -66,12 +66,12 @@ def test_a_plan_by_modes_is_a_table_and_explains_nodes() -> None:
     decided = plan(traced(blocks, square()), ByMode(), Mode())
     assert str(decided) == text(
         """
-        region       nodes  in  out  bytes in  bytes out  treatment                  label
-        -----------  -----  --  ---  --------  ---------  -------------------------  ------------------------
-        no_grad      2      1   2    36        54         Mode(operators='partita')  no_grad
-        autocast     1      1   1    36        18         Mode(operators='partita')  autocast on cpu bfloat16
-        no_autocast  1      1   1    36        36         Mode(operators='partita')  no autocast on cpu
-        no_grad_1    1      1   1    36        36         Mode(operators='partita')  no_grad
+        region       nodes  in  out  bytes in  bytes out  flops  treatment                  label
+        -----------  -----  --  ---  --------  ---------  -----  -------------------------  ------------------------
+        no_grad      2      1   2    36        54         54     Mode(operators='partita')  no_grad
+        autocast     1      1   1    36        18         54     Mode(operators='partita')  autocast on cpu bfloat16
+        no_autocast  1      1   1    36        36         54     Mode(operators='partita')  no autocast on cpu
+        no_grad_1    1      1   1    36        36         0      Mode(operators='partita')  no_grad
         left out: 1 node: it runs in the caller's modes
         """
     )

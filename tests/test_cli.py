@@ -29,7 +29,19 @@ def demo() -> str:
 def test_the_demo_runs_to_the_end(demo: str) -> None:
     assert demo.rstrip().endswith("All of it held.")
     head = next(line for line in demo.splitlines() if line.strip().startswith("region "))
-    assert head.split() == ["region", "nodes", "in", "out", "bytes", "in", "bytes", "out", "treatment", "label"]
+    assert head.split() == [
+        "region",
+        "nodes",
+        "in",
+        "out",
+        "bytes",
+        "in",
+        "bytes",
+        "out",
+        "flops",
+        "treatment",
+        "label",
+    ]
     assert "Call()" in demo
     assert all(f"\n{number}. " in demo for number in (1, 2, 3))
 

@@ -65,10 +65,10 @@ def by(labels: Mapping[str, Any]) -> ByLabel:
 def test_a_plan_prints_as_a_table() -> None:
     shown = str(plan(chain(), by({"sin": "first", "mul": "first", "cos": 7}), Call()))
     assert shown == text("""
-        region  nodes  in  out  bytes in  bytes out  treatment  label
-        ------  -----  --  ---  --------  ---------  ---------  -----
-        first   2      2   1    8,000     4,000      Call()     first
-        part_7  1      1   1    4,000     4,000      Call()     7
+        region  nodes  in  out  bytes in  bytes out  flops  treatment  label
+        ------  -----  --  ---  --------  ---------  -----  ---------  -----
+        first   2      2   1    8,000     4,000      0      Call()     first
+        part_7  1      1   1    4,000     4,000      0      Call()     7
         left out: 1 node: its label is None
         barriers: 1 call of what nobody knows (unknown); where these have no side effects, say so with Program.of(..., pure=[...])
     """)  # noqa: E501
@@ -77,7 +77,7 @@ def test_a_plan_prints_as_a_table() -> None:
 
 def test_unknown_bytes_are_a_question_mark() -> None:
     row = str(plan(chain(traced=False), by({"cos": "last"}), Call())).splitlines()[2]
-    assert row.split() == ["last", "1", "1", "1", "?", "?", "Call()", "last"]
+    assert row.split() == ["last", "1", "1", "1", "?", "?", "?", "Call()", "last"]
 
 
 def test_containers_that_cross_item_by_item_have_bytes() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from torch.fx import Node
 
 from partita.graphs.attributes import find
-from partita.graphs.values import bytes_of, bytes_of_value, container_items
+from partita.graphs.flops import Flops
+from partita.graphs.values import bytes_of, bytes_of_value, container_items, value_of
 from partita.plans.treatment import Treatment
 from partita.regions import Partition
 from partita.regions.borders import Crossing, Item
@@ -16,12 +17,12 @@ from partita.solvers.quotient import ALONE
 
 __all__ = ["table"]
 
-_HEAD = ("region", "nodes", "in", "out", "bytes in", "bytes out", "treatment", "label")
+_HEAD = ("region", "nodes", "in", "out", "bytes in", "bytes out", "flops", "treatment", "label")
 
 
 def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
     """The regions in the order in which they will run, then what was left out and why."""
-    rows = [_HEAD]
+    rows, counter = [_HEAD], Flops()
     called = [vertex for vertex in partition.order if vertex < len(partition)]
     for place in called:
         region, border = partition.regions[place], partition.borders.of_regions[place]
@@ -33,6 +34,7 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
                 str(len(border.outputs)),
                 _bytes(partition, border.inputs),
                 _bytes(partition, border.outputs),
+                _flops(region.nodes, counter),
                 repr(treatments[place]),
                 "" if region.label is None else str(region.label),
             )
@@ -58,6 +60,13 @@ def _bytes(partition: Partition, crossings: Iterable[Crossing]) -> str:
             return "?"
         total += size
     return f"{total:,}"
+
+
+def _flops(nodes: Sequence[Node], counter: Flops) -> str:
+    """What the nodes of a region compute; a question mark where nobody traced their values."""
+    if all(value_of(node) is None for node in nodes):
+        return "?"
+    return f"{counter.total(nodes):,}"
 
 
 def _remarks(partition: Partition) -> list[str]:
