@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import symbolic_trace
 
 from partita.equivalence import Comparison, Difference, Tolerance, compare, verify
 from partita.errors import OptionError, VerificationError
@@ -321,3 +322,24 @@ def test_a_model_on_the_device_equals_itself() -> None:
     mean = model[1].running_mean.clone()
     assert verify(model, model, (torch.randn(4, 3, device="cuda", requires_grad=True),)).notes == ()
     assert torch.equal(model[1].running_mean, mean)
+
+
+class Residue(nn.Module):
+    """A gradient of 1000, and one of the size of its rounding; the values do not tell."""
+
+    def __init__(self, residue: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.shift = nn.Parameter(torch.zeros(2))
+        self.residue = residue
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * 1000 + self.shift * self.residue
+
+
+def test_a_gradient_of_terms_that_cancel_is_measured_by_the_others() -> None:
+    one, other = (symbolic_trace(Residue(residue)) for residue in (1e-9, 2e-9))
+    assert not compare(one, other, (torch.ones(2),), tolerance=Tolerance()).equal
+    rounding = Tolerance(rounding=torch.finfo(torch.float32).eps)
+    assert compare(one, other, (torch.ones(2),), tolerance=rounding).equal
+    assert not compare(one, symbolic_trace(Residue(1e-2)), (torch.ones(2),), tolerance=rounding).equal

@@ -136,26 +136,47 @@ def _gradients(before: Observation, after: Observation, tolerance: Tolerance) ->
     if before.backward_raised or after.backward_raised:
         return
     ones, others = dict(before.gradients), dict(after.gradients)
+    widest = (
+        max((_largest(one) for one in ones.values() if one is not None), default=0.0) if tolerance.rounding else 0.0
+    )
     for name in {**ones, **others}:
         one, other = ones.get(name), others.get(name)
         if one is None or other is None:
             if one is not other:
                 yield Difference("gradient", name, "none != a gradient" if one is None else "a gradient != none")
             continue
-        allowed = tolerance | _rounding(one, tolerance.rounding) if tolerance.rounding else tolerance
+        allowed = tolerance | _rounding(one, tolerance.rounding, widest) if tolerance.rounding else tolerance
         for found in _tensors(one, other, name, allowed, _GRADIENT_PROPERTIES):
             detail = found.detail if found.kind == "value" else f"{found.kind} {found.detail}"
             yield Difference("gradient", name, detail)
 
 
-def _rounding(gradient: TensorRecord, unit: float) -> Tolerance:
-    """What a sum in another order may change: some units of rounding of the largest element."""
-    value = gradient.value
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()) or not value.numel():
+def _rounding(gradient: TensorRecord, unit: float, widest: float) -> Tolerance:
+    """What a sum in another order may change: some units of rounding of the largest element, or one of `widest`.
+
+    Terms that cancel leave a gradient that is all rounding, of terms as large as the other gradients: the bias of the
+    keys in an attention, for example.
+    """
+    if not _has_rounding(gradient):
         return EXACT
+    coarsest = max(unit, torch.finfo(gradient.dtype).eps)
+    return Tolerance(absolute=coarsest * max(_UNITS * _largest(gradient), widest))
+
+
+def _largest(gradient: TensorRecord) -> float:
+    """The largest magnitude of an element, infinities aside."""
+    if not _has_rounding(gradient):
+        return 0.0
+    value = gradient.value
     dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-    largest = float(dense.abs().nan_to_num(posinf=0.0).max())
-    return Tolerance(absolute=_UNITS * max(unit, torch.finfo(value.dtype).eps) * largest)
+    return float(dense.abs().nan_to_num(posinf=0.0).max())
+
+
+def _has_rounding(gradient: TensorRecord) -> bool:
+    value = gradient.value
+    if not isinstance(value, Tensor) or value.device.type == "meta" or not value.numel():
+        return False
+    return value.is_floating_point() or value.is_complex()
 
 
 _UNITS = 16

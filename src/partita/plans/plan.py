@@ -59,11 +59,12 @@ class Plan:
     failures: Failures = field(default_factory=Failures, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.treatments) != len(self.partition) or not all(map(is_treatment, self.treatments)):
+        distinct = {id(treatment): treatment for treatment in self.treatments}.values()
+        if len(self.treatments) != len(self.partition) or not all(map(is_treatment, distinct)):
             raise OptionError(
                 f"a plan takes one treatment a region: {len(self.partition)} regions, treatments {self.treatments!r}"
             )
-        if not all(map(mixes_modes, self.treatments)):
+        if not all(map(mixes_modes, distinct)):
             _check_modes(self.partition, self.treatments)
 
     @property
@@ -74,7 +75,8 @@ class Plan:
     @property
     def tolerance(self) -> Tolerance:
         """How far the treatments together may change numbers; `verify` reads it."""
-        return reduce(or_, map(tolerance_of, self.treatments), EXACT)
+        distinct = {id(treatment): treatment for treatment in self.treatments}.values()
+        return reduce(or_, map(tolerance_of, distinct), EXACT)
 
     def apply(self, *, state_names: StateNaming = "split") -> Program:
         """A new program in which every region is one call of what its treatment gave.
@@ -173,8 +175,11 @@ def plan(
         raise OptionError(f"a policy gives a Partition, not {type(partition).__name__}; policy: {policy!r}")
     if partition.program.graph_module is not program.graph_module:
         raise OptionError("this partition is of another program; make it from the program that you plan for")
-    treatments = tuple(_treatment_for(region, treatment) for region in partition)
-    decisive = treatments or (treatment,)
+    if is_treatment(treatment):
+        treatments: tuple[Treatment, ...] = (treatment,) * len(partition)
+    else:
+        treatments = tuple(_treatment_for(region, treatment) for region in partition)
+    decisive = {id(one): one for one in treatments or (treatment,)}.values()
     puts_back = all(is_treatment(one) and puts_back_modes(one) for one in decisive) and _covers_modes(partition)
     return Plan(partition, treatments, puts_back)
 

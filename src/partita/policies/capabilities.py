@@ -104,7 +104,8 @@ class _Taker:
             support = capability
             return cls(type(support).__name__, lambda node: _not_supported(support, submodules, node))
         assert callable(capability)
-        return cls(getattr(capability, "__name__", None) or type(capability).__name__, capability)
+        name = getattr(capability, "__name__", None) or type(capability).__name__
+        return cls("taken" if name == "<lambda>" else name, capability)
 
     def refusal(self, node: Node) -> str | None:
         answer = asked(self.function, node, node=node, role=f"refusal function {self.name!r}")

@@ -48,15 +48,11 @@ def units_of(
     """The units of a program, asked for each operator."""
     numbers = list(placeable(program))
     unit_of, order = _units(program, numbers, together)
-    members: dict[int, list[int]] = {}
-    for number in numbers:
-        members.setdefault(unit_of[number], []).append(number)
     takers = Takers(program, capabilities)
     kinds, reasons = [REFUSED] * len(unit_of), dict[Node, str]()
     known: dict[Hashable, int] = {}
     taker_of_kind: list[int] = []
-    for unit, group in members.items():
-        nodes = [program.index.nodes[number] for number in group]
+    for unit, nodes in _members(program, numbers, unit_of, grouped=together is not None):
         taker = takers.taker_of(nodes)
         if isinstance(taker, Refusal):
             reasons.update(_reasons(nodes, taker))
@@ -70,6 +66,19 @@ def units_of(
     effects = ((a, b) for a, b in program.effects.edges() if a not in items and b not in items)
     between = relation(unit_of, order, data=program.index.edges(), effects=effects)
     return Units(between, unit_of, kinds, taker_of_kind, reasons)
+
+
+def _members(
+    program: Program, numbers: Sequence[int], unit_of: Sequence[int], *, grouped: bool
+) -> Iterable[tuple[int, Sequence[Node]]]:
+    """Each unit with its nodes; items of containers are asked of nobody."""
+    nodes = program.index.nodes
+    if not grouped:
+        return ((number, (nodes[number],)) for number in numbers)
+    members: dict[int, list[Node]] = {}
+    for number in numbers:
+        members.setdefault(unit_of[number], []).append(nodes[number])
+    return members.items()
 
 
 def _units(program: Program, numbers: Sequence[int], together: Together | None) -> tuple[list[int], list[int]]:
