@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Before torch 2.13, which has opaque objects and saves more kinds of programs.
-IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
 
 

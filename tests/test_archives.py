@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.archive_helpers import IS_OLD, Plain, Spoilt, X, call, exported, pickled_by_torch
+from tests.archive_helpers import Plain, Spoilt, X, call, exported, pickled_by_torch
 from tests.split_helpers import same
+from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -425,3 +426,11 @@ def test_compiled_code_alone_is_no_program(tmp_path: Path) -> None:
         load_exported(tmp_path / "m.pt2")
     with pytest.raises(ArchiveError, match="trusted, but torch cannot load it"):
         load_exported(tmp_path / "m.pt2", trusted=True)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_what_is_loaded_in_inference_mode_can_be_trained_and_written(saved: Path, trusted: bool) -> None:
+    with torch.inference_mode():
+        loaded = load_exported(saved, trusted=trusted)
+    assert loaded.state_dict
+    assert not any(tensor.is_inference() for tensor in loaded.state_dict.values())

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.archive_helpers import IS_OLD, Spoilt, X, call, exported, pickled_by_torch, plain_poison, poison
+from tests.archive_helpers import Spoilt, X, call, exported, pickled_by_torch, plain_poison, poison
+from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
 
 from partita.errors import ArchiveError, UntrustedArchiveError

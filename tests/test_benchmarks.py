@@ -11,8 +11,10 @@ from benchmarks.floor import minimal_copy
 from benchmarks.graphs import KINDS, build, even_labels
 from benchmarks.report import line
 from benchmarks.rows import Row, at_least, at_most
+from tests.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
 
 
+@NEEDS_SPLIT_MODULE_SIMPLE
 def test_sections_print_rows_and_keep_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tiny.json"
     assert main(["split", "steps", "--tiny", "--check", "--out", str(out)]) == 0
@@ -23,6 +25,7 @@ def test_sections_print_rows_and_keep_json(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@NEEDS_SPLIT_MODULE_SIMPLE
 def test_every_section_runs(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
     assert main(["--tiny", "--check", "--out", str(out)]) == 0

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tests.capture_helpers import Model, assert_like_eager
+from tests.torch_versions import IS_OLD
 from torch import Tensor
 
-from partita import Program, fingerprint
+from partita import Program, fingerprint, verify
 from partita._torch import toggles
 from partita._torch.capture_constants import Constants
 from partita.tracing.capture import capture
@@ -483,3 +484,27 @@ def test_constants_are_as_before_and_only_what_is_written_is_copied(monkeypatch:
     (constants,) = met
     is_copied = {id(found.tensor): found.before is not None for found in constants.found.values()}
     assert is_copied == {id(model.read): False} | {id(tensor): True for tensor in model.written}
+
+
+def vmapped(model: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.vmap(lambda row: model.first(row).norm())(x)
+
+
+def pushed_forward(model: Model, x: Tensor) -> Any:
+    with torch.no_grad():
+        return torch.func.jvp(lambda value: model.first(value).sin(), (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        vmapped,
+        pytest.param(pushed_forward, marks=pytest.mark.skipif(IS_OLD, reason="torch 2.11 cannot trace jvp")),
+    ],
+)
+def test_functorch_levels_inside_a_block_can_be_captured_again(does: Callable[..., Any]) -> None:
+    model = Model(does)
+    again = capture(capture(model, (X,)).module(), (X,))
+    verify(model, again, (X,))
+    assert again.exported()

@@ -83,6 +83,11 @@ def crossing_blocks(model: Model, x: Tensor) -> Tensor:
     return model.second(x)
 
 
+def writing_data(model: Model, x: Tensor) -> Tensor:
+    model.first.weight.data.clamp_(-1, 1)
+    return model.first(x)
+
+
 KEPT_ALIVE: list[Iterator[Tensor]] = []
 
 
@@ -96,6 +101,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     with_a_parameter_from_outside: "neither an argument nor in its state.*register it",
     with_the_callers_dtype_inside_another: "takes its dtype from the caller",
     crossing_blocks: "'_enter_autocast' crosses the inference block",
+    writing_data: r"through `\.data`; write under torch\.no_grad\(\)",
 }
 
 

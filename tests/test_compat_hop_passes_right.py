@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.core_helpers import text
 from tests.hop_passes_helpers import OURS, THEIRS, Net, described, raw_export, torch_autocast, torch_set_grad
+from tests.torch_versions import KEEPS_UNREAD_OPERATORS
 from tests.wrapping_helpers import BRAIN, HALF, assert_same, has_toggles_anywhere, outcome, square, traced, tree
 from torch import Tensor, nn
 from torch.export import Dim
@@ -126,6 +127,7 @@ def test_dotted_attributes_and_modules_pass_through(name: str) -> None:
     assert {id(tensor) for tensor in after.parameters()} == {id(tensor) for tensor in before.parameters()}
 
 
+@KEEPS_UNREAD_OPERATORS
 def test_a_region_that_only_writes_survives_dead_code_elimination() -> None:
     def counts(self: Net, x: Tensor) -> Any:
         with no_grad():

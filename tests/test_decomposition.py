@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,35 @@ class StopsGradients(Frozen):
 def test_values_and_gradients_are_those_of_the_model(model: nn.Module) -> None:
     decomposed = capture(model, (X,)).exported().run_decompositions()
     verify(model, decomposed.module(), (X,), no_grad_call=False)
+
+
+class WritesBuffer(Frozen):
+    """A buffer gets a value with gradients; one that comes from a file is a view (torch 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        self.total.add_(hidden.sum(0))
+        return self.second(hidden) + self.total
+
+
+def test_a_decomposed_program_from_a_file_that_writes_buffers_is_verified(tmp_path: Path) -> None:
+    program = capture(WritesBuffer(), (X,))
+    torch.export.save(program.exported().run_decompositions(), tmp_path / "writes.pt2")
+    found = verify(program, Program.of(tmp_path / "writes.pt2"), (X,))
+    assert found.raised == 0
+
+
+@pytest.mark.parametrize("around", [lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad, torch.inference_mode])
+def test_the_modes_that_a_program_is_decomposed_under_make_no_difference(around: Any) -> None:
+    model = Frozen()
+    exported = capture(model, (X,)).exported()
+    with around():
+        decomposed = exported.run_decompositions()
+    verify(model, decomposed.module(), (X,))
 
 
 def test_a_dissolved_program_stays_frozen(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tests.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,6 +27,15 @@ NOT_RUN = "<!-- not run -->"
 PRINTS = "<!-- prints -->"
 
 _FENCE = re.compile(r" *(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)")
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def _needs(page: Path) -> list[pytest.MarkDecorator]:
+    """What a page compares with must be there."""
+    return [NEEDS_SPLIT_MODULE_SIMPLE] if page.stem == "switching-from-split-module" else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,7 @@ class Block:
     prints: str | None = None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [pytest.param(page, marks=_needs(page), id=_name(page)) for page in PAGES])
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace = _fresh_namespace(page, monkeypatch)

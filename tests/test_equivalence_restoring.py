@@ -241,3 +241,37 @@ def test_unusual_tensors_can_be_compared(value: Tensor) -> None:
 
     assert verify(given_back, given_back, (value,)).notes == ()
     assert not compare(given_back, lambda x: 1, (value,)).equal
+
+
+class WritesView(nn.Module):
+    """Writes a value with gradients into a buffer that is a view, as buffers from a file are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("total", torch.zeros(4)[:3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(self.weight * x)
+        return self.total * self.weight
+
+
+def test_a_view_that_was_written_with_gradients_is_cut_off_and_stays_itself() -> None:
+    model = WritesView()
+    total, base = model.total, model.total._base
+    found = verify(model, model, (torch.ones(3),))
+    assert (found.calls, found.raised) == (3, 0)
+    assert model.total is total
+    assert total._base is base
+    assert base is not None
+    assert base.grad_fn is None
+    assert total.grad_fn is None
+    assert total.tolist() == [0.0] * 3
+    model(torch.ones(3)).sum().backward()
+    assert total.tolist() == [1.0] * 3
+
+
+def test_a_view_compares_with_a_buffer_of_its_own() -> None:
+    one, other = WritesView(), WritesView()
+    other.total = torch.zeros(3)
+    assert verify(one, other, (torch.ones(3),)).equal

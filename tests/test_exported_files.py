@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.exported_helpers import CASES, Model, case_of, cut, original, reloaded, rows
 from tests.exported_runs import Job, differences, differences_in_another_process, trained
+from tests.torch_versions import IS_OLD
 from torch import Tensor
 from torch.export import ExportedProgram, unflatten
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ from partita.treatments import Mode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-#: A truth value of symbolic numbers crosses a border here, which torch cannot save.
+#: A truth value of symbolic numbers would cross a border here, which torch cannot save.
 WITH_TRUTH_VALUES = {"item", "nonzero"}
 #: Programs that another process loads, and how they are cut.
 SAVED = {
@@ -50,7 +51,6 @@ def test_a_loaded_cut_is_the_program_that_was_saved(name: str) -> None:
     assert str(again.graph_signature) == str(original(name).graph_signature)
 
 
-@pytest.mark.xfail(reason="torch saves no body that takes a truth value")
 @pytest.mark.parametrize("name", sorted(WITH_TRUTH_VALUES))
 def test_truth_values_of_symbolic_numbers_can_be_saved(name: str) -> None:
     reloaded(cut(original(name), "every operator").exported())
@@ -59,7 +59,12 @@ def test_truth_values_of_symbolic_numbers_can_be_saved(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *((name, "every operator") for name in CASES),
+        *((name, "every operator") for name in CASES if name != "modes"),
+        pytest.param(
+            "modes",
+            "every operator",
+            marks=pytest.mark.skipif(IS_OLD, reason="unflatten of torch 2.11 loses a body in a later call"),
+        ),
         ("chain", "by module"),
         ("twice", "by module"),
         ("twice", "one part"),

@@ -70,6 +70,18 @@ def test_a_node_read_from_another_graph_is_named() -> None:
         Index(graph)
 
 
+@pytest.mark.parametrize("away", [1, 1_000])
+def test_a_node_that_is_read_too_early_is_named_however_far_away_it_is(away: int) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    early = graph.call_function(torch.add, (x, x))
+    late = [graph.call_function(torch.sin, (x,)) for _ in range(away)][-1]
+    graph.output(early)
+    early._update_args_kwargs((x, late), {})
+    with pytest.raises(BrokenGraphError, match=f"'add' reads '{late.name}' before it is computed"):
+        Index(graph)
+
+
 def test_an_erased_node_that_is_still_read_is_named() -> None:
     graph = diamond()
     sin, add = list(graph.nodes)[1:3]

@@ -11,6 +11,7 @@ import torch
 from tests.capture_helpers import Model
 from tests.capture_helpers import outcome as outcome_of_model
 from tests.core_helpers import text
+from tests.torch_versions import IS_OLD
 from tests.wrapping_helpers import (
     BRAIN,
     assert_like_eager,
@@ -238,7 +239,8 @@ def test_exported_programs_are_wrapped_saved_and_loaded(does: Any, operators: Op
     exported = after.exported()
     assert not has_toggles_anywhere(exported.graph_module)
     assert operators == "partita" or "partita" not in exported.graph_module.print_readable(print_output=False)
-    exported.graph_module.graph.eliminate_dead_code()
+    if operators == "partita" or not IS_OLD:  # torch 2.11 deletes its own operators where they only write.
+        exported.graph_module.graph.eliminate_dead_code()
     stored = io.BytesIO()
     torch.export.save(exported, stored)
     stored.seek(0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.core_helpers import text
+from tests.torch_versions import KEEPS_UNREAD_OPERATORS
 from tests.wrapping_helpers import (
     BRAIN,
     assert_like_eager,
@@ -196,7 +197,7 @@ def with_seen() -> nn.Module:
     return root
 
 
-@both_families
+@pytest.mark.parametrize("operators", ["partita", pytest.param("torch", marks=KEEPS_UNREAD_OPERATORS)])
 def test_a_region_that_only_writes_survives_dead_code_elimination(operators: OperatorFamily) -> None:
     after = wrapped(program_of_toggles(counting, with_seen()), operators)
     module = after.module()

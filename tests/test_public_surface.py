@@ -45,6 +45,7 @@ PUBLIC = {
     },
     "partita.treatments": {
         "Call",
+        "Lower",
         "Mark",
         "Mode",
         "Treatment",
@@ -146,6 +147,7 @@ PUBLIC = {
         "CallbackError",
         "CaptureError",
         "CycleError",
+        "LoweringError",
         "MissingLabelError",
         "MissingTargetError",
         "ModeError",

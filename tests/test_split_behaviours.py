@@ -29,6 +29,7 @@ from tests.split_helpers import (
     parts,
     same,
 )
+from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -1523,7 +1524,16 @@ def test_threads_may_call_a_fresh_result_at_once(cut: Cut, make: Callable[[], Gr
         assert failed == []
 
 
-@pytest.mark.parametrize("make", [residual, graded, autocast_draft])
+@pytest.mark.parametrize(
+    "make",
+    [
+        residual,
+        graded,
+        pytest.param(
+            autocast_draft, marks=pytest.mark.skipif(IS_OLD, reason="Dynamo of torch 2.11 cannot trace _enter_autocast")
+        ),
+    ],
+)
 def test_a_result_compiles_whole(cut: Cut, make: Callable[[], GraphModule]) -> None:
     module = make()
     torch._dynamo.reset()

@@ -12,9 +12,10 @@ from tests.core_helpers import cut, program_of
 from torch import Tensor, nn
 from torch.fx import GraphModule, Tracer
 
-from partita import Program
+from partita import Program, plan
 from partita.errors import OptionError
 from partita.graphs.state_keys import StateKeys
+from partita.policies import ByLabel
 from partita.rewrite.state_keys import StateNaming
 
 
@@ -164,6 +165,10 @@ class Versioned(nn.Linear):
     extra: object = None
     seen: object = None
 
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.versions: list[object] = []
+
     def get_extra_state(self) -> Tensor:
         return torch.ones(1)
 
@@ -172,6 +177,7 @@ class Versioned(nn.Linear):
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         self.seen = metadata.get("version")
+        self.versions.append(self.seen)
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
@@ -199,6 +205,52 @@ def test_extra_state_and_versions_follow_the_names(nested: bool) -> None:
     assert loaded.extra is not None
     # torch hands a child no versions before its hooks have run, so there the module sees none.
     assert loaded.seen == (None if nested else 3)
+
+
+class Shared(nn.Module):
+    """One module under two names, both of which a graph may call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.again = Versioned(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.again(self.first(x))
+        return result
+
+
+def shared() -> GraphModule:
+    model = Shared()
+    graph = Leaves().trace(model)
+    graph.find_nodes(op="call_module")[1].target = "again"  # A tracer knows a module by one name only.
+    return GraphModule(model, graph)
+
+
+@pytest.mark.parametrize("labels", [{"first": "a", "first_1": "a"}, {"first": "a", "first_1": "b"}, {"first_1": "b"}])
+def test_a_module_under_two_names_finds_its_version_under_both(labels: dict[str, str]) -> None:
+    module = cut(Program.of(shared()), labels, state_names="original").module()
+    held = next(found for found in module.modules() if isinstance(found, Versioned))
+    held.versions.clear()
+    assert str(module.load_state_dict(Shared().state_dict())) == "<All keys matched successfully>"
+    assert held.versions == [3, 3]
+
+
+class InSequence:
+    """A treatment that puts the body a level deeper."""
+
+    def treat(self, body: GraphModule) -> nn.Module:
+        return nn.Sequential(body)
+
+
+def test_a_module_under_two_names_keeps_both_inside_what_a_treatment_gives() -> None:
+    program = Program.of(shared())
+    region = ByLabel(lambda node: "a" if node.op == "call_module" else None)
+    after = plan(program, region, InSequence()).apply(state_names="original")
+    assert {after.state_keys.original(f"a.0.{name}.weight") for name in ("first", "again")} == {
+        "first.weight",
+        "again.weight",
+    }
+    assert set(after.module().state_dict()) == set(Shared().state_dict())
 
 
 def test_a_moved_name_may_be_an_old_name() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._library.fake_class_registry import FakeScriptObject
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import py_sym_types, set_meta, track_tensor_tree
 from torch.utils import _pytree as pytree
@@ -43,6 +44,7 @@ def trace_call(
     outputs = flat.outputs if flat.has_outputs else _give_an_input(traced, inputs)
     traced.recompile()
     keep_unread_nodes(traced.graph)
+    _note_missing_values(traced)
     name = tracer.get_fresh_qualname(f"{operator.name()}_body_")
     tracer.root.register_module(name, traced)
     args = pytree.tree_map(tracer.unwrap_proxy, (*mode, traced, *inputs))
@@ -95,6 +97,13 @@ def _give_an_input(traced: GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, .
     pairs = [pair for pair in zip(placeholders, inputs, strict=True) if isinstance(pair[1], Tensor)][:1]
     traced.graph.output_node().args = (tuple(node for node, _ in pairs),)
     return tuple(tensor for _, tensor in pairs)
+
+
+def _note_missing_values(traced: GraphModule) -> None:
+    """Gives every call a traced value: torch does so for a whole program, but not in bodies (vmap and jvp, 2.13)."""
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and not isinstance(node.target, OpOverload):
+            node.meta.setdefault("val", None)
 
 
 def _announce_symbols(traced: GraphModule, outputs: Any) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 
 from partita._torch.ambient import read_ambient, restore_after_error, restore_autocast
 
@@ -43,7 +44,8 @@ def runs_fake(mode: Any) -> Iterator[None]:
     traced = autograd._saved_tensors_hooks_set_tracing(True)
     mode.allow_non_fake_inputs = True
     try:
-        with _fresh_symbols_ignored(mode), mode:
+        # As Dynamo does: matmul in C++ would fix the sizes that it reads (torch 2.11), in Python they stay symbolic.
+        with _fresh_symbols_ignored(mode), enable_python_dispatcher(), mode:
             yield
     finally:
         mode.allow_non_fake_inputs = allowed

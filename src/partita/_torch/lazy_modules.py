@@ -55,14 +55,14 @@ class LazyModule(_LazyGraphModule):
     def _real_recompile(self) -> Any:
         cls: Any = type(self)
         # The code's own `__call__`, installed below, would look for the one above it, which is the property here.
-        cls._wrapped_call = _WrappedCall(cls, nn.Module.__call__)
+        cls._wrapped_call = _WrappedCall(cls, _call_as_module)
         code = super()._real_recompile()
         leaves_modes = self.graph.find_nodes(op="call_function", target=WRAP_WITH_SET_GRAD_ENABLED, sort=False)
         if self.__dict__.get("_restores_modes") or leaves_modes:
             cls.forward = _keep_modes(cls.forward)
         if self.__dict__.get("_is_part"):
             # The wrapper that shows the failing line of generated code is around the outer module already.
-            cls.__call__ = nn.Module.__call__
+            cls.__call__ = _call_as_module
         # Code that calls parts is about to need theirs; parts that went to a compiler are no lazy modules any more.
         for child in self.children():
             if isinstance(child, LazyModule):
@@ -145,6 +145,11 @@ def _blank(class_name: str) -> LazyModule:
     cls = type("GraphModuleImpl", (LazyModule,), {"forward": LazyModule._lazy_forward})
     cls.__name__ = class_name
     return object.__new__(cls)
+
+
+def _call_as_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What calling any module does; looked up at each call, since tracers put their own function there for a while."""
+    return nn.Module.__call__(module, *args, **kwargs)
 
 
 def _adopt(module: LazyModule, graph: Graph) -> None:

@@ -21,6 +21,14 @@ class Names:
         namespace = graph._graph_namespace
         self._used, self._counts = namespace._used_names, namespace._base_count
 
+    @classmethod
+    def continuing(cls, graph: Graph) -> Names:
+        """The names that new nodes of `graph` would get, without taking them."""
+        names, namespace = cls(Graph()), graph._graph_namespace
+        names._used.update(namespace._used_names)
+        names._counts.update(namespace._base_count)
+        return names
+
     def reserve(self, names: Any) -> None:
         """Takes `names` as they are; they must be free."""
         self._used.update(names)

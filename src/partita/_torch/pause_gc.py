@@ -13,9 +13,10 @@ _MOST_UNSEEN = 1_000_000
 
 
 class _Unseen:
-    """How many objects were made in pauses since the last full collection that a pause has asked for."""
+    """How many objects were made in pauses since the last full collection, which was number `collections`."""
 
     count = 0
+    collections = 0
 
 
 @contextmanager
@@ -38,7 +39,9 @@ def gc_paused() -> Iterator[None]:
 def _age_new_objects() -> None:
     if gc.get_freeze_count():  # Somebody keeps objects frozen, and unfreezing would free those as well.
         return
-    made = gc.get_count()[0]
+    made, collections = gc.get_count()[0], gc.get_stats()[-1]["collections"]
+    if collections != _Unseen.collections:  # Somebody else's collection has seen them as well.
+        _Unseen.count, _Unseen.collections = 0, collections
     before, _Unseen.count = _Unseen.count, _Unseen.count + made
     if before > _MOST_UNSEEN:  # What was made just now is still in use, so it alone is no reason.
         _Unseen.count = 0

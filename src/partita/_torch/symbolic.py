@@ -12,10 +12,12 @@ import torch
 __all__ = ["NUMBER_FUNCTIONS", "hint_of", "is_unbacked", "symbol_of", "symbols_in"]
 
 #: The functions by which exported programs compute with numbers; of numbers, they only make numbers.
-NUMBER_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(getattr(operator, name) for name in operator.__all__ if name != "call"),
-    *(function for function in vars(math).values() if callable(function)),
-    *(function for name, function in vars(torch).items() if name.startswith(("sym_", "_sym_"))),
+NUMBER_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    (
+        *(getattr(operator, name) for name in operator.__all__ if name != "call"),
+        *(function for function in vars(math).values() if callable(function)),
+        *(function for name, function in vars(torch).items() if name.startswith(("sym_", "_sym_"))),
+    )
 )
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

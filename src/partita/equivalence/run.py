@@ -13,6 +13,7 @@ from partita._torch.trees import flatten
 from partita._torch.versions import version_of
 from partita.equivalence.aliasing import homes_of
 from partita.equivalence.ambient import restored_ambient
+from partita.equivalence.detaching import detach_in_place
 from partita.equivalence.gradients import gradients_of, kept_gradient_fields
 from partita.equivalence.inputs import Arguments, Inputs, input_name
 from partita.equivalence.observation import Moment, Named, Observation, Raised, named_leaves, record_of
@@ -88,6 +89,7 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
                 seen = replace(seen, moments=(*seen.moments, moment), backward_raised=raised, gradients=gradients)
         touched = [label for (label, tensor), old in zip(unwritten, versions, strict=True) if version_of(tensor) != old]
         seen = replace(seen, state=_state_now(state, start), undeclared=tuple(touched))
+        made.clear()  # What hangs on a graph keeps it alive, and no view can be cut off a graph that lives.
         _cut_from_graph(state)
         return seen
 
@@ -150,8 +152,4 @@ def _cut_from_graph(state: Sequence[Watched]) -> None:
     for place in state:
         tensor = place.slot.current()
         if tensor is not None and tensor.grad_fn is not None and not place.computed:
-            try:
-                tensor.detach_()
-            except RuntimeError:
-                # A view cannot be detached in place; a backward pass through it will raise in both programs alike.
-                continue
+            detach_in_place(tensor)

@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage
 from torch.fx import GraphModule
 from torch.nn import Module
 
+from partita.equivalence.detaching import detach_in_place
 from partita.equivalence.state import Slot
 from partita.equivalence.storages import storage_key, storage_of
 
@@ -73,7 +74,7 @@ class _Layout:
             return
         with torch.no_grad():
             if tensor.grad_fn is not None:
-                tensor.detach_()
+                detach_in_place(tensor)
             if _place_of(tensor) != self.place or tensor.untyped_storage().data_ptr() != self.storage.data_ptr():
                 tensor.set_(self.storage, *self.place)
             if tensor.requires_grad != self.requires_grad:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.schemas import has_keywords, has_registered_effect, is_higher_order, nodes_by_target
+from partita._torch.standing_modules import StandsForBody
 from partita._torch.toggles import TOGGLES
 from partita.errors import MissingTargetError
 from partita.graphs.attributes import find
@@ -92,6 +93,8 @@ class Behaviours:
                     yield body
 
     def _inspected(self, module: nn.Module) -> Behaviour:
+        if isinstance(module, StandsForBody):
+            return self.of_module(module.body)
         if not isinstance(module, GraphModule) or module in self.pure:
             return behaviour_of_module(module, self.pure)
         return behaviour_of_body(module, Behaviours(module, self.pure, self._known_modules))

@@ -13,6 +13,7 @@ import torch
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Graph, Node
 
+from partita._torch.capture_fresh_modes import fresh_modes
 from partita._torch.schemas import viewed_node, written_nodes
 from partita.errors import ModeError
 
@@ -33,15 +34,16 @@ class ModeKeepingProgram(ExportedProgram):
         from partita.graphs.program import Program
         from partita.rewrite.dissolve import dissolve
 
-        plain = dissolve(Program.of(self))
-        _check_writes(plain.graph)
         table = default_decompositions() if decomp_table is None else dict(decomp_table)
         # The table makes an alias of it, through which gradients flow.
         table.pop(torch.ops.aten.detach.default, None)
         run_decompositions = ExportedProgram.run_decompositions
-        decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
-        # Decomposed once more, as some backends do, it keeps what it means as well.
-        return ExportRecord.of(decomposed).around(decomposed.graph_module)
+        with fresh_modes(grad=True):  # Under autocast, torch would write the casts of this moment into the program.
+            plain = dissolve(Program.of(self))
+            _check_writes(plain.graph)
+            decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
+            # Decomposed once more, as some backends do, it keeps what it means as well.
+            return ExportRecord.of(decomposed).around(decomposed.graph_module)
 
 
 def _check_writes(graph: Graph) -> None:

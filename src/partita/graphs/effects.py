@@ -11,7 +11,7 @@ attributes. Mode toggles are not effects: see `modes`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -39,6 +39,8 @@ class Effects:
     barriers: tuple[int, ...] = ()
     #: Nodes that write, draw, communicate, or act on the world.
     effectful: frozenset[int] = frozenset()
+    #: Nodes that draw random numbers.
+    draws: tuple[int, ...] = ()
     #: Placeholders and get_attr nodes whose storage may be written (not counting inputs that alias by chance).
     written_inputs: tuple[int, ...] = ()
     #: Nodes that change how every later call is carried out: the levels of functorch.
@@ -63,7 +65,7 @@ def effects_of(index: Index, root: GraphModule, *, pure: frozenset[Callable[...,
     touches = _Touches()
     _touch_chains(touches, index, acting)
     _touch_fences(touches, index, acting, root)
-    written_inputs = _touch_memory(touches, index, behaviours, acting)
+    written_inputs, written_tensors = _touch_memory(touches, index, behaviours, acting)
     before, after = _edges(touches)
     number = index.number
     return Effects(
@@ -71,9 +73,10 @@ def effects_of(index: Index, root: GraphModule, *, pure: frozenset[Callable[...,
         after,
         barriers=tuple(sorted(number[node] for node, told in acting.items() if told.unknown)),
         effectful=frozenset(number[node] for node in acting),
+        draws=tuple(sorted(number[node] for node, told in acting.items() if told.draws)),
         fences=tuple(sorted(number[node] for node, told in acting.items() if told.fences)),
         written_inputs=written_inputs,
-        written_state=_written_state(behaviours, acting),
+        written_state=_written_state(behaviours, acting, written_tensors),
     )
 
 
@@ -117,10 +120,10 @@ def _touch_fences(touches: _Touches, index: Index, acting: Mapping[Node, Behavio
 
 def _touch_memory(
     touches: _Touches, index: Index, behaviours: Behaviours, acting: Mapping[Node, Behaviour]
-) -> tuple[int, ...]:
-    """Writes and the reads that can notice them; returns the inputs that are written."""
+) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Writes and the reads that can notice them; returns the inputs, and the tensors of modules, that are written."""
     if not any(told.writes or told.state_writes for told in acting.values()):
-        return ()
+        return (), ()
     storages = storages_of(index, behaviours, acting)
     written = written_classes(index, storages, acting)
     written_inputs = _written_inputs(index, storages, written, acting)
@@ -133,14 +136,19 @@ def _touch_memory(
     _touch_inputs(touches, index, storages.roots(), hot, projections_of(index, behaviours.root))
     _touch_state(touches, index, behaviours, storages, hot)
     _touch_operands_of_waits(touches, index, acting)
-    return written_inputs
+    return written_inputs, tuple(storages.tensors_in(_modified(index, written, acting)))
+
+
+def _modified(index: Index, written: Mapping[int, set[int]], acting: Mapping[Node, Behaviour]) -> set[int]:
+    """The classes whose memory changes; to wait for a collective changes nothing."""
+    return set().union(*(classes for i, classes in written.items() if not acting[index.nodes[i]].waits))
 
 
 def _written_inputs(
     index: Index, storages: Storages, written: Mapping[int, set[int]], acting: Mapping[Node, Behaviour]
 ) -> tuple[int, ...]:
-    """The inputs and attributes whose storage changes; to wait for a collective changes nothing."""
-    modified = set().union(*(classes for i, classes in written.items() if not acting[index.nodes[i]].waits))
+    """The inputs and attributes whose storage changes."""
+    modified = _modified(index, written, acting)
     return tuple(
         i
         for i, node in enumerate(index.nodes)
@@ -227,8 +235,11 @@ def _edges(touches: _Touches) -> tuple[array[int], array[int]]:
     return before, after
 
 
-def _written_state(behaviours: Behaviours, acting: Mapping[Node, Behaviour]) -> tuple[Tensor, ...]:
-    found: dict[int, Tensor] = {}
+def _written_state(
+    behaviours: Behaviours, acting: Mapping[Node, Behaviour], written: Iterable[Tensor]
+) -> tuple[Tensor, ...]:
+    """The tensors of modules that calls write, and those that a body gives and the graph writes."""
+    found: dict[int, Tensor] = {id(tensor): tensor for tensor in written}
     for node, told in acting.items():
         owned = told.state_writes
         if told.unknown:

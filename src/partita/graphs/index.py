@@ -29,16 +29,24 @@ class Index:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.nodes: Sequence[Node] = list(graph.nodes)
-        self.number: dict[Node, int] = dict(zip(self.nodes, range(len(self.nodes)), strict=True))
-        read = list(map(input_nodes, self.nodes))
-        counts = list(map(len, read))
-        try:
-            self.sources = array("i", map(self.number.__getitem__, chain.from_iterable(read)))
-        except KeyError as stray:
-            raise _stray_input(self.nodes, self.number) from stray
+        _check_output(graph, self.nodes)
+        self.number: dict[Node, int] = {}
+        self.sources, counts = array("i"), array("i")
+        # A node mostly reads what stands shortly before it. Looked up block by block, that is found in the cache of the
+        # processor; a second sweep over a large graph would fetch every entry from memory once more.
+        for start in range(0, len(self.nodes), _BLOCK):
+            block = self.nodes[start : start + _BLOCK]
+            self.number.update(zip(block, range(start, start + len(block)), strict=True))
+            read = list(map(input_nodes, block))
+            counts.extend(map(len, read))
+            try:
+                self.sources.extend(map(self.number.__getitem__, chain.from_iterable(read)))
+            except KeyError as unknown:
+                raise _bad_input(self.nodes) from unknown
         self.targets = array("i", chain.from_iterable(map(repeat, range(len(counts)), counts)))
         self.starts = array("i", accumulate(counts, initial=0))
-        _check_order(self)
+        if any(map(ge, self.sources, self.targets)):
+            raise _bad_input(self.nodes)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -52,20 +60,12 @@ class Index:
         return zip(self.sources, self.targets, strict=True)
 
 
-def _stray_input(nodes: Sequence[Node], number: dict[Node, int]) -> BrokenGraphError:
-    for node in nodes:
-        for read in input_nodes(node):
-            if read not in number:
-                return BrokenGraphError(
-                    f"node {node.name!r} reads {read.name!r}, which is not in this graph; "
-                    "copy the graph with `Graph.node_copy`, or erase the node that reads it"
-                )
-    raise AssertionError("a stray input was reported but none exists")
+#: How many nodes are numbered before their inputs are looked up.
+_BLOCK = 256
 
 
-def _check_order(index: Index) -> None:
-    nodes = index.nodes
-    outputs = index.graph.find_nodes(op="output")
+def _check_output(graph: Graph, nodes: Sequence[Node]) -> None:
+    outputs = graph.find_nodes(op="output")
     if len(outputs) > 1:
         names = ", ".join(repr(node.name) for node in outputs)
         raise BrokenGraphError(f"the graph has {len(outputs)} output nodes, {names}; erase all but one")
@@ -74,9 +74,21 @@ def _check_order(index: Index) -> None:
             f"the graph does not end in an output node (it ends in {nodes[-1].name if nodes else 'nothing'!r}); "
             "give it one with `Graph.output`"
         )
-    if any(map(ge, index.sources, index.targets)):
-        source, target = next(edge for edge in index.edges() if edge[0] >= edge[1])
-        raise BrokenGraphError(
-            f"node {nodes[target].name!r} reads {nodes[source].name!r} before it is computed; "
-            f"move {nodes[source].name!r} up, for example with `Node.prepend`"
-        )
+
+
+def _bad_input(nodes: Sequence[Node]) -> BrokenGraphError:
+    """The error for the first node that reads what is not there, or not there yet."""
+    number = {node: place for place, node in enumerate(nodes)}
+    for place, node in enumerate(nodes):
+        for read in input_nodes(node):
+            if read not in number:
+                return BrokenGraphError(
+                    f"node {node.name!r} reads {read.name!r}, which is not in this graph; "
+                    "copy the graph with `Graph.node_copy`, or erase the node that reads it"
+                )
+            if number[read] >= place:
+                return BrokenGraphError(
+                    f"node {node.name!r} reads {read.name!r} before it is computed; "
+                    f"move {read.name!r} up, for example with `Node.prepend`"
+                )
+    raise AssertionError("a bad input was reported but none exists")

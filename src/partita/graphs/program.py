@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import compress
 from typing import Any, Never, final
 
 from torch.export import ExportedProgram
@@ -173,7 +174,11 @@ class Program:
 
     def operators(self) -> list[Node]:
         """The nodes that compute something, in graph order: all but inputs, attributes and the output."""
-        return [node for node in self.index.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        computes = bytearray(b"\1") * len(self.index)
+        for op in ("placeholder", "get_attr", "output"):
+            for node in self.graph.find_nodes(op=op, sort=False):
+                computes[self.index.number[node]] = False
+        return list(compress(self.index.nodes, computes))
 
     def node(self, name: str) -> Node:
         """The node called `name`."""

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from partita._torch.containers import returns_container
 from partita._torch.lasting import is_lasting
 from partita._torch.operators import OPERATORS
+from partita._torch.standing_modules import StandsForBody
 from partita.graphs.faithful import runs_its_graph
 from partita.graphs.index import Index
 from partita.graphs.values import value_of
@@ -96,6 +97,8 @@ def _gives_container(node: Node, root: nn.Module | None) -> bool:
 def _module_gives_container(node: Node, root: nn.Module | None) -> bool:
     """A body that was cut out before says in its own graph what it gives."""
     body = None if root is None else root.get_submodule(str(node.target))
+    if isinstance(body, StandsForBody):
+        body = body.body
     return (
         isinstance(body, GraphModule)
         and runs_its_graph(body)

@@ -1,10 +1,11 @@
-"""Symbolic scalars: truth values and floats that follow from symbolic numbers alone, in any mode and as often as asked."""
+"""Symbolic scalars: truth values and floats that follow from symbolic numbers alone, the same in every mode."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import Node
 
+from partita._torch.schemas import nodes_by_target
 from partita._torch.symbolic import NUMBER_FUNCTIONS
 from partita.graphs.index import Index
 from partita.graphs.values import value_of
@@ -14,8 +15,7 @@ __all__ = ["symbolic_scalars_of"]
 
 def symbolic_scalars_of(index: Index) -> frozenset[int]:
     """The nodes that compute one, by number; only calls of functions of numbers are looked at."""
-    find_nodes = index.graph.find_nodes
-    calls = (find_nodes(op="call_function", target=target, sort=False) for target in NUMBER_FUNCTIONS)
+    calls = (nodes for (_, target), nodes in nodes_by_target(index.graph).items() if target in NUMBER_FUNCTIONS)
     return frozenset(index.number[node] for nodes in calls for node in nodes if _is_scalar(node))
 
 

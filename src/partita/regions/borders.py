@@ -2,13 +2,14 @@
 
 Items of a container are taken out on the side of the container's producer. A container that is still used whole on
 another side crosses item by item and is put together again there. A region also gets every symbol that the shapes of
-its inputs mention.
+its inputs mention, and what its copies of scalars are computed from.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from torch import nn
@@ -20,6 +21,7 @@ from partita.graphs.modes import Modes
 from partita.graphs.program import Program
 from partita.graphs.symbols import Dimension, Symbols
 from partita.graphs.values import container_items, crossing_places
+from partita.regions.scalars import Copies
 from partita.solvers.quotient import ALONE, NOWHERE
 
 __all__ = ["Border", "Borders", "Crossing", "Item", "borders_of", "settle_projections"]
@@ -66,15 +68,28 @@ def settle_projections(owner: list[int], program: Program) -> None:
 
 
 def borders_of(
-    owner: list[int], regions: int, index: Index, *, modes: Modes, root: GraphModule, passes_symbols: bool = True
+    owner: list[int],
+    regions: int,
+    index: Index,
+    *,
+    modes: Modes,
+    root: GraphModule,
+    passes_symbols: bool,
+    copies: Copies,
 ) -> Borders:
     """What crosses, found in one sweep over the data edges."""
     sweep = _Sweep(owner, index, root, tuple(Border({}, {}, {}) for _ in range(regions)), passes_symbols=passes_symbols)
     toggles = modes.toggles
     for source, target in index.edges():
         made, used = owner[source], owner[target]
-        if made != used and (made >= 0 or used >= 0) and target not in toggles and source not in toggles:
+        if made == used or (made < 0 and used < 0) or target in toggles or source in toggles:
+            continue
+        if used not in copies.get(source, ()):
             sweep.cross(source, made, used)
+    for target, places in copies.items():
+        for source, used in product(index.inputs(target), sorted(places)):
+            if used != owner[source] and used not in copies.get(source, ()):
+                sweep.cross_for_copy(source, used)
     sweep.drop_known_sizes()
     return Borders(sweep.borders, sweep.taken_apart, tuple(sweep.symbol_edges))
 
@@ -111,6 +126,11 @@ class _Sweep:
                 self.borders[used].inputs.setdefault(crossing)
             if self.passes_symbols:
                 self._add_symbols(source, used)
+
+    def cross_for_copy(self, source: int, used: int) -> None:
+        """Takes what a copy in region `used` reads across; no data edge of the graph says that it is needed there."""
+        self.cross(source, self.owner[source], used)
+        self._wait_for(source, used)
 
     def drop_known_sizes(self) -> None:
         """Takes out sizes that were added for a symbol which crosses into the region anyway."""
@@ -149,8 +169,11 @@ class _Sweep:
             self.borders[used].inputs.setdefault(place)
             if read_in >= 0:
                 self.borders[read_in].outputs.setdefault(place)
-            if read_in != NOWHERE:
-                self.symbol_edges.append((place, self._first[used]))
+            self._wait_for(place, used)
+
+    def _wait_for(self, source: int, used: int) -> None:
+        if self.owner[source] != NOWHERE:
+            self.symbol_edges.append((source, self._first[used]))
 
     @cached_property
     def _first(self) -> dict[int, int]:

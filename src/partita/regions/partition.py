@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from partita.graphs.program import Program
 from partita.regions.borders import Borders, borders_of, settle_projections
 from partita.regions.cycles import cycle_error
 from partita.regions.region import Region
+from partita.regions.scalars import Copies, settle_scalars
 from partita.solvers.quotient import ALONE, NOWHERE, Quotient, quotient
 
 __all__ = ["Partition"]
@@ -26,10 +28,11 @@ class Partition:
     `owner[i]` says where node `i` runs (a region's place, or outside), with items of containers settled beside what
     makes the container; `order` is the order of the calls: regions by place, single nodes from `len(regions)` on.
     Regions get every symbol that the shapes of their inputs mention, or else, without `passes_symbols`, cannot be
-    compiled apart.
+    compiled apart. Without `passes_scalars`, as in exported programs, truth values and symbolic floats are computed
+    where they are read; `copies` are those that several places read.
     """
 
-    __slots__ = ("borders", "order", "owner", "program", "quotient", "reasons", "regions")
+    __slots__ = ("borders", "copies", "order", "owner", "program", "quotient", "reasons", "regions")
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Partition:
         reasons: Mapping[Node, str] | None = None,
         *,
         passes_symbols: bool = True,
+        passes_scalars: bool | None = None,
     ) -> None:
         self.program = program
         self.regions = tuple(regions)
@@ -45,8 +49,16 @@ class Partition:
         index, modes, root = program.index, program.modes, program.graph_module
         self.owner = _owners(program, self.regions)
         settle_projections(self.owner, program)
+        crosses = program.export is None if passes_scalars is None else passes_scalars
+        self.copies: Copies = {} if crosses else settle_scalars(self.owner, program)
         self.borders: Borders = borders_of(
-            self.owner, len(self.regions), index, modes=modes, root=root, passes_symbols=passes_symbols
+            self.owner,
+            len(self.regions),
+            index,
+            modes=modes,
+            root=root,
+            passes_symbols=passes_symbols,
+            copies=self.copies,
         )
         self.quotient: Quotient = quotient(self.owner, len(self.regions), self._edges())
         for place, region in enumerate(self.regions):
@@ -72,29 +84,45 @@ class Partition:
         return self.regions[place] if place >= 0 else None
 
     def numbers(self) -> list[list[int]]:
-        """The nodes that run in each region, by number, in graph order."""
+        """The nodes that run in each region, by number, in graph order; copies run in several."""
         held: list[list[int]] = [[] for _ in self.regions]
         for number, place in enumerate(self.owner):
             if place >= 0:
                 held[place].append(number)
+        for number, places in self.copies.items():
+            for place in places:
+                insort(held[place], number)
         return held
 
     def _edges(self) -> Iterator[tuple[int, int]]:
         """Everything that may not be reordered."""
-        return chain(self.program.index.edges(), self.program.effects.edges(), self.borders.symbol_edges)
+        return chain(self._data_edges(), self.program.effects.edges(), self.borders.symbol_edges)
+
+    def _data_edges(self) -> Iterator[tuple[int, int]]:
+        edges = self.program.index.edges()
+        if not self.copies:
+            return edges
+        owner, copies = self.owner, self.copies
+        # A region that has a copy does not wait for the original.
+        return ((source, target) for source, target in edges if owner[target] not in copies.get(source, ()))
 
 
 def _owners(program: Program, regions: tuple[Region, ...]) -> list[int]:
     index, toggles = program.index, program.modes.toggles
-    number = index.number
-    owner = [NOWHERE if node.op in ("placeholder", "output") else ALONE for node in index.nodes]
+    nodes, number = index.nodes, index.number
+    owner = [ALONE] * len(nodes)
+    for op in ("placeholder", "output"):
+        for node in index.graph.find_nodes(op=op, sort=False):
+            owner[number[node]] = NOWHERE
     names: dict[str, Region] = {}
     for place, region in enumerate(regions):
         if names.setdefault(region.name, region) is not region:
             raise RegionError(f"two regions are called {region.name!r}; give each its own name")
+        at = -1
         for node in region.nodes:
-            at = number.get(node)
-            if at is None:
+            # Most nodes follow the one before them in the graph too; the others are looked up.
+            at = at + 1 if nodes[at + 1] is node else number.get(node, len(nodes))
+            if at == len(nodes):
                 raise RegionError(
                     f"region {region.name!r} holds {node.name!r}, which is not a node of this program; "
                     "take the nodes from `program.graph`"

@@ -27,7 +27,7 @@ def settle_scalars(owner: list[int], program: Program) -> Copies:
     # The last one first, since what a scalar is computed from goes wherever it goes.
     for number in sorted(program.symbolic_scalars, reverse=True):
         readers = [index.number[user] for user in index.nodes[number].users] or [number]
-        places = frozenset().union(*(read_in.get(at, {max(owner[at], ALONE)}) for at in readers))
+        places = frozenset[int]().union(*(read_in.get(at, {max(owner[at], ALONE)}) for at in readers))
         read_in[number] = places
         if len(places) == 1:
             (owner[number],) = places

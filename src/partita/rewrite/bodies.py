@@ -135,12 +135,17 @@ class _BodyWriter:
         if modes.by_number is None:
             self._write_run(numbers)
             return
-        by_number = modes.by_number
+        by_number, scalars = modes.by_number, self.program.symbolic_scalars
+        at: list[Mode | None] = []
+        for number in numbers:
+            # A scalar is the same in every mode, so that it runs in that of what stands before it.
+            at.append(by_number[number] if number not in scalars else at[-1] if at else None)
         # By identity: two blocks that set the same are two.
-        for _, run in groupby(numbers, lambda number: id(by_number[number])):
+        for _, run in groupby(zip(at, numbers, strict=True), lambda pair: id(pair[0])):
             held = list(run)
-            self.modes.switch(by_number[held[0]])
-            self._write_run(held)
+            if held[0][0] is not None:
+                self.modes.switch(held[0][0])
+            self._write_run([number for _, number in held])
 
     def _write_run(self, numbers: Sequence[int]) -> None:
         nodes = [self.nodes[number] for number in numbers]

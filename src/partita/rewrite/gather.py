@@ -45,4 +45,5 @@ def _gathered_numbers(partition: Partition) -> list[int]:
     gathered = [number for number, node in enumerate(nodes) if node.op == "placeholder"]
     for vertex in partition.order:
         gathered += held[vertex] if vertex < regions else [vertex - regions]
-    return [*gathered, len(nodes) - 1]
+    # What several regions have a copy of is written once, where it is first needed.
+    return [*dict.fromkeys(gathered), len(nodes) - 1]

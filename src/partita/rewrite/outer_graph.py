@@ -81,12 +81,13 @@ class OuterGraph:
         modes, regions = self.program.modes, len(self.partition)
         for vertex in order:
             if vertex < regions:
-                if self.program.export is None or bodies[vertex].does_something:
+                if not self.style.body.returns_something or bodies[vertex].does_something:
                     self.modes.switch(self.surroundings.around[vertex])
                     self._write_call(self.names[vertex], bodies[vertex])
             elif self.nodes[vertex - regions] not in self.env and not self._is_read_inside_only(vertex - regions):
                 node = self.nodes[vertex - regions]
-                if node.op != "get_attr":  # Reading an attribute means the same in every mode.
+                # Reading an attribute, or computing with numbers, means the same in every mode.
+                if node.op != "get_attr" and vertex - regions not in self.program.symbolic_scalars:
                     self.modes.switch(modes.at(vertex - regions))
                 self._write_alone(node)
         self._write_output()

@@ -119,9 +119,10 @@ def _place_state(
 
 def _is_reordered(partition: Partition, numbers: Sequence[Sequence[int]], order: Sequence[int]) -> bool:
     last = -1
-    nodes = partition.program.index.nodes
+    nodes, scalars = partition.program.index.nodes, partition.program.symbolic_scalars
     for vertex in order:
-        held = numbers[vertex] if vertex < len(numbers) else (vertex - len(numbers),)
+        found = numbers[vertex] if vertex < len(numbers) else (vertex - len(numbers),)
+        held = [number for number in found if number not in scalars] if scalars else found
         if not held or nodes[held[0]].op == "get_attr":
             continue
         if held[0] < last:

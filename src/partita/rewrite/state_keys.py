@@ -44,12 +44,21 @@ class MovedByPart:
         if called is body or not moved:
             self.settled |= moved
             return
-        original = {id(find(body, path[len(part) + 1 :])): old for path, old in moved.items()}
+        names: dict[int, dict[str, str]] = defaultdict(dict)
+        for path, original in moved.items():
+            local = path[len(part) + 1 :]
+            names[id(find(body, local))][local] = original
         self.settled |= {
-            f"{part}.{path}": original[id(module)]
+            f"{part}.{path}": _name_at(path, names[id(module)])
             for path, module in called.named_modules(remove_duplicate=False)
-            if id(module) in original
+            if id(module) in names
         }
+
+
+def _name_at(path: str, names: Mapping[str, str]) -> str:
+    """Which of the original names of one module is the one at `path`: that of the place in the body it ends in."""
+    fitting = (original for local, original in names.items() if f".{path}".endswith(f".{local}"))
+    return next(fitting, next(iter(names.values())))
 
 
 @dataclass
@@ -75,7 +84,7 @@ class _Loading:
         given = _taken(state, prefix)
         state.update({prefix + key: value for key, value in self.keys.from_original(given, self.own).items()})
         versions = getattr(state, "_metadata", None) or {}
-        for path, _ in module.named_modules():
+        for path, _ in module.named_modules(remove_duplicate=False):
             # Modules look up the version of their state by where they are now.
             original = prefix + self.keys.original(path)
             if original in versions:

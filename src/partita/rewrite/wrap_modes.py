@@ -78,7 +78,9 @@ class _Wrapper:
         surroundings = Surroundings(
             [run.around for run in runs], [run.inside for run in runs], self._left_behind(program.modes.final)
         )
-        partition = Partition(program, regions, passes_symbols=self.style.passes_symbols)
+        passes_symbols = self.style.passes_symbols
+        # Numbers cross as torch lets them, or else so that bodies can be saved, whatever they are part of in the end.
+        partition = Partition(program, regions, passes_symbols=passes_symbols, passes_scalars=not passes_symbols)
         cut = outlined(partition, names=names, style=_OUTLINE_STYLE, surroundings=surroundings)
         module, moved = cut.graph_module, MovedByPart(cut.moved)
         for name, body, run in zip(cut.names, cut.bodies, runs, strict=True):

@@ -61,5 +61,14 @@ def _check_options(model: object, args: object, kwargs: object) -> None:
 
 
 def _reason(error: Exception) -> str:
+    if _LOST_TENSOR in str(error):
+        return (
+            "it reads or writes a tensor that no trace can follow, for example through `.data`; write under "
+            "torch.no_grad() instead, and read what has no gradients with `.detach()`"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+#: What torch.export says of it, and that one should file an issue (2.13).
+_LOST_TENSOR = "a fake tensor in the exported program constant's list"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from partita._torch.capture_fresh_modes import fresh_modes
 from partita._torch.pt2_archive import Archive, open_archive, open_zip
 from partita._torch.pt2_program import SavedProgram, exported_program
 from partita.errors import ArchiveError, UntrustedArchiveError
@@ -31,12 +32,13 @@ def load_exported(path: str | PathLike[str], *, trusted: bool = False) -> Export
     weights-only loader or not at all. With it, `torch.export.load` has its way, which can run any code in the file.
     """
     file = archive_path(path)
-    if trusted:
-        return _tied(_loaded_by_torch(file))
-    with open_archive(file) as archive:
-        found = inspected(archive)
-        _refuse(archive, found)
-        return _tied(exported_program(archive, _only_program(archive, found)))
+    with fresh_modes(grad=True):  # What is loaded under inference mode could never be written or trained.
+        if trusted:
+            return _tied(_loaded_by_torch(file))
+        with open_archive(file) as archive:
+            found = inspected(archive)
+            _refuse(archive, found)
+            return _tied(exported_program(archive, _only_program(archive, found)))
 
 
 def _tied(exported: ExportedProgram) -> ExportedProgram:
