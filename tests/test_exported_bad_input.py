@@ -73,10 +73,18 @@ class OpaqueCall:
         return Called(nn.Identity(), through=OperatorCall(torch.ops.higher_order.cond))
 
 
-@pytest.mark.parametrize("treatment", [Opaque(), OpaqueCall()])
-def test_a_treatment_that_gives_no_graph_is_told_what_to_do(treatment: Any) -> None:
-    planned = plan(Program.of(original("chain")), BySize(parts=1), treatment)
-    with pytest.raises(TreatmentError, match=r"Identity for region 'part_0'.*Program\.of\(program\.module\(\)\)"):
+def test_a_treatment_that_gives_no_graph_makes_a_module_of_the_program() -> None:
+    planned = plan(Program.of(original("chain")), BySize(parts=1), Opaque())
+    after = planned.apply()
+    assert after.export is None
+    called = [after.module().get_submodule(str(node.target)) for node in after.graph.find_nodes(op="call_module")]
+    assert isinstance(called[-1], nn.Identity)
+    assert planned.program.export is not None
+
+
+def test_an_operator_that_is_to_run_no_graph_is_told_what_to_do() -> None:
+    planned = plan(Program.of(original("chain")), BySize(parts=1), OpaqueCall())
+    with pytest.raises(TreatmentError, match=r"Identity for region 'part_0'.*GraphModule, or the module alone"):
         planned.apply()
 
 

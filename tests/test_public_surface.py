@@ -36,6 +36,7 @@ PUBLIC = {
     "partita.policies": {
         "AroundOperators",
         "ByAnnotation",
+        "ByCapability",
         "ByLabel",
         "ByMode",
         "ByModule",
@@ -58,9 +59,14 @@ PUBLIC = {
         "wrap_with_set_grad_enabled",
     },
     "partita.plans": {
+        "Called",
+        "Explanation",
+        "Failure",
+        "LeftOut",
         "ModeTree",
         "Plan",
         "Policy",
+        "Site",
         "Treatment",
         "mode_tree",
         "plan",

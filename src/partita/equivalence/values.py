@@ -40,11 +40,24 @@ def _differing(before: Tensor, after: Tensor, tolerance: Tolerance) -> Tensor:
         return _bits(before) != _bits(after)
     if tolerance.relative or tolerance.absolute:
         wide_before, wide_after = _wide(before), _wide(after)
-        limits = {"rtol": tolerance.relative, "atol": tolerance.absolute}
+        limits = _limits(before, tolerance)
         return ~torch.isclose(wide_after, wide_before, equal_nan=True, **limits)
     differing = _bits(before) != _bits(after)
     # Only a NaN can differ in bits and still count as equal, so most comparisons end here.
     return differing & ~(_wide(before).isnan() & _wide(after).isnan()) if bool(differing.any()) else differing
+
+
+def _limits(before: Tensor, tolerance: Tolerance) -> dict[str, float]:
+    """The distances that are allowed; in half precision and below, some units of the numbers themselves at least.
+
+    There the step from one number to the next is wider than a tolerance for single precision, so one rounding that
+    falls the other way would never be forgiven.
+    """
+    unit = torch.finfo(before.dtype).eps
+    if unit <= torch.finfo(torch.float32).eps or not before.numel():
+        return {"rtol": tolerance.relative, "atol": tolerance.absolute}
+    largest = float(_wide(before).abs().nan_to_num(posinf=0.0).max())
+    return {"rtol": max(tolerance.relative, 4 * unit), "atol": max(tolerance.absolute, unit * largest)}
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from partita._torch.pause_gc import gc_paused
-from partita.errors import ModeError, OptionError
+from partita.errors import ModeError, OptionError, TreatmentError
 from partita.graphs.mode import AMBIENT
 from partita.graphs.program import Program
 from partita.graphs.tolerance import EXACT, Tolerance
@@ -96,7 +96,7 @@ class Plan:
             add_marks(body, marks_of(treatment, site.region))
             called = treated(treatment, body, site)
             if self.program.export is not None and not isinstance(called.module, GraphModule):
-                unexportable[name] = called.module
+                unexportable[name] = _called_alone(called, treatment, site.region)
                 called = Called(body)
             module._modules[name] = called.module
             moved.settle(name, body, called.module)
@@ -208,6 +208,16 @@ def _treatment_for(
     if not is_treatment(chosen):
         raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); give it one, for example Call()")
     return chosen
+
+
+def _called_alone(called: Called, treatment: Treatment, region: Region) -> nn.Module:
+    """The module, as long as no operator is to run it: operators of exported programs run nothing but graphs."""
+    if called.through is not None or called.inlined:
+        raise TreatmentError(
+            f"{treatment!r} gave {type(called.module).__name__} for region {region.name!r}, to be run by an operator "
+            "or inlined, which needs a graph; give a torch.fx.GraphModule, or the module alone"
+        )
+    return called.module
 
 
 def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> None:

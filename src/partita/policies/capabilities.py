@@ -60,7 +60,7 @@ class Takers:
     """Capabilities in order of preference, asked about the nodes of one program."""
 
     def __init__(self, program: Program, capabilities: Sequence[Capability]) -> None:
-        submodules = dict(program.graph_module.named_modules())
+        submodules = dict(program.graph_module.named_modules(remove_duplicate=False))
         self._takers = [_Taker.of(one, submodules) for one in capabilities]
 
     def taker_of(self, nodes: Sequence[Node]) -> int | Refusal:
