@@ -8,7 +8,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import analyses, calling, code_generation, first_call, growth, memory, modes, splitting
+from benchmarks import (
+    analyses,
+    calling,
+    code_generation,
+    first_call,
+    fusing,
+    growth,
+    lowering,
+    memory,
+    modes,
+    splitting,
+)
 from benchmarks.report import as_json, line, put_into_readme
 from benchmarks.scales import SCALES
 
@@ -19,6 +30,9 @@ SECTIONS = {
     "code": code_generation.rows,
     "steps": analyses.rows,
     "modes": modes.rows,
+    "fuse": fusing.rows,
+    "capability": lowering.capability_rows,
+    "lowering": lowering.rows,
     "memory": memory.rows,
     "growth": growth.rows,
 }

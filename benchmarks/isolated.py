@@ -11,13 +11,17 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.capability_growth import growing_capability
 from benchmarks.floor import minimal_copy
 from benchmarks.graphs import build
+from benchmarks.lowered_models import call_overhead, lowered_model
+from benchmarks.partitioned import partitioned
 from benchmarks.splitting import PARTS, splits
 from benchmarks.timing import CPU, clocked, interleaved, median
 
@@ -39,9 +43,10 @@ def large_split(kind: str, nodes: int, *, slow: bool, repeats: int) -> dict[str,
     return interleaved(splits(build(kind, nodes), PARTS, slow=slow), repeats)
 
 
-def growing_split(kind: str, nodes: int, repeats: int) -> dict[str, float]:
-    """The user and CPU seconds of our split; page faults of the system count in the second only."""
-    split = splits(build(kind, nodes), PARTS)["ours"]
+def growing_split(kind: str, nodes: int, way: str, repeats: int) -> dict[str, float]:
+    """The user and CPU seconds of a way to copy a graph; page faults of the system count in the second only."""
+    module = build(kind, nodes)
+    split = splits(module, PARTS)["ours"] if way == "ours" else lambda: minimal_copy(module.graph)
     taken = []
     for _ in range(repeats):
         gc.collect()
@@ -81,7 +86,18 @@ def _resident_bytes(entry: str) -> int:
     raise OSError(f"/proc/self/status has no {entry}: peaks of memory are measured on Linux only")
 
 
-_MEASUREMENTS = {measure.__name__: measure for measure in (large_split, growing_split, peak_bytes)}
+_MEASUREMENTS: dict[str, Callable[..., Any]] = {
+    measure.__name__: measure
+    for measure in (
+        large_split,
+        growing_split,
+        peak_bytes,
+        growing_capability,
+        call_overhead,
+        lowered_model,
+        partitioned,
+    )
+}
 
 
 if __name__ == "__main__":

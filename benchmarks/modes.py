@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from torch._export.passes import replace_autocast_with_hop_pass as torch_autocast
@@ -14,7 +12,7 @@ from torch.fx import GraphModule
 from benchmarks.mode_graphs import build_with_modes
 from benchmarks.rows import Row, at_least, at_most
 from benchmarks.scales import Scale
-from benchmarks.timing import CPU, clocked, interleaved, median
+from benchmarks.timing import interleaved, median, within
 from partita import Program, inline, plan
 from partita.compat import replace_autocast_with_hop_pass as our_autocast
 from partita.compat import replace_set_grad_with_hop_pass as our_grad
@@ -64,7 +62,7 @@ def _beside_torch(kind: str, case: str, nodes: int, module: GraphModule) -> Gene
         },
         repeats=3,
     )
-    spent, finished = _within(_LIMIT_S, partial(torch_pass, module, None)) if nodes <= 16_000 else (None, False)
+    spent, finished = within(_LIMIT_S, partial(torch_pass, module, None)) if nodes <= 16_000 else (None, False)
     for way, times in taken.items():
         yield Row(
             section=f"modes as operators: {way}",
@@ -86,30 +84,3 @@ def _beside_torch(kind: str, case: str, nodes: int, module: GraphModule) -> Gene
 
 def _wrapped(module: GraphModule) -> Program:
     return plan(Program.of(module), ByMode(), Mode()).apply()
-
-
-def _within(limit_s: float, action: Callable[[], object]) -> tuple[float, bool]:
-    """The CPU seconds of an action, and whether it came to its end within the limit."""
-    try:
-        with _stopped_after(limit_s):
-            return clocked(action, CPU)[0], True
-    except _LimitError:
-        return limit_s, False
-
-
-class _LimitError(Exception):
-    pass
-
-
-@contextmanager
-def _stopped_after(limit_s: float) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise _LimitError
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)

@@ -27,12 +27,16 @@ class Scale:
     turns_of_calls: int
     #: Graphs with modes.
     mode_nodes: tuple[int, ...]
+    #: Graphs that are partitioned by what is supported, beside torch.
+    partitioned_nodes: tuple[int, ...] = (1_000, 4_000)
 
 
 _ALL = ("residual", "chain", "fan-out", "random", "writes")
 
 SCALES = {
-    "tiny": Scale({200: 1}, (), False, ("residual", "writes"), 0, 200, (200, 400), ("residual",), 400, 2, (50, 100)),
+    "tiny": Scale(
+        {200: 1}, (), False, ("residual", "writes"), 0, 200, (200, 400), ("residual",), 400, 2, (50, 100), (100,)
+    ),
     "quick": Scale(
         {1_000: 3, 4_000: 3},
         (),
@@ -45,6 +49,7 @@ SCALES = {
         16_000,
         10,
         (1_000, 4_000),
+        (1_000,),
     ),
     "default": Scale(
         {1_000: 7, 4_000: 5, 16_000: 3, 64_000: 2},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import median
 
-__all__ = ["CPU", "Clock", "clocked", "interleaved", "median", "quotient"]
+__all__ = ["CPU", "Clock", "clocked", "interleaved", "median", "quotient", "within"]
 
 #: Reads a clock, in seconds.
 Clock = Callable[[], float]
@@ -46,3 +48,30 @@ def interleaved(actions: Mapping[str, Callable[[], object]], repeats: int) -> di
 def quotient(above: Sequence[float], below: Sequence[float]) -> float:
     """The median of the quotients turn by turn: what slows a whole turn down cancels out."""
     return median(a / b for a, b in zip(above, below, strict=True))
+
+
+def within(limit_s: float, action: Callable[[], object]) -> tuple[float, bool]:
+    """The CPU seconds of an action, and whether it came to its end within the limit."""
+    try:
+        with _stopped_after(limit_s):
+            return clocked(action, CPU)[0], True
+    except _LimitError:
+        return limit_s, False
+
+
+class _LimitError(Exception):
+    pass
+
+
+@contextmanager
+def _stopped_after(limit_s: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _LimitError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

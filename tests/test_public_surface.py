@@ -51,6 +51,16 @@ PUBLIC = {
         "Mode",
         "Treatment",
     },
+    "partita.backends": {
+        "AotEager",
+        "AotInductor",
+        "Backend",
+        "Compiled",
+        "Eager",
+        "Inductor",
+        "backend_names",
+        "find_backend",
+    },
     "partita.hops": {
         "call",
         "wrap",
@@ -87,6 +97,18 @@ PUBLIC = {
         "inspect_archive",
         "load_exported",
     },
+    "partita.compat.fuser_utils": {
+        "erase_nodes",
+        "fuse_as_graphmodule",
+        "fuse_by_partitions",
+        "insert_subgm",
+        "topo_sort",
+        "validate_partition",
+    },
+    "partita.compat.partitioner": {
+        "CapabilityBasedPartitioner",
+        "Partition",
+    },
     "partita.compat.replace_autocast_with_hop_pass": {
         "replace_autocast_with_hop_pass",
     },
@@ -116,6 +138,9 @@ PUBLIC = {
         "backend",
     },
     "partita.testing": {
+        "BackendReport",
+        "BrokenLaw",
+        "check_backend",
         "nests",
         "check_mode_laws",
         "check_export_laws",
@@ -149,6 +174,7 @@ PUBLIC = {
     },
     "partita.errors": {
         "ArchiveError",
+        "BackendError",
         "BrokenGraphError",
         "CallbackError",
         "CaptureError",

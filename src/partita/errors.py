@@ -4,10 +4,12 @@ from __future__ import annotations
 
 __all__ = [
     "ArchiveError",
+    "BackendError",
     "BrokenGraphError",
     "CallbackError",
     "CaptureError",
     "CycleError",
+    "LoweringError",
     "MissingLabelError",
     "MissingTargetError",
     "ModeError",
@@ -59,6 +61,14 @@ class MissingLabelError(CallbackError, KeyError):
 
 class TreatmentError(PartitaError, RuntimeError):
     """A treatment raised, or gave something that cannot be called."""
+
+
+class LoweringError(PartitaError, RuntimeError):
+    """A region could not be compiled, and whoever lowered it did not want it to run eagerly."""
+
+
+class BackendError(PartitaError, RuntimeError):
+    """A backend cannot store what it compiled, or cannot load it here."""
 
 
 class UnknownNodeError(PartitaError, KeyError):

@@ -18,6 +18,7 @@ from partita.policies.region_limits import RegionLimits, Worthwhile, connected_p
 from partita.regions import Partition
 from partita.solvers.border_bytes import border_bytes, moved_for_bytes
 from partita.solvers.few_parts import Steps, few_steps
+from partita.solvers.grown_parts import grown_parts
 from partita.solvers.levels import REFUSED, earliest_levels, latest_levels
 from partita.solvers.relation import Relation
 
@@ -68,10 +69,11 @@ class ByCapability:
             modes_apart=self.modes_apart,
             devices_apart=self.devices_apart,
         )
-        steps = _steps(program, units)
-        places, takers = _places(program, units, steps)
+        places, takers = _places(program, units, _steps(program, units))
         if self.connected:
-            places, takers = connected_parts(program, places, takers)
+            pieces_of_levels = connected_parts(program, places, takers)
+            grown = _grown(program, units)
+            places, takers = min(filter(None, (grown, pieces_of_levels)), key=lambda found: len(found[1]))
         names = [name_of(taker) for taker in self.takers]
         limits = RegionLimits(self.smallest, self.smallest_flops, self.largest, self.worthwhile)
         pieces = [Piece(f"{names[taker]}_{place}", names[taker]) for place, taker in enumerate(takers)]
@@ -114,6 +116,21 @@ def _sizes(program: Program, units: Sequence[int]) -> list[int]:
     for unit in units:
         sizes[unit] = bytes_of(nodes[unit]) or 1
     return sizes
+
+
+def _grown(program: Program, units: Units) -> tuple[list[int], list[int]] | None:
+    """Connected parts that grow along the data, in graph order, and the taker of each; None for some large graphs."""
+    part_of = grown_parts(units.relation, units.kinds)
+    if part_of is None:
+        return None
+    places, takers, numbers = no_places(program), list[int](), dict[int, int]()
+    for number, unit in enumerate(units.unit_of):
+        if unit >= 0 and units.kinds[unit] != REFUSED:
+            place = numbers.setdefault(part_of[unit], len(takers))
+            if place == len(takers):
+                takers.append(units.takers[units.kinds[unit]])
+            places[number] = place
+    return places, takers
 
 
 def _places(program: Program, units: Units, steps: Steps) -> tuple[list[int], list[int]]:

@@ -31,8 +31,9 @@ def bare_body(program: Program) -> BareBody:
 
 
 def _only_mode(program: Program) -> Mode:
-    """The mode of all nodes that compute something; what computes a number of numbers is the same in every mode."""
-    modes, idle = program.modes, program.modes.toggles | program.symbolic_scalars
+    """The mode of all nodes that compute something; items of containers and numbers are the same in every mode."""
+    modes = program.modes
+    idle = modes.toggles | program.symbolic_scalars | frozenset(program.projections)
     first: int | None = None
     for number, node in enumerate(program.index.nodes):
         if number in idle or node.op in ("placeholder", "get_attr", "output"):

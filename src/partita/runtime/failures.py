@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Lock
 from typing import final
 
-__all__ = ["Failure", "Failures"]
+from partita.errors import LoweringError
+
+__all__ = ["Failure", "Failures", "report"]
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -55,3 +60,11 @@ class Failures:
     def __reduce__(self) -> tuple[type[Failures], tuple[()]]:
         """Copies and pickles of a program start with none of their own."""
         return Failures, ()
+
+
+def report(failure: Failure, failures: Failures, *, strict: bool = False, error: Exception | None = None) -> None:
+    """Adds a failure to the others and logs it once; raises it where whoever lowered the region wants that."""
+    if failures.add(failure):
+        log.warning("%s; it runs eagerly", failure)
+    if strict:
+        raise LoweringError(f"{failure}; without strict=True it would run eagerly") from error

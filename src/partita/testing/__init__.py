@@ -1,5 +1,7 @@
-"""Generators for whoever tests a policy or a treatment: random programs that run, and regions over them."""
+"""For whoever tests a policy, a treatment or a backend: random programs that run, regions over them, and laws."""
 
+from partita.testing.backend_laws import check_backend
+from partita.testing.backend_report import BackendReport, BrokenLaw
 from partita.testing.build import build, random_case, random_nest
 from partita.testing.captured import CAPTURES, captured_case
 from partita.testing.case import Case
@@ -18,6 +20,8 @@ __all__ = [
     "EXPORTABLE",
     "LAWS",
     "MODE_LAWS",
+    "BackendReport",
+    "BrokenLaw",
     "Case",
     "Features",
     "Input",
@@ -29,6 +33,7 @@ __all__ = [
     "build",
     "captured_case",
     "captured_programs",
+    "check_backend",
     "check_export_laws",
     "check_laws",
     "check_mode_laws",

@@ -10,8 +10,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
+from partita.graphs.mode import Mode
 from partita.graphs.program import Program
 from partita.plans import Plan, plan
 from partita.tracing.backend_options import BackendOptions
@@ -32,7 +34,9 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[
     """
     chosen = BackendOptions.read(options)
     inner = chosen.inner_backend()
-    decided = plan(Program.of(gm), chosen.policy, chosen.treatment)
+    # Dynamo has guarded the grad mode, and writes the end of a no_grad block down as that mode, not as a return to it.
+    program = Program.of(gm).under(Mode(grad=torch.is_grad_enabled()))
+    decided = plan(program, chosen.policy, chosen.treatment)
     if decided.program.effects.fences:
         # Between the nodes that enter and leave a transform tensors are wrapped, which no compiler has seen.
         log.warning("the graph enters transforms of torch.func; its parts run as they are, uncompiled")

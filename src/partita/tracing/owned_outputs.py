@@ -1,20 +1,15 @@
-"""Owned outputs: tensors that a piece makes itself stay apart from its inputs, whatever its compiler does.
-
-Inductor (torch 2.13) returns `x` itself for `torch.zeros(4) + x`. In one graph that shows only at the end; between two
-pieces, a write to one of them would change the other.
-"""
+"""Owned outputs of pieces: which tensors a piece makes itself, found on fakes, and copied where its compiler shares."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from partita._torch.schemas import storage_key
 from partita._torch.versions import version_of
+from partita.runtime.owned_outputs import owned_places, places_to_copy
 
 __all__ = ["OwnedOutputs", "PieceCall"]
 
@@ -40,12 +35,7 @@ class PieceCall:
 
     def owned(self) -> tuple[int, ...]:
         """The places of outputs that share memory with no argument and no other output."""
-        holders = Counter(map(_memory, (*self.args, *self.outputs)))
-        return tuple(
-            place
-            for place, value in enumerate(self.outputs)
-            if isinstance(value, Tensor) and holders[_memory(value)] == 1
-        )
+        return owned_places(self.args, self.outputs)
 
 
 @final
@@ -59,16 +49,9 @@ class OwnedOutputs(nn.Module):
 
     def forward(self, *args: Any) -> Sequence[Any]:
         outputs = list(self._compiled(*args))
-        holders = Counter(map(_memory, (*args, *outputs)))
-        for place in self._owned:
-            if holders[_memory(outputs[place])] > 1:
-                outputs[place] = outputs[place].clone()
+        for place in places_to_copy(args, outputs, self._owned):
+            outputs[place] = outputs[place].clone()
         return outputs
-
-
-def _memory(value: Any) -> object:
-    """What two values have in common if they share memory."""
-    return storage_key(value) if isinstance(value, Tensor) else object()
 
 
 def _versions(values: Iterable[Any]) -> tuple[int | None, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter
 
 from partita.graphs.tolerance import Tolerance
-from partita.plans.treatment import Called, Treatment, Treats, marks_of, mixes_modes, tolerance_of
+from partita.plans.treatment import Called, Site, Treatment, Treats, TreatsAt, marks_of, mixes_modes, tolerance_of
 from partita.regions import Region
 
 __all__ = ["Compiled", "Piece", "Waiting"]
@@ -60,8 +60,12 @@ class Waiting:
     def mixes_modes(self) -> bool:
         return mixes_modes(self.treatment)
 
-    def treat(self, body: GraphModule) -> Piece:
-        given = self.treatment.treat(body) if isinstance(self.treatment, Treats) else body
+    def treat_at(self, body: GraphModule, site: Site) -> Piece:
+        given: nn.Module | Called = body
+        if isinstance(self.treatment, TreatsAt):
+            given = self.treatment.treat_at(body, site)
+        elif isinstance(self.treatment, Treats):
+            given = self.treatment.treat(body)
         # A piece is compiled as a whole, so it sets its modes itself and needs no operator for that.
         return Piece(body, body if isinstance(given, Called) else given)
 

@@ -1,0 +1,64 @@
+"""Inductor without Dynamo: a body and fake inputs into a function, and that into bytes and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from partita._torch.backend_aot import nothing_is_donated
+from partita._torch.backend_fakes import compiling
+
+__all__ = ["compile_with_inductor", "function_from_bytes", "function_to_bytes", "inductor_options"]
+
+
+def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Inductor's function of `body`, forward and backward."""
+    import torch._functorch.config as settings
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(graph: GraphModule, examples: Sequence[Any], **others: Any) -> Any:
+        nothing_is_donated()
+        return compile_fx_inner(graph, examples, **others)
+
+    # A bundle can be stored, but Inductor's own cache knows nothing of it.
+    with compiling(inputs), settings.patch(bundled_autograd_cache=_can_be_stored(body)):
+        made: Any = compile_fx(body, list(inputs), inner_compile=compile_one, config_patches=dict(options))
+    function: Callable[..., Any] = made
+    return function
+
+
+def function_to_bytes(function: Callable[..., Any]) -> bytes | None:
+    """What Inductor made, as bytes; None for bodies with calls that torch has no lasting name for."""
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    if getattr(function, "serialize", None) is None:
+        return None
+    data: bytes = AOTCompiledArtifact(function).serialize()
+    return data
+
+
+def function_from_bytes(data: bytes) -> Callable[..., Any]:
+    """What `function_to_bytes` stored, ready to be called; its kernels are built again where they are not cached."""
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    return AOTCompiledArtifact.deserialize(data)
+
+
+def inductor_options() -> dict[str, Any]:
+    """Inductor's options and their values now."""
+    from torch._inductor import config
+
+    found: dict[str, Any] = config.get_config_copy()
+    return found
+
+
+def _can_be_stored(body: GraphModule) -> bool:
+    from torch._functorch._aot_autograd import autograd_cache
+
+    try:
+        autograd_cache.check_cacheable(body)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""Adapting: changes a body so that compilers built for Dynamo's graphs take it.
+
+Dynamo gives them no plain numbers, in or out, and an input for every symbol. A body of a region has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from partita._torch.backend_fakes import SYMBOLIC, place_of_symbol, size_carrier, unnamed_sizes
+from partita._torch.operators import SYM_SIZE
+from partita.backends.calling import Argument, Calling, Carrier, Constant, Input, Output, Result, Size
+from partita.backends.notes import Notes
+from partita.backends.scalars import scalars_in
+
+__all__ = ["Adapted", "adapt", "adapt_to_tensors"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """What a compiler is given with an adapted body; how to call what it makes is known when it is done."""
+
+    inputs: tuple[Any, ...]
+    given: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    arity: int
+    notes: Notes
+
+    def calling(self) -> Calling:
+        """How to call what the compiler made; asked after it has traced the body."""
+        outputs = tuple(map(self.notes.known, self.outputs))
+        return Calling(self.given, outputs, self.arity)
+
+
+def adapt(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
+    """Writes plain inputs into the body, takes plain outputs out of it, and adds an input for each unnamed symbol.
+
+    Plain numbers become constants because AOTAutograd would make symbols of them, and take equal ones for one: a 4
+    beside a size that happens to be 4 would then have to change with it. Symbols become inputs because torch 2.13
+    fails on floats that it computes from a size.
+    """
+    given = _fold_plain_inputs(body, inputs)
+    left = [inputs[argument.place] for argument in given]
+    sizes: list[Input] = []
+    for place, axis in unnamed_sizes(left):
+        _add_input(body, f"size_{axis}_of_{place}")
+        sizes.append(Size(given[place].place, axis))
+        left.append(left[place].shape[axis])
+    notes = Notes(as_tensors=False)
+    outputs = _fold_plain_outputs(body, notes, among=scalars_in(body.graph))
+    _drop_annotations(body)
+    body.recompile()
+    return Adapted(tuple(left), (*given, *sizes), outputs, len(inputs), notes)
+
+
+def adapt_to_tensors(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
+    """Writes plain inputs into the body, takes plain outputs out of it, and reads integers from sizes of tensors.
+
+    For compilers whose functions take and give nothing but tensors.
+    """
+    given: list[Input] = list(_fold_plain_inputs(body, inputs))
+    left = [inputs[argument.place] for argument in given]
+    tensors = list(left)
+    for number, node in enumerate(body.graph.find_nodes(op="placeholder")):
+        if isinstance(left[number], torch.SymInt):
+            found = place_of_symbol(left[number], left)
+            source, axis = (number, 0) if found is None else found
+            _read_from_size(body, node, source, axis)
+            tensors[number] = size_carrier(left[number], left)
+            given[number] = Carrier(given[number].place)
+    notes = Notes(as_tensors=True)
+    outputs = _fold_plain_outputs(body, notes, among=set(body.graph.nodes))
+    body.recompile()
+    return Adapted(tuple(tensors), tuple(given), outputs, len(inputs), notes)
+
+
+def _fold_plain_inputs(body: GraphModule, inputs: Sequence[Any]) -> tuple[Argument, ...]:
+    left = []
+    for place, (node, value) in enumerate(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+        if isinstance(value, (Tensor, *SYMBOLIC)):
+            left.append(Argument(place))
+            continue
+        for user in list(node.users):
+            user.replace_input_with(node, value)
+        body.graph.erase_node(node)
+    return tuple(left)
+
+
+def _add_input(body: GraphModule, name: str) -> Node:
+    last = body.graph.find_nodes(op="placeholder")[-1]
+    with body.graph.inserting_after(last):
+        return body.graph.placeholder(name)
+
+
+def _read_from_size(body: GraphModule, number: Node, source: int, axis: int) -> None:
+    """Makes the users of `number` read it from the size of an input instead."""
+    placeholders = body.graph.find_nodes(op="placeholder")
+    with body.graph.inserting_after(placeholders[-1]):
+        size = body.graph.call_function(SYM_SIZE, (placeholders[source], axis))
+    number.replace_all_uses_with(size, delete_user_cb=lambda user: user is not size)
+
+
+def _fold_plain_outputs(body: GraphModule, notes: Notes, *, among: set[Node]) -> tuple[Output, ...]:
+    """Leaves outputs that are no nodes out, and has it noted what those are that may turn out to be plain."""
+    written = body.graph.output_node()
+    given = written.args[0]
+    assert isinstance(given, tuple | list)
+    outputs: list[Output] = []
+    left: list[Node] = []
+    for value in given:
+        if not isinstance(value, Node):
+            outputs.append(Constant(value))
+            continue
+        outputs.append(Result(len(left)))
+        if value in among:
+            with body.graph.inserting_before(written):
+                value = body.graph.call_function(notes.noting(), (value, len(left)))
+        left.append(value)
+    written.args = (tuple(left),)
+    return tuple(outputs)
+
+
+def _drop_annotations(body: GraphModule) -> None:
+    """Types of nodes mean nothing to compilers, and as text they keep torch from pickling, and so from caching."""
+    for node in body.graph.nodes:
+        if node.type is not None:
+            node.type = None

@@ -1,0 +1,56 @@
+"""Chapter: a language model of which a chip takes only a part; that part is compiled, and there is a reason for the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from tempfile import TemporaryFile
+from time import perf_counter
+
+import partita
+from partita.cli.demo.language_model import seeded, small_chip
+from partita.policies import ByCapability
+from partita.treatments import Lower
+
+__all__ = ["TITLE", "tell"]
+
+TITLE = "A language model, compiled as far as a chip can take it"
+
+#: Where a C++ compiler is slow, or used for the first time, Inductor may take longer than a demo should.
+_PATIENCE_S = 15.0
+
+
+def tell() -> bool:
+    """Shows the regions, why nodes are outside, and that the lowered model trains as before; whether all of it held."""
+    started = perf_counter()
+    with TemporaryFile("w+") as told:
+        # On a core of its own, while this process goes on.
+        command = [sys.executable, "-m", "partita.cli.demo.with_inductor"]
+        inductor = subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT)
+        comparison = _tell_capability()
+        try:
+            status = inductor.wait(timeout=max(0.0, _PATIENCE_S - (perf_counter() - started)))
+        except subprocess.TimeoutExpired:
+            inductor.kill()
+            inductor.wait()
+            print("lowered with inductor: left out; its C++ compiler takes too long here, the first time at least")
+            return comparison.equal
+        told.seek(0)
+        print(f"lowered with inductor:\n{told.read().rstrip()}")
+    return comparison.equal and status == 0
+
+
+def _tell_capability() -> partita.Comparison:
+    """Lowers with a backend that compiles next to nothing, but traces what a compiler would trace."""
+    name, model, args = seeded()
+    program = partita.capture(model, args)
+    plan = partita.plan(program, ByCapability(small_chip), Lower("aot_eager"))
+    print(f"{name}; the fewest regions that hold all that the chip takes:\n\n{plan}\n\n{plan.summary()}\n")
+    refused = next(node for node in program.operators() if "attention" in node.name)
+    cut = next(node for node in refused.users if plan.partition.region_of(node) is not None)
+    for node in (refused, cut):
+        print(f"plan.explain({node.name!r})\n{plan.explain(node)}")
+    comparison = partita.compare(program, plan.apply(), args)
+    print(f"\nlowered with aot_eager, values and gradients compared: {comparison}")
+    print(f"regions that could not be compiled, and run eagerly: {len(plan.failures)}")
+    return comparison

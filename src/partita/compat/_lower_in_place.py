@@ -1,0 +1,107 @@
+"""Lowering in place: regions become calls that compile when they are first needed, in the module that holds them.
+
+Everything is made before a module is touched; then it gets its new graph in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from partita._torch.standing_modules import StandsForBody
+from partita.graphs.state_keys import UNMOVED, StateKeys
+from partita.plans.treatment import Site, treated
+from partita.regions import Partition, Region
+from partita.rewrite.bodies import BodyStyle
+from partita.rewrite.outline import OutlineStyle, outlined
+from partita.rewrite.state_keys import MovedByPart, name_state
+from partita.runtime.failures import Failures
+from partita.treatments.lower import Lower
+
+__all__ = ["Prepared", "commit", "prepare", "record_of"]
+
+#: Under what a module that lowers a part of itself keeps the record of it in its `meta`.
+_KEY = "partita_lowering"
+
+#: Inputs of bodies are called by their places, as torch's partial lowering called them.
+_NUMBERED_INPUTS = OutlineStyle(body=BodyStyle(keeps_input_names=False))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What went wrong in the lowered regions of a module, and which of its modules are called in them."""
+
+    failures: Failures = field(default_factory=Failures)
+    state_keys: StateKeys = UNMOVED
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A module, the graph that it will have, the modules that this calls, and the record of it all."""
+
+    root: GraphModule
+    graph: Graph
+    called: Mapping[str, nn.Module]
+    record: Record
+
+
+def record_of(gm: GraphModule) -> Record:
+    """The record of a module; an empty one if nothing of it is lowered."""
+    found = gm.meta.get(_KEY)
+    return found if isinstance(found, Record) else Record()
+
+
+def prepare(
+    partition: Partition,
+    names: Sequence[str],
+    lower: Callable[[Region, GraphModule], Lower],
+    *,
+    is_tagged: bool = False,
+) -> Prepared:
+    """What makes each region a call under one of these `names` of what `lower` says for the region and its body.
+
+    The calls carry the tag of the treatment as their keyword `tag` where they are to be tagged.
+    """
+    program, known = partition.program, record_of(partition.program.graph_module)
+    cut = outlined(partition, names=names, style=_NUMBERED_INPUTS)
+    moved = MovedByPart(cut.moved)
+    called: dict[str, nn.Module] = {}
+    tags: dict[str, str | None] = {}
+    for place, (name, region, body) in enumerate(zip(names, partition, cut.bodies, strict=True)):
+        treatment = lower(region, body)
+        named = Region(name, region.nodes, region.label)
+        site = Site(named, place, len(names), program.caller, known.failures)
+        called[name], tags[name] = treated(treatment, body, site).module, treatment.tag
+        moved.settle(name, body, called[name])
+    graph = cut.graph_module.graph
+    for node in graph.find_nodes(op="call_module") if is_tagged else ():
+        if isinstance(called.get(str(node.target)), StandsForBody):
+            node.kwargs = {"tag": tags[str(node.target)]}
+    record = Record(known.failures, known.state_keys.then(moved.settled))
+    return Prepared(program.graph_module, graph, called, record)
+
+
+def commit(prepared: Sequence[Prepared]) -> None:
+    """Gives all modules their new graphs, or, where one cannot have it, none; state dicts keep their names."""
+    before = [(one.root, one.root.graph, dict(one.root._modules)) for one in prepared]
+    try:
+        for one in prepared:
+            for name, module in one.called.items():
+                one.root.add_module(name, module)
+            one.root.graph = one.graph
+            one.graph.lint()
+    except BaseException:
+        for root, graph, children in before:
+            root._modules.clear()
+            root._modules.update(children)
+            root.graph = graph
+        raise
+    for one in prepared:
+        name_state(one.root, one.record.state_keys, naming="original")
+        one.root.meta[_KEY] = one.record

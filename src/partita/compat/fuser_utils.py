@@ -1,0 +1,153 @@
+"""`torch.fx.passes.utils.fuser_utils`, with its names, arguments and results, on Partita's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch.fx import GraphModule, Node
+
+from partita._torch.pause_gc import gc_paused
+from partita.compat._fused_groups import (
+    FusionError,
+    check_call,
+    check_node,
+    check_together,
+    checked_module,
+    checked_nodes,
+    free_name,
+    free_names,
+)
+from partita.compat._node_order import is_convex, sorted_nodes
+from partita.errors import BrokenGraphError, ModeError
+from partita.graphs.followers import followers_of
+from partita.graphs.program import Program
+from partita.rewrite.fuse import fuse
+from partita.rewrite.fused_bodies import FusedStyle, fused_body, is_idle, mode_of_call
+from partita.rewrite.insert_call import insert_call
+
+__all__ = [
+    "erase_nodes",
+    "fuse_as_graphmodule",
+    "fuse_by_partitions",
+    "insert_subgm",
+    "topo_sort",
+    "validate_partition",
+]
+
+NodeList = list[Node]
+NodeSet = set[Node]
+
+
+def topo_sort(nodes: NodeList) -> NodeList:
+    """The nodes after all that they read, and with their effects in order; else in the order in which they came."""
+    return sorted_nodes(nodes)
+
+
+def validate_partition(partition: NodeList) -> bool:
+    """Whether the nodes can run in one call: nothing outside must run in between, by data or by effects."""
+    return is_convex(list(partition))
+
+
+def fuse_as_graphmodule(
+    gm: GraphModule,
+    nodes: NodeList,
+    module_name: str,
+    partition_lookup_table: dict[Node, int | None] | None = None,
+    *,
+    always_return_tuple: bool = False,
+) -> tuple[GraphModule, tuple[Node, ...], tuple[Node, ...]]:
+    """The nodes as a module whose class is called `module_name`, its inputs, and the nodes that it stands for.
+
+    `gm` is not changed. The nodes run in one mode, which is that of the place where the module will be called.
+    """
+    program = Program.of(checked_module(gm))
+    held = checked_nodes(gm, nodes, f"the partition {module_name!r}")
+    if partition_lookup_table is not None and set(partition_lookup_table) != set(held):
+        odd = set(partition_lookup_table).symmetric_difference(held)
+        raise FusionError(f"nodes and partition_lookup_table differ in {', '.join(sorted(map(str, odd)))}")
+    check_together(program, [held], [module_name])
+    numbers = [program.index.number[node] for node in sorted_nodes(held, followers_of(program))]
+    mode = mode_of_call(program, numbers)
+    if mode is None or not program.modes.toggles.isdisjoint(numbers):
+        raise ModeError(
+            f"the nodes of {module_name!r} run in several modes, or switch them, so it matters where the module will "
+            "be called; leave toggles out and fuse each mode apart, or use `fuse_by_partitions`, which sets modes anew"
+        )
+    body = fused_body(program, numbers, FusedStyle(module_name, mode, returns_tuple=always_return_tuple))
+    return body.module, body.inputs, body.outputs
+
+
+def insert_subgm(
+    gm: GraphModule,
+    sub_gm: GraphModule,
+    orig_inputs: tuple[Node, ...],
+    orig_outputs: tuple[Node, ...],
+    insertion_point: Node | None = None,
+) -> GraphModule:
+    """`gm` with a call of `sub_gm`, which is named after its class, and whose results replace `orig_outputs`.
+
+    Works in place. The replaced nodes stay: erase them with `erase_nodes`. Where the name is taken by another module,
+    the next free number is used.
+    """
+    checked_module(gm)
+    checked_module(sub_gm, "what is inserted is")
+    inputs, outputs = list(orig_inputs), list(orig_outputs)
+    for called, nodes in (("orig_inputs", inputs), ("orig_outputs", outputs)):
+        for node in nodes:
+            check_node(gm, node, called)
+    check_call(sub_gm, inputs, outputs)
+    if insertion_point is None:
+        if not outputs:
+            raise FusionError(
+                "Cannot determine insertion point: no insertion_point provided and orig_outputs is empty. "
+                "Pass the last partition node as insertion_point."
+            )
+        insertion_point = max(outputs)
+    check_node(gm, insertion_point, "insertion_point")
+    is_bare = len(outputs) == 1 and not isinstance(sub_gm.graph.output_node().args[0], tuple)
+    insert_call(gm, sub_gm, free_name(gm, sub_gm), inputs, outputs, after=insertion_point, is_bare=is_bare)
+    return gm
+
+
+def erase_nodes(gm: GraphModule, nodes: NodeList) -> None:
+    """Erases the nodes, in any order, when nobody else reads them; else nothing."""
+    held = dict.fromkeys(nodes)
+    for node in held:
+        check_node(checked_module(gm), node, "the list")
+        others = [user.name for user in node.users if user not in held]
+        if others:
+            raise BrokenGraphError(
+                f"Tried to erase Node {node} but it still had {len(others)} users in the graph: {', '.join(others)}; "
+                "replace it there first, or erase them too"
+            )
+    for node in sorted(held, reverse=True):
+        gm.graph.erase_node(node)
+
+
+@gc_paused()
+def fuse_by_partitions(
+    gm: GraphModule,
+    partitions: Iterable[Mapping[Node, int | None] | Sequence[Node]],
+    prefix: str = "fused_",
+    always_return_tuple: bool = False,
+) -> GraphModule:
+    """`gm` with every partition as a call of a submodule, named by `prefix` and its place in the list.
+
+    Works in place: all partitions are fused, or, where one cannot be, none. Empty ones are passed over. Where a module
+    of an earlier run has one of the names, numbering goes on after the highest.
+    """
+    program = Program.of(checked_module(gm))
+    given, number = list(partitions), program.index.number
+    names = free_names(gm, prefix, len(given))
+    groups: dict[str, list[Node]] = {}
+    for name, partition in zip(names, given, strict=True):
+        held = checked_nodes(gm, partition, f"the partition {name!r}")
+        if any(not is_idle(program, number[node]) for node in held):
+            groups[name] = held
+    if not groups:
+        return gm
+    check_together(program, list(groups.values()), list(groups))
+    followers = followers_of(program)
+    numbers = [[number[node] for node in sorted_nodes(group, followers)] for group in groups.values()]
+    fuse(program, numbers, list(groups), returns_tuple=always_return_tuple)
+    return gm

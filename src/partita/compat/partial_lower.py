@@ -1,0 +1,141 @@
+"""`torch.distributed._spmd.partial_lower`, which torch has removed: lower what a compiler takes, run the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partita._torch.pause_gc import gc_paused
+from partita._torch.standing_modules import StandsForBody
+from partita.backends.backend import Backend
+from partita.backends.finding import find_backend
+from partita.compat._contiguous_runs import contiguous_runs, partition_of_runs
+from partita.compat._fused_groups import free_names
+from partita.compat._lower_in_place import commit, prepare
+from partita.errors import CallbackError, OptionError
+from partita.graphs.attributes import find
+from partita.graphs.program import Program
+from partita.plans.left_out import left_out
+from partita.policies.asking import asked
+from partita.policies.by_capability import ByCapability
+from partita.regions import Partition, Region
+from partita.treatments.lower import Lower
+
+__all__ = ["MIN_ATEN_OPS_TO_LOWER", "partial_lower"]
+
+#: Fewer operators than this are not worth a call of compiled code.
+MIN_ATEN_OPS_TO_LOWER = 10
+
+#: What torch's partial lowering refused whatever the compiler: the fused steps of Adam, and what counts them.
+_FUSED_ADAM = frozenset(
+    (
+        torch.ops.aten._fused_adam.default,
+        torch.ops.aten._fused_adam_.default,
+        torch.ops.aten._foreach_add.Scalar,
+        torch.ops.aten._foreach_add_.Scalar,
+    )
+)
+
+log = logging.getLogger(__name__)
+
+
+@gc_paused()
+def partial_lower(
+    gm: GraphModule,
+    node_predicate: Callable[[Node], bool] = lambda node: True,
+    subgraph_predicate: Callable[[list[Node]], bool] = lambda nodes: True,
+    dumper: Callable[[str], str] = lambda subgraph: "subgraph",
+    *,
+    contiguous: bool = True,
+    backend: str | Backend = "inductor",
+    strict: bool = False,
+) -> GraphModule:
+    """`gm` itself, in which what the backend and the predicates take is compiled when it is first called.
+
+    Contiguous runs of accepted nodes become submodules `subgraph_<i>`, or, with `contiguous=False`, the fewest groups
+    that may run at once. One with fewer than `MIN_ATEN_OPS_TO_LOWER` operators of ATen stays as it is. `dumper` gets
+    each subgraph as text and gives the tag that its call carries and a profiler shows. What cannot be compiled runs
+    eagerly, with a warning, and is listed in `gm.meta["partita_lowering"].failures`; with `strict`, `LoweringError` is
+    raised. Works in place: all of it is done, or nothing.
+    """
+    program = Program.of(_checked(gm, node_predicate=node_predicate, subgraph_predicate=subgraph_predicate))
+    if not callable(dumper):
+        raise OptionError(f"dumper is called with the text of a subgraph and gives a tag; {dumper!r} is no function")
+    compiler = find_backend(backend)
+    refusal = _refusal(gm, compiler, node_predicate)
+    find_regions = _runs if contiguous else _groups
+    partition = find_regions(program, refusal, subgraph_predicate)
+
+    def lower(region: Region, body: GraphModule) -> Lower:
+        return Lower(compiler, strict=strict, tag=_tag(dumper, region, body))
+
+    if len(partition):
+        commit([prepare(partition, free_names(gm, "subgraph_", len(partition)), lower, is_tagged=True)])
+    return gm
+
+
+def _checked(gm: object, **predicates: object) -> GraphModule:
+    if not isinstance(gm, GraphModule):
+        raise OptionError(f"a torch.fx.GraphModule is lowered in place, not {type(gm).__name__}")
+    for name, predicate in predicates.items():
+        if not callable(predicate):
+            raise OptionError(f"{name} is a function that says whether to lower, not {predicate!r}")
+    return gm
+
+
+def _refusal(gm: GraphModule, backend: Backend, node_predicate: Callable[[Node], bool]) -> Callable[[Node], str | None]:
+    def refusal(node: Node) -> str | None:
+        if node.op == "call_module" and isinstance(find(gm, str(node.target)), StandsForBody):
+            return "it is lowered already"
+        if node.op == "call_function" and node.target in _FUSED_ADAM:
+            return "fused adam is not supported yet"
+        reason = asked(backend.refusal, node, node=node, role=f"refusal of backend {backend.name!r}")
+        if reason is None and not asked(node_predicate, node, node=node, role="node predicate"):
+            return "user predicate"
+        return reason
+
+    return refusal
+
+
+def _runs(
+    program: Program,
+    refusal: Callable[[Node], str | None],
+    subgraph_predicate: Callable[[list[Node]], bool],
+) -> Partition:
+    runs = contiguous_runs(program, refusal, _warn_of_break)
+    chosen = [run for run in runs if _is_worthwhile(run, subgraph_predicate)]
+    return partition_of_runs(program, chosen, [f"subgraph_{place}" for place in range(len(chosen))])
+
+
+def _groups(
+    program: Program,
+    refusal: Callable[[Node], str | None],
+    subgraph_predicate: Callable[[list[Node]], bool],
+) -> Partition:
+    def worthwhile(region: Region) -> bool:
+        return _is_worthwhile(region.nodes, subgraph_predicate)
+
+    partition = ByCapability(refusal, worthwhile=worthwhile)(program)
+    for reason in left_out(partition) if log.isEnabledFor(logging.INFO) else ():
+        log.info("partial_lower: %s", reason)
+    return partition
+
+
+def _warn_of_break(node: Node, reason: str) -> None:
+    log.warning("partial_lower: graph break at %s. Reason: %s", node, reason)
+
+
+def _is_worthwhile(nodes: Sequence[Node], subgraph_predicate: Callable[[list[Node]], bool]) -> bool:
+    if not asked(subgraph_predicate, list(nodes), node=nodes[0], role="subgraph predicate"):
+        return False
+    return sum(str(node.target).startswith("aten.") for node in nodes) >= MIN_ATEN_OPS_TO_LOWER
+
+
+def _tag(dumper: Callable[[str], str], region: Region, body: GraphModule) -> str:
+    tag = asked(dumper, str(body.graph), node=region.nodes[0], role="dumper")
+    if not isinstance(tag, str):
+        raise CallbackError(f"the dumper gives a tag, which is text, and it gave {tag!r}; nothing was changed")
+    return tag

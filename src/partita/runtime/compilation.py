@@ -1,0 +1,102 @@
+"""One compilation: a body and the looks of its inputs into a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from partita._torch.lowering_bodies import body_for_compiler
+from partita._torch.lowering_compiling import compiler_scope
+from partita._torch.lowering_conditions import conditions_of, symbolic_places
+from partita._torch.lowering_fakes import FakeInputs, strides_of
+from partita._torch.lowering_gradients import ask_for_gradients
+from partita.runtime.module_state import Slot
+from partita.runtime.open_sizes import Place
+from partita.runtime.rehearsal import Acts, Findings, rehearse
+from partita.runtime.signature import Signature, TensorLook
+from partita.runtime.variant import Fit, Variant, dimensions_of
+
+__all__ = ["Compilation", "Compiler"]
+
+
+class Compiler(Protocol):
+    """The part of a backend that is needed at run time."""
+
+    @property
+    def name(self) -> str: ...
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What is compiled, by whom, for which call."""
+
+    compiler: Compiler
+    body: GraphModule
+    slots: tuple[Slot, ...]
+    signature: Signature
+    values: Sequence[Any]
+    acts: Acts
+    #: The key of the symbol for each size that is open.
+    open_sizes: Mapping[Place, Hashable]
+
+    def run(self) -> Variant:
+        """The variant; whatever the compiler raises is raised here."""
+        with compiler_scope():
+            findings = self._rehearsed()
+            detached = () if findings is None else findings.detached
+            fakes = FakeInputs()
+            inputs = self._inputs(fakes, detached)
+            places = symbolic_places(inputs)
+            dimensions = tuple(map(dimensions_of, inputs))
+            outputs = None if findings is None else findings.compiled
+            body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes, outputs=outputs)
+            computes = outputs is None or outputs or self.acts.acting
+            function = self.compiler.compile(body, inputs) if computes else _nothing
+        open_integers = frozenset(number for number, axis in self.open_sizes if axis is None)
+        fit = Fit(self.signature, dimensions, open_integers, conditions_of(places, fakes.env))
+        return Variant(fit, function, findings)
+
+    def with_known_sizes(self) -> Compilation:
+        """The same with no size left open."""
+        return replace(self, open_sizes={})
+
+    def _rehearsed(self) -> Findings | None:
+        """What the body gives; found on fakes of its own, since running a body changes them."""
+        fakes = FakeInputs()
+        inputs, has_gradients = self._inputs(fakes), self.signature.surroundings.has_gradients
+        if not has_gradients:
+            ask_for_gradients(inputs)
+        body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes)
+        return rehearse(body, inputs, fakes.mode, self.acts, has_gradients=has_gradients)
+
+    def _inputs(self, fakes: FakeInputs, detached: Collection[int] = ()) -> list[Any]:
+        return [self._input(fakes, place, is_detached=place in detached) for place in range(len(self.values))]
+
+    def _input(self, fakes: FakeInputs, place: int, *, is_detached: bool) -> Any:
+        value, look = self.values[place], self.signature.looks[place]
+        if not isinstance(value, Tensor) or not isinstance(look, TensorLook):
+            key = self.open_sizes.get((place, None))
+            return value if key is None else fakes.number(value, key)
+        keys = [self.open_sizes.get((place, axis)) for axis in range(len(look.sizes))]
+        pairs = zip(look.sizes, keys, strict=True)
+        sizes = [size if key is None else fakes.size(size, key) for size, key in pairs]
+        return fakes.tensor(
+            sizes,
+            strides_of(look.sizes, look.strides, sizes),
+            dtype=look.dtype,
+            device=look.device,
+            requires_grad=look.requires_grad and not is_detached,
+            is_leaf=look.leaf,
+        )
+
+
+def _nothing(*_: object) -> tuple[()]:
+    """What is made of a body that only gives views of its inputs."""
+    return ()

@@ -1,0 +1,198 @@
+"""A rehearsal: the body is run on fake inputs, to see what it gives, before a compiler gets it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from partita._torch.lowering_compiling import run_on_fakes
+from partita._torch.lowering_containers import LEAF, Container, Fixed, Shape, assembled, items_of, shape_of
+from partita._torch.lowering_gradients import has_history, history_of, links_of
+from partita._torch.lowering_views import readable_from, views_module
+from partita.errors import ModeError
+from partita.runtime.owned_outputs import memory_of, owned_places
+
+__all__ = ["Acts", "Findings", "rehearse"]
+
+log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Acts:
+    """The nodes of a body, by name, that do more than compute, and those whose random draws show in no output.
+
+    A compiler would leave such a draw out, and the generator would not move on.
+    """
+
+    acting: frozenset[str] = frozenset()
+    unread_draws: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a rehearsal has shown.
+
+    `output` is how the output is made up of leaves, and `sources` tell where each leaf is: among what compiled code
+    gives, behind that among the views, behind those among the inputs. Compiled code gives what `compiled` reads, each
+    the name of a node and the keys by which a leaf is read from its result; `owned` are the places of those that share
+    memory with nothing. No gradient flows to the inputs at the places in `detached`.
+    """
+
+    output: Shape
+    sources: tuple[int, ...]
+    compiled: tuple[tuple[str, tuple[Any, ...]], ...]
+    owned: tuple[int, ...]
+    detached: tuple[int, ...]
+    #: For each thing that compiled code gives, the inputs that its gradient flows to; empty if it is the same for all.
+    links: tuple[frozenset[int], ...] = ()
+    #: Gives the views for the inputs and then for what compiled code gives at the places in `bases`.
+    views: GraphModule | None = None
+    bases: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether compiled code gives the output itself, for the inputs as they are."""
+        plain = Container(tuple, (LEAF,) * len(self.compiled))
+        is_whole = self.output == plain and self.sources == tuple(range(len(self.compiled)))
+        return is_whole and not self.detached and not self.links
+
+    def assembled(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        """The output of the body, when compiled code gave `outputs` for `inputs`."""
+        views = () if self.views is None else self.views(*inputs, *(outputs[place] for place in self.bases))
+        known = (*outputs, *views, *inputs)
+        return assembled(self.output, iter([known[source] for source in self.sources]))
+
+
+def rehearse(
+    body: GraphModule, inputs: Sequence[Any], mode: Any, acts: Acts, *, has_gradients: bool
+) -> Findings | None:
+    """What `body` shows on fake inputs, which it may change; None where it cannot run on them.
+
+    Where gradients are off, all inputs ask for them, and none may get one.
+    """
+    histories = history_of(inputs)
+    try:
+        results = run_on_fakes(body, inputs, mode)
+    except Exception as error:
+        log.debug("what the body gives cannot be told: %s", error)
+        return None
+    sorting = _Sorting(body, inputs, results, acts)
+    if not has_gradients:
+        sorting.check_that_gradients_are_off()
+        histories = [None] * len(inputs)
+    return sorting.findings(histories)
+
+
+class _Leaf(NamedTuple):
+    """A leaf of the output: its value, the node that gives it, and the keys by which it is read there."""
+
+    value: Any
+    node: Node
+    keys: tuple[Any, ...]
+
+
+@final
+class _Sorting:
+    """Where each leaf comes from."""
+
+    def __init__(self, body: GraphModule, inputs: Sequence[Any], results: Mapping[Node, Any], acts: Acts) -> None:
+        self.body, self.inputs, self.results, self.acts = body, inputs, results, acts
+        (output,) = body.graph.find_nodes(op="output")
+        self.shape = shape_of(results[output], fixes_constants=True)
+        self.leaves = list(_leaves(output.args[0], results[output], self.shape))
+        self.bases = self._found_bases()
+        self.roots = [*body.graph.find_nodes(op="placeholder"), *(base.node for base in self.bases)]
+        self.readable = readable_from(self.roots, results, lambda node: node.name not in acts.acting)
+        self.compiled: list[_Leaf] = list(self.bases)
+        self.views: list[_Leaf] = []
+
+    def findings(self, histories: Sequence[Any]) -> Findings:
+        homes = [self._home(leaf) for leaf in self.leaves]
+        self._keep_draws()
+        starts = {"compiled": 0, "view": len(self.compiled), "input": len(self.compiled) + len(self.views)}
+        values = [leaf.value for leaf in self.compiled]
+        readings = [(leaf.node, leaf.keys) for leaf in self.views]
+        links = links_of(histories, values)
+        return Findings(
+            output=self.shape,
+            sources=tuple(starts[kind] + place for kind, place in homes),
+            compiled=tuple((leaf.node.name, leaf.keys) for leaf in self.compiled),
+            owned=owned_places(self.inputs, values),
+            detached=_unreached(histories, (*links, *links_of(histories, self._changed(histories)))),
+            links=links if any(link != links[0] for link in links) else (),
+            views=views_module(self.roots, self.readable, readings) if readings else None,
+            bases=tuple(range(len(self.bases))),
+        )
+
+    def check_that_gradients_are_off(self) -> None:
+        """Raises where something in the body switches gradients on: compiled code has them everywhere or nowhere."""
+        for leaf in self.leaves:
+            if isinstance(leaf.value, Tensor) and has_history(leaf.value):
+                raise ModeError(
+                    f"gradients are off, but {leaf.node.name!r} gets some: something in it switches them on"
+                )
+
+    def _found_bases(self) -> list[_Leaf]:
+        """The node that made each memory which several leaves share but no input: a compiler may tell them apart."""
+        held = set(map(memory_of, self.inputs))
+        sharing = Counter(memory_of(leaf.value) for leaf in self.leaves if isinstance(leaf.value, Tensor))
+        wanted = {memory for memory, count in sharing.items() if count > 1 and memory not in held}
+        found: dict[object, _Leaf] = {}
+        for node, value in self.results.items() if wanted else ():
+            if isinstance(value, Tensor) and memory_of(value) in wanted:
+                found.setdefault(memory_of(value), _Leaf(value, node, ()))
+        return list(found.values())
+
+    def _changed(self, histories: Sequence[Any]) -> list[Any]:
+        """The inputs that have got another history by being written."""
+        now = history_of(self.inputs)
+        return [value for value, old, new in zip(self.inputs, histories, now, strict=True) if new is not old]
+
+    def _home(self, leaf: _Leaf) -> tuple[str, int]:
+        if isinstance(leaf.value, Tensor):
+            for place, value in enumerate(self.inputs):
+                if value is leaf.value:
+                    return "input", place
+            for place, known in enumerate(self.compiled):
+                if known.value is leaf.value:
+                    return "compiled", place
+            if leaf.node in self.readable:
+                self.views.append(leaf)
+                return "view", len(self.views) - 1
+        self.compiled.append(leaf)
+        return "compiled", len(self.compiled) - 1
+
+    def _keep_draws(self) -> None:
+        """Lets compiled code give what was drawn for nothing, unless an input holds it."""
+        held = set(map(memory_of, self.inputs))
+        for node in self.body.graph.nodes:
+            if node.name in self.acts.unread_draws:
+                value = self.results[node]
+                drawn = _leaves(node, value, shape_of(value, fixes_constants=True))
+                self.compiled += [leaf for leaf in drawn if memory_of(leaf.value) not in held]
+
+
+def _unreached(histories: Sequence[Any], links: Sequence[frozenset[int]]) -> tuple[int, ...]:
+    """The places of inputs that require a gradient but would get none."""
+    reached = frozenset[int]().union(*links)
+    return tuple(place for place, known in enumerate(histories) if known is not None and place not in reached)
+
+
+def _leaves(argument: Any, value: Any, shape: Shape, keys: tuple[Any, ...] = ()) -> Iterator[_Leaf]:
+    """The leaves of `value`, which is what `argument`, a node or a container of nodes, stands for."""
+    if isinstance(shape, Container):
+        for key, item in items_of(shape):
+            is_node = isinstance(argument, Node)
+            yield from _leaves(
+                argument if is_node else argument[key], value[key], item, (*keys, key) if is_node else ()
+            )
+    elif not isinstance(shape, Fixed):
+        yield _Leaf(value, argument, keys)

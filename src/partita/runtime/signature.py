@@ -1,0 +1,135 @@
+"""A signature: what compiled code must know of one call, beside the contents of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from partita._torch.lowering_ambient import Surroundings
+from partita._torch.lowering_containers import Shape, leaf_count
+
+__all__ = ["Call", "Constant", "Signature", "TensorLook", "signature_of", "unfit_reason"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorLook:
+    """What a tensor looks like from outside; `leaf` matters only where the body writes it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    leaf: bool
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def kind(self) -> object:
+        """Everything but sizes and strides."""
+        return self.dtype, self.device, self.requires_grad, self.leaf, len(self.sizes)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value that is no tensor; equal to another if the two are of one type and print alike."""
+
+    type: type
+    text: str
+
+    @property
+    def kind(self) -> object:
+        """The type."""
+        return self.type
+
+
+Look: TypeAlias = TensorLook | Constant
+
+
+class Call(NamedTuple):
+    """The values that compiled code is called with, and how the inputs and modules of the body give them."""
+
+    values: Sequence[Any]
+    shapes: tuple[Shape, ...]
+    training: tuple[bool, ...] = ()
+
+    @property
+    def input_count(self) -> int:
+        """How many of the values come from inputs."""
+        return sum(map(leaf_count, self.shapes))
+
+    def places_of(self, inputs: Collection[int]) -> Iterator[int]:
+        """The places of the values in these inputs."""
+        start = 0
+        for number, shape in enumerate(self.shapes):
+            end = start + leaf_count(shape)
+            if number in inputs:
+                yield from range(start, end)
+            start = end
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The surroundings of a call and the looks of its values: those in the inputs, then the state of modules.
+
+    `shapes` tell how the inputs are made up of values, `training` is what the modules in the body are set to.
+    """
+
+    surroundings: Surroundings
+    looks: tuple[Look, ...]
+    shapes: tuple[Shape, ...]
+    training: tuple[bool, ...] = ()
+
+    @property
+    def kind(self) -> object:
+        """Everything but sizes, strides and the values of constants: two calls of one kind differ in size at most."""
+        return self.surroundings, self.shapes, self.training, tuple(look.kind for look in self.looks)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether anyone may ask for a backward pass."""
+        return any(isinstance(look, TensorLook) and look.requires_grad for look in self.looks)
+
+
+def signature_of(call: Call, surroundings: Surroundings, *, written: Collection[int] = ()) -> Signature:
+    """The signature of a call, of whose values those at the places in `written` are written."""
+    grad = surroundings.has_gradients
+    looks = (_look(value, grad=grad, is_written=place in written) for place, value in enumerate(call.values))
+    return Signature(surroundings, tuple(looks), call.shapes, call.training)
+
+
+def unfit_reason(value: Any) -> str | None:
+    """Why no code can be made for a value as an input; None if it can."""
+    if type(value) in _CONSTANTS or isinstance(value, torch.dtype | torch.device):
+        return None
+    if type(value) not in _TENSORS:
+        return f"is of type {type(value).__name__}"
+    if value.layout is not torch.strided:
+        return f"has the layout {str(value.layout).removeprefix('torch.')}"
+    if value.is_quantized:
+        return "is quantized"
+    if value.is_conj() or value.is_neg():
+        return "is conjugated or negated lazily"
+    return None
+
+
+_CONSTANTS = (int, float, complex, bool, str, type(None))
+_TENSORS = (Tensor, nn.Parameter)
+
+
+def _look(value: Any, *, grad: bool, is_written: bool) -> Look:
+    if not isinstance(value, Tensor):
+        return Constant(type(value), repr(value))
+    return TensorLook(
+        value.dtype,
+        value.device,
+        grad and value.requires_grad,
+        not is_written or value.is_leaf,
+        tuple(value.shape),
+        value.stride(),
+    )

@@ -1,0 +1,158 @@
+"""A variant: the function that was compiled for one signature, and what else it may be called with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from partita._torch.lowering_conditions import Check, check_from
+from partita._torch.lowering_gradients import UnusedGradients
+from partita._torch.lowering_guards import Guard
+from partita.runtime.owned_outputs import copy_of, places_to_copy
+from partita.runtime.rehearsal import Findings
+from partita.runtime.signature import Signature, TensorLook
+
+__all__ = ["Cause", "Dimensions", "Fit", "Variant", "dimensions_of"]
+
+#: The sizes and strides of an input; None where any will do, or for an input that is no tensor.
+Dimensions: TypeAlias = tuple[tuple[int | None, ...], tuple[int | None, ...]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Which calls a variant serves: those like `signature`, with the sizes open that `dimensions` leave open.
+
+    Integers at the places in `integers` may change. `source` is the text of the check that open sizes must pass.
+    """
+
+    signature: Signature
+    dimensions: tuple[Dimensions | None, ...]
+    integers: frozenset[int] = frozenset()
+    source: str | None = None
+
+    @classmethod
+    def of_kind(cls, signature: Signature) -> Fit:
+        """All calls of the kind of `signature`."""
+        looks = [look if isinstance(look, TensorLook) else None for look in signature.looks]
+        dimensions = [None if look is None else ((None,) * len(look.sizes),) * 2 for look in looks]
+        return cls(signature, tuple(dimensions), frozenset(place for place, look in enumerate(looks) if look is None))
+
+    def takes(self, signature: Signature) -> bool:
+        """Whether a call of `signature` is one of these, as far as open sizes do not matter."""
+        if signature.kind != self.signature.kind:
+            return False
+        looks = zip(signature.looks, self.signature.looks, self.dimensions, strict=True)
+        return all(
+            look == own or place in self.integers if dimensions is None else _is_like(look, dimensions)
+            for place, (look, own, dimensions) in enumerate(looks)
+        )
+
+    def guard(self, values: Sequence[Any], *, written: Sequence[int]) -> Guard:
+        """The quick form of all this for calls like the one with these values."""
+        others = [place for place, dimensions in enumerate(self.dimensions) if dimensions is None]
+        return Guard(
+            values,
+            self.dimensions,
+            constants=[place for place in others if place not in self.integers],
+            integers=[place for place in others if place in self.integers],
+            leaves=[place for place in written if isinstance(values[place], Tensor)],
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why there is no function: the first line of what the compiler said, and the node where it said so."""
+
+    reason: str
+    node: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Cause:
+        text = str(error).strip()
+        found = _EXECUTED.search(text)
+        first = text.splitlines()[0] if text else type(error).__name__
+        return cls(first, found.group(1) if found else None)
+
+
+#: How torch.fx tells which node raised.
+_EXECUTED = re.compile(r"While executing %(\w+)")
+
+
+@final
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Variant:
+    """A compiled function; none where the compiler failed, so that the body itself is called."""
+
+    fit: Fit
+    function: Callable[..., Sequence[Any]] | None
+    #: What is known of the output; without it, it is what the function gives.
+    findings: Findings | None = None
+    #: Why there is no function.
+    cause: Cause | None = None
+    _copied: tuple[int, ...] | None = field(default=None, repr=False)
+    _check: Check | None = field(default=None, repr=False)
+    _gives_output: bool = field(default=True, repr=False)
+    _unused: UnusedGradients | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.fit.source is not None:
+            self._check = check_from(self.fit.source)
+        if self.findings is None:
+            self._copied = ()
+        else:
+            self._gives_output = self.findings.is_plain
+            self._unused = UnusedGradients(self.findings.links) if self.findings.links else None
+
+    def serves(self, signature: Signature, values: Sequence[Any]) -> bool:
+        """Whether the variant may be called with these values, whose signature this is."""
+        return self.fit.takes(signature) and self.allows(values)
+
+    def allows(self, values: Sequence[Any]) -> bool:
+        """Whether the open sizes of values that fit otherwise are such as the compiler took them for."""
+        return self._check is None or self._check(values)
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        """What the body gives for these values."""
+        assert self.function is not None
+        if self._gives_output and self._copied == ():
+            return self.function(*values)
+        findings = self.findings
+        assert findings is not None
+        given = list(values)
+        for place in findings.detached:
+            given[place] = given[place].detach()
+        outputs = list(self.function(*given))
+        if self._copied is None:
+            # Which outputs share memory is decided by the compiled code, so the first call shows it.
+            self._copied = places_to_copy(values, outputs, findings.owned)
+        if self._unused is not None:
+            self._unused.watch(values, outputs)
+        for place in self._copied:
+            outputs[place] = copy_of(outputs[place])
+        return findings.assembled(outputs, values)
+
+
+def dimensions_of(value: Any) -> Dimensions | None:
+    """The sizes and strides of a fake input that are no symbols."""
+    if not isinstance(value, Tensor):
+        return None
+    return _known(value.shape), _known(value.stride())
+
+
+def _known(numbers: Sequence[Any]) -> tuple[int | None, ...]:
+    return tuple(None if isinstance(number, torch.SymInt) else int(number) for number in numbers)
+
+
+def _is_like(look: Any, dimensions: Dimensions) -> bool:
+    return all(
+        wanted is None or wanted == found
+        for given, known in zip((look.sizes, look.strides), dimensions, strict=True)
+        for found, wanted in zip(given, known, strict=True)
+    )

@@ -1,0 +1,178 @@
+"""Bodies for backends: small functions, each of which does one thing that a compiler may get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, symbolic_trace
+from torch.nn import functional
+
+from partita.testing.state import ramp
+
+__all__ = ["BODIES", "Body"]
+
+#: The inputs of a body, by how many rows their tensors have.
+Inputs: TypeAlias = Callable[[int], tuple[Any, ...]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A function of tensors and numbers that gives a flat tuple, what it tests, and what to call it with."""
+
+    law: str
+    function: Callable[..., tuple[Any, ...]]
+    inputs: Inputs
+    under: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def graph_module(self) -> GraphModule:
+        return symbolic_trace(self.function)
+
+
+aten = torch.ops.aten
+
+
+def elementwise(x: Tensor, other: Tensor) -> tuple[Any, ...]:
+    return torch.sin(torch.mul(x, other)), torch.add(x, other)
+
+
+def operators(x: Tensor, other: Tensor) -> tuple[Any, ...]:
+    """The same as torch.export writes it."""
+    return aten.sin.default(aten.mul.Tensor(x, other)), aten.add.Tensor(x, other)
+
+
+def arithmetic(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any, ...]:
+    hidden = functional.layer_norm(functional.gelu(functional.linear(x, weight, bias)), (4,))
+    return torch.softmax(hidden, -1), torch.sum(hidden * hidden), torch.argmax(hidden, -1)
+
+
+def dtypes(x: Tensor, whole: Tensor, half: Tensor, double: Tensor) -> tuple[Any, ...]:
+    return x * double, half + half, whole // 2, whole > 1, torch.cumsum(double, 0)
+
+
+def strides(x: Tensor, turned: Tensor, spread: Tensor) -> tuple[Any, ...]:
+    return turned * 2, torch.transpose(turned, 0, 1) + x, torch.relu(spread)
+
+
+def several_uses(x: Tensor, frozen: Tensor) -> tuple[Any, ...]:
+    first, second = torch.chunk(torch.tanh(x) * frozen, 2, 1)
+    return first * second, torch.sum(first), frozen * 2
+
+
+def accumulation(x: Tensor, total: Tensor) -> tuple[Any, ...]:
+    total.add_(x.detach())
+    before = torch.sin(total)
+    total[1:].mul_(0.5)
+    return before * x, torch.sum(total)
+
+
+def only_a_write(total: Tensor) -> tuple[Any, ...]:
+    total.add_(1)
+    return ()
+
+
+def views(x: Tensor) -> tuple[Any, ...]:
+    made = torch.sin(x)
+    return x, x[1:], torch.reshape(x, (-1,)), made, made, made[:, 1:]
+
+
+def plain_outputs(x: Tensor) -> tuple[Any, ...]:
+    return None, 3, 2.5, True, torch.cos(x), x.size(0), x.size(1) * 0.5
+
+
+def empty_outputs(x: Tensor) -> tuple[Any, ...]:
+    return x[:0], torch.exp(x[:, 4:]), torch.sum(x)
+
+
+def complex_outputs(x: Tensor) -> tuple[Any, ...]:
+    turned = torch.complex(x, torch.sin(x))
+    return turned * turned, torch.abs(turned), torch.view_as_real(turned)
+
+
+def plain_inputs(x: Tensor, rows: int, factor: float, nothing: None) -> tuple[Any, ...]:
+    return x * factor + rows, torch.reshape(x, (rows * 2, 2)), nothing, rows
+
+
+def draws(x: Tensor) -> tuple[Any, ...]:
+    return torch.rand_like(x), functional.dropout(x, 0.5, True), torch.bernoulli(torch.sigmoid(x))
+
+
+def computed_sizes(x: Tensor, other: Tensor) -> tuple[Any, ...]:
+    rows = x.size(0)
+    return torch.reshape(x, (rows * 2, 2)), torch.cat((x, other)), torch.sum(x) / rows, rows * 2
+
+
+def without_gradients(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    return functional.linear(x, weight), torch.sin(x)
+
+
+def cast(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    return functional.linear(x, weight), torch.sum(torch.exp(x))
+
+
+def inference(x: Tensor, total: Tensor) -> tuple[Any, ...]:
+    total.mul_(2)
+    return torch.sin(x), total + 1
+
+
+def _leaf(*shape: int, phase: float = 0.0) -> Tensor:
+    return ramp(*shape, phase=phase).requires_grad_()
+
+
+def _one(rows: int) -> tuple[Any, ...]:
+    return (_leaf(rows, 4),)
+
+
+def _strided(rows: int) -> tuple[Any, ...]:
+    return _leaf(4, rows), ramp(4, rows).transpose(0, 1).requires_grad_(), ramp(1, 4).expand(rows, 4)
+
+
+_VALUES = "numbers are right, within the tolerance that it declares"
+_GRADIENTS = "gradients flow to every input that wants one"
+_WRITES = "what the body writes is written once"
+_ALIASES = "outputs share memory with what they should share it with"
+_OUTPUTS = "None, numbers, complex and empty tensors come out as they are"
+_INPUTS = "plain numbers and None go in"
+_RANDOM = "random numbers are those of the seed, and the generator goes on from there"
+_SIZES = "sizes are those of the call"
+_MODES = "modes hold inside, and after it they are as they were"
+
+BODIES: tuple[Body, ...] = (
+    Body(_VALUES, elementwise, lambda rows: (_leaf(rows, 4), _leaf(rows, 4, phase=1.0))),
+    Body(_VALUES, operators, lambda rows: (_leaf(rows, 4), _leaf(rows, 4, phase=1.0))),
+    Body(_VALUES, arithmetic, lambda rows: (_leaf(rows, 4), _leaf(4, 4, phase=1.0), _leaf(4, phase=2.0))),
+    Body(
+        _VALUES,
+        dtypes,
+        lambda rows: (_leaf(rows, 4), torch.arange(rows), ramp(rows, 4).bfloat16(), ramp(rows, 4).double()),
+    ),
+    Body(_VALUES, strides, _strided),
+    Body(_GRADIENTS, several_uses, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0))),
+    Body(_WRITES, accumulation, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0))),
+    Body(_WRITES, only_a_write, lambda rows: (ramp(rows, 4),)),
+    Body(_ALIASES, views, _one),
+    Body(_OUTPUTS, plain_outputs, _one),
+    Body(_OUTPUTS, empty_outputs, _one),
+    Body(_OUTPUTS, complex_outputs, _one),
+    Body(_INPUTS, plain_inputs, lambda rows: (_leaf(rows, 4), rows, 0.5, None)),
+    Body(_RANDOM, draws, _one),
+    Body(_SIZES, computed_sizes, lambda rows: (_leaf(rows, 4), _leaf(rows + 1, 4, phase=1.0))),
+    Body(_MODES, without_gradients, lambda rows: (_leaf(rows, 4), _leaf(4, 4, phase=1.0)), torch.no_grad),
+    Body(
+        _MODES,
+        cast,
+        lambda rows: (_leaf(rows, 4), _leaf(4, 4, phase=1.0)),
+        partial(torch.autocast, "cpu", torch.bfloat16),
+    ),
+    Body(_MODES, inference, lambda rows: (ramp(rows, 4), ramp(rows, 4, phase=1.0)), torch.inference_mode),
+)

@@ -1,0 +1,150 @@
+"""Lower: the region is compiled by a backend when it is first called, and runs eagerly where that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import cache
+from typing import ClassVar, final
+
+from torch import nn
+from torch.fx import GraphModule
+
+from partita.backends.backend import Backend, takes_symbols, tolerance_of, trains
+from partita.backends.finding import find_backend
+from partita.errors import OptionError
+from partita.graphs.body_keys import body_key
+from partita.graphs.mode import AMBIENT
+from partita.graphs.mode import Mode as GraphMode
+from partita.graphs.program import Program
+from partita.graphs.tolerance import EXACT, Tolerance
+from partita.plans.treatment import Site
+from partita.rewrite.bare_bodies import bare_body
+from partita.runtime.failures import Failure, Failures, report
+from partita.runtime.lowered import Lowered
+from partita.runtime.lowering import Lowering
+from partita.runtime.mode_scope import ModeScope
+from partita.runtime.open_sizes import OpenSizes
+from partita.runtime.sharing import variants_for
+from partita.treatments.body_facts import acts_of, traced_symbols, written_inputs
+
+__all__ = ["Lower"]
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Lower:
+    """Calls what `backend`, a name or a backend with options, makes of the body; compiled at the first call.
+
+    Another function is made for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,
+    modes), and the `keep` last used are kept. Sizes that were traced as symbols are symbols for the backend too, and
+    so is a size that has changed; `dynamic=True` makes symbols of all sizes, `dynamic=False` of none. Where a
+    compilation fails, the region runs eagerly and `plan.failures` says why; with `strict`, `LoweringError` is raised.
+    `dumper` gets the text of the body and gives the tag under which a profiler shows the region; without it, the tag is
+    `tag`, or the name of the region.
+    """
+
+    backend: str | Backend = "inductor"
+    _: KW_ONLY
+    dynamic: bool | None = None
+    strict: bool = False
+    keep: int = 8
+    dumper: Callable[[str], str] | None = None
+    tag: str | None = None
+
+    #: A function is compiled for one mode.
+    mixes_modes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.dynamic not in (True, False, None):
+            raise OptionError(f"dynamic is True, False or None, not {self.dynamic!r}")
+        if type(self.keep) is not int or self.keep < 1:
+            raise OptionError(f"keep is how many compiled functions a region keeps, at least 1, not {self.keep!r}")
+        if self.dumper is not None and not callable(self.dumper):
+            raise OptionError(f"dumper is a function from the text of a body to a tag; {self.dumper!r} is none")
+        if self.strict or not isinstance(self.backend, str):
+            _found(self.backend)
+
+    def __repr__(self) -> str:
+        """With the options that differ from their defaults, since a plan prints it in every row."""
+        given = [repr(self.backend)]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name != "backend" and value != option.default:
+                given.append(f"{option.name}={value!r}")
+        return f"Lower({', '.join(given)})"
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """That of the backend."""
+        backend = self._backend_or_reason()
+        return EXACT if isinstance(backend, str) else tolerance_of(backend)
+
+    def treat(self, body: GraphModule) -> nn.Module:
+        """What is called in the place of a region of which nothing but its body is known."""
+        return self._lowered(Program(body), "region", "the region", Failures())
+
+    def treat_at(self, body: GraphModule, site: Site) -> nn.Module:
+        title = f"{site.region.name} (region {site.place + 1} of {site.count})"
+        return self._lowered(Program(body, caller=site.caller), site.region.name, title, site.failures)
+
+    def _lowered(self, program: Program, region: str, title: str, failures: Failures) -> nn.Module:
+        backend = self._backend_or_reason()
+        if isinstance(backend, str):
+            return self._eager(program, Failure(region, str(self.backend), backend), failures)
+        bare = bare_body(program)
+        for node in bare.module.graph.nodes:
+            reason = backend.refusal(node) if node.op.startswith("call_") else None
+            if reason is not None:
+                return self._eager(program, Failure(region, backend.name, f"it refuses {reason}", node.name), failures)
+        body, dynamic = Program(bare.module), self.dynamic if takes_symbols(backend) else False
+        lowering = Lowering(
+            region,
+            backend.name,
+            trains=trains(backend),
+            scope=_scope_of(bare.mode),
+            written=written_inputs(body),
+            acts=acts_of(body),
+            open_sizes=OpenSizes(traced_symbols(body), dynamic),
+            strict=self.strict,
+            tag=self._tag(bare.module, region),
+            title=title,
+            failures=failures,
+        )
+        key = body_key(bare.module), dynamic
+        variants = variants_for(None if key[0] is None else key, backend, keep=self.keep)
+        return Lowered(bare.module, lowering, variants)
+
+    def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:
+        """The body itself, for a region that cannot be compiled whatever it is called with."""
+        report(failure, failures, strict=self.strict)
+        return program.graph_module
+
+    def _backend_or_reason(self) -> Backend | str:
+        try:
+            return _found(self.backend)
+        except OptionError as error:
+            return str(error)
+
+    def _tag(self, body: GraphModule, region: str) -> str:
+        if self.dumper is None:
+            return self.tag or region
+        tag = self.dumper(body.print_readable(print_output=False))
+        if not isinstance(tag, str):
+            raise OptionError(f"a dumper gives a tag, which is text; {self.dumper!r} gave {tag!r}")
+        return tag
+
+
+def _found(wanted: str | Backend) -> Backend:
+    return _found_by_name(wanted) if isinstance(wanted, str) else find_backend(wanted)
+
+
+#: To look through what is installed takes milliseconds, and there may be hundreds of regions.
+_found_by_name = cache(find_backend)
+
+
+def _scope_of(mode: GraphMode) -> ModeScope | None:
+    if mode == AMBIENT:
+        return None
+    autocast = tuple((one.device, one.dtype, one.enabled, one.cache) for one in mode.autocast)
+    return ModeScope(mode.grad, mode.inference, autocast)

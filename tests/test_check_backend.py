@@ -1,0 +1,216 @@
+"""`check_backend` names the law that a faulty backend breaks, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from partita.errors import OptionError
+from partita.testing import LawError, check_backend, random_case
+from partita.testing.backend_bodies import BODIES
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Faithful:
+    """Runs the body; the faults below are put around that."""
+
+    name: ClassVar[str] = "faulty"
+
+    def refusal(self, node: Node) -> str | None:
+        return None
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        return lambda *given: self.run(body.forward, *given)
+
+    def run(self, body: Run, *given: Any) -> Any:
+        return body(*given)
+
+
+class WritesTwice(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        body(*given)
+        return body(*given)
+
+
+class LosesGradients(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        with torch.no_grad():
+            return body(*given)
+
+
+class AddsALittle(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        return [value + 1e-3 if _is_float(value) else value for value in body(*given)]
+
+
+class Copies(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        return [value.clone() if isinstance(value, Tensor) else value for value in body(*given)]
+
+
+class DrawsOnce(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        torch.rand(1)
+        return body(*given)
+
+
+class KnowsOneSize(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        return [value[:5] if isinstance(value, Tensor) and value.dim() else value for value in body(*given)]
+
+
+class MakesTensors(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        return [torch.tensor(value) if isinstance(value, int | float) else value for value in body(*given)]
+
+
+class LeavesGradOff(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        results = body(*given)
+        torch.set_grad_enabled(False)
+        return results
+
+
+class GivesOneTensor(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        return body(*given)[0]
+
+
+class CompilesWithGradOff(Faithful):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        torch.set_grad_enabled(False)
+        return body.forward
+
+
+class ChangesItsInputs(Faithful):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        inputs[0].detach_().unsqueeze_(0)
+        return body.forward
+
+
+class RaisesWhenAsked(Faithful):
+    def refusal(self, node: Node) -> str | None:
+        raise KeyError(node.name)
+
+
+class AnswersTrue(Faithful):
+    def refusal(self, node: Node) -> Any:
+        return node.op == "placeholder"
+
+
+class ChangesItsMind(Faithful):
+    asked: ClassVar[list[Node]] = []
+
+    def refusal(self, node: Node) -> str | None:
+        self.asked.append(node)
+        return f"asked {len(self.asked)} times" if node.op == "output" else None
+
+
+class WritesOnNodes(Faithful):
+    def refusal(self, node: Node) -> str | None:
+        node.meta["seen"] = True
+        return None
+
+
+class RefusesAll(Faithful):
+    def refusal(self, node: Node) -> str | None:
+        return "not today"
+
+
+class FailsAlways(Faithful):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        raise NotImplementedError("no compiler\nis here")
+
+
+class StoresText(Faithful):
+    def save(self, compiled: Run) -> Any:
+        return "text"
+
+    def load(self, data: bytes) -> Run:
+        raise AssertionError
+
+
+class LoadsAnother(Faithful):
+    def save(self, compiled: Run) -> bytes:
+        return b"anything"
+
+    def load(self, data: bytes) -> Run:
+        return lambda *given: [torch.zeros_like(given[0])] * 2
+
+
+class IsEqualToNothing(Faithful):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+FAULTS: list[tuple[Any, str, str]] = [
+    (WritesTwice(), "accumulation", "what the body writes is written once"),
+    (WritesTwice(), "only_a_write", "what the body writes is written once"),
+    (LosesGradients(), "several_uses", "gradients flow to every input that wants one"),
+    (AddsALittle(), "elementwise", "numbers are right, within the tolerance that it declares"),
+    (AddsALittle(), "dtypes", "numbers are right"),
+    (Copies(), "views", "outputs share memory with what they should share it with"),
+    (DrawsOnce(), "draws", "random numbers are those of the seed"),
+    (KnowsOneSize(), "computed_sizes", "sizes are those of the call"),
+    (MakesTensors(), "plain_outputs", "None, numbers, complex and empty tensors come out as they are"),
+    (MakesTensors(), "plain_inputs", "plain numbers and None go in"),
+    (LeavesGradOff(), "arithmetic", "grad"),
+    (GivesOneTensor(), "elementwise", "gives a tuple or a list, not Tensor"),
+    (CompilesWithGradOff(), "elementwise", "compiling leaves modes switched"),
+    (ChangesItsInputs(), "elementwise", "compiling changes its fake inputs"),
+    (RaisesWhenAsked(), "elementwise", "it says what it refuses, and always the same"),
+    (AnswersTrue(), "elementwise", "a reason in one line, or None, not True"),
+    (ChangesItsMind(), "elementwise", "asked twice, it gives two answers"),
+    (WritesOnNodes(), "elementwise", "it changes the graph that it is asked about"),
+    (RefusesAll(), "elementwise", "something that it takes compiles"),
+    (FailsAlways(), "elementwise", "it failed with NotImplementedError: no compiler: elementwise"),
+    (StoresText(), "elementwise", "`save` gives bytes, not str"),
+    (LoadsAnother(), "elementwise", "what is stored comes back"),
+]
+
+
+@pytest.mark.parametrize(("backend", "body", "words"), FAULTS, ids=lambda part: type(part).__name__)
+def test_a_fault_is_named(backend: Any, body: str, words: str) -> None:
+    with pytest.raises(LawError) as caught, torch.enable_grad():
+        check_backend(backend, programs=0, bodies=(body,))
+    report = str(caught.value)
+    assert report.startswith("faulty: ")
+    assert words in report
+    assert body in report
+
+
+def test_a_backend_that_is_no_value_is_named() -> None:
+    with pytest.raises(LawError, match="its copy is another; make it a frozen dataclass of plain values"):
+        check_backend(IsEqualToNothing(), programs=0, bodies=("elementwise",))
+
+
+def test_a_faultless_backend_gets_a_report() -> None:
+    report = check_backend(Faithful(), programs=2)
+    assert report.holds
+    assert report.checks > 5 * len(BODIES)
+    assert str(report).startswith(f"faulty: all laws hold in {report.checks} checks")
+
+
+def test_programs_show_faults_that_no_body_shows() -> None:
+    with pytest.raises(LawError, match="cannot be told from the original"):
+        check_backend(WritesTwice(), programs=[random_case(seed) for seed in (3, 4, 5, 6)], bodies=())
+
+
+def test_an_unknown_body_is_said() -> None:
+    with pytest.raises(OptionError, match="no body is called 'view'; try 'views'"):
+        check_backend("eager", programs=0, bodies=("view",))

@@ -1,0 +1,468 @@
+"""`compat.partitioner` against torch's own: the same partitions wherever torch's are right, and right where not.
+
+Where ours differs on purpose:
+
+| difference | why |
+|---|---|
+| effects and modes count as dependencies | torch moves reads past writes and draws past draws, and mixes modes |
+| getitem follows only what makes a container, by a constant | torch forces slices in, or never ends |
+| inputs and outputs are never in a partition | torch fails later |
+| a read of an attribute goes to the one partition that reads it, or stays outside | torch puts it anywhere |
+| the name of an operator stands for its overloads | the default list of torch names `aten.view`, which no node calls |
+| without horizontal fusion, partitions are legal together | torch's are not always |
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.fuser_helpers import Supported, calls_but, described, fused_modules, named, some_names
+from tests.split_helpers import Draft, dump, same
+from tests.test_split_parity import random_graph
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.infra import partitioner as theirs
+from torch.fx.passes.operator_support import OperatorSupport, create_op_support
+
+from partita import Program, compare
+from partita.compat import partitioner as ours
+from partita.errors import CallbackError, OptionError
+from partita.graphs.summation import summation_tolerance
+from partita.testing import Case, captured_case, programs
+
+X = torch.linspace(-2, 2, 4)
+AS_IN_TORCH_2_13 = pytest.mark.skipif(
+    "skip_horizontal_fusion" not in inspect.signature(theirs.CapabilityBasedPartitioner).parameters,
+    reason="the proposals are those of torch 2.13",
+)
+Partitions = list[tuple[int | None, list[tuple[str, int | None]]]]
+
+
+def proposed(partitions: Iterable[Any]) -> Partitions:
+    return [(each.id, [(node.name, order) for node, order in each.nodes.items()]) for each in partitions]
+
+
+def sets(partitions: Iterable[Any]) -> list[set[str]]:
+    return [{node.name for node in each.nodes} for each in partitions]
+
+
+def propose(module: GraphModule, support: Any, **options: Any) -> list[ours.Partition]:
+    options = {"allows_single_node_partition": True, **options}
+    return ours.CapabilityBasedPartitioner(module, support, **options).propose_partitions()
+
+
+def both(make: Callable[[], GraphModule], support: Any, **options: Any) -> list[tuple[Any, list[Any]]]:
+    """Our partitioner and torch's, each with its proposal for a graph of its own."""
+    made = [module.CapabilityBasedPartitioner(make(), support, **options) for module in (ours, theirs)]
+    return [(each, each.propose_partitions()) for each in made]
+
+
+def pure_graph(seed: int, size: int) -> GraphModule:
+    """Functions of two inputs; from one to twenty values are in reach of the next."""
+    dice, graph = random.Random(seed), Graph()
+    made = [graph.placeholder("x"), graph.placeholder("y")]
+    near = dice.choice([1, 2, 3, 6, 20])
+    for _ in range(size):
+        function = dice.choice([torch.sin, torch.neg, torch.sub, torch.maximum])
+        count = 2 if function in (torch.sub, torch.maximum) else 1
+        made.append(graph.call_function(function, tuple(dice.choice(made[-near:]) for _ in range(count))))
+    graph.output(tuple(node for node in made if not node.users))
+    return GraphModule(nn.Module(), graph)
+
+
+# As torch does it --------------------------------------------------------------------------------------------------
+
+
+@AS_IN_TORCH_2_13
+def test_the_names_and_signatures_are_torchs() -> None:
+    for name in ours.__all__:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        assert list(inspect.signature(mine).parameters) == list(inspect.signature(other).parameters)
+        for method, function in inspect.getmembers(other, inspect.isfunction):
+            if not method.startswith("__"):
+                assert list(inspect.signature(getattr(mine, method)).parameters) == list(
+                    inspect.signature(function).parameters
+                )
+
+
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_proposal_and_its_fusion_are_torchs(seed: int, alone: bool) -> None:
+    refused = some_names(pure_graph(seed, 24), seed, 0.25)
+    support = Supported(lambda node: node.op == "call_function" and node.name not in refused)
+    options = {"allows_single_node_partition": alone}
+    (mine, partitions), (other, expected) = both(lambda: pure_graph(seed, 24), support, **options)
+    assert proposed(partitions) == proposed(expected)
+    fused, wanted = mine.fuse_partitions(partitions), other.fuse_partitions(expected)
+    assert fused is mine.graph_module
+    assert described(fused) == described(wanted)
+    assert same(fused(X, X + 1), wanted(X, X + 1))
+
+
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize("seed", range(25))
+def test_a_graph_that_calls_modules_and_methods_is_fused_as_torch_does(seed: int) -> None:
+    refused = some_names(random_graph(seed, size=20), seed, 0.2)
+    support = calls_but(*refused)
+    (mine, partitions), (other, expected) = both(
+        lambda: random_graph(seed, size=20), support, allows_single_node_partition=True
+    )
+    assert proposed(partitions) == proposed(expected)
+    assert described(mine.fuse_partitions(partitions)) == described(other.fuse_partitions(expected))
+
+
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize("seed", range(30))
+def test_connected_partitions_are_torchs(seed: int) -> None:
+    size = 24 if seed % 2 else 60
+    refused = some_names(pure_graph(seed, size), seed, 0.25)
+    support = Supported(lambda node: node.op == "call_function" and node.name not in refused)
+    options = {"allows_single_node_partition": True, "skip_horizontal_fusion": True}
+    (mine, partitions), (other, expected) = both(lambda: pure_graph(seed, size), support, **options)
+    wanted = proposed(expected)
+    assert all(is_connected(list(partition.nodes)) for partition in partitions)
+    try:
+        other.fuse_partitions(expected)
+    except AssertionError:
+        return  # Some of torch's partitions need each other.
+    assert proposed(partitions) == wanted
+    assert described(mine.fuse_partitions(partitions)) == described(other.graph_module)
+
+
+def is_connected(nodes: list[Node]) -> bool:
+    inside, found = set(nodes), {nodes[0]}
+    waiting = [nodes[0]]
+    while waiting:
+        node = waiting.pop()
+        for near in (*node.users, *node.all_input_nodes):
+            if near in inside and near not in found:
+                found.add(near)
+                waiting.append(near)
+    return found == inside
+
+
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize("seed", range(12))
+def test_options_about_single_nodes_are_torchs(seed: int) -> None:
+    refused = some_names(pure_graph(seed, 24), seed, 0.35)
+    support = Supported(lambda node: node.op == "call_function" and node.name not in refused)
+    for options in (
+        {"non_compute_ops": ["torch.sin", "torch.neg"]},
+        {"allowed_single_node_partition_ops": ["torch.sub"]},
+        {"non_compute_ops": ["torch.maximum"], "allowed_single_node_partition_ops": ["torch.maximum", "torch.sin"]},
+    ):
+        (_, partitions), (_, expected) = both(lambda: pure_graph(seed, 24), support, **options)
+        assert proposed(partitions) == proposed(expected)
+
+
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize("seed", range(25))
+def test_bookends_are_taken_out_as_torch_does(seed: int) -> None:
+    refused = some_names(pure_graph(seed, 24), seed, 0.2)
+    support = Supported(lambda node: node.op == "call_function" and node.name not in refused)
+    names = random.Random(seed).choice([["torch.sin", "torch.neg"], ["torch.sub"], ["torch.sin", "torch.sub"], []])
+    found = both(lambda: pure_graph(seed, 24), support, non_compute_ops=names, allows_single_node_partition=True)
+    for each, partitions in found:
+        each.remove_bookend_non_compute_ops(partitions)
+    assert sets(found[0][1]) == sets(found[1][1])
+    expected = pure_graph(seed, 24)(X, X + 1)
+    assert same(found[0][0].fuse_partitions(found[0][1])(X, X + 1), expected)
+
+
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize("model", ["Mixer", "Attention"])
+def test_an_exported_model_is_fused_as_torch_does(model: str) -> None:
+    case = captured_case(model, "export")
+    calls = [node.name for node in case.graph_module.graph.nodes if node.op == "call_function"]
+    refused = set(random.Random(0).sample(calls, len(calls) // 5))
+    support = Supported(lambda node: node.op == "call_function" and node.name not in refused)
+    (mine, partitions), (other, expected) = both(lambda: case.copy().graph_module, support)
+    assert sets(partitions) == sets(expected)
+    fused, wanted = mine.fuse_partitions(partitions), other.fuse_partitions(expected)
+    assert described(fused)["code"] == described(wanted)["code"]
+    torch.manual_seed(0)
+    expected_values = case.copy().run()
+    torch.manual_seed(0)
+    assert same(fused(*case.args), expected_values)
+
+
+@AS_IN_TORCH_2_13
+def test_items_of_containers_go_to_the_partition_of_their_producer_as_in_torch() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, places = torch.topk(x.sin(), 2)
+        return values.cos() * 2, places + 1
+
+    support = Supported(
+        lambda node: node.op == "call_function" and "cos" not in node.name and "getitem" not in node.name
+    )
+    (_, partitions), (_, expected) = both(lambda: make_fx(function)(X), support, allows_single_node_partition=True)
+    assert sets(partitions) == sets(expected)
+    assert {"topk", "getitem", "getitem_1"} <= sets(partitions)[1]
+
+
+def test_partitions_hold_nodes_as_torchs_do() -> None:
+    nodes = list(pure_graph(0, 3).graph.nodes)
+    for module in (ours, theirs):
+        partition = module.Partition(7, nodes[:2], [5, 6])
+        partition.add_node(nodes[2], 4)
+        partition.add_node(nodes[3])
+        partition.remove_node(nodes[0])
+        assert (partition.id, partition.size()) == (7, 3)
+        assert partition.nodes == {nodes[1]: 6, nodes[2]: 4, nodes[3]: None}
+        assert repr(partition) == str(partition.nodes)
+        assert module.Partition().nodes == {}
+        assert module.Partition(nodes=nodes[:1]).nodes == {nodes[0]: None}
+        with pytest.raises(AssertionError, match="nodes and node_orders must have the same length"):
+            module.Partition(nodes=nodes, node_orders=[1])
+
+
+def test_torchs_supports_and_partitions_are_taken() -> None:
+    module = pure_graph(3, 12)
+    support = create_op_support(lambda submodules, node: node.op == "call_function")
+    expected = module(X, X)
+    partitions = theirs.CapabilityBasedPartitioner(module, support).propose_partitions()
+    fused = ours.CapabilityBasedPartitioner(module, support).fuse_partitions(partitions, prefix="part_")  # type: ignore[arg-type]
+    assert list(fused_modules(fused, "part_")) == ["part_0"]
+    assert same(fused(X, X), expected)
+
+
+def test_a_subclass_may_say_what_is_supported() -> None:
+    class Own(ours.CapabilityBasedPartitioner):
+        def _is_node_supported(self, node: Node) -> bool:
+            return super()._is_node_supported(node) and node.name != "sin"
+
+    (mine,) = sets(Own(chain(), calls_but()).propose_partitions())
+    assert mine == {"cos", "tan", "relu"}
+
+
+def test_every_node_is_asked_about_once_with_all_modules() -> None:
+    module = random_graph(1, size=10)
+    asked: list[str] = []
+
+    class Counting(OperatorSupport):
+        def is_node_supported(self, submodules: Any, node: Node) -> bool:
+            asked.append(node.name)
+            assert set(submodules) == {name for name, _ in module.named_modules()}
+            return False
+
+    assert propose(module, Counting()) == []
+    assert asked == [node.name for node in reversed(module.graph.nodes)]
+
+
+def test_who_depends_on_whom_can_be_asked() -> None:
+    module = pure_graph(5, 10)
+    for node in module.graph.nodes:
+        expected = theirs._DependencyViewer(module).downstreams_of(node)
+        assert ours.CapabilityBasedPartitioner(module, calls_but()).dependency_viewer.downstreams_of(node) == expected
+
+
+# Where torch is wrong ----------------------------------------------------------------------------------------------
+
+
+def chain() -> GraphModule:
+    draft = Draft()
+    value = draft.input("x")
+    for function in (torch.sin, torch.cos, torch.tan, torch.relu):
+        value = draft.call(function, value)
+    return draft.done(value)
+
+
+def test_horizontal_fusion_does_not_move_a_read_past_an_unsupported_write() -> None:
+    draft = Draft()
+    x = draft.input("x")
+    before = draft.call(torch.cos, draft.call(torch.sin, x))
+    draft.method("add_", x, 1.0)
+    after = draft.call(torch.tan, draft.call(torch.neg, x))
+    module = draft.done((before, after))
+    expected = module(X.clone())
+    partitioner = ours.CapabilityBasedPartitioner(module, calls_but("add_"))
+    assert sets(partitioner.propose_partitions()) == [{"neg", "tan"}, {"sin", "cos"}]
+    assert same(partitioner.partition_and_fuse()(X.clone()), expected)
+
+
+def test_draws_keep_their_order() -> None:
+    draft = Draft()
+    x = draft.input("x")
+    made = [draft.call(torch.rand_like, x), draft.call(torch.bernoulli, x), draft.call(torch.rand_like, x)]
+    module = draft.done(tuple(draft.call(torch.neg, draft.call(torch.sin, each)) for each in made))
+    x = torch.full((4,), 0.5)
+    torch.manual_seed(1)
+    expected = module(x)
+    fused = ours.CapabilityBasedPartitioner(module, calls_but("bernoulli")).partition_and_fuse()
+    torch.manual_seed(1)
+    assert same(fused(x), expected)
+
+
+def test_nodes_on_the_two_sides_of_set_grad_enabled_are_not_fused() -> None:
+    draft = Draft()
+    x = draft.input("x")
+    one = draft.call(torch.cos, draft.call(torch.sin, x))
+    draft.grad(False)
+    two = draft.call(torch.tan, draft.call(torch.neg, x))
+    draft.grad(True)
+    module = draft.done((one, two))
+    for support in (calls_but("_set_grad_enabled", "_set_grad_enabled_1"), calls_but()):
+        assert sorted(map(sorted, sets(propose(module, support)))) == [["cos", "sin"], ["neg", "tan"]]
+    x = X.clone().requires_grad_()
+    expected = module(x)
+    fused = ours.CapabilityBasedPartitioner(module, calls_but()).partition_and_fuse()
+    assert same(fused(x), expected)
+    assert [value.requires_grad for value in fused(x)] == [True, False]
+
+
+def test_a_second_run_does_not_overwrite_the_modules_of_the_first() -> None:
+    draft = Draft()
+    x = draft.input("x")
+    one = draft.call(torch.cos, draft.call(torch.sin, x))
+    two = draft.call(torch.tan, draft.call(torch.neg, draft.call(torch.relu, one)))
+    module = draft.done(two)
+    expected = module(X)
+    for kept in (("sin", "cos"), ("neg", "tan")):
+        support = Supported(lambda node, kept=kept: node.name in kept)  # type: ignore[misc]
+        ours.CapabilityBasedPartitioner(module, support).partition_and_fuse()
+    assert list(fused_modules(module)) == ["fused_0", "fused_1"]
+    assert same(module(X), expected)
+
+
+def test_a_getitem_with_a_computed_index_stays_out_of_what_it_depends_on() -> None:
+    draft = Draft()
+    x, index = draft.input("x"), draft.input("index")
+    rows = draft.call(torch.sin, x)
+    place = draft.call(torch.abs, index)
+    item = draft.call(operator.getitem, rows, place)
+    module = draft.done(draft.call(torch.neg, item))
+    args = (torch.arange(12.0).view(4, 3), torch.tensor([-1, 2]))
+    expected = module(*args)
+    fused = ours.CapabilityBasedPartitioner(module, calls_but("abs"), True).partition_and_fuse()
+    assert same(fused(*args), expected)
+
+
+def test_an_unsupported_slice_of_a_tensor_stays_outside() -> None:
+    draft = Draft()
+    x = draft.input("x")
+    value = draft.call(torch.cos, draft.call(torch.sin, x))
+    module = draft.done(draft.call(operator.getitem, value, slice(0, 2)))
+    assert sets(propose(module, calls_but("getitem"))) == [{"sin", "cos"}]
+
+
+@pytest.mark.parametrize("support", [Supported(lambda node: True), OperatorSupport({"_operator.add": None})])
+def test_a_support_that_takes_inputs_and_outputs_is_handled(support: OperatorSupport) -> None:
+    module = symbolic_trace(lambda x, y: (x + y) + y)
+    partitioner = ours.CapabilityBasedPartitioner(module, support)
+    assert sets(partitioner.propose_partitions()) == [{"add", "add_1"}]
+    assert same(partitioner.partition_and_fuse()(X, X), X + X + X)
+
+
+def test_every_overload_of_view_counts_as_no_compute() -> None:
+    module = make_fx(lambda x: (x.view(2, 2).sin(), x.view(4, 1).view(4)))(X)
+    refused = {node.name for node in module.graph.nodes if node.target is torch.ops.aten.sin.default}
+    assert propose(module, calls_but(*refused), allows_single_node_partition=False) == []
+    partitioner = ours.CapabilityBasedPartitioner(module, calls_but(), non_compute_ops=["torch.ops.aten.sin"])
+    assert partitioner.propose_partitions() == []
+
+
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize(("seed", "size"), [(253, 24), (120, 30)])
+def test_connected_partitions_are_legal_where_torchs_are_not(seed: int, size: int) -> None:
+    refused = some_names(pure_graph(seed, size), seed, 0.25)
+    support = Supported(lambda node: node.op == "call_function" and node.name not in refused)
+    options = {"allows_single_node_partition": True, "skip_horizontal_fusion": True}
+    (mine, partitions), (other, illegal) = both(lambda: pure_graph(seed, size), support, **options)
+    with pytest.raises(AssertionError, match="Invalid partition, found dependency cycles"):
+        other.fuse_partitions(illegal)
+    assert same(mine.fuse_partitions(partitions)(X, X + 1), pure_graph(seed, size)(X, X + 1))
+
+
+def test_an_attribute_goes_to_the_one_partition_that_reads_it() -> None:
+    draft = Draft(one=torch.ones(4), two=torch.full((4,), 2.0), body=symbolic_trace(lambda x: (x.sin(),)))
+    x, one, two, body = draft.input("x"), draft.attr("one"), draft.attr("two"), draft.attr("body")
+    first = draft.call(torch.mul, draft.call(torch.add, x, one), two)
+    run = draft.call(operator.getitem, draft.call(torch.ops.higher_order.cond, True, body, body, [first]), 0)
+    refused = draft.call(torch.neg, run)
+    module = draft.done(draft.call(torch.sin, draft.call(torch.add, refused, two)))
+    support = Supported(lambda node: node.name != "neg")
+    expected = module(X)
+    partitioner = ours.CapabilityBasedPartitioner(module, support)
+    assert sets(partitioner.propose_partitions()) == [
+        {"add_1", "sin"},
+        {"one", "body", "add", "mul", "cond", "getitem"},
+    ]
+    fused = partitioner.partition_and_fuse()
+    assert [node.name for node in fused.graph.find_nodes(op="get_attr")] == ["two"]
+    assert fused.fused_1.body is fused.body
+    assert same(fused(X), expected)
+
+
+@given(programs(max_nodes=25), st.integers(0, 1000), st.booleans())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_a_fused_program_means_the_same(case: Case, seed: int, connected: bool) -> None:
+    module = case.copy().graph_module
+    refused = some_names(module, seed, random.Random(seed).choice([0.0, 0.1, 0.3]))
+    partitioner = ours.CapabilityBasedPartitioner(
+        module, calls_but(*refused), bool(seed % 2), skip_horizontal_fusion=connected
+    )
+    fused = partitioner.partition_and_fuse()
+    fused.graph.lint()
+    program = Program.of(case.graph_module)
+    comparison = compare(program, fused, case.args, case.kwargs, tolerance=summation_tolerance(program))
+    assert comparison.equal, str(comparison)
+
+
+def test_proposing_takes_linear_time() -> None:
+    spent = []
+    for size in (1000, 8000):
+        module = pure_graph(2, size)
+        refused = some_names(module, 0, 0.1)
+        start = time.process_time()
+        partitions = propose(module, calls_but(*refused))
+        spent.append(time.process_time() - start)
+        assert len(partitions) > size // 100
+    assert spent[1] < max(0.5, 30 * spent[0])
+
+
+# Errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_support_that_raises_is_named_with_its_node_and_nothing_is_changed() -> None:
+    module = chain()
+    before = dump(module)
+
+    def failing(node: Node) -> bool:
+        return node.op == "placeholder" or 1 / (node.name != "tan") > 0
+
+    with pytest.raises(CallbackError, match="operator support raised ZeroDivisionError for node 'tan'"):
+        ours.CapabilityBasedPartitioner(module, Supported(failing)).partition_and_fuse()
+    assert dump(module) == before
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    for kind in (OptionError, AttributeError):
+        with pytest.raises(kind, match="is_node_supported"):
+            ours.CapabilityBasedPartitioner(chain(), lambda node: True)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"torch\.fx\.GraphModule, not Linear"):
+        ours.CapabilityBasedPartitioner(nn.Linear(2, 2), calls_but())  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="non_compute_ops is a list of names"):
+        ours.CapabilityBasedPartitioner(chain(), calls_but(), non_compute_ops="aten.view").propose_partitions()
+
+
+def test_proposals_that_were_edited_into_a_cycle_are_refused_whole() -> None:
+    module = chain()
+    before = dump(module)
+    partitioner = ours.CapabilityBasedPartitioner(module, calls_but("cos"), True)
+    partitions = partitioner.propose_partitions()
+    partitions[0].add_node(named(module, ["sin"])[0])
+    partitions[1].remove_node(named(module, ["sin"])[0])
+    with pytest.raises(AssertionError, match="Invalid partition, found dependency cycles"):
+        partitioner.fuse_partitions(partitions)
+    assert dump(module) == before

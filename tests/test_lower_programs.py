@@ -1,0 +1,116 @@
+"""Lowering over generated and captured programs: whatever the regions are, nothing differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.fx import Node
+
+import partita
+from partita import Partition, Program
+from partita.errors import CycleError
+from partita.graphs.tolerance import Tolerance
+from partita.policies import ByCapability, ByLabel
+from partita.testing import CAPTURES, Case, captured_case, labelled_programs, random_case, random_labels
+from partita.treatments import Lower
+
+#: Sums of gradients run in another order where a region is one node of autograd.
+ROUNDING = Tolerance(rounding=torch.finfo(torch.float64).eps)
+
+
+def by_label_and_mode(program: Program, labels: Mapping[str, Any]) -> Partition:
+    """The regions of these labels, cut where the mode changes."""
+    numbers, modes = program.index.number, program.modes
+    seen: dict[Any, int] = {}
+
+    def label(node: Node) -> str | None:
+        chosen = labels.get(node.name)
+        return None if chosen is None else f"{chosen} {seen.setdefault(modes.at(numbers[node]), len(seen))}"
+
+    return ByLabel(label)(program)
+
+
+def differences(case: Case, labels: Mapping[str, Any], backend: str) -> str | None:
+    """What differs once a program is lowered; None if these labels are no legal regions."""
+    program = Program.of(case.graph_module)
+    try:
+        decided = partita.plan(program, by_label_and_mode(program, labels), Lower(backend))
+    except CycleError:
+        return None
+    after = decided.apply()
+    tolerance = after.tolerance | ROUNDING if backend != "eager" else after.tolerance
+    found = partita.compare(program, after, case.args, case.kwargs, tolerance=tolerance)
+    return "" if found.equal else f"{case.origin}\n{found}\n{list(decided.failures)}"
+
+
+@pytest.mark.parametrize("seed", [3, 9, 28, 45, 49, 57, 81])
+def test_generated_programs_are_the_same_in_regions_that_run_eagerly(seed: int) -> None:
+    case = random_case(seed)
+    assert not differences(case, random_labels(case.graph_module.graph, seed), "eager")
+
+
+@pytest.mark.parametrize("seed", [7, 9, 28, 49, 71, 79, 89, 128, 224, 369, 474, 559])
+def test_generated_programs_are_the_same_in_regions_that_are_traced(seed: int) -> None:
+    case = random_case(seed)
+    assert differences(case, random_labels(case.graph_module.graph, seed), "aot_eager") == ""
+
+
+SOME = [("Attention", "export_dynamic"), ("Buffered", "dynamo"), ("Frozen", "export"), ("Structured", "symbolic_trace")]
+
+
+@pytest.mark.parametrize("capture", SOME, ids="-".join)
+def test_captured_programs_are_the_same(capture: tuple[str, str]) -> None:
+    check_captured(captured_case(*capture))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("capture", CAPTURES, ids="-".join)
+def test_all_captured_programs_are_the_same(capture: tuple[str, str]) -> None:
+    check_captured(captured_case(*capture))
+
+
+def check_captured(case: Case) -> None:
+    operators = [node for node in case.graph_module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    labels = {node.name: place * 3 // len(operators) for place, node in enumerate(operators)}
+    assert differences(case.copy(), labels, "aot_eager") == ""
+
+
+@pytest.mark.fuzz
+@given(labelled_programs(max_nodes=40))
+@settings(max_examples=300)
+def test_many_generated_programs_are_the_same(labelled: tuple[Case, Any]) -> None:
+    case, labels = labelled
+    assert not differences(case, labels, "eager")
+
+
+class Step(nn.Module):
+    """Everything at once: state, a write, a draw, a view, a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen += x.shape[0]
+        scale = x.abs().mean(-1, keepdim=True) + 1
+        hidden = torch.nn.functional.dropout(self.norm(self.linear(x)).relu(), 0.3, self.training)
+        return (hidden / scale).transpose(0, 1), hidden.sum() / x.shape[0]
+
+
+def test_inductor_compiles_a_region_once_for_all_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    program = partita.capture(Step(), (torch.randn(5, 8),), dynamic_shapes=({0: torch.export.Dim("b", min=2)},))
+    decided = partita.plan(program, ByCapability("inductor"), Lower("inductor"))
+    after = decided.apply()
+    with caplog.at_level("INFO", logger="partita.runtime"):
+        for size in (5, 7):
+            partita.verify(program, after, (torch.randn(size, 8, requires_grad=True),), no_grad_call=False)
+    assert not decided.failures
+    told = [record.getMessage() for record in caplog.records]
+    assert len([line for line in told if line.startswith("compiled")]) == len(decided.partition) == 1

@@ -1,0 +1,120 @@
+"""A backend of another package: installed with pip, found by its name, checked, and used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parent / "plugin"
+
+_FINDS = """
+from partita.backends import backend_names, find_backend
+assert "numpy" in backend_names()
+backend = find_backend("numpy")
+print(type(backend).__module__, backend)
+"""
+
+_LOWERS = """
+import torch
+import partita
+from partita.policies import ByCapability
+from partita.treatments import Lower
+
+class Model(torch.nn.Module):
+    def forward(self, x, weight):
+        hidden = torch.sin(x) * x + torch.cos(x)
+        return torch.tanh(hidden @ weight) - 1
+
+args = (torch.randn(3, 4), torch.randn(4, 4))
+program = partita.capture(Model(), args)
+plan = partita.plan(program, ByCapability("numpy"), Lower("numpy", strict=True))
+print(plan)
+print([str(reason) for reason in plan.partition.reasons.values()])
+with torch.no_grad():
+    partita.verify(program, plan.apply(), args, gradients=False)
+print("failures", len(plan.failures))
+"""
+
+_TRAINS = """
+import torch
+import partita
+from partita.policies import ByCapability
+from partita.treatments import Lower
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.sin(x) * x
+
+args = (torch.randn(3, 4, requires_grad=True),)
+program = partita.capture(Model(), args)
+plan = partita.plan(program, ByCapability("numpy"), Lower("numpy"))
+partita.verify(program, plan.apply(), args)
+print("failures", [str(failure) for failure in plan.failures])
+"""
+
+_CHECKS = """
+from partita.testing import check_backend
+from partita_numpy import NumPy
+print(check_backend("numpy", programs=20))
+try:
+    check_backend(NumPy(largest=8), programs=2)
+except AssertionError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plug-in in it, as pip installs it; nothing is fetched."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check")
+    _run("-m", "pip", "install", *options, "--target", str(folder), str(PLUGIN))
+    return folder
+
+
+def test_an_installed_backend_is_found_by_its_name(installed: Path) -> None:
+    assert _script(_FINDS, installed).split() == ["partita_numpy", "NumPy(largest=1048576)"]
+
+
+def test_what_is_not_installed_is_not_found() -> None:
+    finished = _try("-c", _FINDS)
+    assert finished.returncode == 1
+    assert "AssertionError" in finished.stderr
+
+
+def test_an_installed_backend_computes_what_it_takes(installed: Path) -> None:
+    text = _script(_LOWERS, installed)
+    assert "numpy_0" in text
+    assert "numpy_1" in text
+    assert "not one of the operators that it has" in text
+    assert "failures 0" in text
+
+
+def test_a_region_that_needs_gradients_runs_without_a_backend_that_has_none(installed: Path) -> None:
+    assert "gradient" in _script(_TRAINS, installed)
+
+
+def test_an_installed_backend_passes_the_check(installed: Path) -> None:
+    text = _script(_CHECKS, installed)
+    assert "numpy: all laws hold" in text
+    assert "numpy: 1 law broken" in text
+    assert "20 elements, more than 8" in text
+
+
+def _script(source: str, site: Path) -> str:
+    return _run("-c", source, site=site)
+
+
+def _run(*arguments: str, site: Path | None = None) -> str:
+    finished = _try(*arguments, site=site)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def _try(*arguments: str, site: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **({} if site is None else {"PYTHONPATH": str(site)})}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
