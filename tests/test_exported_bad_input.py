@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +12,16 @@ import pytest
 import torch
 from tests.exported_helpers import CASES, Model, case_of, cut, original, rows
 from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from partita import Program, plan
+from partita import Program, capture, plan
 from partita.errors import OptionError, SignatureError, TreatmentError
 from partita.plans.treatment import Called
 from partita.policies import ByLabel, BySize
 from partita.rewrite.operator_calls import OperatorCall
-from partita.treatments import Call
+from partita.treatments import Call, Lower
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -80,6 +81,17 @@ def test_a_treatment_that_gives_no_graph_makes_a_module_of_the_program() -> None
     called = [after.module().get_submodule(str(node.target)) for node in after.graph.find_nodes(op="call_module")]
     assert isinstance(called[-1], nn.Identity)
     assert planned.program.export is not None
+
+
+def test_the_module_of_a_program_can_be_pickled_and_checks_its_sizes() -> None:
+    program = capture(nn.Linear(4, 2), (torch.ones(3, 4),), dynamic_shapes=({0: Dim("rows", max=8)},))
+    module = plan(program, BySize(parts=1), Lower("aot_eager")).apply().module()
+    again = pickle.loads(pickle.dumps(module))
+    assert torch.equal(again(torch.ones(5, 4)), program.module()(torch.ones(5, 4)))
+    with pytest.raises(RuntimeError, match="<= 8"):
+        module(torch.ones(9, 4))
+    with pytest.raises(RuntimeError, match="equal to 4"):
+        module(torch.ones(2, 3))
 
 
 def test_an_operator_that_is_to_run_no_graph_is_told_what_to_do() -> None:

@@ -10,7 +10,7 @@ from tests.core_helpers import program_of
 from tests.lowering_helpers import Counting, Failing, lowered, plan_of, region_of
 from torch import Tensor, nn
 
-from partita import plan, verify
+from partita import Tolerance, plan, verify
 from partita.backends import Eager
 from partita.errors import LoweringError, ModeError, OptionError, TreatmentError
 from partita.policies import ByLabel, BySize
@@ -389,3 +389,37 @@ def test_start_and_end_of_a_compilation_are_logged(caplog: pytest.LogCaptureFixt
         "compiling part_1 (region 2 of 2) with aot_eager",
         "compiled part_1 (region 2 of 2) with aot_eager",
     ]
+
+
+def test_an_output_that_is_written_later_is_no_longer_wanted_by_the_backward() -> None:
+    class Keeping(Counting):
+        """Keeps its output for the backward, as Inductor may where plain torch keeps the input."""
+
+        tolerance = Tolerance(relative=1e-6)
+
+        def compile(self, body, inputs):
+            class Squared(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x):
+                    y = x.square()
+                    ctx.save_for_backward(y)
+                    return y
+
+                @staticmethod
+                def backward(ctx, gradient):
+                    return gradient * 2 * ctx.saved_tensors[0].sqrt()
+
+            return lambda x: (Squared.apply(x),)
+
+    def squared(x: Tensor) -> Tensor:
+        y = x * x
+        y.mul_(3)
+        return y
+
+    program = program_of(squared)
+    module = (
+        plan(program, ByLabel(lambda node: "first" if node.name == "mul" else None), Lower(Keeping())).apply().module()
+    )
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    module(x).sum().backward()
+    assert torch.allclose(x.grad, torch.tensor([6.0, 12.0]))

@@ -105,9 +105,16 @@ PUBLIC = {
         "topo_sort",
         "validate_partition",
     },
+    "partita.compat.partial_lower": {
+        "MIN_ATEN_OPS_TO_LOWER",
+        "partial_lower",
+    },
     "partita.compat.partitioner": {
         "CapabilityBasedPartitioner",
         "Partition",
+    },
+    "partita.compat.regional_inductor": {
+        "regional_inductor",
     },
     "partita.compat.replace_autocast_with_hop_pass": {
         "replace_autocast_with_hop_pass",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
+from tempfile import NamedTemporaryFile
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from partita._torch.backend_fakes import compiling
@@ -32,7 +34,10 @@ def package_of(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, A
 
 def function_of_package(package: bytes) -> Callable[..., Sequence[Any]]:
     """The function in a package; it loads native code, so give it nothing that you do not trust."""
-    from torch._inductor.package.package import load_package
-
-    run: Callable[[list[Any]], Sequence[Any]] = load_package(BytesIO(package)).loader.run
+    with NamedTemporaryFile(suffix=".pt2") as file:
+        file.write(package)
+        file.flush()
+        # What `torch._inductor.aoti_load_package` does, less a look at the machine that takes a compiler in torch 2.11.
+        loader = torch._C._aoti.AOTIModelPackageLoader(file.name, "model", False, 1, -1)
+    run: Callable[[list[Any]], Sequence[Any]] = loader.run
     return lambda *tensors: run(list(tensors))

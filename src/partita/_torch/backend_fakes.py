@@ -25,7 +25,8 @@ def compiling(inputs: Sequence[Any]) -> Iterator[None]:
     import torch._functorch.config as settings
     from torch._guards import TracingContext, tracing
 
-    patches = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+    wanted = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+    patches = {name: value for name, value in wanted.items() if hasattr(settings, name)}
     with tracing(TracingContext(_mode_of(inputs))), settings.patch(patches):
         yield
 

@@ -9,6 +9,7 @@ import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita._torch.ambient import read_ambient
 from partita._torch.tracing_state import Tracing, tracing_now
@@ -50,11 +51,16 @@ def surroundings() -> Surroundings:
 
 def watched() -> bool:
     """Whether somebody watches or replaces every operator: a tracer, torch.func, a mode of the user's."""
-    if _len_torch_dispatch_stack() > 0:
+    if _len_torch_dispatch_stack() > 0 and not all(map(_looks_elsewhere, _get_current_dispatch_mode_stack())):
         return True
     if _len_torch_function_stack() > 0 and default_device() is None:
         return True
     return _functorch_level() is not None or tracing_now() is not Tracing.NOT
+
+
+def _looks_elsewhere(mode: object) -> bool:
+    """Whether a mode is the one of AOTAutograd that looks at custom operators in the first call of compiled code."""
+    return type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode" and type(mode).__module__.startswith("torch.")
 
 
 def default_device() -> torch.device | None:

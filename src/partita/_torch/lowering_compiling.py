@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita._torch.ambient import read_ambient, restore_after_error
 from partita._torch.idle_dropout import IdleDropout
@@ -24,6 +25,7 @@ def compiler_scope() -> Iterator[None]:
     traced = hooks._saved_tensors_hooks_set_tracing(True)
     try:
         with ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.random.fork_rng(devices=_devices()))
             stack.enter_context(IdleDropout())
             if found.inference:

@@ -20,6 +20,7 @@ __all__ = [
     "Leaf",
     "Shape",
     "assembled",
+    "has_tensors",
     "items_of",
     "leaf_count",
     "leaves_of",
@@ -83,6 +84,11 @@ def leaf_count(shape: Shape) -> int:
     if isinstance(shape, Container):
         return sum(map(leaf_count, shape.items))
     return int(isinstance(shape, Leaf))
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether a value is a tensor or a container with one."""
+    return any(isinstance(leaf, Tensor) for leaf in leaves_of(value, shape_of(value)))
 
 
 def items_of(shape: Container) -> Iterator[tuple[Any, Shape]]:

@@ -6,7 +6,7 @@ torch gives such an input nothing, and an optimizer can tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,10 +33,10 @@ def has_history(value: Tensor) -> bool:
         return False
 
 
-def ask_for_gradients(inputs: Iterable[Any]) -> None:
-    """Makes every fake input that can have a gradient ask for one."""
-    for value in inputs:
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+def ask_for_gradients(inputs: Sequence[Any], *, but: Collection[int]) -> None:
+    """Makes every fake input that can have a gradient ask for one, but for those at some places."""
+    for place, value in enumerate(inputs):
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and place not in but:
             value.requires_grad_()
 
 
@@ -76,21 +76,26 @@ def is_locked_view(value: Tensor) -> bool:
 class UnusedGradients:
     """Takes the gradients of inputs that no used output depends on out of what one backward for all outputs gives.
 
-    `links` are the places of the inputs that each output depends on.
+    `links` are the places of the inputs that each output depends on, `written` of those that written inputs depend on.
     """
 
-    def __init__(self, links: Sequence[frozenset[int]]) -> None:
-        self._links = links
+    def __init__(self, links: Sequence[frozenset[int]], written: frozenset[int]) -> None:
+        self._links, self._written = links, written
         #: By the place of a gradient: the input that it is for. Found in the first call, since it is always the same.
-        self._inputs: dict[int, int] | None = None
+        self._inputs: dict[int, frozenset[int]] | None = None
 
-    def watch(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Sees to the backward of a call that gave `outputs` for `inputs`."""
-        function = next((value.grad_fn for value in outputs if isinstance(value, Tensor) and value.requires_grad), None)
+    def before(self, inputs: Sequence[Any]) -> list[Any]:
+        """What must be known of the inputs of a call before they are written."""
+        return history_of(inputs) if self._inputs is None else []
+
+    def watch(self, histories: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Sees to the backward of a call that gave `outputs` for inputs of these histories."""
+        made = (value.grad_fn for value in outputs if isinstance(value, Tensor))
+        function: Any = next((history for history in made if isinstance(history, BackwardCFunction)), None)
         if function is None:
             return
         if self._inputs is None:
-            self._inputs = _inputs_of(function, inputs)
+            self._inputs = _inputs_of(function, histories)
         places, links = self._inputs, self._links
         known = {
             value.output_nr: links[place]
@@ -98,25 +103,30 @@ class UnusedGradients:
             if isinstance(value, Tensor) and value.grad_fn is function
         }
 
-        def hook(given: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...] | None:
-            numbers = [number for number, gradient in enumerate(used) if gradient is not None]
-            if not all(number in known for number in numbers):
-                return None
-            needed = frozenset[int]().union(*(known[number] for number in numbers))
+        # What the function gives beside these outputs: new values of inputs, and what other outputs are views of.
+        direct = known.values()
+        hidden = self._written.union(*(link for link in links if link not in direct))
+
+        def hook(given: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...]:
+            numbers = (number for number, gradient in enumerate(used) if gradient is not None)
+            needed = frozenset[int]().union(*(known.get(number, hidden) for number in numbers))
             return tuple(
-                None if at in places and places[at] not in needed else gradient for at, gradient in enumerate(given)
+                None if at in places and not places[at] & needed else gradient for at, gradient in enumerate(given)
             )
 
         function.register_hook(hook)
 
 
-def _inputs_of(function: Any, inputs: Sequence[Any]) -> dict[int, int]:
-    """Which input each gradient that `function` gives is for."""
-    known = {id(history): place for place, history in enumerate(history_of(inputs)) if history is not None}
-    found: dict[int, int] = {}
+def _inputs_of(function: Any, histories: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """The places of the input that each gradient which `function` gives is for; one tensor may be given twice."""
+    known: dict[int, set[int]] = {}
+    for place, history in enumerate(histories):
+        if history is not None:
+            known.setdefault(id(history), set()).add(place)
+    found: dict[int, frozenset[int]] = {}
     for at, (before, _) in enumerate(function.next_functions):
         target = getattr(before, "variable", None)
-        place = known.get(id(before if target is None else target))
-        if place is not None:
-            found[at] = place
+        places = known.get(id(before if target is None else target))
+        if places is not None:
+            found[at] = frozenset(places)
     return found

@@ -63,18 +63,26 @@ def adapt(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
 def adapt_to_tensors(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
     """Writes plain inputs into the body, takes plain outputs out of it, and reads integers from sizes of tensors.
 
-    For compilers whose functions take and give nothing but tensors.
+    For compilers whose functions take and give nothing but tensors. For an integer that is no size of an input, they
+    get an empty tensor whose size it is.
     """
-    given: list[Input] = list(_fold_plain_inputs(body, inputs))
-    left = [inputs[argument.place] for argument in given]
-    tensors = list(left)
-    for number, node in enumerate(body.graph.find_nodes(op="placeholder")):
-        if isinstance(left[number], torch.SymInt):
-            found = place_of_symbol(left[number], left)
-            source, axis = (number, 0) if found is None else found
-            _read_from_size(body, node, source, axis)
-            tensors[number] = size_carrier(left[number], left)
-            given[number] = Carrier(given[number].place)
+    folded = _fold_plain_inputs(body, inputs)
+    left = [inputs[argument.place] for argument in folded]
+    placeholders = body.graph.find_nodes(op="placeholder")
+    given: list[Input] = []
+    tensors: list[Any] = []
+    for node, argument, value in zip(placeholders, folded, left, strict=True):
+        found = place_of_symbol(value, left) if isinstance(value, torch.SymInt) else None
+        if found is not None:
+            _read_from_size(body, node, placeholders[found[0]], found[1])
+            body.graph.erase_node(node)
+        elif isinstance(value, torch.SymInt):
+            _read_from_size(body, node, node, 0)
+            tensors.append(size_carrier(value, left))
+            given.append(Carrier(argument.place))
+        else:
+            tensors.append(value)
+            given.append(argument)
     notes = Notes(as_tensors=True)
     outputs = _fold_plain_outputs(body, notes, among=set(body.graph.nodes))
     body.recompile()
@@ -99,11 +107,11 @@ def _add_input(body: GraphModule, name: str) -> Node:
         return body.graph.placeholder(name)
 
 
-def _read_from_size(body: GraphModule, number: Node, source: int, axis: int) -> None:
+def _read_from_size(body: GraphModule, number: Node, source: Node, axis: int) -> None:
     """Makes the users of `number` read it from the size of an input instead."""
-    placeholders = body.graph.find_nodes(op="placeholder")
-    with body.graph.inserting_after(placeholders[-1]):
-        size = body.graph.call_function(SYM_SIZE, (placeholders[source], axis))
+    last = body.graph.find_nodes(op="placeholder")[-1]
+    with body.graph.inserting_after(last):
+        size = body.graph.call_function(SYM_SIZE, (source, axis))
     number.replace_all_uses_with(size, delete_user_cb=lambda user: user is not size)
 
 

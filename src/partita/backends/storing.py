@@ -24,16 +24,23 @@ def stored(backend: str, calling: Calling, code: bytes) -> bytes:
 
 def restored(backend: str, data: bytes) -> tuple[Calling, bytes]:
     """What `stored` was given; what follows the header is only looked at if it fits."""
-    if not data.startswith(_MAGIC):
+    header, _, content = data.removeprefix(_MAGIC).partition(b"\n")
+    try:
+        found = json.loads(header) if data.startswith(_MAGIC) else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
         raise BackendError(f"these {len(data)} bytes are no compiled body; give {backend} what its `save` gave")
-    header, _, content = data[len(_MAGIC) :].partition(b"\n")
-    found, wanted = json.loads(header), {"backend": backend, **_here()}
+    wanted = {"backend": backend, **_here()}
     differences = [
         f"{key} {found.get(key)!r}, here {value!r}" for key, value in wanted.items() if found.get(key) != value
     ]
     if differences:
         raise BackendError(f"the code was compiled for something else: {'; '.join(differences)}; compile it again here")
-    calling, code = pickle.loads(content)
+    try:
+        calling, code = pickle.loads(content)
+    except Exception as error:
+        raise BackendError(f"the compiled body is damaged: {error}; compile it again") from error
     return calling, code
 
 

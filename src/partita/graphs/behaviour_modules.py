@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from partita.graphs.behaviour_terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, Behaviour, merged
 
-__all__ = ["behaviour_of_module"]
+__all__ = ["behaviour_of_module", "may_draw"]
 
 
 def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> Behaviour:
@@ -25,6 +25,11 @@ def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()
         return UNKNOWN
     told = merged(map(_of_one, parts))
     return told if len(parts) == 1 else replace(told, aliases=(EVERY,), shares_state=True)
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether a call of `module` may draw random numbers, if not now then once it is set to training."""
+    return any(not _is_torch_own(part) or isinstance(part, _DRAWING) for part in module.modules())
 
 
 def _is_torch_own(module: nn.Module) -> bool:
@@ -88,6 +93,14 @@ _ASSERTING = frozenset((("torch.export._unlift", "GuardsFn"),))
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DRAWING = (
+    *_DROPOUTS,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "parametrizations")
 
 #: Files of torch.nn.modules whose modules always give new tensors (unless in place).

@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from partita._torch.export_hooks import drop_fleeting_hooks
 from partita.graphs.program import Program
+from partita.rewrite.assembly import module_like
+from partita.rewrite.state import share_state
 
 __all__ = ["calling_modules"]
 
 
 def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Program:
-    """The module of an exported program, with calls of these modules where it runs bodies, by the name of the call."""
-    graph_module = program.exported().module()
-    graph = graph_module.graph
+    """The module of an exported program, with calls of these modules where it runs bodies, by the name of the call.
+
+    It is a module of ours, so that it can be pickled, which torch's own cannot. It checks its inputs against the sizes
+    and ranges that were exported; a pickled one has forgotten these.
+    """
+    unlifted = program.exported().module(check_guards=False)
+    assert isinstance(unlifted, GraphModule)
+    drop_fleeting_hooks(unlifted)
+    graph, replaced = unlifted.graph, dict[str, nn.Module]()
     for node in list(graph.nodes):
         if node.name in modules:
             body, *operands = node.args
             assert isinstance(body, Node)
-            graph_module.add_module(str(body.target), modules[node.name])
+            replaced[str(body.target)] = modules[node.name]
             node.op, node.target, node.args = "call_module", body.target, tuple(operands)
             graph.erase_node(body)
-    graph_module.recompile()
+    module = module_like(unlifted, graph)
+    share_state(unlifted, module, without=frozenset(replaced))
+    for name, called in replaced.items():
+        module.add_module(name, called)
     return Program(
-        graph_module,
+        module,
         pure=program.pure,
         state_keys=program.state_keys,
         tolerance=program.tolerance,

@@ -78,7 +78,7 @@ class Choice:
             return None
         signature = signature_of(call, around, written=written)
         self._note_changes(signature)
-        variant = self._variants.find(signature, call.values) or self._made(signature, call)
+        variant = self._variants.find(signature, call.values) or self._made(signature, call, written)
         if variant.cause is not None:
             self._lowering.report(variant.cause)
         guard = variant.fit.guard(call.values, written=written)
@@ -92,7 +92,7 @@ class Choice:
             self._open_sizes = self._open_sizes.after(before, signature)
         self._seen[signature.kind] = signature
 
-    def _made(self, signature: Signature, call: Call) -> Variant:
+    def _made(self, signature: Signature, call: Call, written: tuple[int, ...]) -> Variant:
         lowering, slots = self._lowering, self._calls.state.slots
         if signature.needs_gradients and not lowering.trains:
             return self._variants.give_up(signature, Cause(_WITHOUT_GRADIENTS))
@@ -103,7 +103,9 @@ class Choice:
 
         def begin() -> Compilation:
             keys = self._open_sizes.of(signature, call)
-            return Compilation(self._variants.compiler, self._body, slots, signature, call.values, lowering.acts, keys)
+            return Compilation(
+                self._variants.compiler, self._body, slots, signature, call.values, lowering.acts, written, keys
+            )
 
         try:
             return self._variants.find_or_make(signature, call.values, begin, title=lowering.title)

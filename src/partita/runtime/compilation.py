@@ -43,6 +43,8 @@ class Compilation:
     signature: Signature
     values: Sequence[Any]
     acts: Acts
+    #: The places of values that may be written.
+    written: tuple[int, ...]
     #: The key of the symbol for each size that is open.
     open_sizes: Mapping[Place, Hashable]
 
@@ -72,7 +74,7 @@ class Compilation:
         fakes = FakeInputs()
         inputs, has_gradients = self._inputs(fakes), self.signature.surroundings.has_gradients
         if not has_gradients:
-            ask_for_gradients(inputs)
+            ask_for_gradients(inputs, but=self.written)
         body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes)
         return rehearse(body, inputs, fakes.mode, self.acts, has_gradients=has_gradients)
 

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._torch.lowering_compiling import run_on_fakes
-from partita._torch.lowering_containers import LEAF, Container, Fixed, Shape, assembled, items_of, shape_of
+from partita._torch.lowering_containers import (
+    LEAF,
+    Container,
+    Fixed,
+    Shape,
+    assembled,
+    has_tensors,
+    items_of,
+    shape_of,
+)
 from partita._torch.lowering_gradients import has_history, history_of, links_of
 from partita._torch.lowering_views import readable_from, views_module
 from partita.errors import ModeError
@@ -26,13 +35,12 @@ log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, slots=True)
 class Acts:
-    """The nodes of a body, by name, that do more than compute, and those whose random draws show in no output.
-
-    A compiler would leave such a draw out, and the generator would not move on.
-    """
+    """The nodes of a body, by name, that do more than compute, and those that draw random numbers or may do so."""
 
     acting: frozenset[str] = frozenset()
-    unread_draws: tuple[str, ...] = ()
+    draws: frozenset[str] = frozenset()
+    #: Nodes whose memory somebody writes to after the body has run.
+    written_later: frozenset[str] = frozenset()
 
 
 @final
@@ -51,8 +59,12 @@ class Findings:
     compiled: tuple[tuple[str, tuple[Any, ...]], ...]
     owned: tuple[int, ...]
     detached: tuple[int, ...]
-    #: For each thing that compiled code gives, the inputs that its gradient flows to; empty if it is the same for all.
+    #: For each thing that compiled code gives, the inputs that its gradient flows to; empty if there is none.
     links: tuple[frozenset[int], ...] = ()
+    #: The places of what somebody writes to later, while compiled code may want it for its backward.
+    written_later: tuple[int, ...] = ()
+    #: The inputs that gradients of what was written to inputs flow to.
+    written_links: frozenset[int] = frozenset()
     #: Gives the views for the inputs and then for what compiled code gives at the places in `bases`.
     views: GraphModule | None = None
     bases: tuple[int, ...] = ()
@@ -62,7 +74,7 @@ class Findings:
         """Whether compiled code gives the output itself, for the inputs as they are."""
         plain = Container(tuple, (LEAF,) * len(self.compiled))
         is_whole = self.output == plain and self.sources == tuple(range(len(self.compiled)))
-        return is_whole and not self.detached and not self.links
+        return is_whole and not self.detached
 
     def assembled(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The output of the body, when compiled code gave `outputs` for `inputs`."""
@@ -121,13 +133,16 @@ class _Sorting:
         values = [leaf.value for leaf in self.compiled]
         readings = [(leaf.node, leaf.keys) for leaf in self.views]
         links = links_of(histories, values)
+        written = frozenset[int]().union(*links_of(histories, self._changed(histories)))
         return Findings(
             output=self.shape,
             sources=tuple(starts[kind] + place for kind, place in homes),
             compiled=tuple((leaf.node.name, leaf.keys) for leaf in self.compiled),
             owned=owned_places(self.inputs, values),
-            detached=_unreached(histories, (*links, *links_of(histories, self._changed(histories)))),
-            links=links if any(link != links[0] for link in links) else (),
+            detached=_unreached(histories, (*links, written)),
+            links=links if any(links) else (),
+            written_later=tuple(self._written_later()) if any(links) else (),
+            written_links=written,
             views=views_module(self.roots, self.readable, readings) if readings else None,
             bases=tuple(range(len(self.bases))),
         )
@@ -171,13 +186,31 @@ class _Sorting:
         return "compiled", len(self.compiled) - 1
 
     def _keep_draws(self) -> None:
-        """Lets compiled code give what was drawn for nothing, unless an input holds it."""
-        held = set(map(memory_of, self.inputs))
+        """Lets compiled code give what was drawn for nothing, unless an input holds it.
+
+        A compiler leaves out a draw that no output shows, and the generator would not move on.
+        """
+        held, shown = set(map(memory_of, self.inputs)), self._shown()
         for node in self.body.graph.nodes:
-            if node.name in self.acts.unread_draws:
+            if node.name in self.acts.draws and node not in shown:
                 value = self.results[node]
                 drawn = _leaves(node, value, shape_of(value, fixes_constants=True))
                 self.compiled += [leaf for leaf in drawn if memory_of(leaf.value) not in held]
+
+    def _written_later(self) -> Iterator[int]:
+        held = {memory_of(self.results[node]) for node in self.results if node.name in self.acts.written_later}
+        return (place for place, leaf in enumerate(self.compiled) if memory_of(leaf.value) in held)
+
+    def _shown(self) -> set[Node]:
+        """The nodes whose contents, and not only their sizes, may show in an output."""
+        found: set[Node] = set()
+        waiting = [leaf.node for leaf in self.leaves if isinstance(leaf.value, Tensor)]
+        while waiting:
+            node = waiting.pop()
+            if node not in found and has_tensors(self.results[node]):
+                found.add(node)
+                waiting += node.all_input_nodes
+        return found
 
 
 def _unreached(histories: Sequence[Any], links: Sequence[frozenset[int]]) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ class Variant:
             self._copied = ()
         else:
             self._gives_output = self.findings.is_plain
-            self._unused = UnusedGradients(self.findings.links) if self.findings.links else None
+            self._unused = _unused_gradients(self.findings)
 
     def serves(self, signature: Signature, values: Sequence[Any]) -> bool:
         """Whether the variant may be called with these values, whose signature this is."""
@@ -120,23 +120,35 @@ class Variant:
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """What the body gives for these values."""
-        assert self.function is not None
         if self._gives_output and self._copied == ():
-            return self.function(*values)
+            return self._run(values)
         findings = self.findings
         assert findings is not None
-        given = list(values)
+        inputs = list(values)
         for place in findings.detached:
-            given[place] = given[place].detach()
-        outputs = list(self.function(*given))
+            inputs[place] = inputs[place].detach()
+        outputs = list(self._run(inputs))
         if self._copied is None:
             # Which outputs share memory is decided by the compiled code, so the first call shows it.
-            self._copied = places_to_copy(values, outputs, findings.owned)
-        if self._unused is not None:
-            self._unused.watch(values, outputs)
+            shared = places_to_copy(values, outputs, findings.owned)
+            later = (place for place in findings.written_later if place in findings.owned)
+            self._copied = tuple(dict.fromkeys((*shared, *later)))
         for place in self._copied:
             outputs[place] = copy_of(outputs[place])
         return findings.assembled(outputs, values)
+
+    def _run(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        assert self.function is not None
+        if self._unused is None:
+            return self.function(*inputs)
+        histories = self._unused.before(inputs)
+        outputs = self.function(*inputs)
+        self._unused.watch(histories, outputs)
+        return outputs
+
+
+def _unused_gradients(findings: Findings) -> UnusedGradients | None:
+    return UnusedGradients(findings.links, findings.written_links) if findings.links else None
 
 
 def dimensions_of(value: Any) -> Dimensions | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from partita._torch.symbolic import symbol_of
-from partita.graphs.index import Index
+from partita.graphs.behaviour_modules import may_draw
 from partita.graphs.program import Program
 from partita.graphs.values import value_of
 from partita.runtime.open_sizes import TracedSymbols
@@ -21,23 +21,15 @@ def written_inputs(program: Program) -> tuple[int, ...]:
     return tuple(sorted(places[node] for node in written if node in places))
 
 
-def acts_of(program: Program) -> Acts:
-    """What the nodes of a body do beside computing, and which draws show in no output."""
-    index, effects = program.index, program.effects
-    acting = frozenset(index.nodes[number].name for number in effects.effectful)
-    shown = _needed_by(index, len(index) - 1)
+def acts_of(program: Program, written_later: frozenset[str]) -> Acts:
+    """What the nodes of a body do beside computing, and what is done to their results when it has run."""
+    nodes, effects = program.index.nodes, program.effects
     # A module that is set to training later may draw then.
-    draws = {*effects.draws, *(index.number[node] for node in program.graph.find_nodes(op="call_module"))} - shown
-    return Acts(acting, tuple(index.nodes[number].name for number in sorted(draws)))
-
-
-def _needed_by(index: Index, number: int) -> set[int]:
-    """The nodes whose results reach node `number`."""
-    found = {number}
-    for at in range(number, -1, -1):
-        if at in found:
-            found.update(index.inputs(at))
-    return found
+    calls = program.graph.find_nodes(op="call_module")
+    modules = (node.name for node in calls if may_draw(program.graph_module.get_submodule(str(node.target))))
+    draws = (nodes[number].name for number in effects.draws)
+    acting = frozenset(nodes[number].name for number in effects.effectful)
+    return Acts(acting, frozenset((*draws, *modules)), written_later)
 
 
 def traced_symbols(program: Program) -> TracedSymbols:

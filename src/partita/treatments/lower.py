@@ -14,6 +14,7 @@ from partita.backends.backend import Backend, takes_symbols, tolerance_of, train
 from partita.backends.finding import find_backend
 from partita.errors import OptionError
 from partita.graphs.body_keys import body_key
+from partita.graphs.later_writes import names_written_outside
 from partita.graphs.mode import AMBIENT
 from partita.graphs.mode import Mode as GraphMode
 from partita.graphs.program import Program
@@ -82,13 +83,18 @@ class Lower:
 
     def treat(self, body: GraphModule) -> nn.Module:
         """What is called in the place of a region of which nothing but its body is known."""
-        return self._lowered(Program(body), "region", "the region", Failures())
+        return self._lowered(Program(body), "region", "the region", Failures(), frozenset())
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module:
         title = f"{site.region.name} (region {site.place + 1} of {site.count})"
-        return self._lowered(Program(body, caller=site.caller), site.region.name, title, site.failures)
+        # What runs the operators as they are saves for its backward what plain torch saves.
+        rewrites = self.tolerance.relative > 0 or self.tolerance.absolute > 0
+        later = names_written_outside(site.region.nodes) if rewrites else frozenset[str]()
+        return self._lowered(Program(body, caller=site.caller), site.region.name, title, site.failures, later)
 
-    def _lowered(self, program: Program, region: str, title: str, failures: Failures) -> nn.Module:
+    def _lowered(
+        self, program: Program, region: str, title: str, failures: Failures, written_later: frozenset[str]
+    ) -> nn.Module:
         backend = self._backend_or_reason()
         if isinstance(backend, str):
             return self._eager(program, Failure(region, str(self.backend), backend), failures)
@@ -104,7 +110,7 @@ class Lower:
             trains=trains(backend),
             scope=_scope_of(bare.mode),
             written=written_inputs(body),
-            acts=acts_of(body),
+            acts=acts_of(body, written_later),
             open_sizes=OpenSizes(traced_symbols(body), dynamic),
             strict=self.strict,
             tag=self._tag(bare.module, region),

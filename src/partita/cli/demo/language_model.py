@@ -22,7 +22,7 @@ _COMPILER = Inductor()
 def seeded() -> tuple[str, nn.Module, tuple[torch.Tensor, ...]]:
     """What the model is, the model and its arguments, the same in every process."""
     torch.manual_seed(0)
-    name, model = ("Llama, from a configuration", _llama()) if find_spec("transformers") else ("decoder", Decoder(2))
+    name, model = ("Llama, from a configuration", _llama()) if find_spec("transformers") else ("decoder", Decoder())
     return f"a small {name}", model.eval(), (torch.randint(WORDS, (2, 16)),)
 
 

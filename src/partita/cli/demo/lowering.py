@@ -1,4 +1,4 @@
-"""Chapter: a language model of which a chip takes only a part; that part is compiled, and there is a reason for the rest."""
+"""Chapter: a language model of which a chip takes only a part: that part is compiled, the rest has reasons."""
 
 from __future__ import annotations
 

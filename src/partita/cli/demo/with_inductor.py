@@ -17,8 +17,6 @@ __all__ = ["main"]
 
 def main() -> int:
     """Compares the lowered model with the original; the status is 1 if they differ."""
-    logging.basicConfig(format="  %(message)s", stream=sys.stdout)
-    logging.getLogger("partita").setLevel(logging.INFO)
     _, model, args = seeded()
     program = partita.capture(model, args)
     plan = partita.plan(program, ByCapability(small_chip, smallest_flops=300_000), Lower("inductor"))
@@ -30,4 +28,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="  %(message)s", stream=sys.stdout)
+    logging.getLogger("partita").setLevel(logging.INFO)
     raise SystemExit(main())
