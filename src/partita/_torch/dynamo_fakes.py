@@ -37,15 +37,18 @@ def to_fake(value: Any, mode: Any) -> Any:
 
 
 @contextmanager
-def runs_fake(mode: Any) -> Iterator[None]:
-    """Operators compute metadata only; real parameters among their arguments are read as fakes and never written."""
+def runs_fake(mode: Any, *, as_dynamo: bool = False) -> Iterator[None]:
+    """Operators compute metadata only; real parameters among their arguments are read as fakes and never written.
+
+    With `as_dynamo`, Python's versions of operators run, as they do under Dynamo: matmul in C++ fixes the sizes that it
+    reads (torch 2.11). These copy where plain torch gives the same tensor back.
+    """
     allowed, autograd = mode.allow_non_fake_inputs, torch._C._autograd
     # Hooks on saved tensors are the user's: they expect tensors with data.
     traced = autograd._saved_tensors_hooks_set_tracing(True)
     mode.allow_non_fake_inputs = True
     try:
-        # As Dynamo does: matmul in C++ would fix the sizes that it reads (torch 2.11), in Python they stay symbolic.
-        with _fresh_symbols_ignored(mode), enable_python_dispatcher(), mode:
+        with _fresh_symbols_ignored(mode), enable_python_dispatcher() if as_dynamo else nullcontext(), mode:
             yield
     finally:
         mode.allow_non_fake_inputs = allowed

@@ -57,7 +57,7 @@ class _PieceCompiler(Interpreter):
         args = [to_fake(arg, self._mode) for arg in self.fetch_args_kwargs_from_env(n)[0]]
         self._cut.add_module(str(n.target), self._compiled(n, piece.treated, args))
         forget_memos(self._mode)
-        with runs_fake(self._mode), own_tracing_context(self._mode):
+        with runs_fake(self._mode, as_dynamo=True), own_tracing_context(self._mode):
             outputs = piece.interpreter(PropagateUnbackedSymInts).run(*args)
         self.calls.append(PieceCall.of(str(n.target), args, outputs))
         return outputs
@@ -67,7 +67,7 @@ class _PieceCompiler(Interpreter):
         return module if isinstance(module, Piece) else None
 
     def _run_alone(self, node: Node) -> Any:
-        with runs_fake(self._mode):
+        with runs_fake(self._mode, as_dynamo=True):
             result = to_fake(super().run_node(node), self._mode)
         if not self._is_output_of_piece(node):
             rebind_unbacked(self._mode.shape_env, node, result)

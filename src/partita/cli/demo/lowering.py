@@ -17,7 +17,7 @@ __all__ = ["TITLE", "tell"]
 TITLE = "A language model, compiled as far as a chip can take it"
 
 #: Where a C++ compiler is slow, or used for the first time, Inductor may take longer than a demo should.
-_PATIENCE_S = 15.0
+_PATIENCE_S = 17.0
 
 
 def tell() -> bool:
