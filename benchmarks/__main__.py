@@ -20,7 +20,7 @@ from benchmarks import (
     modes,
     splitting,
 )
-from benchmarks.report import as_json, line, put_into_readme
+from benchmarks.report import as_json, from_json, line, merged, put_into_readme
 from benchmarks.scales import SCALES
 
 SECTIONS = {
@@ -52,6 +52,8 @@ def main(arguments: list[str]) -> int:
     command = " ".join(["python -m benchmarks", *arguments])
     out = options.out or _HERE / "results" / f"{options.scale}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
+    if options.sections and out.exists():
+        rows = merged(from_json(out.read_text()), rows)
     out.write_text(as_json(rows, command))
     if options.readme:
         put_into_readme(_HERE / "README.md", rows, command)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, Target, at_least, at_most
 
-__all__ = ["as_json", "line", "markdown", "put_into_readme"]
+__all__ = ["as_json", "from_json", "line", "markdown", "merged", "put_into_readme"]
 
 _BEGIN, _END = "<!-- table: begin -->", "<!-- table: end -->"
 _HEAD = ("measured", "case", "ours", "beside", "theirs", "reading", "target", "")
@@ -37,6 +37,25 @@ def as_json(rows: Sequence[Row], command: str) -> str:
         for row in rows
     ]
     return json.dumps({"command": command, "machine": machine(), "rows": found}, indent=1) + "\n"
+
+
+def from_json(text: str) -> list[Row]:
+    """The rows that `as_json` wrote."""
+    found = [{key: value for key, value in row.items() if key != "verdict"} for row in json.loads(text)["rows"]]
+    return [Row(**{**row, "target": _target(row["target"])}) for row in found]
+
+
+def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """The new rows in the place of old ones that measured the same."""
+    measured = {row.section for row in new}
+    return [*(row for row in old if row.section not in measured), *new]
+
+
+def _target(text: str | None) -> Target | None:
+    if text is None:
+        return None
+    kind, _, bound = text.partition(" ")
+    return at_least(float(bound)) if kind == ">=" else at_most(float(bound))
 
 
 def machine() -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.nn import functional
 
 from partita.backends import AotEager, AotInductor, Eager, Inductor
+from partita.backends.reasons import WRITES_TWICE
 from partita.testing import CAPTURES, captured_case, random_case
 
 aten = torch.ops.aten
@@ -113,6 +114,13 @@ REFUSED: dict[str, tuple[Node, str]] = {
     "lstm": (call(nn.LSTM(2, 2), "x"), "lstm: its backward fails when traced"),
     "lstm in a module": (call(nn.Sequential(nn.LSTM(2, 2)), "x"), "lstm: its backward fails when traced"),
     "lstm operator": (call(aten.lstm.input, "x", ["x"], ["x"]), "lstm: its backward fails when traced"),
+    "views in secret": (call(torch.unsafe_chunk, "x", 2), "its results share memory, which a trace does not see"),
+    "views in secret by a method": (
+        call("unsafe_split", "x", 2),
+        "its results share memory, which a trace does not see",
+    ),
+    "shape in place": (call("t_", "x"), "changes the shape of a tensor in place"),
+    "shape in place by an operator": (call(aten.unsqueeze_.default, "x", 0), "changes the shape of a tensor in place"),
     "graph that prints": (call(_body(lambda x: _printed(x)), "x"), "in its body: side effect"),
 }
 INDUCTOR_ONLY: dict[str, tuple[Node, str]] = {
@@ -173,6 +181,18 @@ def test_a_node_is_taken(backend: Any, name: str) -> None:
 @pytest.mark.parametrize("name", [*REFUSED, *INDUCTOR_ONLY])
 def test_eager_refuses_nothing(name: str) -> None:
     assert Eager().refusal({**REFUSED, **INDUCTOR_ONLY}[name][0]) is None
+
+
+@pytest.mark.parametrize("backend", TRACING, ids=lambda backend: backend.name)
+def test_a_foreach_that_may_write_one_tensor_twice_is_refused(backend: Any) -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    view = graph.call_method("view", (x, -1))
+    apart = graph.call_function(aten._foreach_mul_.Scalar, ([x, y], 2.0))
+    assert backend.refusal(apart) is None
+    for tensors in ([x, x], [x, view]):
+        twice = graph.call_function(aten._foreach_mul_.Scalar, (tensors, 2.0))
+        assert backend.refusal(twice) == WRITES_TWICE
 
 
 def test_an_operator_that_gets_a_meta_kernel_is_taken_from_then_on() -> None:

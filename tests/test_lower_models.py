@@ -13,6 +13,7 @@ from torch.fx import Node
 
 import partita
 from partita import Program
+from partita.backends import find_backend
 from partita.policies import ByCapability
 from partita.treatments import Lower
 
@@ -140,6 +141,21 @@ def test_with_one_operator_in_ten_refused_a_model_trains_as_before(name: str) ->
     assert _trained(lowered, lowered, inputs) == pytest.approx(expected, rel=1e-5)
     assert len(made.failures) < len(made.partition)
     assert not torch.equal(torch.tensor(expected[:1]), torch.tensor(expected[1:2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_with_one_operator_in_ten_refused_inductor_trains_a_model_as_before(name: str) -> None:
+    model, program, inputs = _captured(name)
+    plain = copy.deepcopy(model)
+    made = partita.plan(program, ByCapability((_one_in_ten_or_inductor,)), Lower("inductor"))
+    lowered = made.apply().module()
+    assert _trained(lowered, lowered, inputs) == pytest.approx(_trained(plain, plain, inputs), rel=1e-4)
+    assert not list(made.failures)
+
+
+def _one_in_ten_or_inductor(node: Node) -> str | None:
+    return _one_in_ten(node) or find_backend("inductor").refusal(node)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -171,3 +171,21 @@ def test_tied_weights_get_one_gradient() -> None:
     model[2].weight = model[0].weight
     program = program_of(model)
     verify(program, plan_of(program, Lower("aot_eager")).apply(), (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_write_to_what_an_idle_dropout_gives_reaches_its_input(backend: str) -> None:
+    """Functionalization takes the two for different memory."""
+    dropout = nn.Dropout(0.5).eval()
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = dropout
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.dropout(x).add_(1)
+            return nn.functional.dropout(x, 0.5, False).mul_(2) + x
+
+    program = program_of(Writes().eval())
+    verify(program, plan(program, ByLabel(lambda node: "all"), Lower(backend)).apply(), (torch.ones(3),))

@@ -16,6 +16,8 @@ __all__ = [
     "NESTED",
     "NO_META_KERNEL",
     "QUANTIZED",
+    "RESHAPES",
+    "SHARES_MEMORY",
     "SIDE_EFFECT",
     "SIZE_DEPENDS_ON_DATA",
     "SPARSE",
@@ -56,3 +58,5 @@ LSTM = "lstm: its backward fails when traced"
 FUSED_ADAM = "fused adam is not supported yet"
 FOREACH_ADDITION = "scalar foreach addition is not supported yet"
 WRITES_TWICE = "an in-place foreach whose tensors may share memory: a trace would write it once"
+SHARES_MEMORY = "its results share memory, which a trace does not see"
+RESHAPES = "changes the shape of a tensor in place"

@@ -10,7 +10,7 @@ from torch.fx import Node
 from partita._torch.backend_kernels import is_operator
 from partita._torch.schemas import is_higher_order
 from partita._torch.toggles import TOGGLES
-from partita.backends.reasons import FOREACH_ADDITION, FUSED_ADAM, INSIDE_TRANSFORM
+from partita.backends.reasons import FOREACH_ADDITION, FUSED_ADAM, INSIDE_TRANSFORM, RESHAPES, SHARES_MEMORY
 from partita.backends.refused_functions import refusal_of_function, refusal_of_method
 from partita.backends.refused_modules import refusal_of_higher_order, refusal_of_module
 from partita.backends.refused_operators import refusal_of_operator
@@ -24,13 +24,29 @@ def refusal_by_tracing(node: Node) -> str | None:
     """Why a trace with fake tensors fails on `node`, or would lose a part of what it does."""
     if node.op in ("placeholder", "get_attr", "output"):
         return None
-    return _refusal_of_call(node) or refusal_of_values(node) or _refusal_of_place(node)
+    by_name = _HIDDEN.get(_name_called(node))
+    return by_name or _refusal_of_call(node) or refusal_of_values(node) or _refusal_of_place(node)
 
 
 def refusal_by_inductor(node: Node) -> str | None:
     """Why Inductor does not take `node`."""
     reason = _NOT_YET.get(node.target) if is_operator(node.target) else None
     return reason or refusal_by_tracing(node)
+
+
+def _name_called(node: Node) -> str:
+    """What a node calls, as a method or function would be called, without overload."""
+    if isinstance(node.target, str):
+        return node.target if node.op == "call_method" else ""
+    return str(getattr(node.target, "__name__", "")).partition(".")[0]
+
+
+#: What functionalization (torch 2.13) loses: memory that results share in secret, and shapes that change in place.
+_HIDDEN = {
+    **dict.fromkeys(("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), SHARES_MEMORY),
+    **dict.fromkeys(("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"), RESHAPES),
+    "unsqueeze_": RESHAPES,
+}
 
 
 def _refusal_of_call(node: Node) -> str | None:
