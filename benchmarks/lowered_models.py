@@ -49,7 +49,7 @@ def call_overhead(inputs: int) -> dict[str, float]:
         lowered = plan(Program.of(module), ByCapability(lambda node: None), Lower("inductor", strict=True)).apply()
         (region,) = (child for child in lowered.module().children() if hasattr(child, "lowering"))
         region(*args)
-        compiled = region._last.variant.function
+        compiled = region._variants._functions[0].function
         return {"region": _steady(region, args), "function": _steady(compiled, args)}
 
 

@@ -46,9 +46,9 @@ def from_json(text: str) -> list[Row]:
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """The new rows in the place of old ones that measured the same."""
-    measured = {row.section for row in new}
-    return [*(row for row in old if row.section not in measured), *new]
+    """The new rows in the place of old ones that measured the same case."""
+    measured = {(row.section, row.case) for row in new}
+    return [*(row for row in old if (row.section, row.case) not in measured), *new]
 
 
 def _target(text: str | None) -> Target | None:

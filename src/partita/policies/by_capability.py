@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import final
 
+from partita._torch.pause_gc import gc_paused
 from partita.errors import OptionError
 from partita.graphs.program import Program
 from partita.graphs.values import bytes_of
@@ -60,6 +61,7 @@ class ByCapability:
                 raise OptionError(f"{name} is True or False, not {getattr(self, name)!r}")
         RegionLimits(self.smallest, self.smallest_flops, self.largest, self.worthwhile)
 
+    @gc_paused()
     def __call__(self, program: Program) -> Partition:
         assert isinstance(self.takers, tuple)
         units = units_of(
@@ -95,14 +97,14 @@ def _steps(program: Program, units: Units) -> Steps:
     if not free:
         return Steps(early, kind_of_step)
     sizes = _sizes(program, relation.order)
-    total = partial(_total_bytes, relation, kinds, sizes)
-    starts = [Steps(early, kind_of_step), Steps(late, kind_of_step)]
+    starts = [Steps(late, kind_of_step), Steps(early, kind_of_step)]
     if len(free) > _MANY_FREE:
-        starts = [min(starts, key=total)]
-    return min((moved_for_bytes(relation, kinds, start, free=free, sizes=sizes) for start in starts), key=total)
+        return moved_for_bytes(relation, kinds, starts[0], free=free, sizes=sizes)
+    found = (moved_for_bytes(relation, kinds, start, free=free, sizes=sizes) for start in starts)
+    return min(found, key=partial(_total_bytes, relation, kinds, sizes))
 
 
-#: Up to this many nodes that can move, both the earliest and the latest levels are tried as a start.
+#: Up to this many nodes that can move, the earliest levels are tried as a start as well as the latest.
 _MANY_FREE = 250_000
 
 

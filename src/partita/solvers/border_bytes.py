@@ -16,8 +16,8 @@ from partita.solvers.relation import Relation
 __all__ = ["border_bytes", "moved_for_bytes"]
 
 _SWEEPS = 6
-#: After so many visits no new sweep begins, so that large graphs take a few seconds and not half a minute.
-_MANY_VISITS = 500_000
+#: So many units are looked at in all, so that a graph of a million takes seconds.
+_MOST_VISITS = 300_000
 #: Readers of a value are looked through for each question up to this many; for more, they are counted by part.
 _FEW_READERS = 8
 
@@ -39,15 +39,16 @@ def moved_for_bytes(
     """The steps after sweeps over the `free` units, back and forth, in each of which a unit moves where it saves.
 
     Ties go to the later step on the way back and to the earlier one on the way forth, so that what is in the way makes
-    room. From the third sweep on only neighbours of what has moved are looked at, and large graphs get no third one.
+    room. From the third sweep on only neighbours of what has moved are looked at, and of large graphs only a part.
     """
     moves = _Moves(relation, kinds, steps, sizes)
-    waiting, visits = free, 0
+    waiting, room = free, _MOST_VISITS
     for sweep in range(_SWEEPS):
-        visits += len(waiting)
         is_back = sweep % 2 == 0
-        touched = moves.sweep(reversed(waiting) if is_back else iter(waiting), to_later=is_back)
-        if not touched or visits > _MANY_VISITS:
+        units = reversed(waiting[-room:]) if is_back else iter(waiting[:room])
+        touched = moves.sweep(units, to_later=is_back)
+        room -= len(waiting)
+        if not touched or room <= 0:
             break
         if sweep:
             waiting = [unit for unit in free if unit in touched]
