@@ -7,7 +7,7 @@ from partita.graphs.program import Program
 from partita.plans import Plan, Policy, Treatment, mode_tree, plan
 from partita.regions import Partition, Region
 from partita.rewrite import dissolve, gather, inline, outline
-from partita.tracing import capture
+from partita.tracing import capture, capture_joint
 
 __all__ = [
     "Comparison",
@@ -19,6 +19,7 @@ __all__ = [
     "Tolerance",
     "Treatment",
     "capture",
+    "capture_joint",
     "compare",
     "dissolve",
     "fingerprint",

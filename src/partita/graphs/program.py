@@ -18,6 +18,9 @@ from partita.graphs.body_modes import check_bodies
 from partita.graphs.effects import Effects, effects_of
 from partita.graphs.exported import ExportRecord
 from partita.graphs.index import Index
+from partita.graphs.joint import Joint
+from partita.graphs.joint_halves import checked_count, joint_of
+from partita.graphs.later_writes import forget_writers
 from partita.graphs.mode import AMBIENT, Mode
 from partita.graphs.modes import Modes, modes_of
 from partita.graphs.projections import projections_of
@@ -45,6 +48,7 @@ class Program:
         tolerance: Tolerance = EXACT,
         caller: Mode = AMBIENT,
         export: ExportRecord | None = None,
+        forward_outputs: int | None = None,
     ) -> None:
         self._graph_module = graph_module
         self.pure = _trusted(pure)
@@ -56,6 +60,8 @@ class Program:
         self.caller = caller
         #: What an exported program holds beside its graph; None for a graph module.
         self.export = export
+        self._forward_outputs = forward_outputs
+        forget_writers(graph_module)
 
     @classmethod
     def of(
@@ -64,12 +70,16 @@ class Program:
         *,
         pure: Iterable[Callable[..., Any]] = (),
         trusted: bool = False,
+        forward_outputs: int | None = None,
     ) -> Program:
         """The program that `source` holds: a graph module, an exported program, or the path of a saved one.
 
         Functions in `pure` are taken at your word to have no side effects. `trusted` is about files: it lets one be
-        loaded that could run code while it is read.
+        loaded that could run code while it is read. With `forward_outputs` a graph module is taken as a joint graph of
+        a forward, which gives so many of its outputs, and its backward, which gives the others.
         """
+        if forward_outputs is not None:
+            return cls._of_joint(source, checked_count(forward_outputs), pure)
         if isinstance(source, Program):
             return source.rewritten(source.graph_module, pure=pure) if _trusted(pure) - source.pure else source
         if isinstance(source, str | os.PathLike):
@@ -82,6 +92,17 @@ class Program:
                 f"{type(source).__name__}; capture a model first, with partita.capture(model, args)"
             )
         return cls(source, pure=pure)
+
+    @classmethod
+    def _of_joint(cls, source: object, forward_outputs: int, pure: Iterable[Callable[..., Any]]) -> Program:
+        if not isinstance(source, GraphModule):
+            raise OptionError(
+                f"a joint graph is a torch.fx.GraphModule, not a {type(source).__name__}; leave out forward_outputs, "
+                "or trace a model with partita.capture_joint(model, args)"
+            )
+        program = cls(source, pure=pure, forward_outputs=forward_outputs)
+        assert program.joint is not None  # It raises where the graph cannot be one.
+        return program
 
     def rewritten(
         self,
@@ -99,6 +120,7 @@ class Program:
             tolerance=self.tolerance | tolerance,
             caller=self.caller,
             export=None if self.export is None else self.export.following(graph_module.graph),
+            forward_outputs=self._forward_outputs,
         )
 
     def under(self, caller: Mode) -> Program:
@@ -143,6 +165,13 @@ class Program:
     @cached_property
     def index(self) -> Index:
         return Index(self.graph)
+
+    @cached_property
+    def joint(self) -> Joint | None:
+        """What is forward and what is backward in a joint graph, and what is held in between; None for other graphs."""
+        if self._forward_outputs is None:
+            return None
+        return joint_of(self.index, self._graph_module, self._forward_outputs)
 
     @cached_property
     def modes(self) -> Modes:

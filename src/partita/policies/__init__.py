@@ -8,6 +8,7 @@ from partita.policies.by_label import ByLabel
 from partita.policies.by_mode import ByMode
 from partita.policies.by_module import ByModule
 from partita.policies.by_size import BySize
+from partita.policies.in_forward import InForward
 from partita.policies.sequential import Sequential
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ByMode",
     "ByModule",
     "BySize",
+    "InForward",
     "Policy",
     "Sequential",
 ]

@@ -14,7 +14,7 @@ from partita.rewrite.inline import inline
 from partita.tracing.function_module import FunctionModule, name_of
 from partita.tracing.recorded_export import ModelCall
 
-__all__ = ["capture"]
+__all__ = ["capture", "check_options"]
 
 
 def capture(
@@ -32,7 +32,7 @@ def capture(
     the caller is in inference mode is always answered with no. A checkpointed call becomes a plain call with the same
     values and gradients: what to keep and what to compute again is for whoever treats the graph.
     """
-    _check_options(model, args, kwargs)
+    check_options(model, args, kwargs)
     try:
         module = model if isinstance(model, nn.Module) else FunctionModule(model)
         exported = ModelCall(module, args, kwargs, dynamic_shapes).exported()
@@ -46,7 +46,8 @@ def capture(
     return inline(Program.of(exported))
 
 
-def _check_options(model: object, args: object, kwargs: object) -> None:
+def check_options(model: object, args: object, kwargs: object) -> None:
+    """Raises where these cannot be a model and its arguments."""
     if isinstance(model, Program | ExportedProgram):
         raise OptionError(
             f"this is a {type(model).__name__}, captured already; Program.of(...) takes it as it is, and its module() "

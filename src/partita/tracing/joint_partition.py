@@ -1,0 +1,92 @@
+"""Partitioning joint graphs by a plan: marks on regions of the forward, and torch's partitioner after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, TypeAlias, final
+from uuid import uuid4
+
+from torch.fx import GraphModule
+
+from partita._torch.joint_partitioners import let_inductor_take, min_cut_partition
+from partita.errors import OptionError
+from partita.graphs.joint_forward import forward_part
+from partita.graphs.program import Program
+from partita.plans import Policy, Treatment, plan
+from partita.plans.treatment import Marks, is_treatment
+from partita.regions import Region
+from partita.rewrite.marking import marked
+from partita.tracing.joint_identity import identity_of
+
+__all__ = ["JointPartition", "Partitioner", "joint_partition"]
+
+#: From a joint graph, its inputs and torch's options, `num_fwd_outputs` among them, to a forward and a backward.
+Partitioner: TypeAlias = Callable[..., tuple[GraphModule, GraphModule]]
+
+
+def joint_partition(
+    policy: Policy,
+    treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment],
+    *,
+    then: Partitioner | None = None,
+) -> JointPartition:
+    """A `partition_fn` for AOTAutograd that marks the regions which `policy` finds in the forward of a joint graph.
+
+    The marked graph is cut by `then`, torch's `min_cut_rematerialization_partition` if none is given: it computes again
+    what is marked so. Inductor takes it as `torch._inductor.config.custom_partitioner_fn`.
+    """
+    made = JointPartition(policy, treatment, then)
+    let_inductor_take(JointPartition)
+    return made
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class JointPartition:
+    """A partitioner of joint graphs: who decides, what is marked, and who cuts; make one with `joint_partition`."""
+
+    policy: Policy
+    treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment]
+    then: Partitioner | None = None
+    #: What all of the above are known by; made up where nobody can tell whether they are the same in another process.
+    _identity: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.policy) or isinstance(self.policy, type):
+            raise OptionError(f"a joint graph is planned by a policy such as ByModule('layers.*'), not {self.policy!r}")
+        if isinstance(self.treatment, type) or not (
+            is_treatment(self.treatment) or isinstance(self.treatment, Mapping) or callable(self.treatment)
+        ):
+            raise OptionError(f"regions of a joint graph take a treatment that marks, not {self.treatment!r}")
+        if self.then is not None and not callable(self.then):
+            raise OptionError(f"`then` is a function that cuts a joint graph in two, not {self.then!r}")
+        known = identity_of((self.policy, self.treatment, self.then))
+        # Inductor pickles a partitioner into the key of its cache, so what is the same must have the same fields.
+        object.__setattr__(self, "_identity", uuid4().hex if known is None else known)
+
+    def __call__(
+        self, joint_module: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """The forward and the backward."""
+        marked = self.marked(Program.of(joint_module, forward_outputs=num_fwd_outputs))
+        cut = min_cut_partition if self.then is None else self.then
+        return cut(marked.graph_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+    def marked(self, program: Program) -> Program:
+        """The joint graph with the marks of the plan."""
+        part = forward_part(program)
+        # Planned where no backward is to be seen: all that it reads would be taken for results of regions.
+        decided = plan(part.program, self.policy, self.treatment)
+        silent = [treatment for treatment in decided.treatments if not isinstance(treatment, Marks)]
+        if silent:
+            raise OptionError(
+                f"{silent[0]!r} marks nothing, and nothing else can be done to a region of a joint graph while it is "
+                "compiled; give a treatment that marks, or `apply` a plan for a program of partita.capture_joint"
+            )
+        return marked(program, {part.original[node]: own for node, own in decided.marks().items()})
+
+    def uuid(self) -> str:
+        """What this partitioner is known by in caches of compiled code: other policies and treatments have another."""
+        return f"partita-{sha256(self._identity.encode()).hexdigest()}"
