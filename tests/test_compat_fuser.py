@@ -278,6 +278,29 @@ def test_a_name_that_something_else_has_is_not_taken() -> None:
     assert module.fused_0 == "mine"
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).relu().tanh()
+
+
+@pytest.mark.parametrize(("folder", "held"), [("weight", "Parameter"), ("forward", "method"), ("deep.er", None)])
+def test_a_prefix_leads_through_modules_or_nothing_is_fused(folder: str, held: str | None) -> None:
+    module = symbolic_trace(Weighted())
+    code, groups = module.code, [["mul", "relu"], ["tanh"]]
+    if held is None:
+        fused(module, groups, prefix=f"{folder}.fused_")
+        assert module.get_submodule(f"{folder}.fused_1") is not None
+    else:
+        with pytest.raises(OptionError, match=rf"put modules into '{folder}', which is no module but of type {held}"):
+            fused(module, groups, prefix=f"{folder}.fused_")
+        assert module.code == code
+    assert torch.equal(module(X), (X * module.weight).relu().tanh())
+
+
 def test_a_body_trains_as_its_module_does() -> None:
     for training in (True, False):
         module = chain(training=training)

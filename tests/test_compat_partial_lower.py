@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import operator
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -515,6 +517,22 @@ def test_copies_and_compiled_ones_compute_the_same(monkeypatch: pytest.MonkeyPat
     assert torch.equal(gm(x), expected)
     assert torch.equal(copy.deepcopy(gm)(x), expected)
     assert torch.equal(torch.compile(gm, backend="aot_eager", fullgraph=True)(x), expected)
+
+
+@small
+def test_a_pickle_of_what_make_fx_traced_stays_lowered() -> None:
+    """torch unpickles by tracing the code with the tracer of `make_fx`, which goes into called modules."""
+    x = torch.randn(4)
+    gm = make_fx(lambda x: torch.special.erfcx(x.sin().cos()).exp().tan())(x)
+    expected = gm(x)
+    lower(gm, but("erfcx"), strict=True)
+    file = io.BytesIO()
+    torch.save(gm, file)
+    file.seek(0)
+    for loaded in (pickle.loads(pickle.dumps(gm)), torch.load(file, weights_only=False)):
+        assert [node.op for node in loaded.graph.nodes] == [node.op for node in gm.graph.nodes]
+        assert inside(loaded) == inside(gm) == [["sin", "cos"], ["exp", "tan"]]
+        assert torch.equal(loaded(x), expected)
 
 
 @small

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -154,6 +154,19 @@ def test_a_model_with_marked_regions_trains_as_in_eager_mode(dynamic: bool) -> N
         found, expected = call(x, weight), waves(x, weight)
         assert torch.equal(found, expected)
         assert torch.equal(*[torch.autograd.grad(result, weight)[0] for result in (found, expected)])
+
+
+@quick
+def test_regions_are_compiled_in_the_first_call_although_aotautograd_looks_on(caplog: pytest.LogCaptureFixture) -> None:
+    call, weight = compiled(waves), torch.randn(4, 4, requires_grad=True)
+    counts = []
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "partita.runtime"):
+            call(torch.randn(4, 4), weight).backward()
+        counts.append(len([record for record in caplog.records if record.getMessage().startswith("compiled")]))
+    assert counts[0] > 2, "forward and backward have regions"
+    assert counts[1] == 0
 
 
 @quick
@@ -319,6 +332,54 @@ def test_an_unknown_option_is_named_and_nothing_is_changed() -> None:
     assert isinstance(raised.value, OptionError)
     assert gm.graph is graph
     assert regions(gm) == {}
+
+
+def sines(*annotations: object) -> GraphModule:
+    """A chain of sines with an annotation each."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    for annotation in annotations:
+        x = graph.call_function(torch.ops.aten.sin.default, (x,))
+        x.meta["custom"] = {"compile_with_inductor": annotation}
+    graph.output(x)
+    return GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "message"),
+    [
+        ({"inductor_configs": 3}, r"annotation of 'sin\w*' has the 'inductor_configs' 3; give a mapping"),
+        ({"inductor_configs": {3: True, "max_autotune": False}}, r"annotation of 'sin\w*': options are a mapping"),
+        ({"inductor_region": ["a"]}, r"annotation of 'sin\w*' calls its 'inductor_region' \['a'\].* give it a name"),
+    ],
+)
+def test_an_annotation_that_makes_no_sense_is_named_with_its_node(annotation: object, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        regional_inductor(sines(annotation))
+
+
+class CountedReads(Mapping[str, object]):
+    """An annotation that counts how often somebody reads it."""
+
+    def __init__(self, region: str) -> None:
+        self.region, self.reads = region, 0
+
+    def __getitem__(self, key: str) -> object:
+        self.reads += 1
+        return {"inductor_region": self.region}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("inductor_region",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+@quick
+def test_an_annotation_is_read_a_few_times_however_many_regions_there_are() -> None:
+    annotations = [CountedReads(f"region {place // 2}") for place in range(80)]
+    assert len(_marked_regions.MarkedRegions(sines(*annotations)).partition) == 40
+    assert max(annotation.reads for annotation in annotations) < 10
 
 
 def test_what_inductor_refuses_runs_between_marked_regions(

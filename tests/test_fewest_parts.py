@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partita.solvers import few_parts
 from partita.solvers.border_bytes import border_bytes, moved_for_bytes
 from partita.solvers.few_parts import Steps, few_steps
 from partita.solvers.levels import REFUSED, earliest_levels, latest_levels
@@ -138,3 +139,18 @@ def test_a_value_moves_to_where_it_is_read(readers: int) -> None:
     assert early.levels[3] == 1
     moved = moved_for_bytes(graph.relation(), kinds, early, free=range(len(kinds)), sizes=sizes)
     assert moved.levels[3] == 2
+
+
+def test_many_kinds_are_compared_a_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them can run at once, so that comparing them anew for every step would be quadratic."""
+    compared: list[int] = []
+
+    def preferred(ready: int, remaining: int) -> int:
+        compared.append(ready)
+        return ready
+
+    monkeypatch.setattr(few_parts, "_widest", preferred)
+    monkeypatch.setattr(few_parts, "_narrowest", preferred)
+    between = relation(range(200), range(200), data=[], effects=[])
+    assert len(few_steps(between, range(200))) == 200
+    assert len(compared) < 20 * 200

@@ -117,7 +117,7 @@ def check_together(program: Program, groups: Sequence[Sequence[Node]], names: Se
 def free_names(root: nn.Module, prefix: str, count: int) -> list[str]:
     """`prefix` with the numbers from 0 on; or, if one of these is taken, from the highest that is taken on."""
     folder, _, start = prefix.rpartition(".")
-    holder = _holder(root, folder)
+    holder = _holder(root, folder, prefix)
     taken = () if holder is None else {*holder._modules, *holder._parameters, *holder._buffers, *holder.__dict__}
     pattern = re.compile(re.escape(start) + r"(\d+)")
     used = [int(match[1]) for match in map(pattern.fullmatch, taken) if match]
@@ -138,8 +138,15 @@ def free_name(root: nn.Module, body: nn.Module) -> str:
     return f"{prefix}{number}"
 
 
-def _holder(root: nn.Module, folder: str) -> nn.Module | None:
+def _holder(root: nn.Module, folder: str, prefix: str) -> nn.Module | None:
+    """The module at the path `folder`; None if there is nothing."""
     module: nn.Module | None = root
     for part in folder.split(".") if folder else ():
-        module = None if module is None else module._modules.get(part)
+        held = getattr(module, part, None)
+        if held is not None and not isinstance(held, nn.Module):
+            raise OptionError(
+                f"the prefix {prefix!r} would put modules into {part!r}, which is no module but of type "
+                f"{type(held).__name__}; give a prefix whose folders are modules, or are free"
+            )
+        module = held
     return module

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Tracer
 
 from partita._torch.standing_modules import StandsForBody
 from partita.graphs.state_keys import UNMOVED, StateKeys
@@ -76,7 +76,7 @@ def prepare(
     for place, (name, region, body) in enumerate(zip(names, partition, cut.bodies, strict=True)):
         treatment = lower(region, body)
         named = Region(name, region.nodes, region.label)
-        site = Site(named, place, len(names), program.caller, known.failures)
+        site = Site(named, program, place, len(names), program.caller, known.failures)
         called[name], tags[name] = treated(treatment, body, site).module, treatment.tag
         moved.settle(name, body, called[name])
     graph = cut.graph_module.graph
@@ -103,5 +103,17 @@ def commit(prepared: Sequence[Prepared]) -> None:
             root.graph = graph
         raise
     for one in prepared:
+        _keep_calls_in_pickles(one.root)
         name_state(one.root, one.record.state_keys, naming="original")
         one.root.meta[_KEY] = one.record
+
+
+def _keep_calls_in_pickles(root: GraphModule) -> None:
+    """Lets torch unpickle a module, which it does by tracing its code, with a tracer that does not go into calls.
+
+    It uses the class that traced the module first. Those that trace calls in their own way, as `make_fx` does, go into
+    every called module (torch 2.13), so that nothing would be lowered in what is loaded.
+    """
+    tracer = root.graph._tracer_cls
+    if tracer is not None and tracer.call_module is not Tracer.call_module:
+        root.graph._tracer_cls = root._tracer_cls = None

@@ -51,51 +51,66 @@ class MarkedRegions:
 
     def __init__(self, gm: GraphModule) -> None:
         program = Program.of(gm)
-        self._wearers: dict[Hashable, _Wearer] = {}
-        for node in filter(is_marked, program.operators()):
-            label = _label(node)
-            if label not in self._wearers:
-                self._wearers[label] = _Wearer(label, _backend(node))
-        wearers = tuple(self._wearers.values())
-        self.partition = ByCapability(wearers)(program) if wearers else Partition(program, [])
+        marked = _Marked({node: _label(node) for node in program.operators() if is_marked(node)}, {})
+        for node, label in marked.labels.items():
+            if label not in marked.backends:
+                marked.backends[label] = _backend(node)
+        self._marked = marked
+        cut = ByCapability(marked, apart=marked.labels.get)
+        self.partition = cut(program) if marked.labels else Partition(program, [])
         for node, reason in self.partition.reasons.items():
-            if is_marked(node) and self._wearers[_label(node)](node) is not None:
+            if node in marked.labels and marked(node) is not None:
                 log.warning("%s is marked with %r and runs as it is: %s", node, _MARK, reason)
 
     def backend_of(self, region: Region) -> Backend:
         """Inductor with the options of a region."""
-        return self._wearers[next(_label(node) for node in region.nodes if is_marked(node))].backend
+        labels = self._marked.labels
+        return self._marked.backends[next(labels[node] for node in region.nodes if node in labels)]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Wearer:
-    """Takes the nodes of one label that its backend takes."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Marked:
+    """The label of each marked node, and for each label the backend, which says whether it takes the nodes."""
 
-    label: Hashable
-    backend: Backend
+    labels: dict[Node, Hashable]
+    backends: dict[Hashable, Backend]
 
     @property
     def __name__(self) -> str:
-        return self.backend.name
+        return next(iter(self.backends.values())).name
 
     def __call__(self, node: Node) -> str | None:
-        if not is_marked(node) or _label(node) != self.label:
+        if node not in self.labels:
             return f"not marked with {_MARK!r}"
-        return self.backend.refusal(node)
+        return self.backends[self.labels[node]].refusal(node)
 
 
 def _label(node: Node) -> Hashable:
     """What the nodes of one region have in common: the name of the region, and the options."""
     value = node.meta["custom"][_MARK]
     name = value.get("inductor_region") if isinstance(value, Mapping) else None
-    return name, repr(sorted(_options(node).items()))
+    try:
+        hash(name)
+    except TypeError as error:
+        raise OptionError(
+            f"the annotation of {node.name!r} calls its 'inductor_region' {name!r}, by which regions cannot be told "
+            "apart; give it a name or a number"
+        ) from error
+    return name, repr(sorted(_options(node).items(), key=repr))
 
 
 def _options(node: Node) -> Mapping[str, Any]:
     value = node.meta["custom"][_MARK]
     found = value.get("inductor_configs") if isinstance(value, Mapping) else None
-    return found or {}
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise OptionError(
+            f"the annotation of {node.name!r} has the 'inductor_configs' {found!r}; give a mapping from names of "
+            "Inductor's options to their values"
+        )
+    return found
 
 
 def _backend(node: Node) -> Backend:

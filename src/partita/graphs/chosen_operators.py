@@ -12,7 +12,7 @@ from torch.fx import Node
 from partita._torch.schemas import is_higher_order, signatures_of, signatures_of_method
 from partita.errors import OptionError
 from partita.graphs.attributes import find
-from partita.policies.imported import imported
+from partita.graphs.imported import imported
 
 __all__ = ["Chosen", "Operator", "checked_operators", "plain_name"]
 

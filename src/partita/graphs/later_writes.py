@@ -1,6 +1,7 @@
-"""Later writes: which values of a region somebody outside of it writes to.
+"""Later writes: which values of a region somebody writes to, inside of it or outside.
 
-A compiler may keep an output for the backward pass where plain torch keeps something else.
+A compiler may keep an output for the backward pass where plain torch keeps something else, and what is recomputed needs
+its inputs as they were.
 """
 
 from __future__ import annotations
@@ -16,33 +17,82 @@ from partita.graphs.aliasing import storages_of, written_classes
 from partita.graphs.behaviours import Behaviours
 from partita.graphs.index import Index
 
-__all__ = ["names_written_outside"]
+__all__ = ["forget_writers", "later_writer", "names_written", "names_written_outside", "writers_of", "writing_nodes"]
 
 
 def names_written_outside(nodes: Collection[Node]) -> frozenset[str]:
     """The names of those of these nodes, all of one graph, whose memory other nodes of the graph may write."""
-    first = next(iter(nodes), None)
-    root = None if first is None else first.graph.owning_module
-    if not isinstance(root, GraphModule):
-        return frozenset()
-    found = _KNOWN.get(root)
-    if found is None or found.graph_size != len(root.graph.nodes):
-        found = _KNOWN[root] = _writers_of(root)
-    if not found.writers:
+    found = _known_writers(nodes)
+    if found is None:
         return frozenset()
     inside = {node.name for node in nodes}
     return frozenset(name for name in inside if found.writers.get(found.classes.get(name, -1), inside) - inside)
 
 
+def names_written(nodes: Collection[Node]) -> frozenset[str]:
+    """The names of those of these nodes, all of one graph, that write, or whose memory any node may write."""
+    found = _known_writers(nodes)
+    if found is None:
+        return frozenset()
+    writing = set().union(*found.writers.values())
+    return frozenset(
+        node.name for node in nodes if node.name in writing or found.classes.get(node.name, -1) in found.writers
+    )
+
+
+def writers_of(node: Node) -> frozenset[str]:
+    """The names of the nodes that may write to the memory of this one."""
+    found = _known_writers((node,))
+    return frozenset() if found is None else frozenset(found.writers.get(found.classes.get(node.name, -1), ()))
+
+
+def later_writer(source: Node, readers: Collection[Node]) -> str | None:
+    """The first node, none of `readers`, that may write to the memory of `source` after one of them has read it."""
+    found = _known_writers((source,))
+    if found is None:
+        return None
+    first = min(found.places[node.name] for node in readers if source in node.all_input_nodes)
+    inside = {node.name for node in readers}
+    writers = found.writers.get(found.classes.get(source.name, -1), set()) - inside
+    later = [name for name in writers if found.places[name] > first]
+    return min(later, key=found.places.__getitem__, default=None)
+
+
+def writing_nodes(root: GraphModule) -> tuple[str, ...]:
+    """The names of the nodes of a graph that may write, in order."""
+    found = _known_writers(tuple(root.graph.nodes)[:1])
+    if found is None:
+        return ()
+    return tuple(sorted(set().union(*found.writers.values()), key=found.places.__getitem__))
+
+
+def forget_writers(root: GraphModule) -> None:
+    """Lets the next question look at the graph anew; asked for by every new program of it, since it may be edited."""
+    _KNOWN.pop(root, None)
+
+
+def _known_writers(nodes: Collection[Node]) -> _Writers | None:
+    """Who writes what in the graph of these nodes; None where nobody writes anything."""
+    first = next(iter(nodes), None)
+    root = None if first is None else first.graph.owning_module
+    if not isinstance(root, GraphModule):
+        return None
+    found = _KNOWN.get(root)
+    if found is None or found.graph_size != len(root.graph.nodes):
+        found = _KNOWN[root] = _writers_of(root)
+    return found if found.writers else None
+
+
 class _Writers(NamedTuple):
-    """The names of the nodes that write each storage class, and the class of each node by name."""
+    """The names of the nodes that write each storage class, and by name the class and the place of each node."""
 
     writers: dict[int, set[str]]
     classes: dict[str, int]
+    places: dict[str, int]
     graph_size: int
 
 
-#: Regions of one program ask one after the other.
+#: Regions of one program ask one after the other; a new program of the module forgets the answers of the last.
 _KNOWN: WeakKeyDictionary[nn.Module, _Writers] = WeakKeyDictionary()
 
 
@@ -50,7 +100,7 @@ def _writers_of(root: GraphModule) -> _Writers:
     behaviours = Behaviours(root)
     acting, size = behaviours.acting(root.graph), len(root.graph.nodes)
     if not any(told.writes for told in acting.values()):
-        return _Writers({}, {}, size)
+        return _Writers({}, {}, {}, size)
     index = Index(root.graph)
     storages = storages_of(index, behaviours, acting)
     writers: dict[int, set[str]] = {}
@@ -58,4 +108,5 @@ def _writers_of(root: GraphModule) -> _Writers:
         for written in classes:
             writers.setdefault(storages.find(written), set()).add(index.nodes[number].name)
     classes_of = {node.name: storages.find(number) for number, node in enumerate(index.nodes)}
-    return _Writers(writers, classes_of, size)
+    places = {node.name: number for number, node in enumerate(index.nodes)}
+    return _Writers(writers, classes_of, places, size)

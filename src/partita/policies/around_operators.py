@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import final
 
 from partita.errors import CycleError, OptionError
+from partita.graphs.chosen_operators import Chosen, Operator, checked_operators, plain_name
 from partita.graphs.program import Program
-from partita.policies.chosen_operators import Chosen, Operator, checked_operators, plain_name
 from partita.policies.idle_moves import move_idle_nodes
 from partita.policies.idle_nodes import IdleNodes
 from partita.policies.legal_partition import legal_partition

@@ -8,19 +8,24 @@ from functools import partial
 from typing import final
 
 from partita._torch.pause_gc import gc_paused
-from partita.errors import OptionError
+from partita.errors import CycleError, OptionError
 from partita.graphs.program import Program
 from partita.graphs.values import bytes_of
 from partita.policies.capabilities import Capability, checked_capabilities, name_of
-from partita.policies.capability_units import Together, Units, units_of
-from partita.policies.legal_partition import legal_partition
-from partita.policies.places import Piece, no_places
-from partita.policies.region_limits import RegionLimits, Worthwhile, connected_parts
+from partita.policies.capability_units import Units, units_of, waiting_for_symbols
+from partita.policies.kept_apart import Apart
+from partita.policies.limited_parts import Part, limited_parts
+from partita.policies.places import Piece, no_places, partition_of
+from partita.policies.region_limits import RegionLimits
+from partita.policies.together import Together
+from partita.policies.worthwhile import Worthwhile
 from partita.regions import Partition
 from partita.solvers.border_bytes import border_bytes, moved_for_bytes
 from partita.solvers.few_parts import Steps, few_steps
 from partita.solvers.grown_parts import grown_parts
+from partita.solvers.inner_parts import connected_parts
 from partita.solvers.levels import REFUSED, earliest_levels, latest_levels
+from partita.solvers.quotient import ALONE
 from partita.solvers.relation import Relation
 
 __all__ = ["ByCapability"]
@@ -38,9 +43,10 @@ class ByCapability:
 
     With `connected`, a region holds only nodes that data connects. Regions of fewer than `smallest` operators or
     `smallest_flops` floating-point operations are left out, those of more than `largest` operators are cut.
-    `together` names groups of nodes that stay in one region, or outside. `worthwhile` is asked about every region: it
-    answers True, False, a text with the reason to leave it out, or the nodes to keep. Regions hold nodes of one mode
-    unless `modes_apart` is False, and of one device if `devices_apart` is True.
+    `together` names groups of nodes that stay in one region, or outside, and count as one node that data connects.
+    `worthwhile` is asked about every region, also about one that comes of its answers: it answers True, False, a text
+    with the reason to leave it out, or the nodes to keep. Regions hold nodes of one mode unless `modes_apart` is
+    False, of one device if `devices_apart` is True, and nodes of which the function `apart` says the same.
     """
 
     takers: Capability | tuple[Capability, ...]
@@ -53,13 +59,16 @@ class ByCapability:
     worthwhile: Worthwhile | None = None
     modes_apart: bool = True
     devices_apart: bool = False
+    apart: Apart | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takers", checked_capabilities(self.takers))
-        for name in ("connected", "modes_apart", "devices_apart"):
+        for name in ("modes_apart", "devices_apart"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} is True or False, not {getattr(self, name)!r}")
-        RegionLimits(self.smallest, self.smallest_flops, self.largest, self.worthwhile)
+        if self.apart is not None and not callable(self.apart):
+            raise OptionError(f"`apart` is a function from a node to what keeps it apart, not {self.apart!r}")
+        self._limits()
 
     @gc_paused()
     def __call__(self, program: Program) -> Partition:
@@ -70,17 +79,41 @@ class ByCapability:
             together=self.together,
             modes_apart=self.modes_apart,
             devices_apart=self.devices_apart,
+            apart=self.apart,
         )
-        places, takers = _places(program, units, _steps(program, units))
+        try:
+            return self._partition(program, units)
+        except CycleError:  # A symbol that crosses a border adds an edge, which nobody knows before the cut.
+            return self._partition(program, waiting_for_symbols(program, units))
+
+    def _partition(self, program: Program, units: Units) -> Partition:
+        parts, reasons = limited_parts(self._limits(), program, units, self._parts(program, units))
+        place_of = [ALONE] * len(program.index)
+        for place, part in enumerate(parts):
+            for unit in part.units:
+                place_of[unit] = place
+        places = no_places(program)
+        for number, unit in enumerate(units.unit_of):
+            if unit >= 0 and place_of[unit] >= 0:
+                places[number] = place_of[unit]
+        return partition_of(program, places, [part.piece for part in parts], {**units.reasons, **reasons})
+
+    def _parts(self, program: Program, units: Units) -> list[Part]:
+        """All that is taken, in parts that are named by who takes them, in the order of the calls."""
+        assert isinstance(self.takers, tuple)
+        found = _parts_by_step(units, _steps(program, units))
         if self.connected:
-            pieces_of_levels = connected_parts(program, places, takers)
-            grown = _grown(program, units)
-            places, takers = min(filter(None, (grown, pieces_of_levels)), key=lambda found: len(found[1]))
+            pieces = [piece for part in found for piece in connected_parts(units.relation, part)]
+            grown = _grown(units)
+            found = pieces if grown is None or len(pieces) < len(grown) else grown
         names = [name_of(taker) for taker in self.takers]
-        limits = RegionLimits(self.smallest, self.smallest_flops, self.largest, self.worthwhile)
-        pieces = [Piece(f"{names[taker]}_{place}", names[taker]) for place, taker in enumerate(takers)]
-        limited = limits.applied(program, places, pieces)
-        return legal_partition(program, limited.places, limited.pieces, {**units.reasons, **limited.reasons})
+        by = [names[units.takers[units.kinds[part[0]]]] for part in found]
+        return [
+            Part(Piece(f"{name}_{place}", name), part) for place, (name, part) in enumerate(zip(by, found, strict=True))
+        ]
+
+    def _limits(self) -> RegionLimits:
+        return RegionLimits(self.connected, self.smallest, self.smallest_flops, self.largest, self.worthwhile)
 
 
 def _steps(program: Program, units: Units) -> Steps:
@@ -120,27 +153,22 @@ def _sizes(program: Program, units: Sequence[int]) -> list[int]:
     return sizes
 
 
-def _grown(program: Program, units: Units) -> tuple[list[int], list[int]] | None:
-    """Connected parts that grow along the data, in graph order, and the taker of each; None for some large graphs."""
+def _parts_by_step(units: Units, steps: Steps) -> list[list[int]]:
+    """The units that are taken, by step, in the order of the steps."""
+    parts: dict[int, list[int]] = {}
+    for unit in units.relation.order:
+        if units.kinds[unit] != REFUSED:
+            parts.setdefault(steps.levels[unit], []).append(unit)
+    return [parts[step] for step in sorted(parts)]
+
+
+def _grown(units: Units) -> list[list[int]] | None:
+    """Connected parts that grow along the data, by their first units; None for some large graphs."""
     part_of = grown_parts(units.relation, units.kinds)
     if part_of is None:
         return None
-    places, takers, numbers = no_places(program), list[int](), dict[int, int]()
-    for number, unit in enumerate(units.unit_of):
-        if unit >= 0 and units.kinds[unit] != REFUSED:
-            place = numbers.setdefault(part_of[unit], len(takers))
-            if place == len(takers):
-                takers.append(units.takers[units.kinds[unit]])
-            places[number] = place
-    return places, takers
-
-
-def _places(program: Program, units: Units, steps: Steps) -> tuple[list[int], list[int]]:
-    """The places by part, numbered in the order of the calls, and the taker of each part."""
-    places = no_places(program)
-    used = sorted({steps.levels[unit] for unit in units.relation.order if units.kinds[unit] != REFUSED})
-    number_of = {step: place for place, step in enumerate(used)}
-    for number, unit in enumerate(units.unit_of):
-        if unit >= 0 and units.kinds[unit] != REFUSED:
-            places[number] = number_of[steps.levels[unit]]
-    return places, [units.takers[steps.kinds[step]] for step in used]
+    parts: dict[int, list[int]] = {}
+    for unit in units.relation.order:
+        if units.kinds[unit] != REFUSED:
+            parts.setdefault(part_of[unit], []).append(unit)
+    return list(parts.values())

@@ -10,9 +10,9 @@ from typing import final
 from torch.fx import Node
 
 from partita.errors import OptionError
+from partita.graphs.imported import imported
 from partita.graphs.program import Program
 from partita.policies.asking import asked
-from partita.policies.imported import imported
 from partita.policies.legal_partition import legal_partition
 from partita.policies.module_calls import ModuleCall, calls_around
 from partita.policies.places import Piece, no_places, placeable

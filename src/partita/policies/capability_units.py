@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
-import torch
 from torch.fx import Node
 
-from partita.errors import CycleError, OptionError
+from partita.backends.transforms import transforms_found_once
 from partita.graphs.program import Program
-from partita.graphs.values import value_of
-from partita.policies.asking import asked
+from partita.graphs.symbols import Dimension, Symbols
 from partita.policies.capabilities import Capability, Refusal, Takers
+from partita.policies.kept_apart import Apart, KeptApart
 from partita.policies.places import placeable
+from partita.policies.together import Together, group_nodes, order_of_units
 from partita.regions.reason import Reason
 from partita.solvers.levels import REFUSED
-from partita.solvers.quotient import ALONE, NOWHERE, quotient
 from partita.solvers.relation import NO_UNIT, Relation, relation
 
-__all__ = ["Together", "Units", "units_of"]
-
-#: Nodes that stay together: a function that gives them the same label (None: no group), or groups of node names.
-Together = Callable[[Node], Hashable | None] | Iterable[Iterable[str]]
+__all__ = ["Units", "units_of", "waiting_for_symbols"]
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units, in which each node is; their kinds (one for each taker, mode and device that is kept apart)."""
+    """The units, in which each node is; their kinds (one for each taker and for all that is kept apart)."""
 
     relation: Relation
     unit_of: Sequence[int]
@@ -35,6 +32,14 @@ class Units:
     #: The taker of each kind, by place in the order of preference.
     takers: list[int]
     reasons: dict[Node, str]
+
+    def members(self) -> dict[int, list[int]]:
+        """The nodes of each unit in graph order, items of containers too."""
+        members: dict[int, list[int]] = {}
+        for number, unit in enumerate(self.unit_of):
+            if unit >= 0:
+                members.setdefault(unit, []).append(number)
+        return members
 
 
 def units_of(
@@ -44,41 +49,35 @@ def units_of(
     together: Together | None,
     modes_apart: bool,
     devices_apart: bool,
+    apart: Apart | None = None,
 ) -> Units:
     """The units of a program, asked for each operator."""
     numbers = list(placeable(program))
     unit_of, order = _units(program, numbers, together)
-    takers = Takers(program, capabilities)
+    takers, nodes = Takers(program, capabilities), program.index.nodes
+    kept_apart = KeptApart(program, modes=modes_apart, devices=devices_apart, label=apart)
     kinds, reasons = [REFUSED] * len(unit_of), dict[Node, str]()
     known: dict[Hashable, int] = {}
     taker_of_kind: list[int] = []
-    for unit, nodes in _members(program, numbers, unit_of, grouped=together is not None):
-        taker = takers.taker_of(nodes)
-        if isinstance(taker, Refusal):
-            reasons.update(_reasons(nodes, taker))
-            continue
-        mode = program.modes.at(unit) if modes_apart else None
-        device = _device(program, unit) if devices_apart else None
-        kind = kinds[unit] = known.setdefault((taker, mode, device), len(known))
-        if kind == len(taker_of_kind):
-            taker_of_kind.append(taker)
-    items = frozenset(program.projections)
-    effects = ((a, b) for a, b in program.effects.edges() if a not in items and b not in items)
-    between = relation(unit_of, order, data=program.index.edges(), effects=effects)
+    with transforms_found_once(program.graph):
+        for unit, members in _grouped(numbers, unit_of, is_grouped=together is not None):
+            held = [nodes[number] for number in members]
+            taker = takers.taker_of(held)
+            if isinstance(taker, Refusal):
+                reasons.update(_reasons(held, taker))
+                continue
+            kind = kinds[unit] = known.setdefault((taker, kept_apart.shared_by(members)), len(known))
+            if kind == len(taker_of_kind):
+                taker_of_kind.append(taker)
+    between = _relation(program, unit_of, order, waits=())
     return Units(between, unit_of, kinds, taker_of_kind, reasons)
 
 
-def _members(
-    program: Program, numbers: Sequence[int], unit_of: Sequence[int], *, grouped: bool
-) -> Iterable[tuple[int, Sequence[Node]]]:
-    """Each unit with its nodes; items of containers are asked of nobody."""
-    nodes = program.index.nodes
-    if not grouped:
-        return ((number, (nodes[number],)) for number in numbers)
-    members: dict[int, list[Node]] = {}
-    for number in numbers:
-        members.setdefault(unit_of[number], []).append(nodes[number])
-    return members.items()
+def waiting_for_symbols(program: Program, units: Units) -> Units:
+    """The same units where each waits for every symbol that the shapes it reads mention, as regions do at borders."""
+    waits = list(_waits_for_symbols(program))
+    order = order_of_units(program, units.unit_of, list(placeable(program)), waits=waits)
+    return replace(units, relation=_relation(program, units.unit_of, order, waits=waits))
 
 
 def _units(program: Program, numbers: Sequence[int], together: Together | None) -> tuple[list[int], list[int]]:
@@ -86,52 +85,24 @@ def _units(program: Program, numbers: Sequence[int], together: Together | None) 
     unit_of = [NO_UNIT] * len(program.index)
     for number in numbers:
         unit_of[number] = number
-    order = list(numbers)
     if together is not None:
-        order = _grouped(program, unit_of, numbers, together)
+        group_nodes(program, unit_of, numbers, together)
     index = program.index
     for number in program.projections:
         unit_of[number] = unit_of[index.sources[index.starts[number]]]
-    return unit_of, order
+    return unit_of, list(numbers) if together is None else order_of_units(program, unit_of, numbers)
 
 
-def _grouped(program: Program, unit_of: list[int], numbers: Sequence[int], together: Together) -> list[int]:
-    """Puts the nodes of each group into one unit; the units in an order that can run."""
-    label_of = _labels(program, together)
-    first: dict[Hashable, int] = {}
+def _grouped(
+    numbers: Sequence[int], unit_of: Sequence[int], *, is_grouped: bool
+) -> Iterable[tuple[int, Sequence[int]]]:
+    """Each unit with its nodes; items of containers are asked of nobody."""
+    if not is_grouped:
+        return ((number, (number,)) for number in numbers)
+    members: dict[int, list[int]] = {}
     for number in numbers:
-        label = asked(label_of, program.index.nodes[number], node=program.index.nodes[number], role="`together`")
-        if label is not None:
-            unit_of[number] = first.setdefault(label, number)
-    groups = {unit: place for place, unit in enumerate(first.values())}
-    owner = [groups.get(unit, ALONE) if unit >= 0 else NOWHERE for unit in unit_of]
-    for number in program.projections:
-        owner[number] = owner[program.index.sources[program.index.starts[number]]]
-    edges = (*program.index.edges(), *program.effects.edges())
-    order = quotient(owner, len(groups), edges).stable_order()
-    if order is None:
-        names = ", ".join(repr(program.index.nodes[unit].name) for unit in groups)
-        raise CycleError(
-            f"the groups that begin at {names} need each other, or something that runs between their nodes; take it "
-            "into the group, or make the groups smaller"
-        )
-    units = list(groups)
-    ordered = (units[vertex] if vertex < len(units) else vertex - len(units) for vertex in order)
-    return [unit for unit in ordered if unit_of[unit] == unit]
-
-
-def _labels(program: Program, together: Together) -> Callable[[Node], Hashable | None]:
-    if callable(together):
-        return together
-    groups: dict[Node, int] = {}
-    for place, names in enumerate(together):
-        if isinstance(names, str):
-            raise OptionError(f"`together` takes groups of names, not a name: give together=[[{names!r}, ...]]")
-        for name in names:
-            node = program.node(name)
-            if groups.setdefault(node, place) != place:
-                raise OptionError(f"`together` names {name!r} in two groups; merge them")
-    return groups.get
+        members.setdefault(unit_of[number], []).append(number)
+    return members.items()
 
 
 def _reasons(nodes: Sequence[Node], refusal: Refusal) -> dict[Node, str]:
@@ -141,12 +112,18 @@ def _reasons(nodes: Sequence[Node], refusal: Refusal) -> dict[Node, str]:
     return {node: refusal.reason if node is refusal.node else other for node in nodes}
 
 
-def _device(program: Program, number: int) -> str | None:
-    """The device that a node computes on: that of its value, or else of the first tensor that it reads."""
-    index = program.index
-    for candidate in (number, *index.inputs(number)):
-        value = value_of(index.nodes[candidate])
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, torch.Tensor):
-                return str(item.device)
-    return None
+def _relation(
+    program: Program, unit_of: Sequence[int], order: Sequence[int], *, waits: Iterable[tuple[int, int]]
+) -> Relation:
+    items = frozenset(program.projections)
+    effects = ((a, b) for a, b in program.effects.edges() if a not in items and b not in items)
+    return relation(unit_of, order, data=program.index.edges(), effects=chain(effects, waits))
+
+
+def _waits_for_symbols(program: Program) -> Iterator[tuple[int, int]]:
+    """What gives a symbol, with each node that reads a value which mentions it."""
+    items, symbols = frozenset(program.projections), Symbols(program.index)
+    for source, target in program.index.edges():
+        for place, _ in symbols.sources(source):
+            if not isinstance(place, Dimension) and place != target and target not in items:
+                yield place, target

@@ -9,10 +9,10 @@ import torch
 from torch.fx import Node
 
 from partita.graphs.behaviours import Behaviours
+from partita.graphs.chosen_operators import plain_name
 from partita.graphs.program import Program
 from partita.graphs.projections import is_projection
 from partita.graphs.values import value_of
-from partita.policies.chosen_operators import plain_name
 
 __all__ = ["IdleNodes"]
 

@@ -52,8 +52,8 @@ def _narrowest(ready: int, remaining: int) -> int:
 
 
 def _run(relation: Relation, kinds: Sequence[int], prefer: _Prefer) -> Steps:
-    schedule = _Schedule(relation, kinds)
-    while (kind := schedule.next_kind(prefer)) is not None:
+    schedule = _Schedule(relation, kinds, prefer)
+    while (kind := schedule.next_kind()) is not None:
         schedule.run(kind)
     return Steps(schedule.levels, schedule.kinds)
 
@@ -68,12 +68,15 @@ def _turned(steps: Steps, relation: Relation, kinds: Sequence[int]) -> Steps:
 class _Schedule:
     """What has run so far, what each unit waits for, and what is ready, by kind and with the highest first."""
 
-    def __init__(self, relation: Relation, kinds: Sequence[int]) -> None:
-        self._relation, self._kind_of = relation, kinds
+    def __init__(self, relation: Relation, kinds: Sequence[int], prefer: _Prefer) -> None:
+        self._relation, self._kind_of, self._prefer = relation, kinds, prefer
         self._heights = _heights(relation, kinds)
         self._waits = [0] * len(relation)
         self._ready: dict[int, list[tuple[int, int]]] = {}
         self._remaining: dict[int, int] = {}
+        # The ranks of kinds, best first, some of them of the past, and the kinds whose rank has changed since.
+        self._ranks: list[tuple[int, int, int]] = []
+        self._changed: dict[int, None] = {}
         self._free: list[int] = []
         self.levels, self.kinds = [0] * len(relation), [REFUSED]
         for unit in relation.order:
@@ -84,14 +87,16 @@ class _Schedule:
                 self._release(unit)
         self._run_refused()
 
-    def next_kind(self, prefer: _Prefer) -> int | None:
+    def next_kind(self) -> int | None:
         """The kind to run next; None when all has run."""
-        best: tuple[int, int, int] | None = None
-        for kind, ready in self._ready.items():
-            if ready:
-                rank = (-ready[0][0], prefer(len(ready), self._remaining[kind]), -kind)
-                best = rank if best is None or rank > best else best
-        return None if best is None else -best[2]
+        for kind in filter(self._ready.__getitem__, self._changed):
+            heappush(self._ranks, self._rank(kind))
+        self._changed.clear()
+        while self._ranks:
+            rank = heappop(self._ranks)
+            if self._ready[rank[2]] and rank == self._rank(rank[2]):
+                return rank[2]
+        return None
 
     def run(self, kind: int) -> None:
         """Runs all of `kind` that can run, as one step, and then what is refused."""
@@ -101,6 +106,10 @@ class _Schedule:
             self._remaining[kind] -= 1
             self._done(heappop(ready)[1])
         self._run_refused()
+
+    def _rank(self, kind: int) -> tuple[int, int, int]:
+        ready = self._ready[kind]
+        return ready[0][0], -self._prefer(len(ready), self._remaining[kind]), kind
 
     def _run_refused(self) -> None:
         while self._free:
@@ -119,6 +128,7 @@ class _Schedule:
             self._free.append(unit)
         else:
             heappush(self._ready.setdefault(kind, []), (-self._heights[unit], unit))
+            self._changed[kind] = None
 
 
 def _heights(relation: Relation, kinds: Sequence[int]) -> list[int]:
