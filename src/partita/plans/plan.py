@@ -18,6 +18,7 @@ from partita.graphs.mode import AMBIENT
 from partita.graphs.program import Program
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.plans.explaining import Explanation, explanation
+from partita.plans.holding import Holdings, holdings
 from partita.plans.left_out import LeftOut, left_out
 from partita.plans.table import table
 from partita.plans.treatment import (
@@ -27,11 +28,13 @@ from partita.plans.treatment import (
     is_treatment,
     marks_of,
     mixes_modes,
+    node_marks_of,
     puts_back_modes,
     tolerance_of,
     treated,
 )
 from partita.regions import Partition, Region
+from partita.regions.forward_alone import forward_alone
 from partita.rewrite.inline import inline
 from partita.rewrite.marking import add_marks, marked
 from partita.rewrite.module_calls import calling_modules
@@ -117,12 +120,25 @@ class Plan:
 
     def annotate(self) -> Program:
         """A new program, cut nowhere, whose nodes carry the marks that the treatments give their regions."""
-        marks = {
-            node: marks_of(treatment, region)
-            for region, treatment in zip(self.partition, self.treatments, strict=True)
-            for node in region.nodes
-        }
-        return marked(self.program, marks)
+        return marked(self.program, self.marks())
+
+    def marks(self) -> dict[Node, dict[str, object]]:
+        """The metadata that the treatments give the nodes of their regions."""
+        alone = forward_alone(self.partition)
+        if alone is not None:
+            # What only the backward of a joint graph reads is no result of a region.
+            seen, original = alone
+            return {original[node]: own for node, own in Plan(seen, self.treatments).marks().items()}
+        marks: dict[Node, dict[str, object]] = {}
+        # In the order in which the regions run: compilers compare numbers that treatments give their regions.
+        for place in self.partition.order:
+            if place < len(self.partition):
+                region, treatment = self.partition.regions[place], self.treatments[place]
+                for_all = marks_of(treatment, region)
+                marks.update({node: dict(for_all) for node in region.nodes})
+                for node, own in node_marks_of(treatment, region).items():
+                    marks[node].update(own)
+        return marks
 
     def explain(self, node: Node | str) -> str:
         """Why this node is where it is, in words."""
@@ -132,6 +148,10 @@ class Plan:
         """Why this node is where it is, as data."""
         found = self.program.node(node) if isinstance(node, str) else node
         return explanation(self.partition, self.treatments, found)
+
+    def holdings(self) -> Holdings:
+        """What each region holds for the backward, without its treatment and with it, and the whole program."""
+        return holdings(self.partition, self.treatments)
 
     def left_out(self) -> tuple[LeftOut, ...]:
         """The operators outside every region, by reason; each prints as a line."""
@@ -147,7 +167,10 @@ class Plan:
 
     def _sites(self) -> list[Site]:
         count, caller = len(self.partition), self.program.caller
-        return [Site(region, place, count, caller, self.failures) for place, region in enumerate(self.partition)]
+        return [
+            Site(region, self.program, place, count, caller, self.failures)
+            for place, region in enumerate(self.partition)
+        ]
 
     def __str__(self) -> str:
         return table(self.partition, self.treatments)

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar, final, runtime_checkable
 
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from partita.errors import TreatmentError
 from partita.graphs.mode import AMBIENT, Mode
+from partita.graphs.program import Program
 from partita.graphs.tolerance import EXACT, Tolerance
 from partita.regions import Region
 from partita.rewrite.operator_calls import OperatorCall
@@ -25,7 +26,9 @@ __all__ = [
     "Treats",
     "is_treatment",
     "marks_of",
+    "marks_suffice",
     "mixes_modes",
+    "node_marks_of",
     "puts_back_modes",
     "tolerance_of",
     "treated",
@@ -62,6 +65,8 @@ class Site:
     """
 
     region: Region
+    #: The program that is cut; None where only the body is known.
+    program: Program | None = None
     place: int = 0
     count: int = 1
     caller: Mode = AMBIENT
@@ -84,10 +89,19 @@ class Marks(Protocol):
         """Metadata for every node of the region."""
 
 
+@runtime_checkable
+class MarksNodes(Protocol):
+    """A treatment that marks single nodes, too."""
+
+    def node_marks(self, region: Region) -> Mapping[Node, Mapping[str, object]]:
+        """More metadata for some nodes of the region."""
+
+
 #: What happens to a region: a frozen dataclass of plain values that treats, or marks, or both. It may also have
 #: `tolerance`, a `Tolerance` by which it may change numbers (exact if missing), and `mixes_modes`, whether one body
 #: may hold nodes of several grad, inference or autocast modes (true if missing), and `puts_back_modes`, whether a
-#: program all of whose modes are treated puts back those that it used to leave switched (false if missing).
+#: program all of whose modes are treated puts back those that it used to leave switched (false if missing), and
+#: `marks_suffice`, whether a compiler of the whole graph that reads its marks needs no cut (false if missing).
 Treatment: TypeAlias = Treats | Marks
 
 
@@ -126,6 +140,24 @@ def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
     return found
 
 
+def node_marks_of(treatment: Treatment, region: Region) -> Mapping[Node, Mapping[str, object]]:
+    """Metadata for single nodes of the region, which goes before what all of them get."""
+    if not isinstance(treatment, MarksNodes):
+        return {}
+    found = _asked(treatment.node_marks, region, treatment, region)
+    if not isinstance(found, Mapping):
+        raise TreatmentError(
+            f"{treatment!r} gave {type(found).__name__} as marks of nodes in region {region.name!r}; `node_marks` "
+            "returns a mapping from nodes to their metadata"
+        )
+    return found
+
+
+def marks_suffice(treatment: Treatment) -> bool:
+    """Whether a compiler that reads the marks needs no cut."""
+    return bool(getattr(treatment, "marks_suffice", False))
+
+
 def treated(treatment: Treatment, body: GraphModule, site: Site) -> Called:
     """What the treatment gives to be called, as long as that can be called."""
     given: object = body
@@ -145,6 +177,8 @@ def treated(treatment: Treatment, body: GraphModule, site: Site) -> Called:
 def _asked(function: Callable[[T], object], subject: T, treatment: Treatment, region: Region) -> object:
     try:
         return function(subject)
+    except TreatmentError:
+        raise
     except Exception as error:
         raise TreatmentError(
             f"{treatment!r} raised {type(error).__name__} for region {region.name!r}: {error}; nothing was changed"
