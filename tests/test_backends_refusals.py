@@ -129,6 +129,8 @@ INDUCTOR_ONLY: dict[str, tuple[Node, str]] = {
     "fused adamw": (call(aten._fused_adamw_.default, ["x"]), "fused adam is not supported yet"),
     "foreach addition": (call(aten._foreach_add.Scalar, ["x"], 1), "scalar foreach addition is not supported yet"),
     "in place": (call(aten._foreach_add_.Scalar, ["x"], 1), "scalar foreach addition is not supported yet"),
+    "permutation": (call(torch.randperm, 4), "randperm: Inductor fails where it is an index"),
+    "permutation by an operator": (call(aten.randperm.default, 4), "randperm: Inductor fails where it is an index"),
 }
 TAKEN: dict[str, Node] = {
     "flatten": call(aten.flatten.using_ints, "x"),

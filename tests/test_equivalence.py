@@ -343,3 +343,49 @@ def test_a_gradient_of_terms_that_cancel_is_measured_by_the_others() -> None:
     rounding = Tolerance(rounding=torch.finfo(torch.float32).eps)
     assert compare(one, other, (torch.ones(2),), tolerance=rounding).equal
     assert not compare(one, symbolic_trace(Residue(1e-2)), (torch.ones(2),), tolerance=rounding).equal
+
+
+class Overwritten(nn.Module):
+    """A gradient that is zero with this sign, and a value of `shown`, which depends on nothing."""
+
+    def __init__(self, sign: float, shown: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.sign, self.shown = sign, shown
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * self.sign).fill_(self.shown) * x
+
+
+def test_the_sign_of_a_gradient_that_is_zero_is_rounding() -> None:
+    one, other = (symbolic_trace(Overwritten(sign)) for sign in (1.0, -1.0))
+    (found,) = compare(one, other, (torch.ones(2),), tolerance=Tolerance()).differences
+    assert (found.kind, "0.0 != -0.0" in found.detail) == ("gradient", True)
+    assert compare(one, other, (torch.ones(2),), tolerance=ROUNDING).equal
+
+
+def test_rounding_forgives_no_other_difference_where_all_gradients_are_zero() -> None:
+    one = symbolic_trace(Overwritten(1.0))
+    (shown,) = compare(
+        one, symbolic_trace(Overwritten(1.0, shown=-0.0)), (torch.ones(2),), tolerance=ROUNDING
+    ).differences
+    assert (shown.kind, "0.0 != -0.0" in shown.detail) == ("value", True)
+    tiny = torch.finfo(torch.float32).smallest_normal
+    other = symbolic_trace(Tiny(tiny))
+    (found,) = compare(symbolic_trace(Tiny(0.0)), other, (torch.ones(2),), tolerance=ROUNDING).differences
+    assert found.kind == "gradient"
+
+
+class Tiny(nn.Module):
+    """A gradient of this size, and a value that is zero."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.size * x
+
+
+ROUNDING = Tolerance(rounding=torch.finfo(torch.float32).eps)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
 import partita
 from partita import Partition, Program
 from partita.errors import CycleError
 from partita.graphs.tolerance import Tolerance
 from partita.policies import ByCapability, ByLabel
-from partita.testing import CAPTURES, Case, captured_case, labelled_programs, random_case, random_labels
+from partita.testing import CAPTURES, Case, LawError, captured_case, labelled_programs, random_case, random_labels
+from partita.testing.fuzz import fuzz
+from partita.testing.lower_laws import check_lower_laws
 from partita.treatments import Lower
 
 #: Sums of gradients run in another order where a region is one node of autograd.
@@ -58,6 +62,37 @@ def test_generated_programs_are_the_same_in_regions_that_run_eagerly(seed: int) 
 def test_generated_programs_are_the_same_in_regions_that_are_traced(seed: int) -> None:
     case = random_case(seed)
     assert differences(case, random_labels(case.graph_module.graph, seed), "aot_eager") == ""
+
+
+@pytest.mark.parametrize("seed", [4, 26, 37])
+def test_generated_programs_are_the_same_whatever_is_refused(seed: int) -> None:
+    lowering = check_lower_laws(random_case(seed), "aot_eager", seed)
+    assert len(lowering.partition)
+    assert not lowering.failures
+
+
+def test_a_broken_law_tells_the_program_and_the_regions() -> None:
+    with pytest.raises(LawError, match=r"lowered by doubling(.|\n)*random_case\(20\)(.|\n)*doubling_\d(.|\n)*value of"):
+        check_lower_laws(random_case(20), Doubling(), 20)
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """Gives twice what the body gives."""
+
+    name: ClassVar[str] = "doubling"
+
+    def refusal(self, node: Node) -> str | None:
+        return None if node.op == "call_function" and node.target is torch.sin else "no sine"
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *values: tuple(value * 2 for value in body(*values))
+
+
+def test_the_fuzzer_counts_what_was_compiled() -> None:
+    tally = fuzz(50_000, 3, lower="aot_eager")
+    assert (tally.tried, tally.broken) == (3, ())
+    assert 0 < tally.legal <= 3
 
 
 SOME = [("Attention", "export_dynamic"), ("Buffered", "dynamo"), ("Frozen", "export"), ("Structured", "symbolic_trace")]
@@ -114,3 +149,13 @@ def test_inductor_compiles_a_region_once_for_all_sizes(caplog: pytest.LogCapture
     assert not decided.failures
     told = [record.getMessage() for record in caplog.records]
     assert len([line for line in told if line.startswith("compiled")]) == len(decided.partition) == 1
+
+
+def test_inductor_takes_apart_a_dict_that_comes_in_whole() -> None:
+    graph = Graph()
+    given = graph.placeholder("given")
+    graph.output(graph.call_function(torch.sin, (graph.call_function(operator.getitem, (given, "x")),)))
+    program = Program.of(GraphModule({}, graph))
+    decided = partita.plan(program, ByLabel(lambda node: "whole"), Lower("inductor"))
+    partita.verify(program, decided.apply(), ({"x": torch.randn(3)},))
+    assert not decided.failures

@@ -13,6 +13,7 @@ from tests.lowering_helpers import Counting, lowered, plan_of
 from tests.split_helpers import Draft
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,6 +97,22 @@ def test_a_body_that_switches_gradients_on_inside_runs_as_it_is() -> None:
     program = capture(outer, (torch.randn(3, requires_grad=True),))
     after = plan(program, ByMode(), Lower("aot_eager")).apply()
     verify(program, after, (torch.randn(3, requires_grad=True),))
+
+
+def test_a_module_that_leaves_gradients_on_does_so_where_it_is_lowered() -> None:
+    body = Graph()
+    result = body.call_function(torch.sin, (body.placeholder("x"),))
+    body.call_function(torch._C._set_grad_enabled, (True,))
+    body.output(result)
+    outer = Graph()
+    outer.output(outer.call_module("inner", (outer.placeholder("x"),)))
+    inner = GraphModule({}, body)
+    program = Program.of(GraphModule({"inner": inner}, outer))
+    decided = plan_of(program, Lower("aot_eager"))
+    verify(program, decided.apply(), (torch.randn(3, requires_grad=True),))
+    assert [failure.reason for failure in decided.failures] == [
+        "a module in it leaves gradients switched, which compiled code would not do"
+    ]
 
 
 class Noting(TorchDispatchMode):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SYMBOLIC", "compiling", "place_of_symbol", "size_carrier", "unnamed_sizes"]
+__all__ = ["SYMBOLIC", "compiling", "mode_of", "place_of_symbol", "size_carrier", "unnamed_sizes"]
 
 #: The classes of symbolic numbers.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -27,7 +27,7 @@ def compiling(inputs: Sequence[Any]) -> Iterator[None]:
 
     wanted = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
     patches = {name: value for name, value in wanted.items() if hasattr(settings, name)}
-    with tracing(TracingContext(_mode_of(inputs))), settings.patch(patches):
+    with tracing(TracingContext(mode_of(inputs))), settings.patch(patches):
         yield
 
 
@@ -55,12 +55,13 @@ def place_of_symbol(number: torch.SymInt, inputs: Sequence[Any]) -> tuple[int, i
 def size_carrier(number: int | torch.SymInt, inputs: Sequence[Any] = ()) -> Tensor:
     """A tensor without elements whose first size is the number; a fake one beside fake `inputs`."""
     if isinstance(number, torch.SymInt):
-        with _mode_of([*inputs, number]):
+        with mode_of([*inputs, number]):
             return torch.empty((number, 0))
     return torch.empty((number, 0))
 
 
-def _mode_of(inputs: Sequence[Any]) -> Any:
+def mode_of(inputs: Sequence[Any]) -> Any:
+    """The fake mode of these inputs, or a new one where none of them is a fake."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

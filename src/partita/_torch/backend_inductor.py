@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.fx import GraphModule
 
 from partita._torch.backend_aot import nothing_is_donated
+from partita._torch.backend_draws import drop_idle_draws
 from partita._torch.backend_fakes import compiling
+from partita._torch.backend_saved_inputs import copy_saved_inputs
 
 __all__ = ["compile_with_inductor", "function_from_bytes", "function_to_bytes", "inductor_options"]
 
@@ -16,17 +19,36 @@ __all__ = ["compile_with_inductor", "function_from_bytes", "function_to_bytes", 
 def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor's function of `body`, forward and backward."""
     import torch._functorch.config as settings
+    from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_one(graph: GraphModule, examples: Sequence[Any], **others: Any) -> Any:
         nothing_is_donated()
+        metadata = TracingContext.get().fw_metadata
+        if others.get("is_backward"):
+            drop_idle_draws(graph)
+        elif metadata is not None:
+            copy_saved_inputs(graph, metadata)
         return compile_fx_inner(graph, examples, **others)
 
     # A bundle can be stored, but Inductor's own cache knows nothing of it.
-    with compiling(inputs), settings.patch(bundled_autograd_cache=_can_be_stored(body)):
+    with compiling(inputs), settings.patch(bundled_autograd_cache=_can_be_stored(body)), _own_cache_keys():
         made: Any = compile_fx(body, list(inputs), inner_compile=compile_one, config_patches=dict(options))
     function: Callable[..., Any] = made
     return function
+
+
+def _own_cache_keys() -> AbstractContextManager[None]:
+    """Keeps what is compiled here apart from what torch.compile has cached for an equal graph, and the other way."""
+    import torch.compiler.config as known
+
+    config: Any = known
+    patched: AbstractContextManager[None] = config.patch(cache_key_tag=f"{config.cache_key_tag} {_CACHE_TAG}".strip())
+    return patched
+
+
+#: Counts the changes that are made to graphs on their way to Inductor, which caches do not see.
+_CACHE_TAG = "partita 1"
 
 
 def function_to_bytes(function: Callable[..., Any]) -> bytes | None:

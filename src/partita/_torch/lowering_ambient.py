@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -50,10 +51,12 @@ def surroundings() -> Surroundings:
 
 
 def watched() -> bool:
-    """Whether somebody watches or replaces every operator: a tracer, torch.func, a mode of the user's."""
+    """Whether somebody watches or replaces every operator: a tracer, torch.func, forward-mode AD, modes of the user."""
     if _len_torch_dispatch_stack() > 0 and not all(map(_looks_elsewhere, _get_current_dispatch_mode_stack())):
         return True
     if _len_torch_function_stack() > 0 and default_device() is None:
+        return True
+    if torch._C._is_tracing() or forward_ad._current_level >= 0:
         return True
     return _functorch_level() is not None or tracing_now() is not Tracing.NOT
 

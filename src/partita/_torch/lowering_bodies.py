@@ -106,6 +106,9 @@ class _Copying:
         return self.writer.write("placeholder", name, name=name)
 
     def _make(self, kind: type, *items: Any) -> Node:
+        if kind is dict:
+            # Inductor (torch 2.13) looks up how TorchScript would call `dict`, and fails.
+            return self.writer.write("call_method", "copy", items, name=self.writer.names.fresh("container"))
         return self._call(kind, items, "container")
 
     def _call(self, target: Any, arguments: tuple[Any, ...], name: str) -> Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita._torch.ambient import read_ambient, restore_after_error
 from partita._torch.idle_dropout import IdleDropout
+from partita._torch.idle_expand import IdleExpand
+from partita._torch.lowering_containers import read_leaves
 
-__all__ = ["compiler_scope", "run_on_fakes"]
+__all__ = ["BodyRun", "compiler_scope", "run_on_fakes"]
 
 
 @contextmanager
@@ -28,6 +30,7 @@ def compiler_scope() -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.random.fork_rng(devices=_devices()))
             stack.enter_context(IdleDropout())
+            stack.enter_context(IdleExpand())
             if found.inference:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
@@ -39,15 +42,53 @@ def compiler_scope() -> Iterator[None]:
         hooks._saved_tensors_hooks_set_tracing(traced)
 
 
-def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> dict[Node, Any]:
+@final
+class BodyRun(NamedTuple):
+    """What each node of a body gave; `fresh` are its leaves when it was new, and the keys by which they were read."""
+
+    results: dict[Node, Any]
+    fresh: dict[Node, list[tuple[tuple[Any, ...], Any]]]
+    #: Whether gradients were on before and off after, or the other way round.
+    switched_gradients: bool
+
+    def has_changed(self, node: Node) -> bool:
+        """Whether a list or dict that the node gave holds something else now."""
+        now = list(read_leaves(self.results[node]))
+        then = self.fresh[node]
+        return len(now) != len(then) or any(
+            old_keys != keys or old is not leaf for (old_keys, old), (keys, leaf) in zip(then, now, strict=True)
+        )
+
+
+def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun:
     """What each node of `body` gives for fake inputs."""
     from torch._guards import TracingContext, tracing
 
     # Python's versions of operators are left out: they copy where plain torch gives the same tensor back.
-    with tracing(TracingContext(mode)), mode.shape_env.ignore_fresh_unbacked_symbols(), mode:
-        interpreter = Interpreter(body, garbage_collect_values=False)
+    found = torch.is_grad_enabled()
+    with (
+        tracing(TracingContext(mode)),
+        mode.shape_env.ignore_fresh_unbacked_symbols(),
+        mode,
+        torch.set_grad_enabled(found),
+    ):
+        interpreter = _Noting(body, garbage_collect_values=False)
         interpreter.run(*inputs)
-    return interpreter.env
+        left = torch.is_grad_enabled()
+    return BodyRun(interpreter.env, interpreter.fresh, found is not left)
+
+
+class _Noting(Interpreter):
+    """Runs a body and notes what is in each result before anybody changes it."""
+
+    def __init__(self, body: GraphModule, *, garbage_collect_values: bool) -> None:
+        super().__init__(body, garbage_collect_values=garbage_collect_values)
+        self.fresh: dict[Node, list[tuple[tuple[Any, ...], Any]]] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        self.fresh[n] = list(read_leaves(result))
+        return result
 
 
 def _devices() -> list[int]:

@@ -24,6 +24,7 @@ __all__ = [
     "items_of",
     "leaf_count",
     "leaves_of",
+    "read_leaves",
     "shape_of",
 ]
 
@@ -77,6 +78,20 @@ def leaves_of(value: Any, shape: Shape) -> Iterator[Any]:
             yield from leaves_of(value[key], inner)
     elif isinstance(shape, Leaf):
         yield value
+
+
+def read_leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a value, each with the keys by which it is read."""
+    if isinstance(value, tuple | list):
+        pairs: Any = enumerate(value)
+    elif type(value) is dict:
+        pairs = value.items()
+    else:
+        yield (), value
+        return
+    for key, item in pairs:
+        for keys, leaf in read_leaves(item):
+            yield (key, *keys), leaf
 
 
 def leaf_count(shape: Shape) -> int:

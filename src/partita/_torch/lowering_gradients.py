@@ -6,8 +6,8 @@ torch gives such an input nothing, and an optimizer can tell.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -73,39 +73,44 @@ def is_locked_view(value: Tensor) -> bool:
     return value._is_view() and isinstance(value.grad_fn, BackwardCFunction)
 
 
+#: What an input is known by in a history, and as which result; None for an input that requires no gradient.
+Edge: TypeAlias = tuple[Any, int]
+
+
 class UnusedGradients:
     """Takes the gradients of inputs that no used output depends on out of what one backward for all outputs gives.
 
-    `links` are the places of the inputs that each output depends on, `written` of those that written inputs depend on.
+    `links` are the places of the inputs that each output depends on; `written` are the places of inputs that are
+    written, with the places of the inputs that the new value depends on.
     """
 
-    def __init__(self, links: Sequence[frozenset[int]], written: frozenset[int]) -> None:
+    def __init__(self, links: Sequence[frozenset[int]], written: Mapping[int, frozenset[int]]) -> None:
         self._links, self._written = links, written
-        #: By the place of a gradient: the input that it is for. Found in the first call, since it is always the same.
+        #: By the place of a gradient: the input that it is for. It is always the same, and found in the first call that
+        #: gives no tensor twice.
         self._inputs: dict[int, frozenset[int]] | None = None
 
-    def before(self, inputs: Sequence[Any]) -> list[Any]:
+    def before(self, inputs: Sequence[Any]) -> list[Edge]:
         """What must be known of the inputs of a call before they are written."""
-        return history_of(inputs) if self._inputs is None else []
+        if self._inputs is not None and not self._written:
+            return []
+        # Two results of one function have the same history, and differ in their numbers.
+        pairs = zip(history_of(inputs), inputs, strict=True)
+        return [(history, 0 if history is None else value.output_nr) for history, value in pairs]
 
-    def watch(self, histories: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Sees to the backward of a call that gave `outputs` for inputs of these histories."""
-        made = (value.grad_fn for value in outputs if isinstance(value, Tensor))
-        function: Any = next((history for history in made if isinstance(history, BackwardCFunction)), None)
+    def watch(self, edges: Sequence[Edge], outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Sees to the backward of a call that gave `outputs` for `inputs`, of which this was known before."""
+        made = [(_made_by(value), self._links[place]) for place, value in enumerate(outputs)]
+        made += [(_written_by(inputs[place], edges[place]), link) for place, link in self._written.items()]
+        function: Any = next((told[0] for told, _ in made if told is not None), None)
         if function is None:
             return
-        if self._inputs is None:
-            self._inputs = _inputs_of(function, histories)
-        places, links = self._inputs, self._links
-        known = {
-            value.output_nr: links[place]
-            for place, value in enumerate(outputs)
-            if isinstance(value, Tensor) and value.grad_fn is function
-        }
-
-        # What the function gives beside these outputs: new values of inputs, and what other outputs are views of.
-        direct = known.values()
-        hidden = self._written.union(*(link for link in links if link not in direct))
+        places = _inputs_of(function, edges) if self._inputs is None else self._inputs
+        if all(len(inputs_of_one) == 1 for inputs_of_one in places.values()):
+            self._inputs = places  # In a call that gives one tensor twice, nobody can tell.
+        # What another output is a view of, and what was written to a view, are results of the function too.
+        hidden = frozenset[int]().union(*(link for told, link in made if told is None or told[0] is not function))
+        known = {told[1]: link for told, link in made if told is not None and told[0] is function}
 
         def hook(given: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...]:
             numbers = (number for number, gradient in enumerate(used) if gradient is not None)
@@ -117,16 +122,32 @@ class UnusedGradients:
         function.register_hook(hook)
 
 
-def _inputs_of(function: Any, histories: Sequence[Any]) -> dict[int, frozenset[int]]:
+def _made_by(value: Any) -> tuple[Any, int] | None:
+    """The compiled function that gave a value, and as which of its results."""
+    if isinstance(value, Tensor) and isinstance(value.grad_fn, BackwardCFunction):
+        return value.grad_fn, value.output_nr
+    return None
+
+
+def _written_by(value: Tensor, before: Edge) -> tuple[Any, int] | None:
+    """The compiled function that gave what was copied into `value`, and as which of its results."""
+    copying = value.grad_fn if has_history(value) else None
+    if copying is None or copying is before[0] or not copying.next_functions:
+        return None
+    function, number = copying.next_functions[-1]
+    return (function, number) if isinstance(function, BackwardCFunction) else None
+
+
+def _inputs_of(function: Any, edges: Sequence[Edge]) -> dict[int, frozenset[int]]:
     """The places of the input that each gradient which `function` gives is for; one tensor may be given twice."""
-    known: dict[int, set[int]] = {}
-    for place, history in enumerate(histories):
+    known: dict[tuple[int, int], set[int]] = {}
+    for place, (history, number) in enumerate(edges):
         if history is not None:
-            known.setdefault(id(history), set()).add(place)
+            known.setdefault((id(history), number), set()).add(place)
     found: dict[int, frozenset[int]] = {}
-    for at, (before, _) in enumerate(function.next_functions):
+    for at, (before, number) in enumerate(function.next_functions):
         target = getattr(before, "variable", None)
-        places = known.get(id(before if target is None else target))
+        places = known.get((id(before if target is None else target), number))
         if places is not None:
             found[at] = frozenset(places)
     return found

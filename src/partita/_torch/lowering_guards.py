@@ -11,7 +11,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad
 
 from partita._torch.lowering_ambient import default_device
 
@@ -82,6 +83,8 @@ class Guard:
             or len(values) != self._count
             or _len_torch_dispatch_stack()
             or _len_torch_function_stack() != self._depth
+            or forward_ad._current_level >= 0
+            or _is_tracing()
             or not self._state.check()
         ):
             return False

@@ -73,7 +73,10 @@ def _list_weights(module: nn.RNNBase) -> None:
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:
+    """A copy that keeps nothing of the model alive that it comes from: no tensors, no submodules, no hooks."""
     bare = _shallow(module)
+    bare._modules.update(dict.fromkeys(bare._modules))
+    vars(bare).update({name: table for name, table in vars(nn.Module()).items() if name.endswith("_hooks")})
     for table in (bare._parameters, bare._buffers, vars(bare)):
         table.update({name: None for name, value in table.items() if isinstance(value, Tensor)})
     if isinstance(bare, nn.RNNBase):

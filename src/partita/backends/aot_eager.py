@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.backend_aot import compile_ahead
+from partita._torch.backend_draws import check_draws
 from partita.backends.adapting import adapt
 from partita.backends.backend import Compiled
 from partita.backends.calling import CompiledBody
@@ -39,6 +40,7 @@ class AotEager:
 
     def compile(self, body: GraphModule, inputs: Sequence[object]) -> Compiled:
         """What AOTAutograd makes of the body."""
+        check_draws(body, inputs)
         adapted = adapt(body, inputs)
         function = compile_ahead(body, adapted.inputs)
         return CompiledBody(function, adapted.calling())

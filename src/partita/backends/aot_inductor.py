@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 from torch.fx import GraphModule, Node
 
 from partita._torch.backend_aoti import function_of_package, package_of
+from partita._torch.backend_draws import check_draws
 from partita.backends.adapting import adapt_to_tensors
 from partita.backends.backend import Compiled
 from partita.backends.calling import CompiledBody
@@ -47,6 +48,7 @@ class AotInductor:
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """The function in the package that AOTInductor makes of the body."""
+        check_draws(body, inputs)
         adapted = adapt_to_tensors(body, inputs)
         package = package_of(body, adapted.inputs, options_for_inductor(self.options))
         return CompiledBody(function_of_package(package), adapted.calling(), stored=package)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch.fx import GraphModule, Node
 
+from partita._torch.backend_draws import check_draws
 from partita._torch.backend_inductor import compile_with_inductor, function_from_bytes, function_to_bytes
 from partita.backends.adapting import adapt
 from partita.backends.backend import Compiled
@@ -51,6 +52,7 @@ class Inductor:
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """What Inductor makes of the body."""
+        check_draws(body, inputs)
         adapted = adapt(body, inputs)
         function = compile_with_inductor(body, adapted.inputs, options_for_inductor(self.options))
         return CompiledBody(function, adapted.calling())

@@ -16,6 +16,7 @@ __all__ = [
     "NESTED",
     "NO_META_KERNEL",
     "QUANTIZED",
+    "RANDPERM",
     "RESHAPES",
     "SHARES_MEMORY",
     "SIDE_EFFECT",
@@ -57,6 +58,8 @@ LSTM = "lstm: its backward fails when traced"
 
 FUSED_ADAM = "fused adam is not supported yet"
 FOREACH_ADDITION = "scalar foreach addition is not supported yet"
+# A pattern of torch 2.13 for `x[torch.randperm(n)[:k]]` raises where nothing is sliced off.
+RANDPERM = "randperm: Inductor fails where it is an index"
 WRITES_TWICE = "an in-place foreach whose tensors may share memory: a trace would write it once"
 SHARES_MEMORY = "its results share memory, which a trace does not see"
 RESHAPES = "changes the shape of a tensor in place"

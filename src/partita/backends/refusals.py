@@ -10,7 +10,14 @@ from torch.fx import Node
 from partita._torch.backend_kernels import is_operator
 from partita._torch.schemas import is_higher_order
 from partita._torch.toggles import TOGGLES
-from partita.backends.reasons import FOREACH_ADDITION, FUSED_ADAM, INSIDE_TRANSFORM, RESHAPES, SHARES_MEMORY
+from partita.backends.reasons import (
+    FOREACH_ADDITION,
+    FUSED_ADAM,
+    INSIDE_TRANSFORM,
+    RANDPERM,
+    RESHAPES,
+    SHARES_MEMORY,
+)
 from partita.backends.refused_functions import refusal_of_function, refusal_of_method
 from partita.backends.refused_modules import refusal_of_higher_order, refusal_of_module
 from partita.backends.refused_operators import refusal_of_operator
@@ -31,6 +38,8 @@ def refusal_by_tracing(node: Node) -> str | None:
 def refusal_by_inductor(node: Node) -> str | None:
     """Why Inductor does not take `node`."""
     reason = _NOT_YET.get(node.target) if is_operator(node.target) else None
+    if node.op == "call_function" and _name_called(node) == "randperm":
+        reason = RANDPERM
     return reason or refusal_by_tracing(node)
 
 

@@ -155,12 +155,12 @@ def _rounding(gradient: TensorRecord, unit: float, widest: float) -> Tolerance:
     """What a sum in another order may change: some units of rounding of the largest element, or one of `widest`.
 
     Terms that cancel leave a gradient that is all rounding, of terms as large as the other gradients: the bias of the
-    keys in an attention, for example.
+    keys in an attention, for example. Where all gradients are zero, the sign of a zero may still change.
     """
     if not _has_rounding(gradient):
         return EXACT
     coarsest = max(unit, torch.finfo(gradient.dtype).eps)
-    return Tolerance(absolute=coarsest * max(_UNITS * _largest(gradient), widest))
+    return Tolerance(absolute=max(coarsest * max(_UNITS * _largest(gradient), widest), _LEAST))
 
 
 def _largest(gradient: TensorRecord) -> float:
@@ -180,6 +180,8 @@ def _has_rounding(gradient: TensorRecord) -> bool:
 
 
 _UNITS = 16
+#: A distance that no two numbers of single precision have; with it 0.0 is -0.0, since bits do not count any more.
+_LEAST = math.ulp(0.0)
 
 
 def _modes(before: Moment, after: Moment) -> Iterator[Difference]:

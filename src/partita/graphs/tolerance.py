@@ -16,7 +16,7 @@ class Tolerance:
     `rounding` is for operators that run in another order than before. Values do not notice, but autograd sums the
     gradients of a value that is used twice in the order in which the uses ran, and a sum in another order may round
     otherwise. It allows gradients, and nothing else, to differ by a few of these units, or of their dtype's if that is
-    larger; zero means that no sum may change.
+    larger, and 0.0 to be -0.0 there; zero means that no sum may change.
     """
 
     relative: float = 0.0

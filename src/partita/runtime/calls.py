@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 from torch.fx import GraphModule
@@ -20,22 +20,26 @@ class Calls:
 
     def __init__(self, body: GraphModule) -> None:
         self._body = body
-        self.state = ModuleState(body)
+        self._state = ModuleState(body)
+        self._has_modules = bool(self._state)
         self._leaves = (LEAF,) * len(body.graph.find_nodes(op="placeholder"))
         self._has_containers = False
 
     def of(self, inputs: Sequence[Any]) -> Call:
         """The call with these inputs."""
-        if not self._has_containers and not self.state:
+        if not self._has_containers and not self._has_modules:
             return Call(inputs, self._leaves)
-        if not self.state.is_current:
-            self.state = ModuleState(self._body)
         shapes: tuple[Shape, ...] = self._leaves
         values: Sequence[Any] = inputs
         if self._has_containers:
             shapes = tuple(map(shape_of, inputs))
             values = [leaf for value, shape in zip(inputs, shapes, strict=True) for leaf in leaves_of(value, shape)]
-        return Call((*values, *self.state.read()), shapes, self.state.training)
+        if not self._has_modules:
+            return Call(values, shapes)
+        state = self._state
+        if not state.is_current():
+            state = self._state = ModuleState(self._body)
+        return Call((*values, *state.read()), shapes, state.look())
 
     def taken_apart(self, call: Call) -> Call:
         """The same call without the containers among its values; all calls are taken apart from now on."""
@@ -43,8 +47,3 @@ class Calls:
             return call
         self._has_containers = True
         return self.of(call.values[: len(self._leaves)])
-
-    def state_that_may_be_written(self, call: Call) -> Iterator[int]:
-        """The places of what modules may write: anything but parameters."""
-        slots = enumerate(self.state.slots, len(call.values) - len(self.state.slots))
-        return (place for place, slot in slots if slot.table != "_parameters")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Proxy
 
 from partita._torch.lowering_ambient import surroundings, watched
 from partita._torch.lowering_containers import Leaf, Shape
@@ -15,7 +16,11 @@ from partita._torch.lowering_guards import Guard
 from partita.runtime.calls import Calls
 from partita.runtime.compilation import Compilation
 from partita.runtime.lowering import Lowering
+from partita.runtime.module_state import ModuleLook
+from partita.runtime.open_sizes import OpenSizes
 from partita.runtime.owned_outputs import memory_of
+from partita.runtime.recent import Recent
+from partita.runtime.rehearsal import Acts
 from partita.runtime.signature import Call, Signature, signature_of, unfit_reason
 from partita.runtime.variant import Cause, Fit, Variant
 from partita.runtime.variants import Variants
@@ -31,17 +36,31 @@ class _LastUse:
     guard: Guard
     variant: Variant
     shapes: tuple[Shape, ...]
-    training: tuple[bool, ...]
+    modules: ModuleLook | None
     #: The places of values that the body writes.
     written: tuple[int, ...]
 
     def serves(self, call: Call) -> bool:
         return (
             self.shapes == call.shapes
-            and self.training == call.training
+            and self.modules == call.modules
             and self.guard.accepts(call.values)
             and self.variant.allows(call.values)
         )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The body, for a call that a compiler failed on; `note` is called if it runs, since else the call was wrong."""
+
+    body: GraphModule
+    note: Callable[[], None]
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        given = self.body(*inputs)
+        self.note()
+        return given
 
 
 @final
@@ -53,75 +72,98 @@ class Choice:
         self._calls = Calls(body)
         self._open_sizes = lowering.open_sizes
         #: The last signature of each kind.
-        self._seen: dict[object, Signature] = {}
+        self._seen: Recent[Signature] = Recent()
         self._last: _LastUse | None = None
         variants.serve(self)
 
-    def of(self, inputs: Sequence[Any]) -> tuple[Variant, Sequence[Any]] | None:
-        """The variant for these inputs, and the values to call it with; None where the body itself must run."""
+    def of(self, inputs: Sequence[Any]) -> tuple[Callable[[Sequence[Any]], Any], Sequence[Any]] | None:
+        """What to call for these inputs, and with which values; None where the body itself must run."""
         call, last = self._calls.of(inputs), self._last
         if last is None or not last.serves(call):
             call = self._calls.taken_apart(call)
-            last = self._looked_up(call)
+            found = self._looked_up(call)
+            if isinstance(found, _Trial):
+                return found, inputs
+            last = found
         if last is None or last.variant.function is None or (last.written and _overlap(call.values, last.written)):
             return None
         return last.variant, call.values
 
-    def _looked_up(self, call: Call) -> _LastUse | None:
+    def _looked_up(self, call: Call) -> _LastUse | _Trial | None:
         """The variant for these values, found or made; None where the body must run and nobody is to blame."""
         if watched() or not self._is_fit(call):
             return None
-        around = surroundings()
-        written = (*call.places_of(self._lowering.written), *self._calls.state_that_may_be_written(call))
+        around, lowering = surroundings(), self._lowering
+        if call.modules is not None:
+            lowering = lowering.for_modules(call.modules.state.key, self._body)
+        if any(not isinstance(call.shapes[place], Leaf) for place in lowering.written):
+            return None  # What is put into a container would only be put into a copy.
+        written = (*call.places_of(lowering.written), *call.state_that_may_be_written())
         if not around.inference and (around.grad or written) and any(map(_is_inference_tensor, call.values)):
             # Compiled code might save or write a tensor that can be neither, where the body would not.
             return None
         signature = signature_of(call, around, written=written)
-        self._note_changes(signature)
-        variant = self._variants.find(signature, call.values) or self._made(signature, call, written)
+        open_sizes = self._open_sizes_after(signature)
+        variant = self._variants.find(signature, call.values) or self._made(
+            signature, call, written, lowering.acts, open_sizes
+        )
+        if isinstance(variant, _Trial):
+            return variant
+        self._open_sizes = open_sizes
+        self._seen.note(signature.kind, signature)
         if variant.cause is not None:
             self._lowering.report(variant.cause)
         guard = variant.fit.guard(call.values, written=written)
-        self._last = _LastUse(guard, variant, call.shapes, call.training, written)
+        self._last = _LastUse(guard, variant, call.shapes, call.modules, written)
         return self._last
 
-    def _note_changes(self, signature: Signature) -> None:
-        """Opens what differs from the last call of its kind; what others that share functions have seen is theirs."""
+    def _open_sizes_after(self, signature: Signature) -> OpenSizes:
+        """With what differs from the last call of its kind; what others that share functions have seen is theirs."""
         before = self._seen.get(signature.kind)
-        if before is not None and before != signature:
-            self._open_sizes = self._open_sizes.after(before, signature)
-        self._seen[signature.kind] = signature
+        return self._open_sizes if before in (None, signature) else self._open_sizes.after(before, signature)
 
-    def _made(self, signature: Signature, call: Call, written: tuple[int, ...]) -> Variant:
-        lowering, slots = self._lowering, self._calls.state.slots
+    def _made(
+        self, signature: Signature, call: Call, written: tuple[int, ...], acts: Acts, open_sizes: OpenSizes
+    ) -> Variant | _Trial:
+        lowering = self._lowering
         if signature.needs_gradients and not lowering.trains:
-            return self._variants.give_up(signature, Cause(_WITHOUT_GRADIENTS))
-        hooked = self._calls.state.hooked()
-        if hooked is not None:
-            cause = Cause(f"a {hooked} in it runs hooks, which a trace would lose")
-            return Variant(Fit.of_kind(signature), None, cause=cause)
-
-        def begin() -> Compilation:
-            keys = self._open_sizes.of(signature, call)
-            return Compilation(
-                self._variants.compiler, self._body, slots, signature, call.values, lowering.acts, written, keys
-            )
-
+            return Variant(Fit.of_kind(signature), None, cause=Cause(_WITHOUT_GRADIENTS))
+        compilation = Compilation(
+            self._variants.compiler,
+            self._body,
+            call.slots,
+            signature,
+            call.values,
+            acts,
+            written,
+            open_sizes.of(signature, call),
+        )
         try:
-            return self._variants.find_or_make(signature, call.values, begin, title=lowering.title)
+            return self._variants.find_or_make(compilation, title=lowering.title)
         except Exception as error:
+            return self._tried(compilation, error)
+
+    def _tried(self, compilation: Compilation, error: Exception) -> _Trial:
+        """What runs where a compilation has just failed; raises where that is wanted and the call cannot be wrong."""
+
+        def note() -> None:
             cause = Cause.of(error)
-            lowering.report(cause, error)
-            return self._variants.give_up(signature, cause)
+            self._variants.give_up(compilation.signature, cause)
+            self._lowering.report(cause, error)
+
+        if self._lowering.strict and self._variants.can_be_rehearsed(compilation):
+            note()
+        return _Trial(self._body, note)
 
     def _is_fit(self, call: Call) -> bool:
-        """Whether code can be made for such values; a tensor of another class does its own things, and is no fault."""
-        if any(not isinstance(call.shapes[place], Leaf) for place in self._lowering.written):
-            return False  # What is put into a container would only be put into a copy.
+        """Whether code can be made for such a call; tensors of another class, and tracers, are no fault."""
+        if call.modules is not None and call.modules.state.interposed is not None:
+            self._lowering.report(Cause(f"{call.modules.state.interposed}, which a trace would lose"))
+            return False
         for place, value in enumerate(call.values):
             reason = unfit_reason(value)
             if reason is not None:
-                if not isinstance(value, Tensor):
+                if not isinstance(value, Tensor | Proxy):
                     cause = Cause(f"input {place} {reason}; only tensors and numbers can be compiled for")
                     self._lowering.report(cause)
                 return False
@@ -131,7 +173,10 @@ class Choice:
 def _overlap(values: Sequence[Any], written: Sequence[int]) -> bool:
     """Whether a value that is written shares memory with another: code is made for values that do not."""
     keys = [memory_of(value) for value in values]
-    return any(keys.count(keys[place]) > 1 for place in written)
+    if len(set(keys)) == len(keys):
+        return False
+    holders = Counter(keys)
+    return any(holders[keys[place]] > 1 for place in written)
 
 
 def _is_inference_tensor(value: Any) -> bool:

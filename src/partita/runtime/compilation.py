@@ -65,6 +65,14 @@ class Compilation:
         fit = Fit(self.signature, dimensions, open_integers, conditions_of(places, fakes.env))
         return Variant(fit, function, findings)
 
+    def can_be_rehearsed(self) -> bool:
+        """Whether the body runs on inputs that look like these: it does not where the call itself is wrong."""
+        try:
+            with compiler_scope():
+                return self._rehearsed() is not None
+        except Exception:
+            return True  # The body ran, or was never tried.
+
     def with_known_sizes(self) -> Compilation:
         """The same with no size left open."""
         return replace(self, open_sizes={})

@@ -50,8 +50,8 @@ class Lowered(StandsForBody):
         chosen = self._choice.of(inputs)
         if chosen is None:
             return self._run_body(inputs)
-        variant, values = chosen
-        return variant(values)
+        function, values = chosen
+        return function(values)
 
     def _traced(self, inputs: Sequence[Any]) -> Any:
         """What the body gives, for somebody who watches every operator of it."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from typing import final
+
+from torch.fx import GraphModule
 
 from partita.runtime.failures import Failure, Failures, report
 from partita.runtime.mode_scope import ModeScope
@@ -28,6 +31,8 @@ class Lowering:
     #: The places of the inputs that the body writes.
     written: tuple[int, ...] = ()
     acts: Acts = field(default_factory=Acts)
+    #: The key of the modules in the body for which this is so.
+    modules: tuple[Hashable, ...] = ()
     open_sizes: OpenSizes = field(default_factory=OpenSizes)
     strict: bool = False
     #: What the region is called in a profile.
@@ -35,6 +40,17 @@ class Lowering:
     #: What it is called in a log: which region of how many.
     title: str = ""
     failures: Failures = field(default_factory=Failures, compare=False)
+
+    def for_modules(self, key: tuple[Hashable, ...], body: GraphModule) -> Lowering:
+        """The same for modules of this key in `body`: those that were changed may write any input, and draw."""
+        if key == self.modules:
+            return self
+        inputs = [node.name for node in body.graph.find_nodes(op="placeholder")]
+        called = [node.name for node in body.graph.find_nodes(op="call_module")]
+        acts = Acts(
+            self.acts.acting.union(called), self.acts.draws.union(called), self.acts.written_later.difference(inputs)
+        )
+        return replace(self, written=tuple(range(len(inputs))), acts=acts)
 
     def report(self, cause: Cause, error: Exception | None = None) -> None:
         """Notes that the region runs eagerly, or raises."""

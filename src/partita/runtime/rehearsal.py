@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partita._torch.lowering_compiling import run_on_fakes
+from partita._torch.lowering_compiling import BodyRun, run_on_fakes
 from partita._torch.lowering_containers import (
     LEAF,
     Container,
@@ -23,8 +23,9 @@ from partita._torch.lowering_containers import (
     shape_of,
 )
 from partita._torch.lowering_gradients import has_history, history_of, links_of
-from partita._torch.lowering_views import readable_from, views_module
+from partita._torch.lowering_views import Reading, numbers_for, readable_from, views_module
 from partita.errors import ModeError
+from partita.runtime.copied_inputs import places_of_copies
 from partita.runtime.owned_outputs import memory_of, owned_places
 
 __all__ = ["Acts", "Findings", "rehearse"]
@@ -39,7 +40,7 @@ class Acts:
 
     acting: frozenset[str] = frozenset()
     draws: frozenset[str] = frozenset()
-    #: Nodes whose memory somebody writes to after the body has run.
+    #: Nodes, inputs among them, whose memory somebody writes to after the body has run.
     written_later: frozenset[str] = frozenset()
 
 
@@ -61,10 +62,11 @@ class Findings:
     detached: tuple[int, ...]
     #: For each thing that compiled code gives, the inputs that its gradient flows to; empty if there is none.
     links: tuple[frozenset[int], ...] = ()
-    #: The places of what somebody writes to later, while compiled code may want it for its backward.
+    #: The places of what somebody writes to later, while compiled code may want it for its backward, and of inputs.
     written_later: tuple[int, ...] = ()
-    #: The inputs that gradients of what was written to inputs flow to.
-    written_links: frozenset[int] = frozenset()
+    copied_inputs: tuple[int, ...] = ()
+    #: The places of inputs that are written, each with the inputs that the gradient of its new value flows to.
+    written_links: tuple[tuple[int, frozenset[int]], ...] = ()
     #: Gives the views for the inputs and then for what compiled code gives at the places in `bases`.
     views: GraphModule | None = None
     bases: tuple[int, ...] = ()
@@ -74,7 +76,7 @@ class Findings:
         """Whether compiled code gives the output itself, for the inputs as they are."""
         plain = Container(tuple, (LEAF,) * len(self.compiled))
         is_whole = self.output == plain and self.sources == tuple(range(len(self.compiled)))
-        return is_whole and not self.detached
+        return is_whole and not self.detached and not self.copied_inputs
 
     def assembled(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The output of the body, when compiled code gave `outputs` for `inputs`."""
@@ -92,11 +94,13 @@ def rehearse(
     """
     histories = history_of(inputs)
     try:
-        results = run_on_fakes(body, inputs, mode)
+        run = run_on_fakes(body, inputs, mode)
     except Exception as error:
         log.debug("what the body gives cannot be told: %s", error)
         return None
-    sorting = _Sorting(body, inputs, results, acts)
+    if run.switched_gradients:
+        raise ModeError("a module in it leaves gradients switched, which compiled code would not do")
+    sorting = _Sorting(body, inputs, run, acts)
     if not has_gradients:
         sorting.check_that_gradients_are_off()
         histories = [None] * len(inputs)
@@ -115,36 +119,43 @@ class _Leaf(NamedTuple):
 class _Sorting:
     """Where each leaf comes from."""
 
-    def __init__(self, body: GraphModule, inputs: Sequence[Any], results: Mapping[Node, Any], acts: Acts) -> None:
-        self.body, self.inputs, self.results, self.acts = body, inputs, results, acts
+    def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, acts: Acts) -> None:
+        self.body, self.inputs, self.results, self.acts = body, inputs, run.results, acts
         (output,) = body.graph.find_nodes(op="output")
-        self.shape = shape_of(results[output], fixes_constants=True)
-        self.leaves = list(_leaves(output.args[0], results[output], self.shape))
+        self.shape = shape_of(run.results[output], fixes_constants=True)
+        self.leaves = list(_leaves(output.args[0], run.results[output], self.shape))
         self.bases = self._found_bases()
-        self.roots = [*body.graph.find_nodes(op="placeholder"), *(base.node for base in self.bases)]
-        self.readable = readable_from(self.roots, results, lambda node: node.name not in acts.acting)
+        roots = [*body.graph.find_nodes(op="placeholder"), *(base.node for base in self.bases)]
+        self.readable = readable_from(roots, run, lambda node: node.name not in acts.acting)
         self.compiled: list[_Leaf] = list(self.bases)
-        self.views: list[_Leaf] = []
+        self.views: list[Reading] = []
 
     def findings(self, histories: Sequence[Any]) -> Findings:
         homes = [self._home(leaf) for leaf in self.leaves]
         self._keep_draws()
+        numbers = [_Leaf(self.results[node], node, ()) for node in numbers_for(self.readable, self.views)]
+        bases = (*range(len(self.bases)), *range(len(self.compiled), len(self.compiled) + len(numbers)))
+        self.compiled += numbers
         starts = {"compiled": 0, "view": len(self.compiled), "input": len(self.compiled) + len(self.views)}
         values = [leaf.value for leaf in self.compiled]
-        readings = [(leaf.node, leaf.keys) for leaf in self.views]
         links = links_of(histories, values)
-        written = frozenset[int]().union(*links_of(histories, self._changed(histories)))
+        changed = self._changed(histories)
+        written = links_of(histories, [self.inputs[place] for place in changed])
+        names = (node.name for node in self.body.graph.find_nodes(op="placeholder"))
+        given = dict(zip(names, self.inputs, strict=True))
+        copies = places_of_copies(given, values, self.acts.written_later) if any((*links, *written)) else ()
         return Findings(
             output=self.shape,
             sources=tuple(starts[kind] + place for kind, place in homes),
             compiled=tuple((leaf.node.name, leaf.keys) for leaf in self.compiled),
             owned=owned_places(self.inputs, values),
-            detached=_unreached(histories, (*links, written)),
-            links=links if any(links) else (),
+            detached=_unreached(histories, (*links, *written)),
+            links=links,
             written_later=tuple(self._written_later()) if any(links) else (),
-            written_links=written,
-            views=views_module(self.roots, self.readable, readings) if readings else None,
-            bases=tuple(range(len(self.bases))),
+            copied_inputs=tuple(copies),
+            written_links=tuple((place, link) for place, link in zip(changed, written, strict=True) if link),
+            views=views_module(self.readable, self.views) if self.views else None,
+            bases=bases,
         )
 
     def check_that_gradients_are_off(self) -> None:
@@ -166,10 +177,10 @@ class _Sorting:
                 found.setdefault(memory_of(value), _Leaf(value, node, ()))
         return list(found.values())
 
-    def _changed(self, histories: Sequence[Any]) -> list[Any]:
-        """The inputs that have got another history by being written."""
+    def _changed(self, histories: Sequence[Any]) -> list[int]:
+        """The places of inputs that have got another history by being written."""
         now = history_of(self.inputs)
-        return [value for value, old, new in zip(self.inputs, histories, now, strict=True) if new is not old]
+        return [place for place, old in enumerate(histories) if now[place] is not old]
 
     def _home(self, leaf: _Leaf) -> tuple[str, int]:
         if isinstance(leaf.value, Tensor):
@@ -179,8 +190,9 @@ class _Sorting:
             for place, known in enumerate(self.compiled):
                 if known.value is leaf.value:
                     return "compiled", place
-            if leaf.node in self.readable:
-                self.views.append(leaf)
+            reading = self.readable.reading_of(leaf.value)
+            if reading is not None:
+                self.views.append(reading)
                 return "view", len(self.views) - 1
         self.compiled.append(leaf)
         return "compiled", len(self.compiled) - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from partita._torch.lowering_ambient import Surroundings
 from partita._torch.lowering_containers import Shape, leaf_count
+from partita.runtime.module_state import ModuleLook, Slot
 
 __all__ = ["Call", "Constant", "Signature", "TensorLook", "signature_of", "unfit_reason"]
 
@@ -18,7 +19,7 @@ __all__ = ["Call", "Constant", "Signature", "TensorLook", "signature_of", "unfit
 @final
 @dataclass(frozen=True, slots=True)
 class TensorLook:
-    """What a tensor looks like from outside; `leaf` matters only where the body writes it."""
+    """What a tensor looks like from outside; `leaf` matters only where the body writes it, with gradients."""
 
     dtype: torch.dtype
     device: torch.device
@@ -55,7 +56,13 @@ class Call(NamedTuple):
 
     values: Sequence[Any]
     shapes: tuple[Shape, ...]
-    training: tuple[bool, ...] = ()
+    #: The modules of the body; None if it calls none.
+    modules: ModuleLook | None = None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Where the values come from that are no inputs; they are the last ones."""
+        return () if self.modules is None else self.modules.state.slots
 
     @property
     def input_count(self) -> int:
@@ -71,24 +78,37 @@ class Call(NamedTuple):
                 yield from range(start, end)
             start = end
 
+    def state_that_may_be_written(self) -> Iterator[int]:
+        """The places of what modules may write: anything but parameters."""
+        slots = enumerate(self.slots, len(self.values) - len(self.slots))
+        return (place for place, slot in slots if slot.table != "_parameters")
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Signature:
     """The surroundings of a call and the looks of its values: those in the inputs, then the state of modules.
 
-    `shapes` tell how the inputs are made up of values, `training` is what the modules in the body are set to.
+    `shapes` tell how the inputs are made up of values. Of the modules in the body, `modules` is the key, and `training`
+    what they are set to.
     """
 
     surroundings: Surroundings
     looks: tuple[Look, ...]
     shapes: tuple[Shape, ...]
+    modules: Hashable = ()
     training: tuple[bool, ...] = ()
 
     @property
     def kind(self) -> object:
         """Everything but sizes, strides and the values of constants: two calls of one kind differ in size at most."""
-        return self.surroundings, self.shapes, self.training, tuple(look.kind for look in self.looks)
+        return self.surroundings, self.shapes, self.modules, self.training, tuple(look.kind for look in self.looks)
+
+    @property
+    def family(self) -> object:
+        """What two calls have in common that differ in sizes, in constants, in how many values are in containers, and
+        in how modules are set; a program may go through such changes without end."""
+        return self.surroundings, frozenset(look.kind for look in self.looks)
 
     @property
     def needs_gradients(self) -> bool:
@@ -100,7 +120,9 @@ def signature_of(call: Call, surroundings: Surroundings, *, written: Collection[
     """The signature of a call, of whose values those at the places in `written` are written."""
     grad = surroundings.has_gradients
     looks = (_look(value, grad=grad, is_written=place in written) for place, value in enumerate(call.values))
-    return Signature(surroundings, tuple(looks), call.shapes, call.training)
+    if call.modules is None:
+        return Signature(surroundings, tuple(looks), call.shapes)
+    return Signature(surroundings, tuple(looks), call.shapes, call.modules.state.key, call.modules.training)
 
 
 def unfit_reason(value: Any) -> str | None:
@@ -129,7 +151,7 @@ def _look(value: Any, *, grad: bool, is_written: bool) -> Look:
         value.dtype,
         value.device,
         grad and value.requires_grad,
-        not is_written or value.is_leaf,
+        not (grad and is_written) or value.is_leaf,
         tuple(value.shape),
         value.stride(),
     )

@@ -37,6 +37,12 @@ class Fit:
     source: str | None = None
 
     @classmethod
+    def exactly(cls, signature: Signature) -> Fit:
+        """All calls of `signature`."""
+        dimensions = [(look.sizes, look.strides) if isinstance(look, TensorLook) else None for look in signature.looks]
+        return cls(signature, tuple(dimensions))
+
+    @classmethod
     def of_kind(cls, signature: Signature) -> Fit:
         """All calls of the kind of `signature`."""
         looks = [look if isinstance(look, TensorLook) else None for look in signature.looks]
@@ -56,6 +62,8 @@ class Fit:
     def guard(self, values: Sequence[Any], *, written: Sequence[int]) -> Guard:
         """The quick form of all this for calls like the one with these values."""
         others = [place for place, dimensions in enumerate(self.dimensions) if dimensions is None]
+        # Without gradients a view may be written whose history autograd refuses to tell.
+        written = written if self.signature.surroundings.has_gradients else ()
         return Guard(
             values,
             self.dimensions,
@@ -125,6 +133,8 @@ class Variant:
         findings = self.findings
         assert findings is not None
         inputs = list(values)
+        for place in findings.copied_inputs:
+            inputs[place] = copy_of(inputs[place])
         for place in findings.detached:
             inputs[place] = inputs[place].detach()
         outputs = list(self._run(inputs))
@@ -141,14 +151,17 @@ class Variant:
         assert self.function is not None
         if self._unused is None:
             return self.function(*inputs)
-        histories = self._unused.before(inputs)
+        edges = self._unused.before(inputs)
         outputs = self.function(*inputs)
-        self._unused.watch(histories, outputs)
+        self._unused.watch(edges, outputs, inputs)
         return outputs
 
 
 def _unused_gradients(findings: Findings) -> UnusedGradients | None:
-    return UnusedGradients(findings.links, findings.written_links) if findings.links else None
+    # Needed for a single output too: autograd also comes to a function none of whose outputs has a gradient.
+    if not any(findings.links) and not findings.written_links:
+        return None
+    return UnusedGradients(findings.links, dict(findings.written_links))
 
 
 def dimensions_of(value: Any) -> Dimensions | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock, RLock
 from time import perf_counter
 from typing import Any, final
 from weakref import WeakSet
 
 from partita.runtime.compilation import Compilation, Compiler
+from partita.runtime.patience import Patience
 from partita.runtime.signature import Signature
 from partita.runtime.stored import Stored, restored, stored
-from partita.runtime.variant import Cause, Fit, Variant
+from partita.runtime.variant import Cause, Variant
 
 __all__ = ["Variants"]
 
@@ -21,9 +21,6 @@ log = logging.getLogger(__name__)
 
 #: Inductor and AOTAutograd (torch 2.13) keep the state of a compilation in globals: one at a time in a process.
 _COMPILING = RLock()
-
-#: How many times `keep` functions are made for calls that differ in sizes and constants alone.
-_PATIENCE = 4
 
 
 @final
@@ -34,9 +31,7 @@ class Variants:
         self.compiler = compiler
         self._keep_each = keep
         self._users: WeakSet[Any] = WeakSet()
-        self._tries: Counter[object] = Counter()
-        #: Calls of these kinds run the body itself where no function serves them.
-        self._eager: dict[object, Variant] = {}
+        self._patience = Patience()
         #: The last used first; replaced as a whole, so that it can be read without a lock.
         self._functions: tuple[Variant, ...] = ()
         self._ordering = Lock()
@@ -50,37 +45,34 @@ class Variants:
         return self._keep_each * max(1, len(self._users))
 
     def find(self, signature: Signature, values: Sequence[Any]) -> Variant | None:
-        """A variant that serves this call, if there is one."""
+        """A variant that serves this call, if there is one; without a function, where none is to be made."""
         found = next((variant for variant in self._functions if variant.serves(signature, values)), None)
         if found is None:
-            return self._eager.get(signature.kind)
+            return self._patience.variant_for(signature, keep=self._keep)
         self._use(found)
         return found
 
-    def find_or_make(
-        self, signature: Signature, values: Sequence[Any], begin: Callable[[], Compilation], *, title: str
-    ) -> Variant:
-        """A variant that serves this call, compiled if need be; who waits for the same one does not compile again."""
+    def find_or_make(self, compilation: Compilation, *, title: str) -> Variant:
+        """A variant that serves a call, compiled if need be; who waits for the same one does not compile again."""
         with _COMPILING:
-            return self.find(signature, values) or self._made_for(signature, begin, title)
+            found = self.find(compilation.signature, compilation.values)
+            return found or self._made_by(compilation, title)
 
-    def give_up(self, signature: Signature, cause: Cause) -> Variant:
-        """Lets calls of this kind run the body itself from now on, where no function serves them."""
-        return self._eager.setdefault(signature.kind, Variant(Fit.of_kind(signature), None, cause=cause))
+    def can_be_rehearsed(self, compilation: Compilation) -> bool:
+        """Whether the body runs on inputs that look like those of a compilation that has failed."""
+        with _COMPILING:
+            return compilation.can_be_rehearsed()
 
-    def _made_for(self, signature: Signature, begin: Callable[[], Compilation], title: str) -> Variant:
-        tries = self._tries[signature.kind]
-        if tries >= _PATIENCE * self._keep:
-            return self.give_up(signature, Cause(_IMPATIENT.format(tries)))
-        self._tries[signature.kind] += 1
+    def give_up(self, signature: Signature, cause: Cause) -> None:
+        """Lets calls like this one run the body itself from now on, where no function serves them."""
+        self._patience.note_failure(signature, cause)
+
+    def _made_by(self, compilation: Compilation, title: str) -> Variant:
         log.info("compiling %s with %s", title, self.compiler.name)
         started = perf_counter()
-        try:
-            made = _run(begin())
-        except Exception as error:
-            self.give_up(signature, Cause.of(error))
-            raise
+        made = _run(compilation)
         log.info("compiled %s with %s in %.1f s", title, self.compiler.name, perf_counter() - started)
+        self._patience.note_try(compilation.signature)
         self._use(made)
         return made
 
@@ -117,9 +109,3 @@ def _run(compilation: Compilation) -> Variant:
         name = compilation.compiler.name
         log.info("%s failed on symbolic sizes, so it gets those of the call: %s", name, Cause.of(error).reason)
         return compilation.with_known_sizes().run()
-
-
-_IMPATIENT = (
-    "it was compiled {} times for calls that differ in nothing but sizes and constants; make a tensor of what changes, "
-    "or raise `keep`"
-)

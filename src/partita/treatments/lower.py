@@ -10,11 +10,10 @@ from typing import ClassVar, final
 from torch import nn
 from torch.fx import GraphModule
 
+from partita._torch.body_keys import body_key, modules_key
 from partita.backends.backend import Backend, takes_symbols, tolerance_of, trains
 from partita.backends.finding import find_backend
 from partita.errors import OptionError
-from partita.graphs.body_keys import body_key
-from partita.graphs.later_writes import names_written_outside
 from partita.graphs.mode import AMBIENT
 from partita.graphs.mode import Mode as GraphMode
 from partita.graphs.program import Program
@@ -28,6 +27,7 @@ from partita.runtime.mode_scope import ModeScope
 from partita.runtime.open_sizes import OpenSizes
 from partita.runtime.sharing import variants_for
 from partita.treatments.body_facts import acts_of, traced_symbols, written_inputs
+from partita.treatments.written_later import names_written_later
 
 __all__ = ["Lower"]
 
@@ -89,7 +89,7 @@ class Lower:
         title = f"{site.region.name} (region {site.place + 1} of {site.count})"
         # What runs the operators as they are saves for its backward what plain torch saves.
         rewrites = self.tolerance.relative > 0 or self.tolerance.absolute > 0
-        later = names_written_outside(site.region.nodes) if rewrites else frozenset[str]()
+        later = names_written_later(body, site.region) if rewrites else frozenset[str]()
         return self._lowered(Program(body, caller=site.caller), site.region.name, title, site.failures, later)
 
     def _lowered(
@@ -111,14 +111,17 @@ class Lower:
             scope=_scope_of(bare.mode),
             written=written_inputs(body),
             acts=acts_of(body, written_later),
+            modules=modules_key(bare.module),
             open_sizes=OpenSizes(traced_symbols(body), dynamic),
             strict=self.strict,
             tag=self._tag(bare.module, region),
             title=title,
             failures=failures,
         )
-        key = body_key(bare.module), dynamic
-        variants = variants_for(None if key[0] is None else key, backend, keep=self.keep)
+        key = body_key(bare.module)
+        # What others do to the results of equal bodies may differ, and functions are made for it.
+        places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in written_later)
+        variants = variants_for(None if key is None else (key, dynamic, places), backend, keep=self.keep)
         return Lowered(bare.module, lowering, variants)
 
     def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:

@@ -1,0 +1,99 @@
+"""Draws that a trace would make otherwise than plain torch: into tensors that are not contiguous, and in a backward.
+
+Functionalization (torch 2.13) makes `x.bernoulli_()` a new tensor that is filled and then copied. Where `x` is
+transposed or has gaps, the same random numbers come to lie in other places, and the result may have other strides.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partita._torch.backend_fakes import mode_of
+from partita._torch.schemas import is_higher_order
+from partita.errors import BackendError
+
+__all__ = ["check_draws", "drop_idle_draws"]
+
+log = logging.getLogger(__name__)
+
+
+def check_draws(body: GraphModule, inputs: Sequence[Any]) -> None:
+    """Raises where `body`, run on these fake inputs, draws into a tensor that is not contiguous."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    if not any(map(_may_draw, body.graph.nodes)):
+        return
+    mode, order = mode_of(inputs), _Order()  # type: ignore[no-untyped-call]
+    own = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
+    try:
+        with mode.shape_env.ignore_fresh_unbacked_symbols(), mode, enable_python_dispatcher(), torch.no_grad(), order:
+            Interpreter(body).run(*own)
+    except BackendError:
+        raise
+    except Exception as error:
+        log.debug("whether the body draws in order cannot be told: %s", error)
+
+
+def drop_idle_draws(backward: GraphModule) -> None:
+    """Takes draws that nobody reads out of a backward graph: plain torch draws nothing there.
+
+    AOTAutograd (torch 2.13) leaves the draw of a decomposed `bernoulli` in both graphs.
+    """
+    idle = [node for node in backward.graph.nodes if not node.users and _is_seeded(node.target)]
+    for node in idle:
+        backward.graph.erase_node(node)
+    if idle:
+        backward.recompile()
+
+
+def _is_seeded(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _may_draw(node: Node) -> bool:
+    if node.op == "call_module" or is_higher_order(node.target):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _is_seeded(node.target)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op.startswith("call_") and _DRAWING.search(name) is not None
+
+
+_DRAWING = re.compile(
+    "attention|bernoulli|cauchy|dropout|exponential|gamma|geometric|normal|poisson|rand|rrelu|uniform"
+)
+
+
+class _Order(TorchDispatchMode):
+    """Lets nobody draw into a tensor that is not contiguous, or for one where that goes wrong."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        reason = _reason_against(func) if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) else None
+        if reason is not None:
+            for value in (*args, *given.values()):
+                if isinstance(value, Tensor) and not value.is_contiguous():
+                    raise BackendError(f"it draws for a tensor that is not contiguous, and {reason}")
+        return func(*args, **given)
+
+
+def _reason_against(func: Any) -> str | None:
+    if func._schema.is_mutable:
+        return "a trace would draw in another order"
+    # Inductor asserts the strides at each call.
+    return "fake tensors (torch 2.13) have other strides" if func._schema.name in _MISTAKEN else None
+
+
+_MISTAKEN = frozenset(("aten::_standard_gamma", "aten::normal", "aten::poisson"))

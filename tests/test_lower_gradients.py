@@ -1,0 +1,72 @@
+"""Gradients of lowered regions that write: who gets one, and what the backward finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.lowering_helpers import Counting, plan_of
+from torch import Tensor
+
+from partita.treatments import Lower
+
+
+def test_what_is_written_to_one_input_gives_no_gradient_to_another() -> None:
+    def write(x: Tensor, y: Tensor) -> None:
+        x.sin_()
+        y.fill_(0.25)
+
+    module = plan_of(write, Lower(Counting())).apply().module()
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(2)]
+    x, y = (leaf * 1 for leaf in leaves)
+    module(x, y)
+    gradients = torch.autograd.grad(y.sum(), leaves, retain_graph=True, allow_unused=True)
+    assert gradients[0] is None
+    assert torch.equal(gradients[1], torch.zeros(3))
+    (again,) = torch.autograd.grad((x + y).sum(), leaves[:1])
+    assert torch.equal(again, leaves[0].cos())
+
+
+def test_two_results_of_one_region_get_their_own_gradients_in_the_next() -> None:
+    """Both have the history of one compiled function, and only one of them is used."""
+
+    def first(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), y.cos()
+
+    def second(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a.exp(), b.tanh()
+
+    one, other = (plan_of(function, Lower(Counting())).apply().module() for function in (first, second))
+    x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
+    _, used = other(*one(x, y))
+    gradients = torch.autograd.grad(used.sum(), (x, y), allow_unused=True)
+    assert gradients[0] is None
+    assert gradients[1] is not None
+
+
+def test_a_view_that_autograd_does_not_tell_of_is_written_without_gradients() -> None:
+    """Made without gradients, and written by somebody with gradients: with gradients, it may not be touched again."""
+    module = plan_of(lambda x: x.mul_(2), Lower(Counting(), strict=True)).apply().module()
+    x = torch.ones(2, 3, requires_grad=True) * 1
+    with torch.no_grad():
+        view = x.t()
+    x.add_(1)
+    with torch.no_grad():
+        module(view)
+        module(view)
+    assert torch.equal(x, torch.full((2, 3), 8.0))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_an_input_that_is_written_and_needed_by_the_backward_is_kept_as_it_was(backend: str) -> None:
+    """torch.compile (2.13) raises in the backward."""
+
+    def write(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(y)
+        return y + 1
+
+    module = plan_of(write, Lower(backend, strict=True)).apply().module()
+    leaves = [torch.randn(4, 6, requires_grad=True) for _ in range(2)]
+    x, y = (leaf * 1 for leaf in leaves)
+    result = module(x, y)
+    found = torch.autograd.grad((result + x).sum(), leaves)
+    torch.testing.assert_close(found, (leaves[1].detach(), leaves[0].detach() + 1))
