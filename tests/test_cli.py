@@ -14,7 +14,16 @@ import torch
 
 import partita
 from partita.cli import main
-from partita.cli.demo import language_model, lowering, modes, onnx_runtime, reload, splitting, with_inductor
+from partita.cli.demo import (
+    language_model,
+    lowering,
+    modes,
+    onnx_runtime,
+    recomputing,
+    reload,
+    splitting,
+    with_inductor,
+)
 from partita.cli.demo.distilled import seeded
 from partita.treatments import Lower
 
@@ -45,7 +54,7 @@ def test_the_demo_runs_to_the_end(demo: str) -> None:
         "label",
     ]
     assert "Call()" in demo
-    assert all(f"\n{number}. " in demo for number in (1, 2, 3, 4))
+    assert all(f"\n{number}. " in demo for number in (1, 2, 3, 4, 5))
 
 
 def test_the_chapter_on_modes_shows_the_tree_and_the_round_trip(demo: str) -> None:
@@ -78,7 +87,7 @@ def test_the_chapter_on_modes_reports_a_file_that_differs(capsys: pytest.Capture
 
 
 def test_the_chapter_on_lowering_gives_the_reasons_and_verifies(demo: str) -> None:
-    told = demo.partition("\n4. ")[2]
+    told = demo.partition("\n4. ")[2].partition("\n5. ")[0]
     assert "refused by small_chip: no kernel for attention: aten.scaled_dot_product_attention.default" in told
     assert "outside every region: refused by small_chip: no kernel for attention" in told
     assert "  cut from what is before by " in told
@@ -115,6 +124,35 @@ def test_the_chapter_on_lowering_compiles_equal_regions_once(
         assert with_inductor.main() == 0
     assert capsys.readouterr().out.startswith("  4 regions do at least 300,000 FLOPs")
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["compiling", "compiled"] * 2
+
+
+def test_the_chapter_on_recomputation_holds_less_with_the_same_losses(demo: str) -> None:
+    lines = demo.partition("\n5. ")[2].splitlines()
+    assert sum(line.startswith("blocks_") and "Recompute(" in line for line in lines) == 4
+    rows = [line.split() for line in lines if line.startswith(("  plain ", "  recomputed "))]
+    held, losses = {name: words for name, *words in rows[:2]}, {name: words for name, *words in rows[2:]}
+    bytes_held = {name: int(words[2].replace(",", "")) for name, words in held.items()}
+    assert bytes_held["recomputed"] * 10 < bytes_held["plain"]
+    assert len(losses["plain"]) == 3
+    assert losses["plain"] == losses["recomputed"]
+    assert "losses, parameters and the written buffer: same, bit for bit" in lines
+
+
+def test_the_chapter_on_recomputation_tells_losses_that_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = iter(([3.0, 2.0, 1.0], [3.0, 2.0, 1.5]))
+    monkeypatch.setattr(recomputing, "_trained", lambda module, ids: next(losses))
+    assert not recomputing.tell()
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_the_chapter_on_recomputation_tells_a_wrong_prediction(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recomputing, "_held_bytes", lambda module, ids: 1_000_000)
+    assert not recomputing.tell()
+    assert "same, bit for bit" in capsys.readouterr().out
 
 
 def test_the_package_runs_as_a_program() -> None:

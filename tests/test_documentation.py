@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = "<!-- not run -->"
 PRINTS = "<!-- prints -->"
 
+_NEEDS_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 _FENCE = re.compile(r" *(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)")
 
 
@@ -34,8 +36,9 @@ def _name(page: Path) -> str:
 
 
 def _needs(page: Path) -> list[pytest.MarkDecorator]:
-    """What a page compares with must be there."""
-    return [NEEDS_SPLIT_MODULE_SIMPLE] if page.stem == "switching-from-split-module" else []
+    """What a page compares with, or takes its model from, must be there."""
+    needs = {"switching-from-split-module": [NEEDS_SPLIT_MODULE_SIMPLE], "recompute": [_NEEDS_TRANSFORMERS]}
+    return needs.get(page.stem, [])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ __all__ = [
     "ModeError",
     "OptionError",
     "PartitaError",
+    "RecomputeError",
     "RegionError",
     "SignatureError",
     "TreatmentError",
@@ -63,12 +64,16 @@ class TreatmentError(PartitaError, RuntimeError):
     """A treatment raised, or gave something that cannot be called."""
 
 
+class RecomputeError(TreatmentError):
+    """A region cannot be run again for the backward, or not with the values that it had."""
+
+
 class LoweringError(PartitaError, RuntimeError):
     """A region could not be compiled, and whoever lowered it did not want it to run eagerly."""
 
 
 class BackendError(PartitaError, RuntimeError):
-    """A backend cannot store what it compiled, or cannot load it here."""
+    """A backend cannot compile a body as it is called, store what it compiled, or load it here."""
 
 
 class UnknownNodeError(PartitaError, KeyError):
@@ -83,7 +88,7 @@ class OptionError(PartitaError, TypeError, ValueError):
 
 
 class SignatureError(PartitaError, ValueError):
-    """The signature of an exported program does not fit its graph."""
+    """The signature of an exported program, or what is said of a joint graph, does not fit the graph."""
 
 
 class CaptureError(PartitaError, RuntimeError):

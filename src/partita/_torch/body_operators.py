@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.overrides import handle_torch_function
 
 from partita._torch.body_runs import run_body
-from partita._torch.body_tracing import trace_call
+from partita._torch.body_tracing import KeptCall, trace_call
 from partita._torch.tracing_state import Tracing, tracing_now
 from partita._torch.unread_calls import keep_unread_calls
 from partita.errors import OptionError
@@ -34,6 +34,8 @@ class BodyOperator(HigherOrderOperator):
 
     #: How many arguments come before the body.
     mode_count = 0
+    #: How Dynamo traces a call: "inlined" by its meaning, "wrapped" as a call of a traced body, or as a "checkpoint".
+    dynamo_rule = "inlined"
 
     def __init__(self, name: str, *, home: str, exported_as: str) -> None:
         """The operator `name` in torch's table, which `home` exports as `exported_as`."""
@@ -68,7 +70,19 @@ class BodyOperator(HigherOrderOperator):
             )
         if self._is_kept(args, keywords):
             return super().__call__(*args, **keywords)  # type: ignore[no-untyped-call]
+        return self.run(mode, body, operands, keywords)
+
+    def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What a call gives where no tracer keeps it."""
         return run_body(self.scope(*mode, tracing=tracing_now()), body, operands, keywords)
+
+    def own_keywords(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The keywords that are the operator's, which a kept call has too, and those that are the body's."""
+        return {}, keywords
+
+    def body_metadata(self, body: Any, own: dict[str, Any]) -> dict[str, Any]:
+        """What the traced body of a kept call carries of `body` and of the operator's keywords; takes it from `own`."""
+        return {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _imported, self._home
@@ -92,8 +106,10 @@ class BodyOperator(HigherOrderOperator):
 
     def _keep_call(self, tracer: ProxyTorchDispatchMode, /, *args: Any, **keywords: Any) -> Any:
         mode, body, operands = args[: self.mode_count], args[self.mode_count], args[self.mode_count + 1 :]
+        own, theirs = self.own_keywords(keywords)
+        call = KeptCall(self, mode, own, self.body_metadata(body, own))
         scope = self.scope(*mode, tracing=Tracing.KEPT)
-        return trace_call(tracer.tracer, self, mode, body=body, scope=scope, operands=operands, keywords=keywords)
+        return trace_call(tracer.tracer, call, body=body, scope=scope, operands=operands, keywords=theirs)
 
 
 def registered(kind: type[_Operator], name: str, *, home: str, exported_as: str) -> _Operator:

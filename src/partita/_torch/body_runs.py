@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule
 from torch.fx.traceback import has_preserved_node_meta
 
 from partita._torch.ambient import read_ambient, restore_after_error
+from partita._torch.node_tags import TaggedInterpreter
 from partita._torch.schemas import nodes_by_target
 
 __all__ = ["run", "run_body"]
@@ -33,19 +34,20 @@ def run_body(
     if _switches_nothing(body):
         with scope:
             return run(body, operands, keywords)
-    ambient = read_ambient()
-    try:
-        with scope:
+    with scope:
+        # Inside: a mode that the body left switched was entered under the scope, and is left under it.
+        ambient = read_ambient()
+        try:
             return run(body, operands, keywords)
-    except BaseException as error:
-        restore_after_error(ambient, error)
-        raise
+        except BaseException as error:
+            restore_after_error(ambient, error)
+            raise
 
 
 def run(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """What `body` gives; node by node where a tracer copies the metadata of each node, as torch does for the graph."""
     if has_preserved_node_meta() and not keywords and _is_plain_graph(body):
-        return Interpreter(cast(GraphModule, body)).run(*operands)
+        return TaggedInterpreter(cast(GraphModule, body)).run(*operands)
     return body(*operands, **keywords)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,20 +20,29 @@ from partita._torch.body_inputs import FreeSymbols, lift_tensors
 from partita._torch.body_runs import run
 from partita._torch.unread_nodes import keep_unread_nodes
 
-__all__ = ["trace_call"]
+__all__ = ["KeptCall", "trace_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCall:
+    """A call as the graph keeps it: the operator, what comes before the body, keywords, and metadata of the body."""
+
+    operator: Any
+    mode: Sequence[Any]
+    keywords: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
 
 def trace_call(
     tracer: Any,
-    operator: Any,
-    mode: Sequence[Any],
+    kept: KeptCall,
     *,
     body: Callable[..., Any],
     scope: AbstractContextManager[Any],
     operands: tuple[Any, ...],
     keywords: Mapping[str, Any],
 ) -> Any:
-    """What `body` gives, with one call of `operator` in the graph of `tracer`.
+    """What `body` gives, with one call of the operator in the graph of `tracer`.
 
     The body runs once. In the graph its inputs and outputs are flat and without constants: a body can then be saved,
     inlined and called whatever containers the caller used. Tensors and sizes that it found outside become inputs too.
@@ -45,10 +55,12 @@ def trace_call(
     traced.recompile()
     keep_unread_nodes(traced.graph)
     _note_missing_values(traced)
+    traced.meta.update(kept.metadata)
+    operator = kept.operator
     name = tracer.get_fresh_qualname(f"{operator.name()}_body_")
     tracer.root.register_module(name, traced)
-    args = pytree.tree_map(tracer.unwrap_proxy, (*mode, traced, *inputs))
-    call = tracer.create_proxy("call_function", operator, args, {}, name=operator.name())
+    args = pytree.tree_map(tracer.unwrap_proxy, (*kept.mode, traced, *inputs))
+    call = tracer.create_proxy("call_function", operator, args, dict(kept.keywords), name=operator.name())
     if flat.has_outputs:
         _announce_symbols(traced, outputs)
         track_tensor_tree(outputs, call, constant=None, tracer=tracer)

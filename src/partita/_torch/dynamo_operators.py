@@ -5,27 +5,22 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
-from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from inspect import isclass, isfunction, unwrap
 from types import ModuleType
 from typing import Any
 
 from partita._torch.body_operators import BodyOperator
-from partita.errors import OptionError
+from partita._torch.dynamo_rules import RULES
 
-__all__ = ["inline_in_dynamo"]
+__all__ = ["tell_dynamo"]
 
 _VARIABLES = "torch._dynamo.variables.higher_order_ops"
 
-#: Where the code of the operators is.
-_OWN = ("partita.hops.", "partita._torch.body_", "partita._torch.tracing_state", "partita._torch.ambient")
 
-
-def inline_in_dynamo(operators: Iterable[BodyOperator]) -> None:
-    """Dynamo traces a call of each of these operators as what it means in plain Python.
+def tell_dynamo(operators: Iterable[BodyOperator]) -> None:
+    """Dynamo traces a call of each of these operators by the operator's own rule.
 
     An operator that Dynamo does not know ends its graph. Where torch has no table of them, this changes nothing.
     """
@@ -68,42 +63,12 @@ class _Awaiting(MetaPathFinder, Loader):
 
 def _register(module: Any, operators: Iterable[BodyOperator]) -> None:
     table = getattr(module, "_hop_name_to_variable_class", None)
-    base = getattr(module, "TorchHigherOrderOperatorVariable", None)
-    if not isinstance(table, dict) or base is None:
+    if not isinstance(table, dict):
         return
-
-    class InlinedOperator(base):  # type: ignore[misc, valid-type]
-        """An operator of which Dynamo sees what it does."""
-
-        _HOP_NAME = "partita.hops"
-
-        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            from torch._dynamo.variables.functions import UserFunctionVariable
-
-            operator: Any = self.value
-            _leave_alone()
-            try:
-                mode = [arg.realize().as_python_constant() for arg in args[: operator.mode_count]]
-                operator.check(*mode)
-            except (NotImplementedError, OptionError):
-                return super()._call_function(tx, args, kwargs)  # Ends the graph: the call itself says what is wrong.
-            with operator.meaning(*mode) as meaning:
-                return UserFunctionVariable(meaning).call_function(tx, args, kwargs)
-
-    table.update((operator.__name__, InlinedOperator) for operator in operators)
-
-
-@cache
-def _leave_alone() -> None:
-    """Keeps Dynamo from compiling what runs around a body, where a break in the body has ended the graph."""
-    from torch._dynamo import eval_frame
-
-    skip_code = getattr(eval_frame, "skip_code", None)
-    if skip_code is None:
-        return
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_OWN)]
-    classes = [value for module in modules for value in vars(module).values() if isclass(value)]
-    for holder in (*modules, *classes):
-        for value in vars(holder).values():
-            if isfunction(value) and value.__module__.startswith(_OWN):
-                skip_code(unwrap(value).__code__)
+    made = {}
+    for operator in operators:
+        name = operator.dynamo_rule
+        if name not in made:
+            made[name] = RULES[name](module)
+        if made[name] is not None:
+            table[operator.__name__] = made[name]

@@ -27,7 +27,7 @@ def checked_operators(operators: object) -> tuple[Operator, ...]:
     if not several or not all(callable(one) or (isinstance(one, str) and one) for one in several):
         raise OptionError(
             f"operators are operators, functions, module classes or their names, not {operators!r}; "
-            "for example AroundOperators(torch.ops.aten.scaled_dot_product_attention)"
+            "for example torch.ops.aten.scaled_dot_product_attention"
         )
     return several
 

@@ -1,6 +1,7 @@
-"""Operators with a body: a region as one call, and regions that run under a grad, inference or autocast mode."""
+"""Operators with a body: a region as one call, under a grad, inference or autocast mode, or recomputed in backward."""
 
-from partita._torch.dynamo_operators import inline_in_dynamo
+from partita._torch.dynamo_operators import tell_dynamo
+from partita.hops.checkpoint import keep, tag_activation_checkpoint, wrap_activation_checkpoint
 from partita.hops.operators import (
     call,
     wrap,
@@ -9,6 +10,26 @@ from partita.hops.operators import (
     wrap_with_set_grad_enabled,
 )
 
-__all__ = ["call", "wrap", "wrap_with_autocast", "wrap_with_inference_mode", "wrap_with_set_grad_enabled"]
+__all__ = [
+    "call",
+    "keep",
+    "tag_activation_checkpoint",
+    "wrap",
+    "wrap_activation_checkpoint",
+    "wrap_with_autocast",
+    "wrap_with_inference_mode",
+    "wrap_with_set_grad_enabled",
+]
 
-inline_in_dynamo((call, wrap, wrap_with_autocast, wrap_with_inference_mode, wrap_with_set_grad_enabled))
+tell_dynamo(
+    (
+        call,
+        keep,
+        tag_activation_checkpoint,
+        wrap,
+        wrap_activation_checkpoint,
+        wrap_with_autocast,
+        wrap_with_inference_mode,
+        wrap_with_set_grad_enabled,
+    )
+)

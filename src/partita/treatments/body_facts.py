@@ -6,12 +6,13 @@ import torch
 
 from partita._torch.symbolic import symbol_of
 from partita.graphs.behaviour_modules import may_draw
+from partita.graphs.later_writes import writing_nodes
 from partita.graphs.program import Program
 from partita.graphs.values import value_of
 from partita.runtime.open_sizes import TracedSymbols
 from partita.runtime.rehearsal import Acts
 
-__all__ = ["acts_of", "traced_symbols", "written_inputs"]
+__all__ = ["acts_of", "may_write", "traced_symbols", "written_inputs"]
 
 
 def written_inputs(program: Program) -> tuple[int, ...]:
@@ -19,6 +20,17 @@ def written_inputs(program: Program) -> tuple[int, ...]:
     places = {node: place for place, node in enumerate(program.graph.find_nodes(op="placeholder"))}
     written = (program.index.nodes[number] for number in program.effects.written_inputs)
     return tuple(sorted(places[node] for node in written if node in places))
+
+
+def may_write(program: Program) -> tuple[str, ...]:
+    """The names of the nodes of a body that write, or may do so when a module is set to training."""
+    calls = program.graph.find_nodes(op="call_module")
+    modules = (
+        node.name
+        for node in calls
+        if next(program.graph_module.get_submodule(str(node.target)).buffers(), None) is not None
+    )
+    return tuple(dict.fromkeys((*writing_nodes(program.graph_module), *modules)))
 
 
 def acts_of(program: Program, written_later: frozenset[str]) -> Acts:
@@ -29,7 +41,9 @@ def acts_of(program: Program, written_later: frozenset[str]) -> Acts:
     modules = (node.name for node in calls if may_draw(program.graph_module.get_submodule(str(node.target))))
     draws = (nodes[number].name for number in effects.draws)
     acting = frozenset(nodes[number].name for number in effects.effectful)
-    return Acts(acting, frozenset((*draws, *modules)), written_later)
+    # What the body writes itself must be what it was given.
+    written = (nodes[number].name for number in effects.written_inputs)
+    return Acts(acting, frozenset((*draws, *modules)), written_later.difference(written))
 
 
 def traced_symbols(program: Program) -> TracedSymbols:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from partita.cli.demo import lowering, modes, splitting, wrong_answers
+from partita.cli.demo import lowering, modes, recomputing, splitting, wrong_answers
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 __all__ = ["add_to", "run"]
 
-_CHAPTERS = (splitting, wrong_answers, modes, lowering)
+_CHAPTERS = (splitting, wrong_answers, modes, lowering, recomputing)
 
 
 def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,0 +1,93 @@
+"""What a body is given, saved as autograd saves: whoever recomputes around it, or offloads, decides where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from partita._torch.schemas import version_of
+from partita.errors import RecomputeError
+
+__all__ = ["SavedInputs", "named_leaves"]
+
+
+class SavedInputs:
+    """The arguments of a body: as they are for its first run, and from what a checkpoint has saved for the second.
+
+    Leaves that need gradients, such as weights, are alive anyway: they are the same tensors in both runs, as autocast
+    wants it, which remembers what it has cast.
+    """
+
+    def __init__(self, operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        #: A body may write to containers, so that the first run gets those of the caller; then nobody holds them.
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (operands, dict(keywords))
+        leaves, self._structure = pytree.tree_flatten(self._first)
+        self._is_saved = list(map(_is_saved, leaves))
+        self._others = [_noted(leaf, name) for name, leaf in named_leaves(operands, keywords) if not _is_saved(leaf)]
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by the names that messages have for them."""
+        return {name: leaf for name, leaf in named_leaves(*self._given()) if isinstance(leaf, Tensor)}
+
+    def tensors(self) -> list[Tensor]:
+        """What the checkpoint saves."""
+        return [leaf for leaf in pytree.tree_leaves(self._given()) if _is_saved(leaf)]
+
+    def first(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments themselves, once."""
+        given, self._first = self._given(), None
+        return given
+
+    def again(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these tensors in them."""
+        saved, others = iter(tensors), map(_unwritten, self._others)
+        leaves = [next(saved) if is_saved else next(others) for is_saved in self._is_saved]
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, self._structure)
+        return found
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Around the checkpoint: a tensor that is written before it is needed again is told by its name.
+
+        Where somebody else packs what is saved, he gives back what he was given, whatever happened to it since.
+        """
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return nullcontext()
+        names = {id(tensor): name for name, tensor in self.named().items()}
+        return saved_tensors_hooks(lambda tensor: _noted(tensor, names.get(id(tensor), "an argument")), _unwritten)
+
+    def _given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._first is not None
+        return self._first
+
+
+def named_leaves(operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All leaves of arguments, in the order of their tree, with a name for each."""
+    for given, value in (*enumerate(operands), *keywords.items()):
+        leaves = pytree.tree_leaves(value)
+        for place, leaf in enumerate(leaves):
+            yield f"argument {given}" if len(leaves) == 1 else f"argument {given}, item {place}", leaf
+
+
+def _is_saved(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not (leaf.is_leaf and leaf.requires_grad)
+
+
+def _noted(leaf: Any, name: str) -> tuple[Any, int, str]:
+    return leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0, name
+
+
+def _unwritten(noted: tuple[Any, int, str]) -> Any:
+    """What was noted, as long as it is what it was."""
+    leaf, version, name = noted
+    if isinstance(leaf, Tensor) and version_of(leaf) != version:
+        raise RecomputeError(
+            f"{name!r} changed in place between the region and its backward, so the region would be recomputed with "
+            "other values; write to a copy, or leave what reads it out of the region"
+        )
+    return leaf

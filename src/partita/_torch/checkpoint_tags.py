@@ -1,0 +1,50 @@
+"""Recomputed bodies where a tracer writes down their operators: tags on the nodes, which a partitioner acts on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from partita._torch.body_runs import run_body
+from partita._torch.checkpoint_runs import ContextFunction
+from partita._torch.node_tags import next_graph_id, node_tags, tagging
+
+__all__ = ["run_kept_tagged", "run_tagged", "tag_nodes"]
+
+
+def run_tagged(
+    body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any], context_fn: ContextFunction | None
+) -> Any:
+    """What `body` gives; the nodes that are traced meanwhile say that they can be computed again.
+
+    A selective context function decides node by node; it needs no second run here, since nothing is saved yet.
+    """
+    number = next_graph_id()
+    if context_fn is None:
+        with tagging({"ac_graph_id": number, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}):
+            return run_body(nullcontext(), body, operands, keywords)
+    first, _ = context_fn()
+    if hasattr(first, "ac_graph_id"):
+        first.ac_graph_id = number
+    with tagging({"ac_graph_id": number}), first:
+        return run_body(nullcontext(), body, operands, keywords)
+
+
+def run_kept_tagged(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """What `body` gives; where nodes are tagged, these say that they are saved."""
+    is_recomputed = bool(node_tags())
+    with tagging({"recompute": CheckpointPolicy.MUST_SAVE}) if is_recomputed else nullcontext():
+        return run_body(nullcontext(), body, operands, keywords)
+
+
+def tag_nodes(gmod: Any, is_sac: bool) -> Any:  # noqa: FBT001  The signature is torch's.
+    """Tags every call of a graph, in place: a selective policy decides later what is recomputed, or all of it is."""
+    number = next_graph_id()
+    for node in gmod.graph.nodes:
+        if node.op in ("call_function", "call_method", "call_module"):
+            node.meta["ac_graph_id"] = number
+            node.meta["recompute"] = None if is_sac else CheckpointPolicy.PREFER_RECOMPUTE
+    return gmod

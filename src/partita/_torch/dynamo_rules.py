@@ -1,0 +1,115 @@
+"""How Dynamo traces calls of our operators: as what they mean in plain Python, or as calls with a traced body."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from inspect import isclass, isfunction, unwrap
+from typing import Any
+
+from partita.errors import OptionError
+
+__all__ = ["RULES"]
+
+#: Where the code of the operators is.
+_OWN = (
+    "partita.hops.",
+    "partita._torch.ambient",
+    "partita._torch.body_",
+    "partita._torch.checkpoint_",
+    "partita._torch.node_tags",
+    "partita._torch.tracing_state",
+)
+
+
+def _inlined(module: Any) -> type | None:
+    """A call is traced as the operator's meaning."""
+    base = getattr(module, "TorchHigherOrderOperatorVariable", None)
+    if base is None:
+        return None
+
+    class InlinedOperator(base):  # type: ignore[misc, valid-type]
+        """An operator of which Dynamo sees what it does."""
+
+        _HOP_NAME = "partita.hops"
+
+        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            from torch._dynamo.variables.functions import UserFunctionVariable
+
+            operator: Any = self.value
+            _leave_alone()
+            try:
+                mode = [arg.realize().as_python_constant() for arg in args[: operator.mode_count]]
+                operator.check(*mode)
+            except (NotImplementedError, OptionError):
+                return super()._call_function(tx, args, kwargs)  # Ends the graph: the call itself says what is wrong.
+            with operator.meaning(*mode) as meaning:
+                return UserFunctionVariable(meaning).call_function(tx, args, kwargs)
+
+    return InlinedOperator
+
+
+def _wrapped(module: Any) -> type | None:
+    """A call stays a call, of a body that Dynamo has traced; tensors that the body finds outside become operands."""
+    base = getattr(module, "WrapHigherOrderVariable", None)
+    if base is None:
+        return None
+
+    class WrappedOperator(base):  # type: ignore[misc, valid-type]
+        """An operator that is in the graph."""
+
+        _HOP_NAME = "partita.hops"
+
+        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            _leave_alone()
+            return super()._call_function(tx, args, kwargs)
+
+    return WrappedOperator
+
+
+def _checkpoint(module: Any) -> type | None:
+    """Likewise, with the keywords of a checkpoint kept at the call, as torch does for its own."""
+    base = getattr(module, "CheckpointHigherOrderVariable", None)
+    outermost: Any = getattr(module, "TorchHigherOrderOperatorVariable", None)
+    if base is None or outermost is None:
+        return None
+
+    class CheckpointOperator(base):  # type: ignore[misc, valid-type]
+        """A checkpoint that is in the graph."""
+
+        _HOP_NAME = "partita.hops"
+
+        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            _leave_alone()
+            kwargs = dict(kwargs)
+            reentrant = kwargs.pop("use_reentrant", None)
+            if reentrant is not None and reentrant.realize().as_python_constant():
+                return outermost._call_function(self, tx, args, kwargs)  # Ends the graph: the call says what is wrong.
+            return super()._call_function(tx, args, kwargs)
+
+    return CheckpointOperator
+
+
+#: By the name that an operator gives of its rule: from Dynamo's module of operators to a class for its table.
+RULES: Mapping[str, Callable[[Any], type | None]] = {
+    "inlined": _inlined,
+    "wrapped": _wrapped,
+    "checkpoint": _checkpoint,
+}
+
+
+@cache
+def _leave_alone() -> None:
+    """Keeps Dynamo from compiling what runs around a body, where a break in the body has ended the graph."""
+    from torch._dynamo import eval_frame
+
+    skip_code = getattr(eval_frame, "skip_code", None)
+    if skip_code is None:
+        return
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_OWN)]
+    classes = [value for module in modules for value in vars(module).values() if isclass(value)]
+    for holder in (*modules, *classes):
+        for value in vars(holder).values():
+            if isfunction(value) and value.__module__.startswith(_OWN):
+                skip_code(unwrap(value).__code__)

@@ -1,0 +1,45 @@
+"""Graphs that are compiled whole, with marks on their nodes that the compiler reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partita.plans import Plan
+from partita.tracing.backend_options import Inner
+
+__all__ = ["compile_marked", "digest_of_marks"]
+
+
+def compile_marked(gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What `inner` makes of the graph that it now owns, with the marks of the plan on its nodes."""
+    marks = decided.marks()
+    for node, own in marks.items():
+        node.meta.update(own)
+    # torch's cache of compiled graphs sees no metadata: without the tag, another plan would get the old code.
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag=_tag(marks)):
+        return inner(gm, example_inputs)
+
+
+def digest_of_marks(marks: Mapping[Node, Mapping[str, object]]) -> str:
+    """A text that differs for plans that mark otherwise, and is the same for equal ones in every process.
+
+    The numbers of regions only count by their order, since they go on from plan to plan.
+    """
+    order: dict[object, int] = {}
+    told = []
+    for node, own in marks.items():
+        for key, value in own.items():
+            shown = order.setdefault(value, len(order)) if isinstance(value, int) and key == "ac_graph_id" else value
+            told.append(f"{node.name} {key} {shown}")
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+
+def _tag(marks: Mapping[Node, Mapping[str, object]]) -> str:
+    given = torch.compiler.config.cache_key_tag
+    return f"{given}partita:{digest_of_marks(marks)}"

@@ -1,0 +1,161 @@
+"""What a recomputed region keeps for the backward: a function from the region to some of its nodes.
+
+Anybody's function will do, if it can be imported; these are frozen, so that plans can be compared and printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from torch import Tensor, nn
+from torch.fx import Node
+
+from partita._torch.toggles import TOGGLES
+from partita.errors import OptionError
+from partita.graphs.chosen_operators import Chosen, Operator, checked_operators
+from partita.graphs.flops import Flops
+from partita.graphs.kept_bytes import KeptBytes
+from partita.graphs.later_writes import names_written
+from partita.graphs.values import value_of
+from partita.regions import Region
+
+__all__ = [
+    "Keep",
+    "KeepAtMost",
+    "KeepEverything",
+    "KeepExpensive",
+    "KeepNodes",
+    "KeepNothing",
+    "KeepOperators",
+    "keepable",
+]
+
+#: The nodes of a region whose results are kept.
+Keep: TypeAlias = Callable[[Region], Iterable[Node]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepNothing:
+    """Keeps only what the region is given; all of it is computed again."""
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        return ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepEverything:
+    """Keeps what every node gives, as far as nobody writes to it."""
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        return keepable(region)
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class KeepOperators:
+    """Keeps the results of these operators, functions, methods or modules, under any name that tracers give them."""
+
+    operators: tuple[Operator, ...]
+
+    def __init__(self, *operators: Operator) -> None:
+        object.__setattr__(self, "operators", checked_operators(operators))
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        root = region.nodes[0].graph.owning_module
+        chosen = Chosen(self.operators, nn.Module() if root is None else root)
+        return [node for node in keepable(region) if node.op.startswith("call_") and node in chosen]
+
+    def __repr__(self) -> str:
+        return f"KeepOperators({', '.join(map(_shown, self.operators))})"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class KeepNodes:
+    """Keeps the results of the nodes with these names; a name may be in any region of the plan."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        odd = [name for name in names if not isinstance(name, str)]
+        if odd or not names:
+            raise OptionError(f"KeepNodes takes names of nodes, not {odd[0] if odd else 'nothing'!r}")
+        object.__setattr__(self, "names", names)
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        return [node for node in region.nodes if node.name in self.names]
+
+    def __repr__(self) -> str:
+        return f"KeepNodes({', '.join(map(repr, self.names))})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepExpensive:
+    """Keeps what takes at least so many floating-point operations a byte to compute again, by the traced values."""
+
+    flops_per_byte: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.flops_per_byte) not in (int, float) or not self.flops_per_byte > 0:
+            raise OptionError(f"flops_per_byte is a number above zero, not {self.flops_per_byte!r}")
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        flops, kept = Flops(), KeptBytes()
+        return [node for node in keepable(region) if _worth(node, flops, kept) >= self.flops_per_byte]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepAtMost:
+    """Keeps at most so many bytes in each region: what is dearest to compute again for its size comes first."""
+
+    bytes: int
+
+    def __post_init__(self) -> None:
+        if type(self.bytes) is not int or self.bytes < 0:
+            raise OptionError(f"bytes is a whole number, not {self.bytes!r}")
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        flops, kept = Flops(), KeptBytes()
+        worth = {node: _worth(node, flops, kept) for node in keepable(region)}
+        left, chosen = self.bytes, []
+        for node in sorted((node for node in worth if worth[node] > 0), key=lambda node: -worth[node]):
+            if kept.of(node) <= left:
+                left -= kept.of(node)
+                chosen.append(node)
+        return chosen
+
+
+def keepable(region: Region) -> list[Node]:
+    """The nodes of a region whose results can be kept: they give tensors, and nobody writes to these."""
+    written = names_written(region.nodes)
+    return [
+        node
+        for node in region.nodes
+        if node.op.startswith("call_")
+        and node.target not in TOGGLES
+        and node.name not in written
+        and _gives_tensors(node)
+    ]
+
+
+def _gives_tensors(node: Node) -> bool:
+    value = value_of(node)
+    if value is None:
+        return True  # Nobody has traced it; what gives no tensor has nothing to keep.
+    return any(isinstance(item, Tensor) for item in (value if isinstance(value, tuple | list) else (value,)))
+
+
+def _worth(node: Node, flops: Flops, kept: KeptBytes) -> float:
+    """The floating-point operations for each byte that is kept; zero where nothing is known."""
+    size = kept.of(node)
+    return flops.of(node) / size if size else 0.0
+
+
+def _shown(operator: Operator) -> str:
+    return repr(operator) if isinstance(operator, str) else str(getattr(operator, "__name__", operator))
