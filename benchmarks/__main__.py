@@ -15,6 +15,7 @@ from benchmarks import (
     first_call,
     fusing,
     growth,
+    held,
     lowering,
     memory,
     modes,
@@ -34,6 +35,7 @@ SECTIONS = {
     "capability": lowering.capability_rows,
     "lowering": lowering.rows,
     "memory": memory.rows,
+    "held": held.rows,
     "growth": growth.rows,
 }
 _HERE = Path(__file__).resolve().parent
@@ -44,17 +46,17 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = []
-    for section in options.sections or SECTIONS:
-        for row in SECTIONS[section](SCALES[options.scale]):
-            print(line(row), flush=True)
-            rows.append(row)
     command = " ".join(["python -m benchmarks", *arguments])
     out = options.out or _HERE / "results" / f"{options.scale}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    if options.sections and out.exists():
-        rows = merged(from_json(out.read_text()), rows)
-    out.write_text(as_json(rows, command))
+    rows = from_json(out.read_text()) if options.sections and out.exists() else []
+    for section in options.sections or SECTIONS:
+        made = []
+        for row in SECTIONS[section](SCALES[options.scale]):
+            print(line(row), flush=True)
+            made.append(row)
+        rows = merged(rows, made)
+        out.write_text(as_json(rows, command))  # After each: what is measured stays, if a later one fails.
     if options.readme:
         put_into_readme(_HERE / "README.md", rows, command)
     missed = [row for row in rows if row.verdict == "MISSED"]

@@ -1,0 +1,1 @@
+"""Measurements that need a GPU; each is a script of its own."""
