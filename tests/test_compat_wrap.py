@@ -34,7 +34,26 @@ def test_results_equal_those_of_torch(name: str) -> None:
     assert (found.dtype, found.requires_grad) == (expected.dtype, expected.requires_grad)
 
 
-@pytest.mark.parametrize("name", CALLS)
+CHECKPOINTS = ("wrap_activation_checkpoint", "tag_activation_checkpoint")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_give_the_result_and_the_gradients_of_torch(name: str) -> None:
+    body, x = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Tanh())), torch.randn(1, 2)
+    found, expected = (getattr(module, name)(body, x) for module in (ours, theirs))
+    assert torch.equal(found, expected)
+    gradients = (torch.autograd.grad(result.sum(), list(body.parameters())) for result in (found, expected))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_keywords_of_checkpoints_are_divided_as_torch_does() -> None:
+    given = {"x": 1, "use_reentrant": False, "preserve_rng_state": True, "context_fn": None, "debug": False}
+    for module in (ours, theirs):
+        own, rest = module.tag_activation_checkpoint.divide_kwargs(dict(given))
+        assert (set(own), rest) == (set(given) - {"x"}, {"x": 1})
+
+
+@pytest.mark.parametrize("name", [*CALLS, *CHECKPOINTS])
 def test_names_are_those_of_torch_and_objects_those_of_partita(name: str) -> None:
     assert getattr(ours, name) is getattr(hops, name)
     assert getattr(ours, name) is not getattr(theirs, name)

@@ -17,9 +17,11 @@ from multiprocessing import get_context
 
 import torch
 
+from partita.backends import backend_names
 from partita.testing.build import random_case, random_nest
 from partita.testing.export_laws import EXPORTABLE, check_export_laws
 from partita.testing.laws import check_laws
+from partita.testing.lower_laws import check_lower_laws
 from partita.testing.mode_laws import check_mode_laws
 from partita.testing.mode_oracle import leaves_modes
 from partita.testing.regions import random_labels
@@ -36,7 +38,10 @@ _SEEDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How many programs were tried, how many of their partitions were legal, what was refused, and what broke."""
+    """How many programs were tried, how many of their partitions were legal, what was refused, and what broke.
+
+    For lowered programs, those are legal in which something was compiled, and what could not be is refused.
+    """
 
     tried: int = 0
     legal: int = 0
@@ -52,11 +57,14 @@ class Tally:
         )
 
 
-def fuzz(first_seed: int, graphs: int, *, modes: bool = False) -> Tally:
-    """Checks the laws for `graphs` programs from `first_seed` on; for nests only, the laws for modes, if `modes`."""
+def fuzz(first_seed: int, graphs: int, *, modes: bool = False, lower: str | None = None) -> Tally:
+    """Checks the laws for `graphs` programs from `first_seed` on.
+
+    With `modes`, the laws for modes, on nests only; with `lower`, the name of a backend, the law for lowered programs.
+    """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    check = _check_nest if modes else _check_program
+    check = _check_nest if modes else _check_program if lower is None else partial(_check_lowered, lower)
     return sum((_tried(check, seed) for seed in range(first_seed, first_seed + graphs)), Tally())
 
 
@@ -86,27 +94,38 @@ def _check_nest(seed: int) -> Tally:
     return Tally(1, refused=tuple(f"seed {seed}: {words}" for words in refusals if words is not None))
 
 
+def _check_lowered(backend: str, seed: int) -> Tally:
+    lowering = check_lower_laws(random_case(seed), backend, seed)
+    failed = {failure.region for failure in lowering.failures}
+    told = tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in lowering.failures)
+    return Tally(1, int(len(failed) < len(lowering.partition)), refused=told)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what broke; the status is 1 if anything did."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=int, default=2000, help="how many programs (default 2000)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
-    parser.add_argument("--modes", action="store_true", help="nests of modes only, by the laws for modes")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--modes", action="store_true", help="nests of modes only, by the laws for modes")
+    kinds.add_argument("--lower", choices=backend_names(), help="regions that this backend takes, lowered by it")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
     options = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)
     start, total = time.perf_counter(), Tally()
     starts = range(options.seed, options.seed + options.graphs, _CHUNK)
     sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for tally in pool.map(partial(fuzz, modes=options.modes), starts, sizes):
+    check = partial(fuzz, modes=options.modes, lower=options.lower)
+    quiet = partial(logging.disable, logging.WARNING)
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
+        for tally in pool.map(check, starts, sizes):
             for case in tally.broken[: max(0, options.show - len(total.broken))]:
                 print(f"\n{case}", flush=True)
             total += tally
     _print_kinds("broken", total.broken)
-    _print_kinds("refused", total.refused)
-    what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} legal partitions"
+    _print_kinds("not compiled" if options.lower else "refused", total.refused)
+    legal = "compiled" if options.lower else "legal partitions"
+    what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
     seconds = time.perf_counter() - start
     print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")
     return 1 if total.broken or _tells_nothing(total, modes=options.modes) else 0

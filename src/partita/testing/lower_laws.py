@@ -1,0 +1,76 @@
+"""Laws for lowering: whatever is taken and whatever refused, lowered regions cannot be told from the original."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import final
+
+from torch.fx import Graph, Node
+
+from partita.backends import Backend, find_backend
+from partita.equivalence import Difference, compare
+from partita.graphs.program import Program
+from partita.graphs.summation import summation_tolerance
+from partita.plans import Plan, plan
+from partita.policies import ByCapability
+from partita.testing.case import Case
+from partita.testing.laws import LawError
+from partita.treatments import Lower
+
+__all__ = ["check_lower_laws", "random_capability"]
+
+
+def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
+    """Raises where the program differs once the backend has what `random_capability` gives it; else the plan.
+
+    The failures of the plan tell what was not compiled, and ran eagerly.
+    """
+    program, found = Program.of(case.graph_module), find_backend(backend)
+    policy = random_capability(program.graph, found, seed)
+    lowering = plan(program, policy, Lower(found))
+    try:
+        after = lowering.apply()
+        own = case.copy()
+        tolerance = after.tolerance | summation_tolerance(program)
+        comparison = compare(program, after, own.args, own.kwargs, tolerance=tolerance)
+        assert all(map(_is_allowed, comparison.differences)), str(comparison)
+    except Exception as error:
+        title = f"a program lowered by {found.name} cannot be told from the original"
+        raise LawError(f"{title}\n{case!r}\n{lowering}\n{type(error).__name__}: {error}") from error
+    return lowering
+
+
+def _is_allowed(difference: Difference) -> bool:
+    """Compiled code has gradients where autograd refuses them for a view whose base was written in secret."""
+    is_backward = difference.kind == "exception" and difference.where == "backward"
+    return is_backward and difference.detail.endswith("!= no exception")
+
+
+def random_capability(graph: Graph, backend: Backend, seed: int) -> ByCapability:
+    """The policy of that number: what the backend takes, less some nodes at random, for one taker or for two."""
+    source = Random(seed)
+    ranks = {node: source.random() for node in graph.nodes}
+    share = source.choice((0.0, 0.1, 0.3, 0.6))
+    connected = source.random() < 0.3
+    smallest, largest = source.choice((1, 1, 2, 4)), source.choice((None, None, 5))
+    devices_apart = source.random() < 0.7
+    shares = (0.6, share / 2) if source.random() < 0.4 else (share,)
+    return ByCapability(
+        tuple(_Picky(backend, ranks, refused) for refused in shares),
+        connected=connected,
+        smallest=smallest,
+        largest=largest,
+        devices_apart=devices_apart,
+    )
+
+
+@final
+class _Picky:
+    """Refuses what the backend refuses, and this share of the other nodes."""
+
+    def __init__(self, backend: Backend, ranks: dict[Node, float], share: float) -> None:
+        self._backend, self._ranks, self._share = backend, ranks, share
+        self.__name__ = f"{backend.name}_{share:.0%}".removesuffix("%")
+
+    def __call__(self, node: Node) -> str | None:
+        return "no" if self._ranks[node] < self._share else self._backend.refusal(node)
