@@ -98,6 +98,21 @@ def test_results_of_several_kinds_are_kept() -> None:
     assert calls_in_backward(_checkpoint(body, x, hops.keep))["sort"] == 0
 
 
+def test_weights_that_autocast_has_cast_before_are_no_part_of_what_is_kept() -> None:
+    weight = square()
+
+    def body(x: Tensor, kept: Any) -> Tensor:
+        return kept(torch.mm, kept(torch.mm, x, weight).sin(), weight).exp()
+
+    def run(call: Any, kept: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(body, x @ weight, kept) + call(body, x, kept)
+
+    x = square()
+    found = step(run, [x, weight], _checkpoint, hops.keep, x)
+    assert_bitwise(found, step(run, [x, weight], _plainly, _plainly, x))
+
+
 def test_outside_of_a_checkpoint_keep_only_calls() -> None:
     x = square()
     assert_bitwise(step(hops.keep, [x], lambda a: _drop(a.sin()), x), step(lambda a: _drop(a.sin()), [x], x))

@@ -136,7 +136,7 @@ class _Noting(_Keeping):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _is_kept(func):
+        if _is_kept(func) and not _may_be_cached(func, args):
             self._own.append(_Entry(func, result))
         return result
 
@@ -153,7 +153,7 @@ class _Returning(_Keeping):
         self._cursor = cursor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_kept(func):
+        if not _is_kept(func) or _may_be_cached(func, args):
             return func(*args, **(kwargs or {}))
         entry = self._cursor.take(func)
         written = _written(func, args, kwargs or {})
@@ -183,6 +183,11 @@ def _is_kept(func: Any) -> bool:
         return False
     returns = getattr(getattr(func, "_schema", None), "returns", ())
     return not any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+
+
+def _may_be_cached(func: Any, args: Any) -> bool:
+    """Whether this is the cast of a weight, which autocast remembers, so that it may run in one of the runs only."""
+    return func is torch.ops.aten._to_copy.default and bool(args[0].is_leaf and args[0].requires_grad)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -17,7 +17,15 @@ from partita.graphs.aliasing import storages_of, written_classes
 from partita.graphs.behaviours import Behaviours
 from partita.graphs.index import Index
 
-__all__ = ["forget_writers", "later_writer", "names_written", "names_written_outside", "writers_of", "writing_nodes"]
+__all__ = [
+    "forget_writers",
+    "later_writer",
+    "names_written",
+    "names_written_outside",
+    "readers_before_writes",
+    "writers_of",
+    "writing_nodes",
+]
 
 
 def names_written_outside(nodes: Collection[Node]) -> frozenset[str]:
@@ -58,6 +66,26 @@ def later_writer(source: Node, readers: Collection[Node]) -> str | None:
     return min(later, key=found.places.__getitem__, default=None)
 
 
+def readers_before_writes(nodes: Collection[Node]) -> list[Node]:
+    """Those of these nodes that compute something from an input or attribute which is written later.
+
+    Whoever computes them again when the program has run must not read the same memory; views compute nothing.
+    """
+    found = _known_writers(nodes)
+    if found is None:
+        return []
+    last = {
+        memory: max(map(found.places.__getitem__, found.writers[memory]))
+        for memory in found.held & found.writers.keys()
+    }
+    return [
+        node
+        for node in nodes
+        for memory in [found.classes[source.name] for source in node.all_input_nodes]
+        if last.get(memory, -1) > found.places[node.name] and found.classes[node.name] != memory
+    ]
+
+
 def writing_nodes(root: GraphModule) -> tuple[str, ...]:
     """The names of the nodes of a graph that may write, in order."""
     found = _known_writers(tuple(root.graph.nodes)[:1])
@@ -89,6 +117,8 @@ class _Writers(NamedTuple):
     writers: dict[int, set[str]]
     classes: dict[str, int]
     places: dict[str, int]
+    #: The classes of inputs and attributes, which are there before a call and after it.
+    held: frozenset[int]
     graph_size: int
 
 
@@ -100,7 +130,7 @@ def _writers_of(root: GraphModule) -> _Writers:
     behaviours = Behaviours(root)
     acting, size = behaviours.acting(root.graph), len(root.graph.nodes)
     if not any(told.writes for told in acting.values()):
-        return _Writers({}, {}, {}, size)
+        return _Writers({}, {}, {}, frozenset(), size)
     index = Index(root.graph)
     storages = storages_of(index, behaviours, acting)
     writers: dict[int, set[str]] = {}
@@ -109,4 +139,5 @@ def _writers_of(root: GraphModule) -> _Writers:
             writers.setdefault(storages.find(written), set()).add(index.nodes[number].name)
     classes_of = {node.name: storages.find(number) for number, node in enumerate(index.nodes)}
     places = {node.name: number for number, node in enumerate(index.nodes)}
-    return _Writers(writers, classes_of, places, size)
+    held = frozenset(classes_of[node.name] for node in index.nodes if node.op in ("placeholder", "get_attr"))
+    return _Writers(writers, classes_of, places, held, size)

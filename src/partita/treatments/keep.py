@@ -12,6 +12,7 @@ from typing import TypeAlias, final
 from torch import Tensor, nn
 from torch.fx import Node
 
+from partita._torch.schemas import signatures_of
 from partita._torch.toggles import TOGGLES
 from partita.errors import OptionError
 from partita.graphs.chosen_operators import Chosen, Operator, checked_operators
@@ -29,6 +30,7 @@ __all__ = [
     "KeepNodes",
     "KeepNothing",
     "KeepOperators",
+    "gives_tensors",
     "keepable",
 ]
 
@@ -140,15 +142,18 @@ def keepable(region: Region) -> list[Node]:
         if node.op.startswith("call_")
         and node.target not in TOGGLES
         and node.name not in written
-        and _gives_tensors(node)
+        and gives_tensors(node)
     ]
 
 
-def _gives_tensors(node: Node) -> bool:
+def gives_tensors(node: Node) -> bool:
+    """Whether there is something to keep of what a node gives."""
     value = value_of(node)
-    if value is None:
-        return True  # Nobody has traced it; what gives no tensor has nothing to keep.
-    return any(isinstance(item, Tensor) for item in (value if isinstance(value, tuple | list) else (value,)))
+    if value is not None:
+        return any(isinstance(item, Tensor) for item in (value if isinstance(value, tuple | list) else (value,)))
+    # Nobody has traced it, or it is one of torch's checks.
+    signatures = signatures_of(node.target) if node.op == "call_function" else ()
+    return not signatures or any(signature.returns for signature in signatures)
 
 
 def _worth(node: Node, flops: Flops, kept: KeptBytes) -> float:

@@ -12,8 +12,9 @@ from torch.fx import GraphModule, Node
 import partita.hops as hops
 from partita._torch.checkpoint_facts import BodyFacts, note_facts
 from partita._torch.node_tags import next_graph_id
+from partita.backends.transforms import is_inside_transform
 from partita.errors import OptionError, RecomputeError
-from partita.graphs.later_writes import later_writer, names_written, writers_of
+from partita.graphs.later_writes import later_writer, names_written, readers_before_writes, writers_of
 from partita.graphs.program import Program
 from partita.graphs.saved_tensors import SavedTensors
 from partita.plans.holding import Holding, holding_of
@@ -22,7 +23,7 @@ from partita.regions import Region
 from partita.rewrite.keep_apart import keep_apart
 from partita.rewrite.operator_calls import OperatorCall
 from partita.treatments.body_facts import acts_of, may_write, written_inputs
-from partita.treatments.keep import Keep, KeepNothing
+from partita.treatments.keep import Keep, KeepNothing, gives_tensors, keepable
 
 __all__ = ["Recompute"]
 
@@ -52,7 +53,7 @@ class Recompute:
         return f"Recompute(keep={keep})"
 
     def kept(self, region: Region) -> frozenset[Node]:
-        """The nodes of the region whose results are kept."""
+        """The nodes of the region whose results are kept: what `keep` says, and what reads memory that changes."""
         kept, inside = tuple(self.keep(region)), set(region.nodes)
         for node in kept:
             if node not in inside:
@@ -67,7 +68,9 @@ class Recompute:
                 raise RecomputeError(
                     f"{self.keep!r} keeps {node.name!r}, but {_writer(node)}; keep another node, or write to a copy"
                 )
-        return frozenset(kept)
+        # A compiler would compute these again from what was written meanwhile.
+        needed = set(readers_before_writes(region.nodes)).intersection(keepable(region))
+        return frozenset((*filter(gives_tensors, kept), *needed))
 
     def treat_at(self, body: GraphModule, site: Site) -> Called:
         return self._treated(body, {node.name for node in self.kept(site.region)}, site)
@@ -130,6 +133,12 @@ def _state_written(body: GraphModule, program: Program) -> Iterator[str]:
 
 def _check_body(body: Program, region: Region) -> None:
     nodes = body.index.nodes
+    inside = next(filter(is_inside_transform, region.nodes), None)
+    if inside is not None:
+        raise RecomputeError(
+            f"node {inside.name!r} in region {region.name!r} runs inside a transform of torch.func, whose levels "
+            "are gone when the backward runs; leave the whole transform out of the region"
+        )
     for number in body.effects.barriers:
         raise RecomputeError(
             f"node {nodes[number].name!r} in region {region.name!r} calls what nobody knows, so it may do what must "
