@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class StateWatch:
     def __init__(self, body: Any, *, without: Collection[int] = ()) -> None:
         self._state = {name: tensor for name, tensor in _state(body) if id(tensor) not in without}
         self._versions = _versions(self._state)
+        self._slots = [slot for slot in _slots(body) if id(slot.tensor) not in without]
         self._statistics = [name for name in _statistics(body) if name in self._state]
 
     def tensors(self) -> Collection[Tensor]:
@@ -44,6 +45,12 @@ class StateWatch:
                 "be recomputed with other values; run backward before you update what it needs"
             )
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """While the body runs again, its modules hold what they held at the first run, whatever was put there since."""
+        with _holding({slot: slot.tensor for slot in self._slots if slot.held() is not slot.tensor}):
+            yield
+
 
 class WrittenInputs:
     """The arguments and the state of a body that are written, by itself or later, with copies from before.
@@ -56,7 +63,8 @@ class WrittenInputs:
         #: For the first run; a body may write to containers as well.
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (operands, dict(keywords))
         self._leaves, self._structure = pytree.tree_flatten(self._first)
-        self._slots = _slots(body, set(facts.written))
+        told_names = set(facts.written)
+        self._slots = [slot for slot in _slots(body) if slot.is_buffer or slot.name in told_names]
         self._knows_written = facts.knows_written
         self._watch = StateWatch(body, without={id(slot.tensor) for slot in self._slots})
         named = {name: leaf for name, leaf in named_leaves(operands, keywords) if isinstance(leaf, Tensor)}
@@ -99,10 +107,7 @@ class WrittenInputs:
         self._check()
         fresh = {key: copy.fresh() for key, copy in self._copies.items()}
         leaves = [_replaced(leaf, fresh) for leaf in self._leaves]
-        with ExitStack() as stack:
-            for slot in self._slots:
-                slot.hold(_replaced(slot.tensor, fresh))
-                stack.callback(slot.hold, slot.tensor)
+        with self._watch.restored(), _holding({slot: _replaced(slot.tensor, fresh) for slot in self._slots}):
             yield pytree.tree_unflatten(leaves, self._structure)
 
     def _check(self) -> None:
@@ -119,7 +124,7 @@ class WrittenInputs:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
     """Where a module of a body holds a tensor."""
 
@@ -127,21 +132,37 @@ class _Slot:
     table: dict[str, Any]
     key: str
     tensor: Tensor
+    is_buffer: bool
 
-    def hold(self, tensor: Tensor) -> None:
+    def held(self) -> Any:
+        return self.table.get(self.key)
+
+    def hold(self, tensor: Any) -> None:
         self.table[self.key] = tensor
 
 
-def _slots(body: Any, written: set[int | str]) -> list[_Slot]:
-    """All buffers, and those parameters that are known to be written."""
-    found = []
-    for path, module in body.named_modules() if isinstance(body, nn.Module) else ():
-        for table in (module._buffers, module._parameters):
-            for key, tensor in table.items():
-                name = f"{path}.{key}" if path else key
-                if tensor is not None and (table is module._buffers or name in written):
-                    found.append(_Slot(name, table, key, tensor))
-    return found
+@contextmanager
+def _holding(tensors: Mapping[_Slot, Tensor]) -> Iterator[None]:
+    """Inside, the slots hold these tensors."""
+    before = {slot: slot.held() for slot in tensors}
+    for slot, tensor in tensors.items():
+        slot.hold(tensor)
+    try:
+        yield
+    finally:
+        for slot, tensor in before.items():
+            slot.hold(tensor)
+
+
+def _slots(body: Any) -> list[_Slot]:
+    """All places in the modules of a body that hold a tensor."""
+    return [
+        _Slot(f"{path}.{key}" if path else key, table, key, tensor, table is module._buffers)
+        for path, module in (body.named_modules() if isinstance(body, nn.Module) else ())
+        for table in (module._parameters, module._buffers)
+        for key, tensor in table.items()
+        if tensor is not None
+    ]
 
 
 class _Copy:
@@ -161,7 +182,7 @@ class _Copy:
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether the memory of a tensor of the group is not any more what it was."""
-        return not torch.equal(_flat(tensor), self._flat)
+        return hasattr(tensor, "fake_mode") or not torch.equal(_flat(tensor), self._flat)
 
     def fresh(self) -> dict[int, Tensor]:
         """Tensors like the group's, by identity, over memory of their own."""
@@ -217,9 +238,12 @@ def _statistics(body: Any) -> Iterator[str]:
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def _versions(tensors: Mapping[str, Tensor]) -> list[tuple[int, torch.Size]]:
-    """How often each tensor has been written, and its shape, which a few operators change in place."""
-    return [(version_of(tensor), tensor.shape) for tensor in tensors.values()]
+def _versions(tensors: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
+    """How often each tensor has been written, and what can change without that: shape, memory, gradients wanted."""
+    return [
+        (version_of(tensor), tensor.shape, storage_key(tensor), tensor.is_leaf and tensor.requires_grad)
+        for tensor in tensors.values()
+    ]
 
 
 def _changed(tensors: Mapping[str, Tensor], versions: Sequence[object]) -> list[str]:

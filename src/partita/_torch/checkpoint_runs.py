@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -50,6 +50,7 @@ def run_recomputed(
         return _run_writing(body, operands, keywords, options, facts or BodyFacts())
     inputs, runs = SavedInputs(operands, keywords), _Runs(options)
     watch, outside = StateWatch(body), OutsideLeaves(body)
+    given = StateWatch({name: leaf for name, leaf in inputs.named().items() if isinstance(leaf, nn.Parameter)})
     unchanged = StateWatch({**inputs.named(), **found_outside(body)}) if facts is None else None
 
     def run(*tensors: Tensor) -> Any:
@@ -58,9 +59,10 @@ def run_recomputed(
             with outside.noting() if facts is None else nullcontext():
                 return run_body(nullcontext(), body, operands, keywords)
         watch.check()
+        given.check()
         outside.check()
         operands, keywords = inputs.again(tensors)
-        with _unwritten(facts) if facts is None else nullcontext():
+        with watch.restored(), _unwritten(facts) if facts is None else nullcontext():
             return run_body(nullcontext(), body, operands, keywords)
 
     tensors = inputs.tensors()

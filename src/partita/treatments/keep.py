@@ -59,7 +59,7 @@ class KeepEverything:
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class KeepOperators:
-    """Keeps the results of these operators, functions, methods or modules, under any name that tracers give them."""
+    """Keeps the results of these operators, functions, methods or classes of modules, as the graph calls them."""
 
     operators: tuple[Operator, ...]
 

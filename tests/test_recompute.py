@@ -1,0 +1,312 @@
+"""Recompute: what each policy keeps, what is computed again, and the same training bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint_helpers import assert_bitwise
+from tests.held_helpers import bytes_alive
+from tests.recompute_helpers import SIZE, Network, calls_again, captured, recomputed, rows, trained
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import partita
+from partita import Program, Region
+from partita.errors import OptionError, RecomputeError, TreatmentError
+from partita.policies import ByLabel, ByModule, BySize
+from partita.testing.models import Attention, Buffered, Casting, Frozen, Mixer, Structured
+from partita.treatments import (
+    Call,
+    KeepAtMost,
+    KeepEverything,
+    KeepExpensive,
+    KeepNodes,
+    KeepNothing,
+    KeepOperators,
+    Recompute,
+)
+
+LINEAR = torch.ops.aten.linear.default
+
+
+def first_linear(region: Region) -> Iterable[Node]:
+    """A policy of somebody else's."""
+    return [node for node in region.nodes if node.target is LINEAR][:1]
+
+
+KEEPS: dict[str, Any] = {
+    "nothing": KeepNothing(),
+    "everything": KeepEverything(),
+    "operators": KeepOperators("aten.linear"),
+    "nodes": KeepNodes("linear", "linear_2", "gelu_1"),
+    "expensive": KeepExpensive(2.0),
+    "at most": KeepAtMost(300),
+    "of somebody else": first_linear,
+}
+every_keep = pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+
+
+@every_keep
+def test_training_is_the_same_bit_for_bit(keep: Any) -> None:
+    assert_bitwise(trained(recomputed(keep).apply().module()), trained(captured().module()))
+
+
+@every_keep
+@pytest.mark.parametrize("model", [Attention, Buffered, Casting, Frozen, Mixer])
+def test_models_with_writes_modes_and_ties_are_verified(model: type[nn.Module], keep: Any) -> None:
+    program = partita.capture(model(), (torch.randn(4, 6),))
+    for parts in (1, 3):
+        after = partita.plan(program, BySize(parts=parts), Recompute(keep)).apply()
+        partita.verify(program, after, (torch.randn(4, 6, requires_grad=True),))
+
+
+def test_a_model_that_takes_and_gives_containers_is_verified() -> None:
+    given = (torch.randn(4, 6), {"parts": [torch.randn(4, 6), torch.randn(4, 6)]})
+    program = partita.capture(Structured(), given)
+    partita.verify(program, partita.plan(program, BySize(parts=3), Recompute()).apply(), given)
+
+
+# What is kept -------------------------------------------------------------------------------------------------------
+
+#: What the backward of three blocks runs once more; a region is computed again until all is there that was saved.
+AGAIN: dict[str, dict[str, int]] = {
+    "nothing": {"addmm": 3, "gelu": 3, "bernoulli_": 3},
+    "everything": {"addmm": 0, "gelu": 0, "bernoulli_": 0},
+    "operators": {"addmm": 0, "gelu": 3, "bernoulli_": 3},
+    "nodes": {"addmm": 1, "gelu": 2, "bernoulli_": 3},
+    "expensive": {"addmm": 0, "gelu": 3, "bernoulli_": 3},
+    "at most": {"addmm": 3, "gelu": 3, "bernoulli_": 3},
+    "of somebody else": {"addmm": 0, "gelu": 3, "bernoulli_": 3},
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_is_kept_is_not_computed_again(name: str) -> None:
+    again = calls_again(recomputed(KEEPS[name]).apply().module(), rows().detach())
+    assert {operator: again[operator] for operator in AGAIN[name]} == AGAIN[name]
+
+
+@every_keep
+def test_what_is_held_is_what_the_plan_says(keep: Any) -> None:
+    plan = recomputed(keep)
+    total = plan.holdings().total
+    assert total is not None
+    assert total.treated_bytes == bytes_alive(plan.apply().module(), {"x": rows().detach()})
+
+
+def _kept(keep: Any) -> list[list[str]]:
+    plan = recomputed(keep)
+    return [sorted(node.name for node in Recompute(keep).kept(region)) for region in plan.partition]
+
+
+def test_operators_are_kept_under_any_name() -> None:
+    expected = [["linear", "linear_1"], ["linear_2", "linear_3"], ["linear_4", "linear_5"]]
+    for operator in ("aten.linear", LINEAR, torch.ops.aten.linear, torch.nn.functional.linear, "aten::linear"):
+        assert _kept(KeepOperators(operator)) == expected
+    assert _kept(KeepOperators("aten.gelu", torch.dropout))[0] == ["dropout", "gelu"]
+    assert _kept(KeepOperators("aten.banana")) == [[], [], []]
+
+
+def test_what_is_expensive_by_its_size_is_kept() -> None:
+    # A product of 8 columns takes 16 FLOPs a number, one of 16 columns 32; a number has four bytes.
+    assert _kept(KeepExpensive(5.0))[0] == ["linear_1"]
+    assert _kept(KeepExpensive(4.0))[0] == ["linear", "linear_1"]
+    assert _kept(KeepExpensive(8.1))[0] == []
+
+
+def test_at_most_so_many_bytes_are_kept_and_the_dearest_first() -> None:
+    wide, narrow = 4 * 2 * SIZE * 4, 4 * SIZE * 4
+    assert _kept(KeepAtMost(narrow - 1))[0] == []
+    assert _kept(KeepAtMost(narrow))[0] == ["linear_1"]
+    assert _kept(KeepAtMost(wide))[0] == ["linear_1"]
+    assert _kept(KeepAtMost(wide + narrow))[0] == ["linear", "linear_1"]
+    assert _kept(KeepAtMost(0))[0] == []
+
+
+def test_everything_is_kept_that_nobody_writes() -> None:
+    def f(x: Tensor) -> Tensor:
+        hidden = x.sin()
+        hidden.mul_(2)
+        with torch.no_grad():
+            scale = x.mean()
+        return hidden.exp() * scale * x.shape[0]
+
+    program = partita.capture(f, (torch.ones(3, 4),))
+    (region,) = partita.plan(program, BySize(parts=1), Recompute()).partition
+    kept = {node.name for node in Recompute(KeepEverything()).kept(region)}
+    assert {"exp", "mean"} <= kept
+    assert not {"sin", "mul_"} & kept
+
+
+# One region at a time -----------------------------------------------------------------------------------------------
+
+
+class Order(TorchDispatchMode):
+    """The names of some operators, in the order in which they run."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names, self.seen = names, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket).removeprefix("aten.")
+        self.seen += [name] if name in self._names else []
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_region_is_recomputed_just_before_its_backward() -> None:
+    loss = recomputed(KeepNothing()).apply().module()(x=rows().detach())
+    with Order("gelu", "gelu_backward") as order:
+        loss.backward()
+    assert order.seen == ["gelu", "gelu_backward"] * 3
+
+
+# As data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_the_treatment_is_plain_data(name: str) -> None:
+    treatment = Recompute(KEEPS[name])
+    assert pickle.loads(pickle.dumps(treatment)) == treatment == copy.deepcopy(treatment)
+    assert hash(treatment) == hash(copy.deepcopy(treatment))
+    assert repr(treatment).startswith("Recompute(keep=")
+
+
+def test_the_plan_prints_what_is_held_and_explains() -> None:
+    plan = recomputed(KeepOperators("aten.linear", torch.nn.functional.gelu))
+    lines = str(plan).splitlines()
+    assert lines[0].split()[-3:] == ["flops", "treatment", "label"]
+    assert "Recompute(keep=KeepOperators('aten.linear', gelu))" in lines[2]
+    assert lines[-2].startswith("held for the backward: ")
+    assert lines[-2].endswith("0 FLOPs are computed again")
+    assert plan.explain("gelu").startswith("gelu: in region 'blocks_0', treated by Recompute(keep=KeepOperators(")
+    assert "held" not in str(partita.plan(captured(), ByModule("blocks.*"), Call()))
+
+
+def test_names_of_state_and_ties_survive() -> None:
+    module = recomputed(KeepNothing()).apply(state_names="original").module()
+    assert set(module.state_dict()) == set(Network().state_dict())
+    assert module.get_parameter("head.weight") is module.get_parameter("blocks.0.up.weight")
+    module.load_state_dict(Network().state_dict())
+    assert_bitwise(trained(module), trained(captured().module()))
+
+
+def test_the_applied_program_can_be_copied_and_saved(tmp_path: Path) -> None:
+    program, after = captured(), recomputed(KeepOperators("aten.linear")).apply()
+    assert_bitwise(trained(copy.deepcopy(after.module())), trained(captured().module()))
+    loaded = []
+    for number, saved in enumerate((after, program)):  # Loading unties weights, so that a loaded one is compared.
+        torch.export.save(saved.exported(), tmp_path / f"{number}.pt2")
+        loaded.append(torch.export.load(tmp_path / f"{number}.pt2").module())
+    assert_bitwise(*map(trained, loaded))
+    assert calls_again(loaded[0], rows().detach())["addmm"] == 0
+
+
+def test_graphs_of_a_symbolic_trace_are_recomputed_and_pickled() -> None:
+    program = Program.of(torch.fx.symbolic_trace(Network()))
+    after = partita.plan(program, BySize(parts=2), Recompute(KeepOperators(nn.Linear))).apply()
+    partita.verify(program, after, (rows(),))
+    again = pickle.loads(pickle.dumps(after.module()))
+    assert_bitwise(trained(again), trained(Network()))
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [None, 3, KeepNothing, "aten.mm"])
+def test_what_is_no_policy_is_refused(keep: Any) -> None:
+    with pytest.raises(OptionError, match="keep is a function from a region to nodes, such as"):
+        Recompute(keep)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: KeepOperators(), "operators are operators"),
+        (lambda: KeepOperators(3), "operators are operators"),  # type: ignore[arg-type]
+        (lambda: KeepNodes(), "KeepNodes takes names of nodes"),
+        (lambda: KeepNodes("a", 3), "KeepNodes takes names of nodes, not 3"),  # type: ignore[arg-type]
+        (lambda: KeepExpensive(0), "flops_per_byte is a number above zero"),
+        (lambda: KeepExpensive(float("nan")), "flops_per_byte is a number above zero"),
+        (lambda: KeepExpensive("2"), "flops_per_byte is a number above zero"),  # type: ignore[arg-type]
+        (lambda: KeepAtMost(-1), "bytes is a whole number"),
+        (lambda: KeepAtMost(1.5), "bytes is a whole number"),  # type: ignore[arg-type]
+    ],
+)
+def test_odd_options_of_policies_are_refused(build: Callable[[], Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        build()
+
+
+def test_a_policy_that_keeps_a_node_outside_of_the_region_is_refused() -> None:
+    program = captured()
+    plan = partita.plan(program, ByModule("blocks.*"), Recompute(lambda region: [program.node("mean")]))
+    for act in (plan.apply, plan.annotate):
+        with pytest.raises(RecomputeError, match="keeps 'mean', which is not in region 'blocks_0'"):
+            act()
+
+
+def test_a_policy_that_raises_or_gives_something_odd_is_named() -> None:
+    for keep, words in ((lambda region: 1 / 0, "ZeroDivisionError"), (lambda region: 3, "TypeError")):
+        with pytest.raises(TreatmentError, match=f"raised {words} for region 'blocks_0'"):
+            recomputed(keep).apply()
+
+
+def test_a_kept_node_that_is_written_is_refused_with_the_writer() -> None:
+    def f(x: Tensor) -> Tensor:
+        hidden = x.sin()
+        return hidden.mul_(2).exp()
+
+    program = partita.capture(f, (torch.ones(3),))
+    with pytest.raises(RecomputeError, match="keeps 'sin', but 'mul_' writes to its memory"):
+        partita.plan(program, BySize(parts=1), Recompute(KeepNodes("sin"))).apply()
+
+
+def _double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def _graph(write: Callable[[torch.fx.Graph, Node], Any], **state: Any) -> Program:
+    graph = torch.fx.Graph()
+    graph.output(write(graph, graph.placeholder("x")))
+    return Program.of(torch.fx.GraphModule(state, graph))
+
+
+@pytest.mark.parametrize(
+    ("write", "state", "words"),
+    [
+        (lambda graph, x: (graph.call_function(print, (x,)), x)[1], {}, "node 'print_1' in region 'all' prints"),
+        (
+            lambda graph, x: graph.call_function(
+                torch.rand_like, (x,), {"generator": graph.create_node("get_attr", "own")}
+            ),
+            {"own": torch.Generator()},
+            "node 'rand_like' in region 'all' draws from a generator of its own",
+        ),
+        (lambda graph, x: graph.call_function(_double, (x,)), {}, "node '_double' in region 'all' calls what nobody"),
+    ],
+    ids=["print", "generator", "unknown"],
+)
+def test_what_must_not_be_done_twice_is_refused_with_its_node(write: Any, state: Any, words: str) -> None:
+    root = nn.Module()
+    for name, value in state.items():
+        setattr(root, name, value)
+    graph = torch.fx.Graph()
+    graph.output(write(graph, graph.placeholder("x")))
+    program = Program.of(torch.fx.GraphModule(root, graph))
+    with pytest.raises(RecomputeError, match=words):
+        partita.plan(program, ByLabel(lambda node: "all"), Recompute()).apply()
+
+
+def test_a_function_that_is_declared_pure_may_run_again() -> None:
+    program = _graph(lambda graph, x: graph.call_function(_double, (graph.call_function(torch.sin, (x,)),)))
+    program = Program.of(program.graph_module, pure=[_double])
+    after = partita.plan(program, ByLabel(lambda node: "all"), Recompute()).apply()
+    partita.verify(program, after, (torch.ones(3, requires_grad=True),))
