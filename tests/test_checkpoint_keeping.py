@@ -87,6 +87,17 @@ def test_writes_inside_a_kept_part_are_kept_with_it() -> None:
         y.sum().backward()
 
 
+def test_writes_of_a_kept_part_to_what_is_not_kept_are_done_again() -> None:
+    def body(x: Tensor, kept: Any) -> Tensor:
+        hidden, other = x.mul(3), x.mul(2)
+        kept(lambda a: a.mul_(2).add_(1), hidden)
+        kept(torch._foreach_mul_, [hidden, other], 2.0)
+        return hidden.sin() * other.exp()
+
+    x = square()
+    assert_bitwise(step(_checkpoint, [x], body, x, hops.keep), step(body, [x], x, _plainly))
+
+
 def test_results_of_several_kinds_are_kept() -> None:
     def body(x: Tensor, kept: Any) -> Tensor:
         values, places = kept(torch.sort, x)

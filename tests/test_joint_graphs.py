@@ -289,7 +289,11 @@ def test_a_policy_in_the_forward_sees_no_node_of_the_backward() -> None:
     partita.verify(program, plan.apply(), inputs)
 
 
-@pytest.mark.parametrize("policy", [BySize(parts=3), ByCapability(lambda node: None), ByModule("blocks.*")], ids=["size", "capability", "module"])
+@pytest.mark.parametrize(
+    "policy",
+    [BySize(parts=3), ByCapability(lambda node: None), ByModule("blocks.*")],
+    ids=["size", "capability", "module"],
+)
 def test_policies_work_in_the_forward(policy: Any) -> None:
     program = partita.capture_joint(Stack(dropout=0.5), (X,))
     partition = InForward(policy)(program)

@@ -69,6 +69,7 @@ PUBLIC = {
         "KeepNodes",
         "KeepNothing",
         "KeepOperators",
+        "gives_tensors",
         "keepable",
     },
     "partita.backends": {

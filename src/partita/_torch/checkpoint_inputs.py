@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from partita._torch.checkpoint_facts import BodyFacts
-from partita._torch.checkpoint_saved import named_leaves
+from partita._torch.checkpoint_saved import is_trained, named_leaves
 from partita._torch.schemas import storage_key, version_of
 from partita.errors import RecomputeError
 
@@ -240,10 +240,7 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 
 def _versions(tensors: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
     """How often each tensor has been written, and what can change without that: shape, memory, gradients wanted."""
-    return [
-        (version_of(tensor), tensor.shape, storage_key(tensor), tensor.is_leaf and tensor.requires_grad)
-        for tensor in tensors.values()
-    ]
+    return [(version_of(tensor), tensor.shape, storage_key(tensor), is_trained(tensor)) for tensor in tensors.values()]
 
 
 def _changed(tensors: Mapping[str, Tensor], versions: Sequence[object]) -> list[str]:

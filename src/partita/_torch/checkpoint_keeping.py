@@ -6,7 +6,7 @@ All of it below autograd: the second run builds the same history, but the kernel
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, final
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.schemas import version_of
+from partita._torch.schemas import storage_key, version_of
 from partita.errors import RecomputeError
 
 __all__ = ["KeptResults", "keep_scope"]
@@ -62,19 +62,28 @@ def _running(mode: Callable[[], AbstractContextManager[Any]] | None) -> Iterator
 
 
 class _Entry:
-    """What one operator gave, how often that had been written when the kept part was over, and the generators then."""
+    """What one operator gave and wrote, how often that had been written when the kept part was over, and generators."""
 
-    __slots__ = ("generators", "operator", "result", "versions")
+    __slots__ = ("generators", "operator", "result", "versions", "written")
 
-    def __init__(self, operator: Any, result: Any) -> None:
+    def __init__(self, operator: Any, result: Any, written: Sequence[Tensor]) -> None:
         self.operator = operator
-        self.result = pytree.tree_map_only(Tensor, _without_history, result)
+        leaves, structure = pytree.tree_flatten(result)
+        leaves[: _returned_writes(operator)] = [None] * _returned_writes(operator)
+        kept = [_without_history(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.result = pytree.tree_unflatten(kept, structure)
+        #: What it wrote to, None where that is kept anyway.
+        self.written: list[Tensor | None] = list(map(_without_history, written))
         self.versions: list[int] = []
         #: After a draw, where the next one goes on: a draw that is not made again would leave it behind.
-        self.generators = _generators(result) if _draws(operator) else {}
+        self.generators = _generators((result, written)) if _draws(operator) else {}
 
-    def close(self) -> None:
+    def close(self, kept: Collection[int]) -> None:
+        """The kept part is over: writes so far belong to it, and those to other memory than `kept` are copied."""
         self.versions = [version_of(leaf) for leaf in _tensors(self.result)]
+        self.written = [
+            None if tensor is None or storage_key(tensor) in kept else tensor.clone() for tensor in self.written
+        ]
 
     def check(self) -> None:
         if self.versions != [version_of(leaf) for leaf in _tensors(self.result)]:
@@ -82,6 +91,18 @@ class _Entry:
                 f"a result of {self.operator} was kept for the backward and then changed in place, so it cannot be "
                 "used again; keep something else, or write to a copy"
             )
+
+    def given_back(self, written: Sequence[Tensor]) -> Any:
+        """What the operator gives; `written` are the tensors that it was to write, and has written now."""
+        for tensor, value in zip(written, self.written, strict=True):
+            if value is not None:
+                tensor.copy_(value)
+        leaves, structure = pytree.tree_flatten(self.result)
+        # A new tensor each time: autograd writes its history into what it is given.
+        found = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        count = _returned_writes(self.operator)
+        found[:count] = written[:count]
+        return pytree.tree_unflatten(found, structure)
 
 
 class _Cursor:
@@ -137,13 +158,14 @@ class _Noting(_Keeping):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _is_kept(func) and not _may_be_cached(func, args):
-            self._own.append(_Entry(func, result))
+            self._own.append(_Entry(func, result, _written(func, args, kwargs or {})))
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        kept = {storage_key(tensor) for entry in self._own for tensor in _tensors(entry.result)}
         for entry in self._own:
-            entry.close()  # Writes inside are part of what is kept.
+            entry.close(kept)
         self._entries += self._own
 
 
@@ -155,13 +177,7 @@ class _Returning(_Keeping):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_kept(func) or _may_be_cached(func, args):
             return func(*args, **(kwargs or {}))
-        entry = self._cursor.take(func)
-        written = _written(func, args, kwargs or {})
-        leaves, structure = pytree.tree_flatten(entry.result)
-        # A new tensor each time: autograd writes its history into what it is given.
-        found = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        found[: len(written)] = written
-        return pytree.tree_unflatten(found, structure)
+        return self._cursor.take(func).given_back(_written(func, args, kwargs or {}))
 
 
 def _without_history(tensor: Tensor) -> Tensor:
@@ -186,12 +202,12 @@ def _is_kept(func: Any) -> bool:
 
 
 def _may_be_cached(func: Any, args: Any) -> bool:
-    """Whether this is the cast of a weight, which autocast remembers, so that it may run in one of the runs only."""
-    return func is torch.ops.aten._to_copy.default and bool(args[0].is_leaf and args[0].requires_grad)
+    """Whether this may be the cast of a weight, which autocast remembers, so that it runs in one of the runs only."""
+    return func is torch.ops.aten._to_copy.default and bool(args[0].requires_grad)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an operator that writes gives back: the tensors themselves that it was to write."""
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator writes, as far as its schema says."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -200,8 +216,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    returned = [result for result in schema.returns if result.alias_info is not None and result.alias_info.is_write]
-    return given[: len(returned)]
+    return _tensors(given)
+
+
+@cache
+def _returned_writes(func: Any) -> int:
+    """How many of the first results of an operator are the tensors themselves that it wrote."""
+    returns = getattr(getattr(func, "_schema", None), "returns", ())
+    return sum(result.alias_info is not None and result.alias_info.is_write for result in returns)
 
 
 def _draws(operator: Any) -> bool:

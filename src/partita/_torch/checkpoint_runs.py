@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -19,8 +18,7 @@ from partita._torch.checkpoint_inputs import StateWatch, WrittenInputs
 from partita._torch.checkpoint_keeping import KeptResults
 from partita._torch.checkpoint_outside import OutsideLeaves, found_outside
 from partita._torch.checkpoint_saved import SavedInputs
-from partita._torch.schemas import version_of
-from partita.errors import RecomputeError
+from partita._torch.checkpoint_saves import SavesInOrder
 
 __all__ = ["CheckpointOptions", "ContextFunction", "run_recomputed"]
 
@@ -49,20 +47,23 @@ def run_recomputed(
     if (facts is not None and facts.needs_copies) or any(map(_is_inference, pytree.tree_leaves((operands, keywords)))):
         return _run_writing(body, operands, keywords, options, facts or BodyFacts())
     inputs, runs = SavedInputs(operands, keywords), _Runs(options)
-    watch, outside = StateWatch(body), OutsideLeaves(body)
+    watch, outside, saves = StateWatch(body), OutsideLeaves(body), SavesInOrder(facts)
     given = StateWatch({name: leaf for name, leaf in inputs.named().items() if isinstance(leaf, nn.Parameter)})
     unchanged = StateWatch({**inputs.named(), **found_outside(body)}) if facts is None else None
 
     def run(*tensors: Tensor) -> Any:
         if not runs.is_second:
             operands, keywords = inputs.first()
-            with outside.noting() if facts is None else nullcontext():
+            with (
+                outside.noting() if facts is None else nullcontext(),
+                saves.first() if facts is None else nullcontext(),
+            ):
                 return run_body(nullcontext(), body, operands, keywords)
         watch.check()
         given.check()
         outside.check()
         operands, keywords = inputs.again(tensors)
-        with watch.restored(), _unwritten(facts) if facts is None else nullcontext():
+        with watch.restored(), saves.second() if facts is None else nullcontext():
             return run_body(nullcontext(), body, operands, keywords)
 
     tensors = inputs.tensors()
@@ -91,10 +92,10 @@ def _run_writing(
     options: CheckpointOptions,
     facts: BodyFacts,
 ) -> Any:
-    inputs, runs = WrittenInputs(body, facts, operands, keywords), _Runs(options)
+    inputs, runs, saves = WrittenInputs(body, facts, operands, keywords), _Runs(options), SavesInOrder(facts)
 
     def run(inputs: WrittenInputs, *_: Tensor) -> Any:
-        with inputs.given() as (operands, keywords), _unwritten(facts) if runs.is_second else nullcontext():
+        with inputs.given() as (operands, keywords), saves.second() if runs.is_second else saves.first():
             return run_body(nullcontext(), body, operands, keywords)
 
     result = checkpoint(run, inputs, *_drawing(inputs.tensors()), **_arguments(options, runs, facts))
@@ -172,31 +173,3 @@ class _Reusable(AbstractContextManager[None]):
 def _both(ours: AbstractContextManager[Any], theirs: AbstractContextManager[Any]) -> Iterator[None]:
     with ours, theirs:
         yield
-
-
-@contextmanager
-def _unwritten(facts: BodyFacts | None) -> Iterator[None]:
-    """Inside, what autograd saves must still be the same when the run is over, as plain autograd wants it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        yield
-        return
-    pack, unpack = hooks
-    saved: list[tuple[Tensor, int]] = []
-
-    def note(tensor: Tensor) -> Any:
-        saved.append((tensor.detach(), version_of(tensor)))
-        return pack(tensor)
-
-    with ExitStack() as stack:
-        stack.callback(_check_saved, saved, facts)
-        stack.enter_context(saved_tensors_hooks(note, unpack))
-        yield
-
-
-def _check_saved(saved: list[tuple[Tensor, int]], facts: BodyFacts | None) -> None:
-    if any(version_of(tensor) != version for tensor, version in saved):
-        who = "the body" if facts is None else f"one of the nodes {', '.join(facts.writers[:5])}"
-        raise RecomputeError(
-            f"{who} writes to a tensor that the backward needs as it was; plain autograd refuses that too"
-        )

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from partita._torch.schemas import version_of
 from partita.errors import RecomputeError
 
-__all__ = ["SavedInputs", "named_leaves"]
+__all__ = ["SavedInputs", "is_trained", "named_leaves"]
 
 
 class SavedInputs:
@@ -28,16 +28,16 @@ class SavedInputs:
         #: A body may write to containers, so that the first run gets those of the caller; then nobody holds them.
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (operands, dict(keywords))
         leaves, self._structure = pytree.tree_flatten(self._first)
-        self._is_saved = list(map(_is_saved, leaves))
-        self._others = [_noted(leaf, name) for name, leaf in named_leaves(operands, keywords) if not _is_saved(leaf)]
+        self._others = [None if isinstance(leaf, Tensor) and not is_trained(leaf) else leaf for leaf in leaves]
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
 
     def named(self) -> dict[str, Tensor]:
         """The tensors by the names that messages have for them."""
         return {name: leaf for name, leaf in named_leaves(*self._given()) if isinstance(leaf, Tensor)}
 
     def tensors(self) -> list[Tensor]:
-        """What the checkpoint saves."""
-        return [leaf for leaf in pytree.tree_leaves(self._given()) if _is_saved(leaf)]
+        """What the checkpoint saves, weights too: where a region around it runs again, they are copies of them."""
+        return [leaf for leaf in pytree.tree_leaves(self._given()) if isinstance(leaf, Tensor)]
 
     def first(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments themselves, once."""
@@ -46,8 +46,9 @@ class SavedInputs:
 
     def again(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in them."""
-        saved, others = iter(tensors), map(_unwritten, self._others)
-        leaves = [next(saved) if is_saved else next(others) for is_saved in self._is_saved]
+        saved = iter(tensors)
+        given = [next(saved) if is_tensor else None for is_tensor in self._is_tensor]
+        leaves = [tensor if other is None else other for tensor, other in zip(given, self._others, strict=True)]
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, self._structure)
         return found
 
@@ -74,20 +75,24 @@ def named_leaves(operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Iter
             yield f"argument {given}" if len(leaves) == 1 else f"argument {given}, item {place}", leaf
 
 
-def _is_saved(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not (leaf.is_leaf and leaf.requires_grad)
+def is_trained(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf that needs gradients."""
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:  # A view that was written where autograd cannot follow may not be asked; it is no leaf.
+        return False
 
 
-def _noted(leaf: Any, name: str) -> tuple[Any, int, str]:
-    return leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0, name
+def _noted(tensor: Tensor, name: str) -> tuple[Tensor, int, str]:
+    return tensor, version_of(tensor), name
 
 
-def _unwritten(noted: tuple[Any, int, str]) -> Any:
+def _unwritten(noted: tuple[Tensor, int, str]) -> Tensor:
     """What was noted, as long as it is what it was."""
-    leaf, version, name = noted
-    if isinstance(leaf, Tensor) and version_of(leaf) != version:
+    tensor, version, name = noted
+    if version_of(tensor) != version:
         raise RecomputeError(
             f"{name!r} changed in place between the region and its backward, so the region would be recomputed with "
             "other values; write to a copy, or leave what reads it out of the region"
         )
-    return leaf
+    return tensor

@@ -42,7 +42,7 @@ def names_written(nodes: Collection[Node]) -> frozenset[str]:
     found = _known_writers(nodes)
     if found is None:
         return frozenset()
-    writing = set().union(*found.writers.values())
+    writing = found.own.union(*found.writers.values())
     return frozenset(
         node.name for node in nodes if node.name in writing or found.classes.get(node.name, -1) in found.writers
     )
@@ -108,7 +108,7 @@ def _known_writers(nodes: Collection[Node]) -> _Writers | None:
     found = _KNOWN.get(root)
     if found is None or found.graph_size != len(root.graph.nodes):
         found = _KNOWN[root] = _writers_of(root)
-    return found if found.writers else None
+    return found if found.writers or found.own else None
 
 
 class _Writers(NamedTuple):
@@ -119,6 +119,8 @@ class _Writers(NamedTuple):
     places: dict[str, int]
     #: The classes of inputs and attributes, which are there before a call and after it.
     held: frozenset[int]
+    #: The nodes that write to state of their own, buffers of a module say, for which there may be no other node.
+    own: frozenset[str]
     graph_size: int
 
 
@@ -129,8 +131,9 @@ _KNOWN: WeakKeyDictionary[nn.Module, _Writers] = WeakKeyDictionary()
 def _writers_of(root: GraphModule) -> _Writers:
     behaviours = Behaviours(root)
     acting, size = behaviours.acting(root.graph), len(root.graph.nodes)
-    if not any(told.writes for told in acting.values()):
-        return _Writers({}, {}, {}, frozenset(), size)
+    own = frozenset(node.name for node, told in acting.items() if told.state_writes)
+    if not own and not any(told.writes for told in acting.values()):
+        return _Writers({}, {}, {}, frozenset(), own, size)
     index = Index(root.graph)
     storages = storages_of(index, behaviours, acting)
     writers: dict[int, set[str]] = {}
@@ -140,4 +143,4 @@ def _writers_of(root: GraphModule) -> _Writers:
     classes_of = {node.name: storages.find(number) for number, node in enumerate(index.nodes)}
     places = {node.name: number for number, node in enumerate(index.nodes)}
     held = frozenset(classes_of[node.name] for node in index.nodes if node.op in ("placeholder", "get_attr"))
-    return _Writers(writers, classes_of, places, held, size)
+    return _Writers(writers, classes_of, places, held, own, size)

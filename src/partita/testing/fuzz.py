@@ -24,6 +24,7 @@ from partita.testing.laws import check_laws
 from partita.testing.lower_laws import check_lower_laws
 from partita.testing.mode_laws import check_mode_laws
 from partita.testing.mode_oracle import leaves_modes
+from partita.testing.recompute_laws import check_recompute_laws
 from partita.testing.regions import random_labels
 
 __all__ = ["Tally", "fuzz", "main"]
@@ -57,14 +58,18 @@ class Tally:
         )
 
 
-def fuzz(first_seed: int, graphs: int, *, modes: bool = False, lower: str | None = None) -> Tally:
+def fuzz(
+    first_seed: int, graphs: int, *, modes: bool = False, lower: str | None = None, recompute: bool = False
+) -> Tally:
     """Checks the laws for `graphs` programs from `first_seed` on.
 
-    With `modes`, the laws for modes, on nests only; with `lower`, the name of a backend, the law for lowered programs.
+    With `modes`, the laws for modes, on nests only; with `lower`, the name of a backend, the law for lowered programs;
+    with `recompute`, the laws for recomputed ones.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    check = _check_nest if modes else _check_program if lower is None else partial(_check_lowered, lower)
+    check = _check_nest if modes else _check_recomputed if recompute else _check_program
+    check = check if lower is None else partial(_check_lowered, lower)
     return sum((_tried(check, seed) for seed in range(first_seed, first_seed + graphs)), Tally())
 
 
@@ -101,6 +106,11 @@ def _check_lowered(backend: str, seed: int) -> Tally:
     return Tally(1, int(len(failed) < len(lowering.partition)), refused=told)
 
 
+def _check_recomputed(seed: int) -> Tally:
+    refusal = check_recompute_laws(random_case(seed), seed)
+    return Tally(1, int(refusal is None), refused=() if refusal is None else (f"seed {seed}: {refusal}",))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what broke; the status is 1 if anything did."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -109,13 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--modes", action="store_true", help="nests of modes only, by the laws for modes")
     kinds.add_argument("--lower", choices=backend_names(), help="regions that this backend takes, lowered by it")
+    kinds.add_argument("--recompute", action="store_true", help="regions that are recomputed in the backward")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
     options = parser.parse_args(arguments)
     start, total = time.perf_counter(), Tally()
     starts = range(options.seed, options.seed + options.graphs, _CHUNK)
     sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
-    check = partial(fuzz, modes=options.modes, lower=options.lower)
+    check = partial(fuzz, modes=options.modes, lower=options.lower, recompute=options.recompute)
     quiet = partial(logging.disable, logging.WARNING)
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
         for tally in pool.map(check, starts, sizes):
@@ -124,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             total += tally
     _print_kinds("broken", total.broken)
     _print_kinds("not compiled" if options.lower else "refused", total.refused)
-    legal = "compiled" if options.lower else "legal partitions"
+    legal = "compiled" if options.lower else "recomputed" if options.recompute else "legal partitions"
     what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
     seconds = time.perf_counter() - start
     print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")

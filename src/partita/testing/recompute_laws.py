@@ -1,0 +1,159 @@
+"""Laws for recomputation: whatever is recomputed and whatever kept, the program cannot be told from the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from partita._torch.trees import flatten
+from partita.equivalence import Difference, compare
+from partita.equivalence.ambient import restored_ambient
+from partita.errors import CycleError, TreatmentError
+from partita.graphs.program import Program
+from partita.plans import Plan, plan
+from partita.policies import ByLabel
+from partita.regions import Partition, Region
+from partita.testing.case import Case
+from partita.testing.dump import dump
+from partita.testing.laws import LawError
+from partita.testing.regions import random_labels
+from partita.treatments import Call, Keep, KeepEverything, KeepExpensive, KeepNothing, Recompute, Treatment
+from partita.treatments.keep import keepable
+
+__all__ = ["check_recompute_laws", "random_recomputation"]
+
+
+def check_recompute_laws(case: Case, seed: int) -> str | None:
+    """Raises where a law is broken; where `random_recomputation` is refused, the words of the refusal."""
+    program, before = Program.of(case.graph_module), dump(case.graph_module)
+    try:
+        after = _recomputed(program, seed)
+    except TreatmentError as refusal:
+        _hold("the input is unchanged after an error", case, lambda: _equal(dump(case.graph_module), before))
+        return str(refusal)
+    _hold("a recomputed program cannot be told from the original", case, partial(_means_the_same, case, program, after))
+    _hold("losses that go back one after the other have the same gradients", case, partial(_same_losses, case, seed))
+    _hold("the input is unchanged", case, lambda: _equal(dump(case.graph_module), before))
+    return None
+
+
+def random_recomputation(program: Program, seed: int) -> Plan:
+    """The plan of that number: some regions are recomputed, keeping something, and some are called."""
+    source = Random(seed)
+    partition = _random_partition(program, source, seed)
+    keeps = [_random_keep(program, source) for _ in range(3)]
+    share = source.choice((0.0, 0.0, 0.3))
+    treatments = {region.name: _treatment(source, keeps, share) for region in partition}
+    return plan(program, partition, treatments)
+
+
+def _recomputed(program: Program, seed: int) -> Program:
+    """The program with that plan applied; of some, regions that hold recomputed regions are recomputed again."""
+    after = random_recomputation(program, seed).apply()
+    return random_recomputation(after, seed + 1).apply() if seed % 3 == 0 else after
+
+
+def _random_partition(program: Program, source: Random, seed: int) -> Partition:
+    """Regions without what cannot be recomputed, most of the time."""
+    refused = set(_refused(program)) if source.random() < 0.8 else set[Node]()
+    if source.random() < 0.5:
+        labels = random_labels(program.graph, seed)
+        try:
+            return ByLabel(lambda node: None if node in refused else labels.get(node.name))(program)
+        except CycleError:
+            pass  # Parts in series are always legal.
+    operators = program.operators()
+    cuts = [source.randrange(len(operators) + 1) for _ in range(source.choice((0, 1, 2, 4)))]
+    cuts += [place for place, node in enumerate(operators) if node in refused]
+    places = {node: sum(cut <= place for cut in cuts) for place, node in enumerate(operators) if node not in refused}
+    return ByLabel(places.get)(program)
+
+
+def _refused(program: Program) -> Iterator[Node]:
+    for number, node in enumerate(program.index.nodes):
+        if number in program.effects.barriers or node.kwargs.get("generator") is not None:
+            yield node
+
+
+def _random_keep(program: Program, source: Random) -> Keep:
+    share = source.choice((0.1, 0.3, 0.6))
+    chosen = {node.name for node in program.graph.nodes if source.random() < share}
+    return source.choice((KeepNothing(), KeepEverything(), KeepExpensive(1e-9), partial(_chosen, chosen)))
+
+
+def _chosen(names: set[str], region: Region) -> list[Node]:
+    return [node for node in keepable(region) if node.name in names]
+
+
+def _treatment(source: Random, keeps: list[Keep], share: float) -> Treatment:
+    return Call() if source.random() < share else Recompute(source.choice(keeps))
+
+
+def _hold(title: str, case: Case, law: Callable[[], None]) -> None:
+    try:
+        law()
+    except Exception as error:
+        raise LawError(f"{title}\n{case!r}\n{type(error).__name__}: {error}") from error
+
+
+def _means_the_same(case: Case, program: Program, after: Program) -> None:
+    own = case.copy()
+    comparison = compare(program, after, own.args, own.kwargs, tolerance=after.tolerance)
+    assert all(map(_is_allowed, comparison.differences)), str(comparison)
+
+
+def _is_allowed(difference: Difference) -> bool:
+    """Where the original's own backward raises, a recomputed one may succeed, or say something else."""
+    is_backward = difference.kind == "exception" and difference.where == "backward"
+    return is_backward and not difference.detail.startswith("no exception")
+
+
+def _same_losses(case: Case, seed: int) -> None:
+    plain, other = case.copy(), case.copy()
+    after = _recomputed(Program.of(other.graph_module), seed).module()
+    for place, (expected, found) in enumerate(
+        zip(_gradients(plain, plain.graph_module), _gradients(other, after), strict=False)
+    ):
+        if isinstance(expected, Exception):
+            return
+        assert not isinstance(found, Exception), f"loss {place}: {type(found).__name__}: {found}"
+        assert len(expected) == len(found), f"loss {place}: {len(expected)} gradients are {len(found)}"
+        for number, (one, two) in enumerate(zip(expected, found, strict=True)):
+            same = one is two or (one is not None and two is not None and _same_bits(one, two))
+            assert same, f"loss {place}, gradient {number}: {one} != {two}"
+
+
+def _gradients(case: Case, call: Callable[..., Any]) -> Iterator[list[Tensor | None] | Exception]:
+    """For each result by itself, the gradients of all leaves, with the graph kept for the next."""
+    given = [*flatten((case.args, case.kwargs)).leaves, *case.graph_module.parameters()]
+    leaves = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf]
+    with restored_ambient(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            results = flatten(call(*case.args, **case.kwargs)).leaves
+        except Exception as error:
+            yield error
+            return
+    losses = [leaf for leaf in dict.fromkeys(results) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    for loss in losses if leaves else ():
+        try:
+            with torch.enable_grad():
+                yield list(torch.autograd.grad(loss.sum(), leaves, retain_graph=True, allow_unused=True))
+        except Exception as error:
+            yield error
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _equal(found: object, expected: object) -> None:
+    assert found == expected, f"{found}\nwas\n{expected}"

@@ -1,0 +1,84 @@
+"""Recomputation over generated and captured programs: whatever is recomputed and whatever is kept, nothing differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import partita
+from partita import Program
+from partita.errors import TreatmentError
+from partita.policies import BySize
+from partita.testing import ALL, CAPTURES, LawError, captured_case, random_case, random_nest, recompute_laws
+from partita.testing.fuzz import fuzz
+from partita.testing.mode_oracle import leaves_modes
+from partita.testing.recompute_laws import check_recompute_laws, random_recomputation
+from partita.treatments import KeepEverything, KeepNothing, Recompute
+
+KNOWN = replace(ALL, unknown=False)
+
+
+@pytest.mark.parametrize("seed", range(300, 330))
+def test_generated_programs_are_the_same_once_recomputed(seed: int) -> None:
+    assert check_recompute_laws(random_case(seed, features=KNOWN), seed) in (None, _refusal(seed))
+
+
+def _refusal(seed: int) -> str | None:
+    """A program may be refused, by its plan or by that of the regions around; then always in the same words."""
+    program = Program.of(random_case(seed, features=KNOWN).graph_module)
+    try:
+        after = random_recomputation(program, seed).apply()
+        random_recomputation(after, seed + 1).apply()
+    except TreatmentError as refusal:
+        return str(refusal)
+    return None
+
+
+def test_nests_of_modes_are_the_same_once_recomputed() -> None:
+    nests = {seed: random_nest(seed, features=KNOWN) for seed in range(12)}
+    closed = {seed: nest for seed, nest in nests.items() if not leaves_modes(nest)}
+    assert len(closed) > 2
+    for seed, nest in closed.items():
+        check_recompute_laws(nest, seed)
+
+
+def test_the_fuzzer_counts_what_was_recomputed() -> None:
+    tally = fuzz(60_000, 10, recompute=True)
+    assert (tally.tried, tally.broken) == (10, ())
+    assert tally.legal + len(tally.refused) == 10
+    assert tally.legal > 5
+
+
+def test_a_broken_law_tells_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_program(program: Program, seed: int) -> Program:
+        return Program.of(torch.fx.symbolic_trace(lambda x: x * 2))
+
+    case = next(case for case in map(random_case, range(100)) if len(case.args) == 1 and not case.kwargs)
+    monkeypatch.setattr(recompute_laws, "_recomputed", other_program)
+    with pytest.raises(LawError, match=r"cannot be told from the original(.|\n)*random_case\(\d+\)"):
+        check_recompute_laws(case, 1)
+
+
+SOME = [("Attention", "export_dynamic"), ("Buffered", "dynamo"), ("Frozen", "export"), ("Structured", "symbolic_trace")]
+
+
+@pytest.mark.parametrize("capture", SOME, ids="-".join)
+def test_captured_programs_are_the_same(capture: tuple[str, str]) -> None:
+    _check_captured(capture)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("capture", CAPTURES, ids="-".join)
+def test_all_captured_programs_are_the_same(capture: tuple[str, str]) -> None:
+    _check_captured(capture)
+
+
+def _check_captured(capture: tuple[str, str]) -> None:
+    for keep in (KeepNothing(), KeepEverything()):
+        for parts in (1, 3):
+            case = captured_case(*capture)
+            program = Program.of(case.graph_module)
+            after = partita.plan(program, BySize(parts=parts), Recompute(keep)).apply()
+            partita.verify(program, after, case.args, case.kwargs)
