@@ -124,6 +124,18 @@ def test_weights_that_autocast_has_cast_before_are_no_part_of_what_is_kept() -> 
     assert_bitwise(found, step(run, [x, weight], _plainly, _plainly, x))
 
 
+def test_views_that_are_made_in_inference_mode_keep_their_history() -> None:
+    def body(x: Tensor, kept: Any) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            flat = kept(torch.reshape, x, (-1,))
+        return flat, x.sin().exp()
+
+    x = square()
+    found, expected = _checkpoint(body, x, hops.keep), body(x, _plainly)
+    assert found[0].requires_grad == expected[0].requires_grad
+    assert torch.equal(torch.autograd.grad(found[1].sum(), x)[0], torch.autograd.grad(expected[1].sum(), x)[0])
+
+
 def test_outside_of_a_checkpoint_keep_only_calls() -> None:
     x = square()
     assert_bitwise(step(hops.keep, [x], lambda a: _drop(a.sin()), x), step(lambda a: _drop(a.sin()), [x], x))

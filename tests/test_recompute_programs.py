@@ -36,6 +36,13 @@ def _refusal(seed: int) -> str | None:
     return None
 
 
+# Kept modules that write, weights that autocast has cast before, views that may not be asked, items of containers that
+# come in as they are, and writes to what the backward does not need.
+@pytest.mark.parametrize("seed", [19, 67, 131, 147, 20061, 20096, 20187, 20977, 20994, 21063, 21746])
+def test_programs_that_once_differed_are_the_same(seed: int) -> None:
+    check_recompute_laws(random_case(seed), seed)
+
+
 def test_nests_of_modes_are_the_same_once_recomputed() -> None:
     nests = {seed: random_nest(seed, features=KNOWN) for seed in range(12)}
     closed = {seed: nest for seed, nest in nests.items() if not leaves_modes(nest)}

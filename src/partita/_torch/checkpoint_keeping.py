@@ -27,9 +27,12 @@ _RUNNING = threading.local()
 
 
 def keep_scope() -> AbstractContextManager[Any]:
-    """Where results are kept if a body is running that will be recomputed; elsewhere it changes nothing."""
+    """Where results are kept if a body is running that will be recomputed; elsewhere it changes nothing.
+
+    Inference tensors are never saved; a view of another tensor would lose its history there, in front of a mode.
+    """
     mode: Callable[[], AbstractContextManager[Any]] | None = getattr(_RUNNING, "mode", None)
-    return nullcontext() if mode is None else mode()
+    return nullcontext() if mode is None or torch.is_inference_mode_enabled() else mode()
 
 
 @final

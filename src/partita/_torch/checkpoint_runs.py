@@ -17,7 +17,7 @@ from partita._torch.checkpoint_facts import BodyFacts, facts_of
 from partita._torch.checkpoint_inputs import StateWatch, WrittenInputs
 from partita._torch.checkpoint_keeping import KeptResults
 from partita._torch.checkpoint_outside import OutsideLeaves, found_outside
-from partita._torch.checkpoint_saved import SavedInputs
+from partita._torch.checkpoint_saved import SavedInputs, can_be_saved
 from partita._torch.checkpoint_saves import SavesInOrder
 
 __all__ = ["CheckpointOptions", "ContextFunction", "run_recomputed"]
@@ -43,8 +43,10 @@ def run_recomputed(
     if not torch.is_grad_enabled() or _saves_as_always():
         return run_body(nullcontext(), body, operands, keywords)
     facts = facts_of(body)
-    # What a checkpoint is given it saves, and inference tensors cannot be saved.
-    if (facts is not None and facts.needs_copies) or any(map(_is_inference, pytree.tree_leaves((operands, keywords)))):
+    # What a checkpoint is given it saves.
+    if (facts is not None and facts.needs_copies) or not all(
+        map(can_be_saved, pytree.tree_leaves((operands, keywords)))
+    ):
         return _run_writing(body, operands, keywords, options, facts or BodyFacts())
     inputs, runs = SavedInputs(operands, keywords), _Runs(options)
     watch, outside, saves = StateWatch(body), OutsideLeaves(body), SavesInOrder(facts)
@@ -114,10 +116,6 @@ def _drawing(tensors: Iterable[Tensor]) -> list[Tensor]:
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     return [torch.empty(0, device=device) for device in sorted(devices, key=str)]
-
-
-def _is_inference(leaf: Any) -> bool:
-    return _is_tensor(leaf) and leaf.is_inference()
 
 
 def _arguments(options: CheckpointOptions, runs: _Runs, facts: BodyFacts | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from partita._torch.schemas import version_of
 from partita.errors import RecomputeError
 
-__all__ = ["SavedInputs", "is_trained", "named_leaves"]
+__all__ = ["SavedInputs", "can_be_saved", "is_trained", "named_leaves"]
 
 
 class SavedInputs:
@@ -75,11 +75,22 @@ def named_leaves(operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Iter
             yield f"argument {given}" if len(leaves) == 1 else f"argument {given}, item {place}", leaf
 
 
+def can_be_saved(leaf: Any) -> bool:
+    """Whether autograd can save an argument: no inference tensor, nor a view that was written behind its back."""
+    if not isinstance(leaf, Tensor):
+        return True
+    try:
+        _ = leaf.grad_fn
+    except RuntimeError:
+        return False
+    return not leaf.is_inference()
+
+
 def is_trained(tensor: Tensor) -> bool:
     """Whether a tensor is a leaf that needs gradients."""
     try:
         return tensor.requires_grad and tensor.is_leaf
-    except RuntimeError:  # A view that was written where autograd cannot follow may not be asked; it is no leaf.
+    except RuntimeError:  # A view that may not be asked is no leaf.
         return False
 
 

@@ -120,7 +120,7 @@ class _Sorting:
     """Where each leaf comes from."""
 
     def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, acts: Acts) -> None:
-        self.body, self.inputs, self.results, self.acts = body, inputs, run.results, acts
+        self.body, self.inputs, self.run, self.results, self.acts = body, inputs, run, run.results, acts
         (output,) = body.graph.find_nodes(op="output")
         self.shape = shape_of(run.results[output], fixes_constants=True)
         self.leaves = list(_leaves(output.args[0], run.results[output], self.shape))
@@ -214,12 +214,12 @@ class _Sorting:
         return (place for place, leaf in enumerate(self.compiled) if memory_of(leaf.value) in held)
 
     def _shown(self) -> set[Node]:
-        """The nodes whose contents, and not only their sizes, may show in an output."""
+        """The nodes whose contents, and not only their sizes, show in an output; what is in a changed list may not."""
         found: set[Node] = set()
         waiting = [leaf.node for leaf in self.leaves if isinstance(leaf.value, Tensor)]
         while waiting:
             node = waiting.pop()
-            if node not in found and has_tensors(self.results[node]):
+            if node not in found and has_tensors(self.results[node]) and not self.run.has_changed(node):
                 found.add(node)
                 waiting += node.all_input_nodes
         return found

@@ -98,8 +98,9 @@ class Recompute:
         program = Program(body, caller=site.caller, pure=pure)
         _check_body(program, site.region)
         acts = acts_of(program, frozenset())
-        # Items of a container that is made elsewhere come in as they are.
-        kept = kept.intersection(node.name for node in program.operators())
+        # Items of a container that is made elsewhere come in as they are, and inference tensors are never saved.
+        modes, number = program.modes, program.index.number
+        kept = {node.name for node in program.operators() if node.name in kept and not modes.at(number[node]).inference}
         module = keep_apart(program, kept) if kept else body
         written: tuple[int | str, ...] = (
             *written_inputs(program),
