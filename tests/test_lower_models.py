@@ -155,6 +155,8 @@ def test_with_one_operator_in_ten_refused_inductor_trains_a_model_as_before(name
 
 
 def _one_in_ten_or_inductor(node: Node) -> str | None:
+    if str(node.target).startswith("transformers."):
+        return "its backward asks for values, which nobody can trace"  # the experts of Mixtral
     return _one_in_ten(node) or find_backend("inductor").refusal(node)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from partita._torch.body_runs import run_body
@@ -22,6 +25,8 @@ def run_tagged(
 
     A selective context function decides node by node; it needs no second run here, since nothing is saved yet.
     """
+    if not _may_train(body, operands, keywords):
+        return run_body(nullcontext(), body, operands, keywords)
     number = next_graph_id()
     if context_fn is None:
         with tagging({"ac_graph_id": number, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}):
@@ -31,6 +36,13 @@ def run_tagged(
         first.ac_graph_id = number
     with tagging({"ac_graph_id": number}), first:
         return run_body(nullcontext(), body, operands, keywords)
+
+
+def _may_train(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+    """Whether autograd may save anything: a compiler refuses what draws and is tagged, in graphs without a backward."""
+    state = body.parameters() if isinstance(body, nn.Module) else ()
+    given = (*tree_leaves((operands, dict(keywords))), *state)
+    return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)
 
 
 def run_kept_tagged(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:

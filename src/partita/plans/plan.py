@@ -27,6 +27,7 @@ from partita.plans.treatment import (
     Treatment,
     is_treatment,
     marks_of,
+    marks_suffice,
     mixes_modes,
     node_marks_of,
     puts_back_modes,
@@ -96,7 +97,8 @@ class Plan:
         inlined: set[str] = set()
         unexportable: dict[str, nn.Module] = {}
         for name, body, site, treatment in zip(cut.names, cut.bodies, self._sites(), self.treatments, strict=True):
-            add_marks(body, marks_of(treatment, site.region))
+            if not marks_suffice(treatment):  # Else what is called says the same.
+                add_marks(body, marks_of(treatment, site.region))
             called = treated(treatment, body, site)
             if self.program.export is not None and not isinstance(called.module, GraphModule):
                 unexportable[name] = _called_alone(called, treatment, site.region)

@@ -15,6 +15,7 @@ from partita._torch.node_tags import next_graph_id
 from partita.backends.transforms import is_inside_transform
 from partita.errors import OptionError, RecomputeError
 from partita.graphs.later_writes import later_writer, names_written, readers_before_writes, writers_of
+from partita.graphs.mode import Autocast
 from partita.graphs.program import Program
 from partita.graphs.saved_tensors import SavedTensors
 from partita.plans.holding import Holding, holding_of
@@ -22,12 +23,15 @@ from partita.plans.treatment import Called, Site
 from partita.regions import Region
 from partita.rewrite.keep_apart import keep_apart
 from partita.rewrite.operator_calls import OperatorCall
+from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 from partita.treatments.body_facts import acts_of, may_write, written_inputs
 from partita.treatments.keep import Keep, KeepNothing, gives_tensors, keepable
 
 __all__ = ["Recompute"]
 
 _CHECKPOINT = OperatorCall(hops.wrap_activation_checkpoint)
+#: Dynamo cannot follow calls that switch autocast in a body of its graph; operators it can.
+_WRAPPED = WrapStyle(kinds=(Autocast,))
 
 
 @final
@@ -102,6 +106,7 @@ class Recompute:
         modes, number = program.modes, program.index.number
         kept = {node.name for node in program.operators() if node.name in kept and not modes.at(number[node]).inference}
         module = keep_apart(program, kept) if kept else body
+        module = wrap_modes(Program(module, caller=site.caller, pure=pure), _WRAPPED).graph_module
         written: tuple[int | str, ...] = (
             *written_inputs(program),
             *_inputs_written_later(body, site.region),
