@@ -32,7 +32,7 @@ docs: $(INSTALLED) ## Run the examples of the documentation
 bench: $(INSTALLED) ## Measure beside torch
 	$(BIN)/python -m benchmarks
 
-fuzz: $(INSTALLED) ## Check the laws on N=1000 generated graphs (ARGS=--modes: on nests of modes; ARGS='--lower NAME': lowered)
+fuzz: $(INSTALLED) ## Check the laws on N=1000 generated graphs (ARGS=--modes: on nests of modes; ARGS='--lower NAME': lowered; ARGS=--recompute: recomputed)
 	$(BIN)/python -m partita.testing.fuzz --graphs $(N) $(ARGS)
 
 clean: ## Remove the virtual environment, caches and build outputs

@@ -157,6 +157,22 @@ def test_what_inductor_made_is_stored_and_loaded() -> None:
     assert backend.save(loaded) == backend.save(function)
 
 
+def test_sizes_of_inputs_are_stored_with_what_inductor_made() -> None:
+    backend, aten = Inductor(), torch.ops.aten
+
+    def sized(x: Tensor) -> tuple[Any, ...]:
+        rows = aten.sym_size.int(x, 0)
+        return aten.sin.default(x), rows, rows * 2, aten.sym_size.int(x, 1)
+
+    function = compiled(backend, sized, (torch.ones(3, 4),), symbols=True)
+    loaded = backend.load(backend.save(function))
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        for made in (function, loaded):
+            assert [*made(x)[1:]] == [rows, rows * 2, 4]
+            assert torch.allclose(made(x)[0], x.sin())
+
+
 def test_what_cannot_be_stored_is_said() -> None:
     x = (torch.ones(3),)
     with pytest.raises(BackendError, match=r"lasting names.*partita\.capture"):

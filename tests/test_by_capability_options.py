@@ -23,6 +23,7 @@ from partita.policies.places import placeable
 from partita.regions.reason import Reason
 from partita.testing.case import Case
 from partita.testing.strategies import programs
+from partita.treatments import Call
 
 
 def takes_all(node: Node) -> None:
@@ -167,6 +168,63 @@ def test_answers_by_which_nodes_cannot_be_told_apart_are_named_with_the_node(opt
 def test_what_keeps_nodes_apart_is_a_function() -> None:
     with pytest.raises(OptionError, match="`apart` is a function"):
         ByCapability(takes_all, apart=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("together", [3, "sin", [3], ["sin"], [[3]], [["sin", None]]])
+def test_what_stays_together_are_groups_of_names(together: Any) -> None:
+    with pytest.raises(OptionError, match="`together` takes"):
+        ByCapability(takes_all, together=together)
+
+
+def ranked(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        values, places = torch.topk(x, 2)
+    return values.sin() + places
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("x", "an input"), ("output", "the output"), ("_set_grad_enabled", "only switches a mode")],
+)
+def test_a_name_that_no_region_can_hold_does_not_stay_together_with_anything(name: str, what: str) -> None:
+    policy = ByCapability(takes_all, together=[[name, "sin"]])
+    with pytest.raises(OptionError, match=f"`together` names '{name}', which no region can hold: it (is )?{what}"):
+        policy(capture(ranked))
+
+
+def capture(function: Callable[..., Any]) -> Program:
+    return partita.capture(function, (torch.linspace(-1, 1, 4),))
+
+
+def test_an_item_stays_together_as_what_makes_its_container() -> None:
+    def function(x: Tensor) -> Tensor:
+        values, places = torch.topk(x, 2)
+        return values.sin() + places
+
+    program = program_of(function)
+    assert parts(ByCapability(takes_all, together=[["getitem", "sin"]], largest=2)(program))[0][0] == "topk"
+    refuses = ByCapability(lambda node: "no" if node.name == "sin" else None, together=[["getitem_1", "sin"]])
+    reasons = {node.name: reason for node, reason in refuses(program).reasons.items()}
+    assert reasons["topk"] == "it stays together with 'sin', which is refused by taken: no"
+
+
+def test_an_empty_reason_is_none() -> None:
+    program = program_of(two_chains)
+    refused = partita.plan(program, ByCapability(lambda node: "" if node.name == "sin" else None), Call())
+    assert "1 node refused by taken: no reason given: sin 1" in refused.summary()
+    left = partita.plan(program, ByCapability(takes_all, worthwhile=lambda region: ""), Call())
+    assert "is not worthwhile: no reason given" in left.explain("sin")
+    assert "6 nodes not worthwhile: no reason given: " in left.summary()
+
+
+def test_all_that_tells_what_is_left_out_counts_the_same() -> None:
+    made = partita.plan(capture(ranked), ByCapability(lambda node: "no" if "topk" in node.name else None), Call())
+    switches = [node for node in made.program.graph.nodes if "grad_enabled" in node.name]
+    assert f"left out: {len(switches)} nodes: it only switches a mode" in str(made)
+    assert f"{len(switches)} nodes left out: it only switches a mode" in made.summary()
+    assert "left out: 1 node: refused by taken: no" in str(made), "items go with what makes them"
+    assert sum(group.count for group in made.left_out()) == len(switches) + 1
+    assert made.explain(switches[0].name).count("it only switches a mode") == 1
 
 
 class Selecting(nn.Module):

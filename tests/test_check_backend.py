@@ -84,6 +84,36 @@ class GivesOneTensor(Faithful):
         return body(*given)[0]
 
 
+class UnpacksOneOutput(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        results = body(*given)
+        return results[0] if len(results) == 1 else results
+
+
+class GivesOneMore(Faithful):
+    def run(self, body: Run, *given: Any) -> Any:
+        return [*body(*given), None]
+
+
+class MakesNothing(Faithful):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Any:
+        return None
+
+
+class LosesShapes(Faithful):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        for node in body.graph.find_nodes(op="call_method", target="t_"):
+            body.graph.erase_node(node)
+        body.recompile()
+        return body.forward
+
+
+class CompilesInDoubles(Faithful):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        torch.set_default_dtype(torch.float64)
+        return body.forward
+
+
 class CompilesWithGradOff(Faithful):
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
         torch.set_grad_enabled(False)
@@ -170,7 +200,12 @@ FAULTS: list[tuple[Any, str, str]] = [
     (MakesTensors(), "plain_outputs", "None, numbers, complex and empty tensors come out as they are"),
     (MakesTensors(), "plain_inputs", "plain numbers and None go in"),
     (LeavesGradOff(), "arithmetic", "grad"),
-    (GivesOneTensor(), "elementwise", "gives a tuple or a list, not Tensor"),
+    (GivesOneTensor(), "elementwise", "gives a Tensor where a tuple or a list of outputs belongs"),
+    (UnpacksOneOutput(), "one_output", "gives a Tensor where a tuple or a list of outputs belongs"),
+    (GivesOneMore(), "one_output", "gives a list of length 2 where one of length 1 belongs"),
+    (MakesNothing(), "elementwise", "`compile` gives a function, not None"),
+    (LosesShapes(), "reshapes", "a shape that is changed in place is another one from then on"),
+    (CompilesInDoubles(), "elementwise", "compiling leaves the default dtype switched"),
     (CompilesWithGradOff(), "elementwise", "compiling leaves modes switched"),
     (ChangesItsInputs(), "elementwise", "compiling changes its fake inputs"),
     (RaisesWhenAsked(), "elementwise", "it says what it refuses, and always the same"),
@@ -209,6 +244,14 @@ def test_a_faultless_backend_gets_a_report() -> None:
 def test_programs_show_faults_that_no_body_shows() -> None:
     with pytest.raises(LawError, match="cannot be told from the original"):
         check_backend(WritesTwice(), programs=[random_case(seed) for seed in (3, 4, 5, 6)], bodies=())
+
+
+def test_a_body_about_views_is_lowered_too() -> None:
+    """`Lower` makes views itself, so what a backend makes of them does not show what a program gets."""
+    bodies = [body.name for body in BODIES if body.lowered]
+    assert bodies == ["views", "reshapes"]
+    counts = [check_backend(Faithful(), programs=0, bodies=(name,)).checks for name in (*bodies, "elementwise")]
+    assert counts[0] == counts[1] == counts[2] + 1
 
 
 def test_an_unknown_body_is_said() -> None:

@@ -77,12 +77,26 @@ def test_other_data_under_a_parameter_is_an_error_that_names_it(way: Callable[[n
         loss.backward()
 
 
-def test_a_parameter_that_wants_no_gradients_any_more_is_named() -> None:
-    model = Two()
-    loss = recomputed(model)(X).sum()
-    model.a.weight.requires_grad_(requires_grad=False)
-    with pytest.raises(RecomputeError, match=r"a\.weight"):
-        loss.backward()
+def in_a_closure(model: nn.Module) -> Callable[..., Any]:
+    return lambda x: wrap_activation_checkpoint(lambda given: model(given), x)
+
+
+def as_arguments(model: Two) -> Callable[..., Any]:
+    def body(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.sin(nn.functional.linear(x, weight)).sin()
+
+    return lambda x: wrap_activation_checkpoint(body, x, model.a.weight)
+
+
+@pytest.mark.parametrize("way", [recomputed, by_hand, in_a_closure, as_arguments])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_whether_a_parameter_wants_gradients_may_change_before_the_backward(way: Any, wanted: bool) -> None:
+    model = Two().requires_grad_(wanted)
+    expected = torch.autograd.grad(way(model)(x := X.clone().requires_grad_()).sum(), x)
+    loss = way(model)(x).sum()
+    model.requires_grad_(not wanted)
+    assert torch.equal(*torch.autograd.grad(loss, x), *expected)
+    assert all(parameter.requires_grad is not wanted for parameter in model.parameters())
 
 
 def test_buffers_that_are_replaced_are_not_written_in_the_backward() -> None:

@@ -211,6 +211,48 @@ def test_items_of_containers_go_to_the_partition_of_their_producer_as_in_torch()
     assert {"topk", "getitem", "getitem_1"} <= sets(partitions)[1]
 
 
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        lambda x: torch.sort(x),
+        lambda x: x.sort(),
+        lambda x: torch.max(x, 0),
+        lambda x: x.min(0),
+        lambda x: torch.median(x, 0),
+        lambda x: torch.meshgrid(x[0], x[1]),
+    ],
+)
+def test_what_may_be_a_container_does_not_cross_a_border_as_in_torch(
+    pair: Callable[[Tensor], Any], alone: bool
+) -> None:
+    """Without traced values nobody knows whether `torch.max(x, 0)` gives a tensor or a tuple."""
+
+    def function(x: Tensor) -> Tensor:
+        return pair(x)[0].cos() + 1
+
+    (cosine,) = symbolic_trace(function).graph.find_nodes(op="call_method", target="cos")
+    source = cosine.args[0].args[0].name
+    for unsupported in ((source,), ("cos",)):
+        support = Supported(lambda node, names=unsupported: node.op.startswith("call_") and node.name not in names)
+        options = {"allows_single_node_partition": True, "skip_horizontal_fusion": alone}
+        (_, partitions), (_, expected) = both(lambda: symbolic_trace(function), support, **options)
+        assert proposed(partitions) == proposed(expected)
+
+
+@AS_IN_TORCH_2_13
+def test_no_partition_holds_nothing_but_an_item() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.special.erfcx(torch.max(x, 0)[0])
+
+    support = calls_but("max_1", "special_erfcx")
+    (_, partitions), (_, expected) = both(
+        lambda: symbolic_trace(function), support, allows_single_node_partition=True, skip_horizontal_fusion=True
+    )
+    assert sets(partitions) == sets(expected) == []
+
+
 def test_partitions_hold_nodes_as_torchs_do() -> None:
     nodes = list(pure_graph(0, 3).graph.nodes)
     for module in (ours, theirs):

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from partita import Program
-from partita.graphs.later_writes import later_writer, names_written, names_written_outside, writers_of, writing_nodes
+import partita
+from partita import Program, Region
+from partita.graphs.joint_halves import _written
+from partita.graphs.later_writes import (
+    later_writer,
+    later_writers,
+    names_written,
+    names_written_outside,
+    readers_before_writes,
+    writers_of,
+    writing_nodes,
+)
+from partita.graphs.saving_run import saved_tensors_of
+from partita.plans.holding import holding_of
+from partita.policies import ByLabel
+from partita.treatments import Recompute
+from partita.treatments.written_later import names_written_later
+
+ATEN = torch.ops.aten
 
 
 def test_a_new_program_of_an_edited_graph_sees_the_edit() -> None:
@@ -30,3 +52,144 @@ def test_a_new_program_of_an_edited_graph_sees_the_edit() -> None:
     Program.of(module)
     assert names_written_outside([square]) == frozenset()
     assert later_writer(x, [square]) == times.name
+
+
+def test_each_source_has_the_first_writer_behind_its_first_reader_that_is_outside() -> None:
+    graph = Graph()
+    a, b, c, d = (graph.placeholder(name) for name in "abcd")
+    graph.call_function(ATEN.add_.Tensor, (a, 1), name="early")
+    read_a = graph.call_function(ATEN.mul.Tensor, (a, b))
+    inside = graph.call_function(ATEN.add_.Tensor, (b, 1), name="inside")
+    graph.call_function(ATEN.add_.Tensor, (c, 1), name="before_c")
+    read_c = graph.call_function(ATEN.mul.Tensor, (c, d))
+    graph.call_function(ATEN.add_.Tensor, (b, 1), name="late")
+    graph.call_function(ATEN.add_.Tensor, (b, 1), name="later")
+    graph.output((read_a, read_c))
+    module = GraphModule(nn.Module(), graph)
+    Program.of(module)
+    nodes = (read_c, inside, read_a)  # In any order.
+    assert later_writers((a, b, c, d), nodes) == {b: "late"}
+    assert [later_writer(source, nodes) for source in (a, b, c, d)] == [None, "late", None, None]
+    assert later_writer(c, (read_a, inside)) is None  # Nobody reads it there.
+    assert names_written((a, d, inside)) == {"a", "inside"}
+    assert names_written_outside((inside, read_a)) == {"inside"}
+    assert readers_before_writes((read_a, inside, read_c)) == [read_a]
+    assert writing_nodes(module) == ("early", "inside", "before_c", "late", "later")
+    assert names_written_later(module, Region("r", nodes)) == {"b", "inside"}
+
+
+# Growth: what is asked of one region takes as long as the region, and not as the program ------------------------------
+
+
+def _many_inputs(count: int) -> GraphModule:
+    """Each of many inputs is read in one region, and written behind it."""
+    graph = Graph()
+    x, *sources = (graph.placeholder(f"x{place}") for place in range(count + 1))
+    for source in sources:
+        x = graph.call_function(ATEN.add.Tensor, (x, source))
+    for source in sources:
+        graph.call_function(ATEN.mul_.Tensor, (source, 2))
+    graph.output(x)
+    return GraphModule(nn.Module(), graph)
+
+
+class _Visits:
+    """How often the inputs of any node are asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        asked: Any = Node.all_input_nodes
+        monkeypatch.setattr(Node, "all_input_nodes", property(lambda node: self._counted(asked.fget(node))))
+
+    def _counted(self, given: Any) -> Any:
+        self.count += 1
+        return given
+
+
+def test_many_sources_are_looked_up_in_one_pass_over_their_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _many_inputs(200)
+    Program.of(module)
+    region = Region("r", tuple(module.graph.find_nodes(op="call_function", target=ATEN.add.Tensor)))
+    sources = region.inputs()
+    writing_nodes(module)
+    visits = _Visits(monkeypatch)
+    assert len(later_writers(sources, region.nodes)) == 200
+    assert visits.count == 200
+    names_written_later(module, region)
+    assert visits.count == 200 + 2 * 200  # One pass for the inputs of the region, one for their writers.
+
+
+def _many_regions(count: int) -> Program:
+    """Each region writes a buffer of its own."""
+    root, graph = nn.Module(), Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(2, device="meta", requires_grad=True)
+    for place in range(count):
+        root.register_buffer(f"buffer{place}", torch.zeros(2, device="meta"))
+        buffer = graph.get_attr(f"buffer{place}")
+        written = graph.call_function(ATEN.add_.Tensor, (buffer, 1.0))
+        x = graph.call_function(ATEN.sin.default, (graph.call_function(ATEN.mul.Tensor, (x, written)),))
+    graph.output(x)
+    return Program.of(GraphModule(root, graph))
+
+
+def _lines_run(function: Callable[[], Any]) -> int:
+    """How many lines of Python run, a clock that always tells the same."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def _asked_of_each_region(count: int) -> list[int]:
+    program = _many_regions(count)
+    labels = {node.name: place // 3 for place, node in enumerate(program.operators())}
+    plan = partita.plan(program, ByLabel(lambda node: labels[node.name]), Recompute())
+    known = saved_tensors_of(program)
+    assert known.reason is None
+    writing_nodes(program.graph_module)  # From here on it is known who writes.
+    region = plan.partition.regions[count // 2]
+    return [
+        _lines_run(lambda: names_written(region.nodes)),
+        _lines_run(lambda: readers_before_writes(region.nodes)),
+        _lines_run(lambda: names_written_outside(region.nodes)),
+        _lines_run(lambda: holding_of(region, known)),
+    ]
+
+
+def test_a_region_does_not_pay_for_the_writes_of_all_others() -> None:
+    assert _asked_of_each_region(5) == _asked_of_each_region(50)
+
+
+def test_inputs_that_a_joint_graph_writes_are_found_by_what_they_are_called() -> None:
+    compared: list[str] = []
+
+    class Described:
+        def __init__(self, name: str) -> None:
+            self.name, self.mutated_input = name, self
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(self.name)
+            return isinstance(other, Described) and other.name == self.name
+
+        def __hash__(self) -> int:
+            return hash(self.name)
+
+    graph = Graph()
+    inputs = [graph.placeholder(f"x{place}") for place in range(100)]
+    for node in inputs[1:]:
+        node.meta["desc"] = Described(node.name)
+    output = graph.output(tuple(inputs))
+    output.meta["desc"] = [Described(node.name) for node in reversed(inputs[1:])] + [object()]
+    assert _written(output, inputs) == tuple(reversed(inputs[1:]))
+    assert len(compared) < 200

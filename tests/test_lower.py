@@ -316,9 +316,9 @@ def test_a_region_that_holds_a_refused_node_runs_eagerly() -> None:
     decided = plan_of(wave, Lower(backend))
     x, y = torch.randn(3), torch.randn(3)
     assert torch.equal(decided.apply().module()(x, y), wave(x, y))
-    assert list(decided.failures) == [Failure("whole", "counting", "it refuses sines", "sin")]
+    assert list(decided.failures) == [Failure("whole", "counting", "it refuses this node: sines", "sin")]
     assert backend.made == []
-    with pytest.raises(TreatmentError, match="it refuses sines"):
+    with pytest.raises(TreatmentError, match="it refuses this node: sines"):
         plan_of(wave, Lower(backend, strict=True)).apply()
 
 

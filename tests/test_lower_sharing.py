@@ -20,7 +20,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita import Program, plan
+from partita.errors import BackendError
 from partita.policies import ByLabel
+from partita.runtime.variants import Variants
 from partita.treatments import Lower
 
 
@@ -170,6 +172,18 @@ def test_what_cannot_be_stored_is_compiled_again() -> None:
     torch.save(module, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False)(x), expected)
+
+
+def test_what_cannot_be_stored_is_said_when_it_is_saved(caplog: pytest.LogCaptureFixture) -> None:
+    class Forgetful(Storing):
+        def save(self, compiled: Any) -> bytes:
+            raise BackendError("no paper")
+
+    module = lowered(lambda x: x * 3, Lower(Forgetful()))
+    module(torch.ones(5))
+    assert not caplog.messages
+    Variants.__reduce__(region_of(module)._variants)
+    assert caplog.messages == ["storing cannot store a function, so it will be compiled again: no paper"]
 
 
 def test_threads_that_need_the_same_function_wait_for_it() -> None:

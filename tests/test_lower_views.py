@@ -10,9 +10,9 @@ import pytest
 import torch
 from tests.lowering_helpers import Counting, plan_of
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
-from partita import Program, verify
+from partita import Program, capture, verify
 from partita.treatments import Lower
 
 aten = torch.ops.aten
@@ -120,3 +120,79 @@ def test_a_write_through_a_view_that_was_expanded_to_nothing_more_keeps_the_bits
 
     check(write, torch.randn(4, 6))
     check(write, -torch.zeros(4, 6))
+
+
+def turned(x: Tensor) -> Tensor:
+    view = x[:]
+    view.t_()
+    return view
+
+
+def turned_back(x: Tensor) -> list[Tensor]:
+    """A view of what was turned for a while, and a view from before."""
+    view = x[:]
+    before = view[0]
+    view.t_()
+    column = view[0]
+    view.t_()
+    return [before, column, view]
+
+
+def turned_in_a_list(x: Tensor) -> list[Tensor]:
+    first, second = x.chunk(2)
+    first.t_()
+    return [first, second, second[0]]
+
+
+def turned_input(x: Tensor) -> list[Tensor]:
+    row = x[0]
+    x.t_()
+    return [row, x[0], x]
+
+
+def turned_and_written(x: Tensor) -> Tensor:
+    view = x.detach()
+    view.t_().add_(1)
+    return view
+
+
+def turned_twice_shown(x: Tensor) -> list[Tensor]:
+    """Two outputs of one memory that no input holds."""
+    made = torch.sin(x)
+    view = made[1:]
+    view.transpose_(0, 1)
+    return [made, view, view[0]]
+
+
+RESHAPED: list[Callable[[Tensor], Any]] = [
+    turned,
+    turned_back,
+    turned_in_a_list,
+    turned_input,
+    turned_and_written,
+    turned_twice_shown,
+    lambda x: x[0].unsqueeze_(0),
+    lambda x: x[:1].squeeze_(),
+    lambda x: x[:].swapaxes_(0, 1),
+    lambda x: x[:].as_strided_((2,), (3,)),
+]
+
+
+@pytest.mark.parametrize("function", RESHAPED)
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_view_whose_shape_was_changed_in_place_has_the_new_one(
+    function: Callable[[Tensor], Any], is_captured: bool
+) -> None:
+    x = torch.arange(24.0).reshape(4, 6)
+    program = capture(function, (x.clone(),)) if is_captured else Program.of(symbolic_trace(function))
+    plan = plan_of(program, Lower("eager", strict=True))
+    verify(program, plan.apply(), (x,))
+    assert not plan.failures
+
+
+def test_a_view_whose_shape_was_changed_by_an_open_size_has_the_new_one() -> None:
+    module = plan_of(turned, Lower("eager", dynamic=True)).apply().module()
+    for rows in (4, 5):
+        x = torch.randn(rows, 6)
+        assert module(x).stride() == (1, 6)
+        assert torch.equal(module(x), x.t())

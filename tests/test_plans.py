@@ -169,6 +169,14 @@ def test_a_region_without_a_treatment_is_refused(treatment: Any) -> None:
         plan(chain(), by({"sin": "a", "cos": "b"}), treatment)
 
 
+def test_a_treatment_for_a_region_that_is_not_there_is_refused() -> None:
+    treatments = {"a": Call(), "b": Call(), "bb": Rough()}
+    with pytest.raises(OptionError, match=r"a treatment for 'bb', but no such region; there are 'b' and others"):
+        plan(chain(), by({"sin": "a", "cos": "b"}), treatments)
+    with pytest.raises(OptionError, match=r"but no such region$"):
+        plan(chain(), by({}), {"a": Call()})
+
+
 @pytest.mark.parametrize("gives", [None, 3, torch.sin])
 def test_a_treatment_that_gives_no_module_is_refused(gives: object) -> None:
     with pytest.raises(PartitaError, match="'a'"):

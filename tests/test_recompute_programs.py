@@ -9,50 +9,45 @@ import torch
 
 import partita
 from partita import Program
-from partita.errors import TreatmentError
 from partita.policies import BySize
 from partita.testing import ALL, CAPTURES, LawError, captured_case, random_case, random_nest, recompute_laws
 from partita.testing.fuzz import fuzz
 from partita.testing.mode_oracle import leaves_modes
-from partita.testing.recompute_laws import check_recompute_laws, random_recomputation
+from partita.testing.recompute_laws import check_recompute_laws
 from partita.treatments import KeepEverything, KeepNothing, Recompute
 
 KNOWN = replace(ALL, unknown=False)
 
 
+#: Among the programs from here on, those with a region that draws from a generator of its own.
+REFUSED = {311, 327}
+
+
 @pytest.mark.parametrize("seed", range(300, 330))
 def test_generated_programs_are_the_same_once_recomputed(seed: int) -> None:
-    assert check_recompute_laws(random_case(seed, features=KNOWN), seed) in (None, _refusal(seed))
-
-
-def _refusal(seed: int) -> str | None:
-    """A program may be refused, by its plan or by that of the regions around; then always in the same words."""
-    program = Program.of(random_case(seed, features=KNOWN).graph_module)
-    try:
-        after = random_recomputation(program, seed).apply()
-        random_recomputation(after, seed + 1).apply()
-    except TreatmentError as refusal:
-        return str(refusal)
-    return None
+    refusal = check_recompute_laws(random_case(seed, features=KNOWN), seed)
+    assert (refusal is not None) is (seed in REFUSED), refusal
 
 
 # Kept modules that write, weights that autocast has cast before, views that may not be asked, items of containers that
-# come in as they are, and writes to what the backward does not need.
-@pytest.mark.parametrize("seed", [19, 67, 131, 147, 20061, 20096, 20187, 20977, 20994, 21063, 21746])
+# come in as they are, writes to what the backward does not need, one tensor given twice, a foreach on a view.
+@pytest.mark.parametrize(
+    "seed",
+    [19, 67, 131, 147, 20061, 20096, 20187, 20977, 20994, 21063, 21746, 40590, 103286, 103587, 103773, 106481, 300249],
+)
 def test_programs_that_once_differed_are_the_same(seed: int) -> None:
-    check_recompute_laws(random_case(seed), seed)
+    assert check_recompute_laws(random_case(seed), seed) is None
 
 
 def test_nests_of_modes_are_the_same_once_recomputed() -> None:
     nests = {seed: random_nest(seed, features=KNOWN) for seed in range(12)}
     closed = {seed: nest for seed, nest in nests.items() if not leaves_modes(nest)}
     assert len(closed) > 2
-    for seed, nest in closed.items():
-        check_recompute_laws(nest, seed)
+    assert [check_recompute_laws(nest, seed) for seed, nest in closed.items()].count(None) > 2
 
 
 def test_the_fuzzer_counts_what_was_recomputed() -> None:
-    tally = fuzz(60_000, 10, recompute=True)
+    tally = fuzz(60_000, 10, recompute="eager")
     assert (tally.tried, tally.broken) == (10, ())
     assert tally.legal + len(tally.refused) == 10
     assert tally.legal > 5
@@ -63,7 +58,7 @@ def test_a_broken_law_tells_the_program(monkeypatch: pytest.MonkeyPatch) -> None
         return Program.of(torch.fx.symbolic_trace(lambda x: x * 2))
 
     case = next(case for case in map(random_case, range(100)) if len(case.args) == 1 and not case.kwargs)
-    monkeypatch.setattr(recompute_laws, "_recomputed", other_program)
+    monkeypatch.setattr(recompute_laws, "recomputed", other_program)
     with pytest.raises(LawError, match=r"cannot be told from the original(.|\n)*random_case\(\d+\)"):
         check_recompute_laws(case, 1)
 

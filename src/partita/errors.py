@@ -73,7 +73,8 @@ class LoweringError(PartitaError, RuntimeError):
 
 
 class BackendError(PartitaError, RuntimeError):
-    """A backend cannot compile a body as it is called, store what it compiled, or load it here."""
+    """A backend cannot compile a body as it is called, store what it compiled, or load it here, or made a function that
+    gives something else than the body."""
 
 
 class UnknownNodeError(PartitaError, KeyError):

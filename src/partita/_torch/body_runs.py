@@ -54,8 +54,8 @@ def run(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[s
 def _switches_nothing(body: Any) -> bool:
     """Whether the graph of `body` shows that no node in it can leave a mode switched."""
     return _is_plain_graph(body) and all(
-        op in ("placeholder", "get_attr", "output") or (op == "call_function" and _is_plain(target))
-        for op, target in nodes_by_target(body.graph)
+        op in ("placeholder", "get_attr", "output") or (op == "call_function" and _is_plain(target)) or not nodes
+        for (op, target), nodes in nodes_by_target(body.graph).items()
     )
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
+from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from partita._torch.schemas import signatures_of, signatures_of_method
+from partita._torch.body_text import digest_of_body
+from partita._torch.call_acts import CallActs, acts_of_call
 
-__all__ = ["BodyFacts", "facts_of", "note_facts"]
+__all__ = ["BodyFacts", "carry_facts", "facts_of", "note_facts", "saves_too_soon"]
 
 _KEY = "partita_recompute"
 
@@ -32,6 +33,8 @@ class BodyFacts:
     written: tuple[int | str, ...] = ()
     #: Whether all that the body writes is told; if not, it is found out, since torch does not count every write.
     knows_written: bool = False
+    #: Whether an operator saves what it only writes then, so that a second run must not end with the last saving.
+    saves_too_soon: bool = False
 
     @property
     def needs_copies(self) -> bool:
@@ -39,65 +42,94 @@ class BodyFacts:
         return bool(self.writers or self.written)
 
 
+def saves_too_soon(body: nn.Module) -> bool:
+    """Whether a body, or a module inside, calls RReLU in some form: it saves its noise before it has drawn it."""
+    for module in body.modules():
+        if isinstance(module, nn.RReLU):
+            return True
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if "rrelu" in str(getattr(node.target, "__name__", node.target)):
+                return True
+    return False
+
+
 def note_facts(body: GraphModule, facts: BodyFacts) -> None:
-    """Keeps what a closer look has found with the body; copies of the body have it too."""
-    body.meta[_KEY] = facts
+    """Keeps what a closer look has found with the body, as long as that is not edited; copies and pickles have it too.
+
+    As plain data: a pickle leaves out of the metadata what is anything else.
+    """
+    body.meta[_KEY] = (digest_of_body(body), astuple(facts))
+    _KNOWN.pop(body, None)
+
+
+def carry_facts(body: GraphModule, rewritten: GraphModule) -> None:
+    """Notes what was noted of a body for another one that was made from it, is called like it, and means the same."""
+    facts = _noted(body) if body is not rewritten and _KEY in body.meta else None
+    if facts is not None:
+        names = {id(tensor): name for name, tensor in _named_tensors(rewritten)}
+        moved = {name: names.get(id(tensor), name) for name, tensor in _named_tensors(body)}
+        written = tuple(moved.get(one, one) if isinstance(one, str) else one for one in facts.written)
+        note_facts(rewritten, replace(facts, written=written))
 
 
 def facts_of(body: Any) -> BodyFacts | None:
-    """What is known of `body`; None where it is no graph, so that it may do anything."""
+    """What is known of `body`; None where it is no graph, so that it may do anything.
+
+    Asked at every call, so the answer is kept until code is generated anew: an edited graph runs only then.
+    """
     if not isinstance(body, GraphModule) or "forward" in vars(body):
         return None
-    noted = body.meta.get(_KEY)
-    if isinstance(noted, BodyFacts):
-        return noted
+    code = _code_of(body)
     known = _KNOWN.get(body)
-    if known is None or known[0] != (id(body.graph), len(body.graph.nodes)):
-        known = _KNOWN[body] = ((id(body.graph), len(body.graph.nodes)), _read(body.graph, body))
-    return known[1]
+    if known is not None and known[0] == code:
+        return known[1]
+    facts = _noted(body) or _read(body)
+    if not any(map(_waits_for_code, body.modules())):
+        _KNOWN[body] = (code, facts)
+    return facts
 
 
-_KNOWN: WeakKeyDictionary[GraphModule, tuple[tuple[int, int], BodyFacts]] = WeakKeyDictionary()
+#: By body: the code that was looked at, and what was found.
+_KNOWN: WeakKeyDictionary[GraphModule, tuple[tuple[object, ...], BodyFacts]] = WeakKeyDictionary()
 
 
-def _read(graph: Graph, owner: GraphModule) -> BodyFacts:
-    calls = [node for node in graph.nodes if node.op.startswith("call_")]
-    writers = tuple(node.name for node in calls if _may_write(node, owner))
-    return BodyFacts(writers, any(_may_draw(node, owner) for node in calls))
+def _code_of(body: GraphModule) -> tuple[object, ...]:
+    """What runs when the body is called, and in the modules inside; torch makes a new function for each edit."""
+    if not body._modules:
+        return (type(body).forward,)
+    return tuple([vars(module).get("forward", type(module).forward) for module in body.modules()])
 
 
-def _may_write(node: Node, owner: GraphModule) -> bool:
-    if node.target in _PLAIN or _is_check(node.target):
-        return False
-    bodies = list(_bodies(node, owner))
-    if bodies:
-        return any(facts is None or facts.writers for facts in map(facts_of, bodies))
-    signatures = _signatures(node)
-    if not signatures or node.kwargs.get("out") is not None:
-        return True
-    return any(
-        argument.written or argument.name in _STATISTICS for signature in signatures for argument in signature.arguments
+def _waits_for_code(module: nn.Module) -> bool:
+    """Whether edits go unseen since the function that will make the code is the same before and after."""
+    return isinstance(module, _LazyGraphModule) and module._needs_recompile()
+
+
+def _noted(body: GraphModule) -> BodyFacts | None:
+    """What was noted of the body, if it is still what it was then."""
+    digest, facts = body.meta.get(_KEY, (None, ()))
+    return BodyFacts(*facts) if digest is not None and digest == digest_of_body(body) else None
+
+
+def _named_tensors(body: GraphModule) -> Iterator[tuple[str, Tensor]]:
+    yield from body.named_parameters()
+    yield from body.named_buffers()
+
+
+def _read(body: GraphModule) -> BodyFacts:
+    found = {node.name: _acts(node, body) for node in body.graph.nodes if node.op.startswith("call_")}
+    writers = tuple(name for name, acts in found.items() if acts.writes)
+    return BodyFacts(writers, any(acts.draws for acts in found.values()), saves_too_soon=saves_too_soon(body))
+
+
+def _acts(node: Node, owner: GraphModule) -> CallActs:
+    inside = list(map(facts_of, _bodies(node, owner)))
+    if not inside:
+        return acts_of_call(node)
+    return CallActs(
+        writes=any(facts is None or facts.writers for facts in inside),
+        draws=any(facts is None or facts.may_draw for facts in inside),
     )
-
-
-def _may_draw(node: Node, owner: GraphModule) -> bool:
-    if node.target in _PLAIN or _is_check(node.target):
-        return False
-    bodies = list(_bodies(node, owner))
-    if bodies:
-        return any(facts is None or facts.may_draw for facts in map(facts_of, bodies))
-    signatures = _signatures(node)
-    # An operator of somebody else's may draw without saying so.
-    named = all(signature.name.startswith("aten::") for signature in signatures)
-    return not signatures or not named or any(signature.draws for signature in signatures) or _is_composite(node)
-
-
-def _is_composite(node: Node) -> bool:
-    """Whether an operator's own tags do not speak for the operators that it calls: dropout in attention, say."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return True
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def _bodies(node: Node, owner: GraphModule) -> Iterator[Any]:
@@ -106,7 +138,7 @@ def _bodies(node: Node, owner: GraphModule) -> Iterator[Any]:
         for given in node.all_input_nodes:
             if given.op == "get_attr":
                 held = _held(owner, str(given.target))
-                if isinstance(held, torch.nn.Module):
+                if isinstance(held, nn.Module):
                     yield held
 
 
@@ -114,24 +146,3 @@ def _held(owner: Any, path: str) -> Any:
     for name in path.split("."):
         owner = getattr(owner, name, None)
     return owner
-
-
-def _signatures(node: Node) -> tuple[Any, ...]:
-    if node.op == "call_method":
-        return signatures_of_method(str(node.target))
-    return () if node.op == "call_module" else signatures_of(node.target)
-
-
-def _is_check(target: Any) -> bool:
-    return isinstance(target, OpOverload) and "assert" in target.name()
-
-
-#: What the norms of torch write in training, which their schemas do not say.
-_STATISTICS = ("running_mean", "running_var")
-
-#: Functions of Python that only compute.
-_PLAIN = frozenset(
-    getattr(operator, name)
-    for name in dir(operator)
-    if callable(getattr(operator, name)) and not name.startswith("i") and not name.endswith("item__")
-) - {operator.setitem, operator.delitem, operator.call} | {operator.getitem, operator.index, operator.invert}

@@ -1,27 +1,61 @@
-"""What a function reads without being given it: tensors that it closes over, and modules with theirs."""
+"""What a function reaches without being given it: tensors that it closes over, modules with theirs, generators."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
+from partita._torch.checkpoint_state import BodyState, GradientFlags, refuse_writes
+from partita._torch.saving_hooks import around_hooks
 from partita._torch.schemas import version_of
 from partita.errors import RecomputeError
 
-__all__ = ["OutsideLeaves", "found_outside"]
+__all__ = ["OutsideLeaves", "found_outside", "refuse_by_hand", "refuse_generators"]
 
 
-def found_outside(function: Any) -> dict[str, Tensor]:
-    """The tensors that a function of Python can reach by what it closes over, or by the object that it is bound to."""
-    found: dict[str, Tensor] = {}
+def refuse_by_hand(function: Any, arguments: Iterable[Any]) -> None:
+    """Raises where a module that runs as a whole has a norm in training, or anything is given a generator of its own.
+
+    torch does not count what norms write, and only the default generators are put back.
+    """
+    module = function
+    while isinstance(module, partial):
+        module = module.func
+    if isinstance(module, nn.Module):
+        refuse_writes(BodyState(module).statistics, is_graph=False)
+        for path, inner in module.named_modules():
+            for key, held in vars(inner).items():
+                _refuse_generator(f"{path}.{key}".strip("."), held)
     for name, value in _closed_over(function):
+        _refuse_generator(name, value)
+    refuse_generators(arguments)
+
+
+def refuse_generators(arguments: Iterable[Any]) -> None:
+    """Raises where a body is given a generator."""
+    for place, given in enumerate(arguments):
+        _refuse_generator(f"argument {place}", given)
+
+
+def _refuse_generator(name: str, value: Any) -> None:
+    if isinstance(value, torch.Generator):
+        raise RecomputeError(
+            f"the body draws from a generator of its own, {name!r}, which would draw other numbers when it is "
+            "recomputed; draw from the default generator, or outside of the region"
+        )
+
+
+def found_outside(function: Any, arguments: Iterable[Any] = ()) -> dict[str, Tensor]:
+    """The tensors that a function of Python reaches by what it closes over, is bound to, or finds in modules it gets."""
+    found: dict[str, Tensor] = {}
+    modules = ((f"argument {place}", given) for place, given in enumerate(arguments) if isinstance(given, nn.Module))
+    for name, value in (*_closed_over(function), *modules):
         if isinstance(value, Tensor):
             found.setdefault(name, value)
         elif isinstance(value, nn.Module):
@@ -37,30 +71,19 @@ class OutsideLeaves:
     them; results of the function that nobody else holds are not there any more when it is asked.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, arguments: Iterable[Tensor]) -> None:
         self._function = function
+        self._arguments = {id(_whole(tensor)) for tensor in arguments}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        reached = found_outside(function).values()
+        self._flags = GradientFlags(tensor for tensor in reached if isinstance(tensor, nn.Parameter))
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> AbstractContextManager[Any]:
         """While the first run lasts."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is None:
-            yield
-            return
-        pack, unpack = hooks
+        return around_hooks(self._note)
 
-        def note(tensor: Tensor) -> Any:
-            whole = tensor if tensor._base is None else tensor._base  # A product saves its weight transposed.
-            if whole.is_leaf:
-                self._seen.append((weakref.ref(whole), version_of(whole)))
-            return pack(tensor)
-
-        with saved_tensors_hooks(note, unpack):
-            yield
-
-    def check(self) -> None:
-        """Before the second run."""
+    def unchanged(self) -> AbstractContextManager[Any]:
+        """While the second run lasts: what the function reaches wants gradients if it did; raises if it was written."""
         for told, version in self._seen:
             tensor = told()
             if tensor is not None and version_of(tensor) != version:
@@ -68,6 +91,13 @@ class OutsideLeaves:
                     f"{self._name(tensor)} changed in place between forward and backward, so the function that reads "
                     "it would be recomputed with other values; run backward before you update what it needs"
                 )
+        return self._flags.restored()
+
+    def _note(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        whole = _whole(tensor)
+        if whole.is_leaf and id(whole) not in self._arguments:
+            self._seen.append((weakref.ref(whole), version_of(whole)))
+        return pack(tensor)
 
     def _name(self, tensor: Tensor) -> str:
         for name, value in found_outside(self._function).items():
@@ -76,10 +106,17 @@ class OutsideLeaves:
         return f"a tensor of shape {tuple(tensor.shape)} that is no argument"
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of: a product saves its weight transposed."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def _closed_over(function: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(function, partial):
         yield from ((f"argument {place}", value) for place, value in enumerate(function.args))
         yield from function.keywords.items()
+        if isinstance(function.func, nn.Module):
+            yield "function", function.func
         yield from _closed_over(function.func)
         return
     owner = getattr(function, "__self__", None)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from partita._torch.body_runs import run_body
-from partita._torch.checkpoint_facts import BodyFacts, facts_of
-from partita._torch.checkpoint_inputs import StateWatch, WrittenInputs
+from partita._torch.checkpoint_arguments import RunInputs, named_tensors
+from partita._torch.checkpoint_facts import BodyFacts, facts_of, saves_too_soon
 from partita._torch.checkpoint_keeping import KeptResults
-from partita._torch.checkpoint_outside import OutsideLeaves, found_outside
-from partita._torch.checkpoint_saved import SavedInputs, can_be_saved
-from partita._torch.checkpoint_saves import SavesInOrder
+from partita._torch.checkpoint_outside import OutsideLeaves, found_outside, refuse_by_hand, refuse_generators
+from partita._torch.checkpoint_state import BodyState, TensorWatch
+from partita._torch.saves_checked import SavesInOrder
+from partita.errors import OptionError, RecomputeError
 
 __all__ = ["CheckpointOptions", "ContextFunction", "run_recomputed"]
 
@@ -42,40 +42,86 @@ def run_recomputed(
     """What `body` gives; its intermediate results are computed again when the backward needs them."""
     if not torch.is_grad_enabled() or _saves_as_always():
         return run_body(nullcontext(), body, operands, keywords)
-    facts = facts_of(body)
-    # What a checkpoint is given it saves.
-    if (facts is not None and facts.needs_copies) or not all(
-        map(can_be_saved, pytree.tree_leaves((operands, keywords)))
-    ):
-        return _run_writing(body, operands, keywords, options, facts or BodyFacts())
-    inputs, runs = SavedInputs(operands, keywords), _Runs(options)
-    watch, outside, saves = StateWatch(body), OutsideLeaves(body), SavesInOrder(facts)
-    given = StateWatch({name: leaf for name, leaf in inputs.named().items() if isinstance(leaf, nn.Parameter)})
-    unchanged = StateWatch({**inputs.named(), **found_outside(body)}) if facts is None else None
-
-    def run(*tensors: Tensor) -> Any:
-        if not runs.is_second:
-            operands, keywords = inputs.first()
-            with (
-                outside.noting() if facts is None else nullcontext(),
-                saves.first() if facts is None else nullcontext(),
-            ):
-                return run_body(nullcontext(), body, operands, keywords)
-        watch.check()
-        given.check()
-        outside.check()
-        operands, keywords = inputs.again(tensors)
-        with watch.restored(), saves.second() if facts is None else nullcontext():
-            return run_body(nullcontext(), body, operands, keywords)
-
-    tensors = inputs.tensors()
-    others = [*watch.tensors(), *(() if unchanged is None else unchanged.tensors())]
-    with inputs.saving():
-        result = checkpoint(run, *tensors, *_drawing(others), **_arguments(options, runs, facts))
-    if unchanged is not None:
-        watch.settle()
-        unchanged.settle()
+    facts, state = facts_of(body), BodyState(body)
+    arguments = named_tensors(operands, keywords)
+    tensors = {**arguments, **state.tensors()}
+    if facts is None:
+        given = (*operands, *keywords.values())
+        refuse_by_hand(body, given)
+        tensors |= found_outside(body, given)
+    else:
+        refuse_generators(operands)
+    inputs = RunInputs(state, facts, operands, keywords)
+    outside = None if facts is not None else OutsideLeaves(body, arguments.values())
+    runs = _Runs(body, facts, inputs, outside, options.context_fn)
+    before = TensorWatch(tensors) if runs.may_write else None
+    result = checkpoint(runs, *inputs.hand_over(), *_drawing(tensors.values()), **_arguments(options, facts, body))
+    if before is not None:
+        inputs.settle(before)
     return result
+
+
+@final
+class _Runs:
+    """The first run of a body, and those that follow it.
+
+    Contexts are entered here, not by torch: what prepares a run is none of their business, and with contexts torch
+    refuses to debug.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        facts: BodyFacts | None,
+        inputs: RunInputs,
+        outside: OutsideLeaves | None,
+        context_fn: ContextFunction | None,
+    ) -> None:
+        self._body = body
+        self._inputs = inputs
+        self._outside = outside
+        self._kept = KeptResults()
+        self._theirs = (_NOTHING, _NOTHING) if context_fn is None else _pair_of(context_fn())
+        #: A body that nobody has looked into may write; norms in a graph do so once they are set to training.
+        self.may_write = facts is None or facts.needs_copies or inputs.has_copies
+        self._saves = SavesInOrder(facts) if self.may_write else None
+        self._has_begun = False
+
+    def __call__(self, *saved: Tensor) -> Any:
+        if self._has_begun:
+            return self._run_again(saved)
+        self._has_begun = True
+        operands, keywords = self._inputs.first()
+        with (
+            _NOTHING if self._outside is None else self._outside.noting(),
+            _NOTHING if self._saves is None else self._saves.first(),
+            self._kept.noting(),
+            self._theirs[0],
+        ):
+            return run_body(_NOTHING, self._body, operands, keywords)
+        raise RecomputeError("a context of the context function swallows what the body raises; let it raise")
+
+    def _run_again(self, saved: tuple[Tensor, ...]) -> Any:
+        with (
+            self._inputs.again(saved) as (operands, keywords),
+            _NOTHING if self._outside is None else self._outside.unchanged(),
+            _NOTHING if self._saves is None else self._saves.again(),
+            self._kept.returning(),
+            self._theirs[1],
+        ):
+            return run_body(_NOTHING, self._body, operands, keywords)
+
+
+_NOTHING = nullcontext()
+
+
+def _pair_of(contexts: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    if isinstance(contexts, tuple | list) and len(contexts) == 2:
+        first, second = contexts
+        return first, second
+    raise OptionError(
+        f"context_fn gives two contexts, for the first and for the second run, not {type(contexts).__name__!r}"
+    )
 
 
 def _saves_as_always() -> bool:
@@ -87,28 +133,6 @@ def _saves_as_always() -> bool:
     return is_old and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _run_writing(
-    body: Callable[..., Any],
-    operands: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-    options: CheckpointOptions,
-    facts: BodyFacts,
-) -> Any:
-    inputs, runs, saves = WrittenInputs(body, facts, operands, keywords), _Runs(options), SavesInOrder(facts)
-
-    def run(inputs: WrittenInputs, *_: Tensor) -> Any:
-        with inputs.given() as (operands, keywords), saves.second() if runs.is_second else saves.first():
-            return run_body(nullcontext(), body, operands, keywords)
-
-    result = checkpoint(run, inputs, *_drawing(inputs.tensors()), **_arguments(options, runs, facts))
-    inputs.settle()
-    return result
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
-
-
 def _drawing(tensors: Iterable[Tensor]) -> list[Tensor]:
     """An empty tensor on each accelerator that holds one of these.
 
@@ -118,56 +142,9 @@ def _drawing(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [torch.empty(0, device=device) for device in sorted(devices, key=str)]
 
 
-def _arguments(options: CheckpointOptions, runs: _Runs, facts: BodyFacts | None) -> dict[str, Any]:
+def _arguments(options: CheckpointOptions, facts: BodyFacts | None, body: Any) -> dict[str, Any]:
     may_draw = facts is None or facts.may_draw
-    return {
-        "use_reentrant": False,
-        "preserve_rng_state": options.preserve_rng_state and may_draw,
-        "context_fn": runs.contexts,
-        **(options.others or {}),
-    }
-
-
-class _Runs:
-    """The contexts of the two runs: results are kept in the first and given back in the second."""
-
-    def __init__(self, options: CheckpointOptions) -> None:
-        self._options = options
-        self.is_second = False
-
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        kept = KeptResults()
-        first, second = (
-            (nullcontext(), nullcontext()) if self._options.context_fn is None else self._options.context_fn()
-        )
-        return _both(kept.noting(), first), self._again(kept, second)
-
-    @contextmanager
-    def _once_more(self, kept: KeptResults, theirs: AbstractContextManager[Any]) -> Iterator[None]:
-        self.is_second = True
-        with kept.returning(), theirs:
-            yield
-
-    def _again(self, kept: KeptResults, theirs: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        return _Reusable(lambda: self._once_more(kept, theirs))
-
-
-class _Reusable(AbstractContextManager[None]):
-    """A context that can be entered again, one after the other: there may be a second backward."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._open: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._open.append(self._make())
-        self._open[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._open.pop().__exit__(*error)
-
-
-@contextmanager
-def _both(ours: AbstractContextManager[Any], theirs: AbstractContextManager[Any]) -> Iterator[None]:
-    with ours, theirs:
-        yield
+    others = dict(options.others or {})
+    if facts.saves_too_soon if facts is not None else isinstance(body, nn.Module) and saves_too_soon(body):
+        others.setdefault("early_stop", False)
+    return {"use_reentrant": False, "preserve_rng_state": options.preserve_rng_state and may_draw, **others}

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from partita._torch.body_runs import run_body
 from partita._torch.checkpoint_runs import ContextFunction
-from partita._torch.node_tags import next_graph_id, node_tags, tagging
+from partita._torch.node_tags import SAVED, next_graph_id, node_tags, saving, tagging
 
 __all__ = ["run_kept_tagged", "run_tagged", "tag_nodes"]
 
 
 def run_tagged(
-    body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any], context_fn: ContextFunction | None
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    *,
+    context_fn: ContextFunction | None,
+    saved: Collection[Node],
 ) -> Any:
-    """What `body` gives; the nodes that are traced meanwhile say that they can be computed again.
+    """What `body` gives; the nodes that are traced meanwhile say that they can be computed again, but for `saved`.
 
     A selective context function decides node by node; it needs no second run here, since nothing is saved yet.
     """
-    if not _may_train(body, operands, keywords):
+    is_saved = (node_tags() or {}).get("recompute") is CheckpointPolicy.MUST_SAVE
+    if is_saved or not _may_train(body, operands, keywords):
         return run_body(nullcontext(), body, operands, keywords)
     number = next_graph_id()
     if context_fn is None:
-        with tagging({"ac_graph_id": number, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}):
+        with tagging({"ac_graph_id": number, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}), saving(saved):
             return run_body(nullcontext(), body, operands, keywords)
     first, _ = context_fn()
     if hasattr(first, "ac_graph_id"):
@@ -48,7 +55,7 @@ def _may_train(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Ma
 def run_kept_tagged(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """What `body` gives; where nodes are tagged, these say that they are saved."""
     is_recomputed = bool(node_tags())
-    with tagging({"recompute": CheckpointPolicy.MUST_SAVE}) if is_recomputed else nullcontext():
+    with tagging(SAVED) if is_recomputed else nullcontext():
         return run_body(nullcontext(), body, operands, keywords)
 
 

@@ -11,12 +11,18 @@ from torch.jit._builtins import _find_builtin
 
 from partita._torch.lasting import is_lasting
 
-__all__ = ["returns_container"]
+__all__ = ["may_return_container", "returns_container"]
 
 
 def returns_container(target: Any) -> bool:
     """Whether a call of `target` (a function, or the name of a tensor method) surely gives a tuple, list or size."""
     return (isinstance(target, str) or is_lasting(target)) and _returns_container(target)
+
+
+def may_return_container(target: Any) -> bool:
+    """Whether a call of `target` gives a tuple or list for some arguments, or nobody knows what it gives."""
+    schemas = _schemas(target)
+    return not schemas or any(map(_gives_several, schemas))
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 __all__ = ["guards_of", "set_guards"]
@@ -13,7 +13,7 @@ def guards_of(exported: Any) -> tuple[str, ...]:
     return tuple(getattr(exported, "_guards_code", ()))
 
 
-def set_guards(exported: Any, guards: Sequence[str]) -> None:
+def set_guards(exported: Any, guards: Collection[str]) -> None:
     """Lets a program check these conditions: torch finds them in what was traced, but not in what was loaded."""
     if guards:
         exported._guards_code = list(guards)

@@ -7,10 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita._torch.ambient import read_ambient, restore_after_error
+from partita._torch.ambient import read_ambient, restore_after_error, restore_autocast
 from partita._torch.idle_dropout import IdleDropout
 from partita._torch.idle_expand import IdleExpand
 from partita._torch.lowering_containers import read_leaves
@@ -20,8 +21,11 @@ __all__ = ["BodyRun", "compiler_scope", "run_on_fakes"]
 
 @contextmanager
 def compiler_scope() -> Iterator[None]:
-    """Inside, inference mode is no_grad, since inference tensors cannot be traced; random states stay as they are."""
-    found = read_ambient()
+    """Inside, inference mode is no_grad, since inference tensors cannot be traced; random states stay as they are.
+
+    Modes and the default dtype are put back, whatever was done to them inside.
+    """
+    found, dtype = read_ambient(), torch.get_default_dtype()
     hooks = torch._C._autograd
     # Hooks on saved tensors are the user's: they expect tensors with data.
     traced = hooks._saved_tensors_hooks_set_tracing(True)
@@ -35,10 +39,16 @@ def compiler_scope() -> Iterator[None]:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             yield
+        # A compiler may leave modes switched also where it succeeds.
+        if read_ambient() != found:
+            torch.set_grad_enabled(found.grad)
+            restore_autocast(found)
     except BaseException as error:
         restore_after_error(found, error)
         raise
     finally:
+        if torch.get_default_dtype() is not dtype:
+            torch.set_default_dtype(dtype)
         hooks._saved_tensors_hooks_set_tracing(traced)
 
 
@@ -50,6 +60,8 @@ class BodyRun(NamedTuple):
     fresh: dict[Node, list[tuple[tuple[Any, ...], Any]]]
     #: Whether gradients were on before and off after, or the other way round.
     switched_gradients: bool
+    #: The ids of tensors that a later node gave another shape, in place: `v.t_()`, `v.unsqueeze_(0)`.
+    reshaped: frozenset[int] = frozenset()
 
     def has_changed(self, node: Node) -> bool:
         """Whether a list or dict that the node gave holds something else now."""
@@ -75,20 +87,31 @@ def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun
         interpreter = _Noting(body, garbage_collect_values=False)
         interpreter.run(*inputs)
         left = torch.is_grad_enabled()
-    return BodyRun(interpreter.env, interpreter.fresh, found is not left)
+    return BodyRun(interpreter.env, interpreter.fresh, found is not left, frozenset(interpreter.reshaped))
 
 
 class _Noting(Interpreter):
-    """Runs a body and notes what is in each result before anybody changes it."""
+    """Runs a body and notes what is in each result before anybody changes it, and whose shape is changed."""
 
     def __init__(self, body: GraphModule, *, garbage_collect_values: bool) -> None:
         super().__init__(body, garbage_collect_values=garbage_collect_values)
         self.fresh: dict[Node, list[tuple[tuple[Any, ...], Any]]] = {}
+        self.reshaped: set[int] = set()
 
     def run_node(self, n: Node) -> Any:
+        given = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
+        before = list(map(_layout, given))
         result = super().run_node(n)
         self.fresh[n] = list(read_leaves(result))
+        self.reshaped.update(id(leaf) for leaf, then in zip(given, before, strict=True) if _layout(leaf) != then)
         return result
+
+
+def _layout(value: Any) -> object:
+    """How a tensor lies in memory, as text: to compare symbols themselves would be to assume something of them."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
+        return None
+    return str((value.shape, value.stride(), value.storage_offset()))
 
 
 def _devices() -> list[int]:

@@ -52,15 +52,16 @@ def readable_from(roots: Sequence[Node], run: BodyRun, is_quiet: Callable[[Node]
     """What can be read from `roots` of all that a run of the body gave.
 
     Nodes that are not quiet do more than compute, so they cannot run a second time. A list that was changed gives its
-    items as it was when it was made; an item that is taken out later is known by what it is, not by its place.
+    items as it was when it was made; an item that is taken out later is known by what it is, not by its place. What was
+    given another shape in place is left to the compiled code: a view that is made again would have the first one.
     """
     results = run.results
     found = Readable(roots)
     for root in roots:
-        if isinstance(results[root], Tensor):
+        if isinstance(results[root], Tensor) and id(results[root]) not in run.reshaped:
             found.readings.setdefault(id(results[root]), (root, ()))
     memory = {storage_key(results[node]) for node, _ in found.readings.values()}
-    whole = set(roots)
+    whole = {root for root in roots if id(results[root]) not in run.reshaped}
     for node, value in results.items():
         if node in whole or node.op in ("placeholder", "output"):
             continue
@@ -73,9 +74,10 @@ def readable_from(roots: Sequence[Node], run: BodyRun, is_quiet: Callable[[Node]
         is_known = runs_again and all(read in whole for read in input_nodes(node)) and not _reads_contents(node, run)
         if is_known and _are_in(memory, run.fresh[node]):
             found.steps[node] = None
-            for keys, leaf in run.fresh[node]:
+            kept = [(keys, leaf) for keys, leaf in run.fresh[node] if id(leaf) not in run.reshaped]
+            for keys, leaf in kept:
                 found.readings.setdefault(id(leaf), (node, keys))
-            if not run.has_changed(node):
+            if not run.has_changed(node) and len(kept) == len(run.fresh[node]):
                 whole.add(node)
         elif runs_again and _is_constant(value):
             found.constants[node] = value

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch.fx.traceback as fx_traceback
 from torch._higher_order_ops import wrap
-from torch.fx import Interpreter
+from torch.fx import Interpreter, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["TaggedInterpreter", "next_graph_id", "node_tags", "tagging"]
+__all__ = ["SAVED", "TaggedInterpreter", "next_graph_id", "node_tags", "saving", "tagging"]
+
+#: The tag of what is saved for the backward.
+SAVED = {"recompute": CheckpointPolicy.MUST_SAVE}
 
 _TAGS: ContextVar[Mapping[str, Any] | None] = ContextVar("node_tags", default=None)
+_SAVED: ContextVar[Collection[Node]] = ContextVar("saved_nodes", default=())
 
 
 def next_graph_id() -> int:
@@ -38,8 +43,22 @@ def tagging(tags: Mapping[str, Any]) -> Iterator[None]:
         _TAGS.reset(token)
 
 
+@contextmanager
+def saving(nodes: Collection[Node]) -> Iterator[None]:
+    """Where a graph with these nodes runs inside, what is traced for them is saved."""
+    token = _SAVED.set(nodes)
+    try:
+        yield
+    finally:
+        _SAVED.reset(token)
+
+
 class TaggedInterpreter(Interpreter):
     """Runs a graph node by node; what a tracer writes down for a node has its metadata and the tags."""
+
+    def run_node(self, n: Node) -> Any:
+        with tagging(SAVED) if n in _SAVED.get() else nullcontext():
+            return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         _tag_current()

@@ -104,7 +104,10 @@ def has_keywords(nodes: Iterable[Node]) -> bool:
 
 
 def nodes_by_target(graph: Graph) -> Mapping[tuple[str, Any], Collection[Node]]:
-    """The nodes of `graph` by op and target (None for all but functions), from the table that torch keeps."""
+    """The nodes of `graph` by op and target (None for all but functions), from the table that torch keeps.
+
+    There may be none for a target: whoever asked for its nodes has left an entry there.
+    """
     table = getattr(graph, "_find_nodes_lookup_table", None)
     if table is not None:
         return table.table  # type: ignore[no-any-return]

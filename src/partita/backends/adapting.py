@@ -5,7 +5,7 @@ Dynamo gives them no plain numbers, in or out, and an input for every symbol. A 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from partita._torch.backend_fakes import SYMBOLIC, place_of_symbol, size_carrier
 from partita._torch.operators import SYM_SIZE
 from partita.backends.calling import Argument, Calling, Carrier, Constant, Input, Output, Result, Size
 from partita.backends.notes import Notes
-from partita.backends.scalars import scalars_in
+from partita.backends.scalars import scalars_in, scalars_of_inputs
 
 __all__ = ["Adapted", "adapt", "adapt_to_tensors"]
 
@@ -48,13 +48,14 @@ def adapt(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
     """
     given = _fold_plain_inputs(body, inputs)
     left = [inputs[argument.place] for argument in given]
+    known = scalars_of_inputs(body, left)
     sizes: list[Input] = []
     for place, axis in unnamed_sizes(left):
         _add_input(body, f"size_{axis}_of_{place}")
         sizes.append(Size(given[place].place, axis))
         left.append(left[place].shape[axis])
     notes = Notes(as_tensors=False)
-    outputs = _fold_plain_outputs(body, notes, among=scalars_in(body.graph))
+    outputs = _fold_plain_outputs(body, notes, among=scalars_in(body.graph), known=known)
     _drop_annotations(body)
     body.recompile()
     return Adapted(tuple(left), (*given, *sizes), outputs, len(inputs), notes)
@@ -84,7 +85,7 @@ def adapt_to_tensors(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
             tensors.append(value)
             given.append(argument)
     notes = Notes(as_tensors=True)
-    outputs = _fold_plain_outputs(body, notes, among=set(body.graph.nodes))
+    outputs = _fold_plain_outputs(body, notes, among=set(body.graph.nodes), known={})
     body.recompile()
     return Adapted(tuple(tensors), tuple(given), outputs, len(inputs), notes)
 
@@ -115,8 +116,13 @@ def _read_from_size(body: GraphModule, number: Node, source: Node, axis: int) ->
     number.replace_all_uses_with(size, delete_user_cb=lambda user: user is not size)
 
 
-def _fold_plain_outputs(body: GraphModule, notes: Notes, *, among: set[Node]) -> tuple[Output, ...]:
-    """Leaves outputs that are no nodes out, and has it noted what those are that may turn out to be plain."""
+def _fold_plain_outputs(
+    body: GraphModule, notes: Notes, *, among: set[Node], known: Mapping[Node, Any]
+) -> tuple[Output, ...]:
+    """Leaves outputs out that are no nodes, or known, and has it noted what those are that may turn out to be plain.
+
+    torch stores no function of a body with such a note in it, so there is none where the number is known before.
+    """
     written = body.graph.output_node()
     given = written.args[0]
     assert isinstance(given, tuple | list)
@@ -126,8 +132,11 @@ def _fold_plain_outputs(body: GraphModule, notes: Notes, *, among: set[Node]) ->
         if not isinstance(value, Node):
             outputs.append(Constant(value))
             continue
+        if value in known and not isinstance(known[value], SYMBOLIC):
+            outputs.append(Constant(known[value]))
+            continue
         outputs.append(Result(len(left)))
-        if value in among:
+        if value in among and value not in known:
             with body.graph.inserting_before(written):
                 value = body.graph.call_function(notes.noting(), (value, len(left)))
         left.append(value)

@@ -64,8 +64,9 @@ class Inductor:
         code = compiled.stored or function_to_bytes(compiled.function)
         if code is None:
             raise BackendError(
-                "inductor can only store bodies whose calls torch has lasting names for; compile it again where it is "
-                "needed, or capture the program with partita.capture, which leaves nothing but operators in it"
+                "inductor can only store bodies whose calls torch has lasting names for, and which give no sizes of "
+                "what they compute; compile it again where it is needed, or capture the program with partita.capture, "
+                "which leaves nothing but operators in it"
             )
         return stored(self.name, compiled.calling, code)
 

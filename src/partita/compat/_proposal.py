@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
 
+from partita.compat._container_items import possible_items
+from partita.errors import CycleError
 from partita.graphs.program import Program
 from partita.policies.by_capability import ByCapability
 from partita.policies.capability_units import Units, units_of
@@ -28,7 +30,10 @@ class Proposed:
 
 def proposal(program: Program, supported: Mapping[Node, bool], *, connected: bool) -> list[Proposed]:
     """The fewest parts that hold all supported nodes, in torch's order: those at the end of the graph first."""
-    parts = _parts(program, supported, connected=connected)
+    try:
+        parts = _parts(program, supported, possible_items(program), connected=connected)
+    except CycleError:  # Something must run between a node and what takes an item out of what it gives.
+        parts = _parts(program, supported, {}, connected=connected)
     _take_attributes(program, supported, parts)
     ids, nodes = _ids(program, supported), program.index.nodes
     found = []
@@ -55,25 +60,42 @@ class _Part:
     searched: list[int]
 
 
-def _parts(program: Program, supported: Mapping[Node, bool], *, connected: bool) -> list[_Part]:
-    """torch's own parts where those are legal, or else those of the policy.
+def _parts(
+    program: Program, supported: Mapping[Node, bool], items: Mapping[Node, Node], *, connected: bool
+) -> list[_Part]:
+    """torch's own parts where those are legal, or else those of the policy; each of `items` beside its source.
 
     Whatever torch's search merges ends up where its latest level by data puts it, so the levels give the same parts, in
     linear time. They are legal unless an effect or a mode says otherwise. Parts that shall be connected grow as torch's
     do, along the data from the last node on.
     """
-    refusal = _refusal(supported)
-    units = units_of(program, (refusal,), together=None, modes_apart=True, devices_apart=False)
+    refusal = _refusal(
+        {**supported, **{item: _is_call(source) and supported[source] for item, source in items.items()}}
+    )
+    together = _beside_sources(items)
+    units = units_of(program, (refusal,), together=together, modes_apart=True, devices_apart=False)
     if connected:
         grown = grown_parts(units.relation, units.kinds)
         if grown is not None:
-            return _found(program, supported, units, grown, {})
+            return _found(program, supported, units, grown, _parts_of_items(program, items, units, grown))
     elif len(units.takers) <= 1:
         levels = _levels_by_data(units)
         if _obeys(units, levels):
-            return _found(program, supported, units, levels, _levels_of_items(program, units, levels))
-    nodes, held_in = program.index.nodes, ByCapability(refusal, connected=connected)(program).numbers()
+            return _found(program, supported, units, levels, _levels_of_items(program, items, units, levels))
+    policy = ByCapability(refusal, connected=connected, together=together)
+    nodes, held_in = program.index.nodes, policy(program).numbers()
     return [_Part(held, [number for number in held if supported[nodes[number]]]) for held in held_in if held]
+
+
+def _beside_sources(items: Mapping[Node, Node]) -> Callable[[Node], Node | None] | None:
+    """What keeps each of the items in one unit with its source; None where there are none."""
+    calls = {item: source for item, source in items.items() if _is_call(source)}
+    sources = calls | {source: source for source in calls.values()}
+    return sources.get if sources else None
+
+
+def _is_call(node: Node) -> bool:
+    return node.op.startswith("call_")
 
 
 def _found(
@@ -98,14 +120,26 @@ def _found(
     return list(parts.values())
 
 
-def _levels_of_items(program: Program, units: Units, levels: Sequence[int]) -> dict[int, int]:
+def _levels_of_items(program: Program, items: Iterable[Node], units: Units, levels: Sequence[int]) -> dict[int, int]:
     """The latest level of each item of a container by itself."""
     nodes, number, unit_of = program.index.nodes, program.index.number, units.unit_of
     highest, own = max(levels, default=0), dict[int, int]()
-    for item in reversed(program.projections):
+    for item in sorted((*program.projections, *(number[node] for node in items)), reverse=True):
         readers = [number[user] for user in nodes[item].users]
         reached = [own.get(reader, levels[unit_of[reader]]) for reader in readers if unit_of[reader] >= 0]
         own[item] = min(reached, default=highest)
+    return own
+
+
+def _parts_of_items(program: Program, items: Iterable[Node], units: Units, part_of: Sequence[int]) -> dict[int, int]:
+    """The part in which the search for connected parts puts each item of a container at first: that of who reads it."""
+    nodes, number, unit_of = program.index.nodes, program.index.number, units.unit_of
+    own = dict[int, int]()
+    for item in sorted((*program.projections, *(number[node] for node in items)), reverse=True):
+        readers = [number[user] for user in nodes[item].users]
+        taken = (reader for reader in readers if unit_of[reader] >= 0 and units.kinds[unit_of[reader]] != REFUSED)
+        reached = (own.get(reader, part_of[unit_of[reader]]) for reader in taken)
+        own[item] = next(reached, part_of[unit_of[item]])
     return own
 
 

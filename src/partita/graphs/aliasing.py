@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -12,7 +12,7 @@ from partita._torch.schemas import storage_key
 from partita.graphs.attributes import find
 from partita.graphs.behaviour_terms import Behaviour, nodes_in_slots
 from partita.graphs.index import Index
-from partita.graphs.values import value_of
+from partita.graphs.values import tensors_in, value_of
 
 __all__ = ["NodeBehaviours", "Storages", "storages_of", "tensors_of", "written_classes"]
 
@@ -132,16 +132,8 @@ def _join_traced_values(index: Index, storages: Storages) -> None:
     first: dict[int, int] = {}
     for i, node in enumerate(index.nodes):
         if node.meta:
-            for tensor in _tensors_in(value_of(node)):
+            for tensor in tensors_in(value_of(node)):
                 storages.join(i, first.setdefault(storage_key(tensor), i))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

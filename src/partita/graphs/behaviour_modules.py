@@ -88,8 +88,8 @@ def _draws(module: Any) -> bool:
     return isinstance(module, nn.RReLU)
 
 
-#: The module that `ExportedProgram.module` adds to check its inputs.
-_ASSERTING = frozenset((("torch.export._unlift", "GuardsFn"),))
+#: The modules by which the module of an exported program checks its inputs: torch's, and ours, which can be pickled.
+_ASSERTING = frozenset((("torch.export._unlift", "GuardsFn"), ("partita._torch.input_guards", "InputGuards")))
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

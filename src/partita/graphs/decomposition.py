@@ -14,6 +14,7 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Graph, Node
 
 from partita._torch.capture_fresh_modes import fresh_modes
+from partita._torch.export_guards import guards_of, set_guards
 from partita._torch.schemas import viewed_node, written_nodes
 from partita.errors import ModeError
 
@@ -42,6 +43,8 @@ class ModeKeepingProgram(ExportedProgram):
             plain = dissolve(Program.of(self))
             _check_writes(plain.graph)
             decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
+            # torch finds conditions on sizes in what was traced, and so forgets those of a program that was loaded.
+            set_guards(decomposed, dict.fromkeys((*guards_of(self), *guards_of(decomposed))))
             # Decomposed once more, as some backends do, it keeps what it means as well.
             return ExportRecord.of(decomposed).around(decomposed.graph_module)
 

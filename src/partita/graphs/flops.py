@@ -14,7 +14,7 @@ from partita._torch.operators import OPERATORS
 from partita._torch.symbolic import hint_of
 from partita.graphs.values import value_of
 
-__all__ = ["Flops"]
+__all__ = ["Flops", "is_torchs", "without_memory"]
 
 
 class Flops:
@@ -29,12 +29,12 @@ class Flops:
 
     def of(self, node: Node) -> int:
         """The FLOPs of one node."""
-        if node.op != "call_function" or not _is_torchs(node.target):
+        if node.op != "call_function" or not is_torchs(node.target):
             return 0
         read = [value_of(source) for source in node.all_input_nodes]
         if any(value is None for value in read):
             return 0
-        arguments: Any = map_arg((node.args, node.kwargs), lambda source: _without_memory(value_of(source)))
+        arguments: Any = map_arg((node.args, node.kwargs), lambda source: without_memory(value_of(source)))
         key = (node.target, repr(arguments))
         found = self._known.get(key)
         if found is None:
@@ -46,11 +46,20 @@ class Flops:
         return sum(map(self.of, nodes))
 
 
-def _is_torchs(target: Any) -> bool:
+def is_torchs(target: Any) -> bool:
     """Whether a function can be run to count: an operator, or a function of torch's; nobody else's code is run."""
     if isinstance(target, OPERATORS):
         return True
     return str(getattr(target, "__module__", None) or "").startswith(("torch", "_operator"))
+
+
+def without_memory(value: Any) -> Any:
+    """A traced value with tensors of the same shapes in it that take no memory."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty([hint_of(size) for size in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, tuple | list):
+        return tuple(map(without_memory, value))
+    return hint_of(value)
 
 
 def _counted(function: Callable[..., Any] | str, args: Any, kwargs: Any) -> int:
@@ -61,11 +70,3 @@ def _counted(function: Callable[..., Any] | str, args: Any, kwargs: Any) -> int:
     except Exception:  # A function may refuse tensors without memory in any way; then nothing is known of it.
         return 0
     return int(counter.get_total_flops())
-
-
-def _without_memory(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty([hint_of(size) for size in value.shape], dtype=value.dtype, device="meta")
-    if isinstance(value, tuple | list):
-        return tuple(map(_without_memory, value))
-    return hint_of(value)

@@ -148,9 +148,11 @@ def _state_name(node: Node) -> str | None:
 
 def _written(output: Node, inputs: Sequence[Node]) -> tuple[Node, ...]:
     """The inputs whose new values AOTAutograd has noted for outputs."""
-    known = [(node.meta.get("desc"), node) for node in inputs]
-    noted = (getattr(entry, "mutated_input", None) for entry in output.meta.get("desc") or ())
-    return tuple(node for entry in noted if entry is not None for name, node in known if name == entry)
+    noted = [getattr(entry, "mutated_input", None) for entry in output.meta.get("desc") or ()]
+    known: dict[Any, list[Node]] = {}
+    for node in inputs:
+        known.setdefault(node.meta.get("desc"), []).append(node)
+    return tuple(node for entry in noted if entry is not None for node in known.get(entry, ()))
 
 
 def _listed(nodes: Sequence[Node]) -> str:

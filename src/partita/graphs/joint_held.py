@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from partita._torch.schemas import storage_key, viewed_node
 from partita.graphs.attributes import find
 from partita.graphs.index import Index
 from partita.graphs.joint import Held
-from partita.graphs.values import bytes_of_value, value_of
+from partita.graphs.values import bytes_of_value, tensors_in, value_of
 
 __all__ = ["held_by"]
 
@@ -59,13 +59,13 @@ class _Storages:
             storages = self._of[self.index.number[viewed]]
             if len(storages) == 1:
                 # A view of a base that was traced with a storage of its own may show that the base is larger.
-                for tensor in _tensors_in(self._value(node)):
+                for tensor in tensors_in(self._value(node)):
                     self._grow(storages[0], tensor)
                 return storages
         value = self._value(node)
         if value is None:
             return (self._new(None),)
-        return tuple(dict.fromkeys(map(self._numbered, _tensors_in(value))))
+        return tuple(dict.fromkeys(map(self._numbered, tensors_in(value))))
 
     def _value(self, node: Node) -> Any:
         value = value_of(node)
@@ -96,14 +96,6 @@ def _viewed(node: Node) -> Node | None:
     if viewed is not None and node.target is operator.getitem:
         return _viewed(viewed)
     return viewed
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 def _storage_bytes(tensor: Tensor) -> int | None:

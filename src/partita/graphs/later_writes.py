@@ -6,23 +6,28 @@ its inputs as they were.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from partita._torch.schemas import is_higher_order
 from partita.graphs.aliasing import storages_of, written_classes
+from partita.graphs.behaviour_terms import Behaviour, argument
 from partita.graphs.behaviours import Behaviours
 from partita.graphs.index import Index
 
 __all__ = [
     "forget_writers",
     "later_writer",
+    "later_writers",
     "names_written",
     "names_written_outside",
     "readers_before_writes",
+    "saved_when_compiled",
     "writers_of",
     "writing_nodes",
 ]
@@ -34,7 +39,9 @@ def names_written_outside(nodes: Collection[Node]) -> frozenset[str]:
     if found is None:
         return frozenset()
     inside = {node.name for node in nodes}
-    return frozenset(name for name in inside if found.writers.get(found.classes.get(name, -1), inside) - inside)
+    memories = {found.classes.get(name, -1) for name in inside} & found.writers.keys()
+    outside = {memory for memory in memories if not inside.issuperset(found.writers[memory].names)}
+    return frozenset(name for name in inside if found.classes.get(name, -1) in outside)
 
 
 def names_written(nodes: Collection[Node]) -> frozenset[str]:
@@ -42,28 +49,38 @@ def names_written(nodes: Collection[Node]) -> frozenset[str]:
     found = _known_writers(nodes)
     if found is None:
         return frozenset()
-    writing = found.own.union(*found.writers.values())
     return frozenset(
-        node.name for node in nodes if node.name in writing or found.classes.get(node.name, -1) in found.writers
+        node.name for node in nodes if node.name in found.writing or found.classes.get(node.name, -1) in found.writers
     )
 
 
 def writers_of(node: Node) -> frozenset[str]:
     """The names of the nodes that may write to the memory of this one."""
     found = _known_writers((node,))
-    return frozenset() if found is None else frozenset(found.writers.get(found.classes.get(node.name, -1), ()))
+    return frozenset() if found is None else frozenset(found.writers_of(node).names)
 
 
 def later_writer(source: Node, readers: Collection[Node]) -> str | None:
     """The first node, none of `readers`, that may write to the memory of `source` after one of them has read it."""
-    found = _known_writers((source,))
+    return later_writers((source,), readers).get(source)
+
+
+def later_writers(sources: Iterable[Node], readers: Collection[Node]) -> dict[Node, str]:
+    """`later_writer` for each of several sources that has one, in one pass over the readers."""
+    found = _known_writers(readers)
     if found is None:
-        return None
-    first = min(found.places[node.name] for node in readers if source in node.all_input_nodes)
+        return {}
+    written = {source: writers for source in sources if (writers := found.writers_of(source)).names}
+    if not written:
+        return {}
+    first: dict[Node, int] = {}
+    for reader in readers:
+        for source in reader.all_input_nodes:
+            if source in written:
+                first[source] = min(first.get(source, found.graph_size), found.places[reader.name])
     inside = {node.name for node in readers}
-    writers = found.writers.get(found.classes.get(source.name, -1), set()) - inside
-    later = [name for name in writers if found.places[name] > first]
-    return min(later, key=found.places.__getitem__, default=None)
+    later = {source: written[source].first_after(place, inside) for source, place in first.items()}
+    return {source: name for source, name in later.items() if name is not None}
 
 
 def readers_before_writes(nodes: Collection[Node]) -> list[Node]:
@@ -74,16 +91,23 @@ def readers_before_writes(nodes: Collection[Node]) -> list[Node]:
     found = _known_writers(nodes)
     if found is None:
         return []
-    last = {
-        memory: max(map(found.places.__getitem__, found.writers[memory]))
-        for memory in found.held & found.writers.keys()
-    }
     return [
         node
         for node in nodes
         for memory in [found.classes[source.name] for source in node.all_input_nodes]
-        if last.get(memory, -1) > found.places[node.name] and found.classes[node.name] != memory
+        if found.last_writes.get(memory, -1) > found.places[node.name] and found.classes[node.name] != memory
     ]
+
+
+def saved_when_compiled(nodes: Collection[Node]) -> list[Node]:
+    """Those of these nodes that compute something from an input or attribute up to its last write, which they may do.
+
+    In a compiled graph all of them read the memory as it was at first, and the backward finds there what it is at last.
+    """
+    found = _known_writers(nodes)
+    if found is None:
+        return []
+    return [node for node in nodes if any(found.reads_what_goes(node, source) for source in node.all_input_nodes)]
 
 
 def writing_nodes(root: GraphModule) -> tuple[str, ...]:
@@ -91,7 +115,7 @@ def writing_nodes(root: GraphModule) -> tuple[str, ...]:
     found = _known_writers(tuple(root.graph.nodes)[:1])
     if found is None:
         return ()
-    return tuple(sorted(set().union(*found.writers.values()), key=found.places.__getitem__))
+    return tuple(sorted(found.writing, key=found.places.__getitem__))
 
 
 def forget_writers(root: GraphModule) -> None:
@@ -108,21 +132,50 @@ def _known_writers(nodes: Collection[Node]) -> _Writers | None:
     found = _KNOWN.get(root)
     if found is None or found.graph_size != len(root.graph.nodes):
         found = _KNOWN[root] = _writers_of(root)
-    return found if found.writers or found.own else None
+    return found if found.writers else None
+
+
+class _MemoryWriters(NamedTuple):
+    """The nodes that may write one storage class, by name and by place, in order."""
+
+    names: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
+
+    def first_after(self, place: int, without: Container[str]) -> str | None:
+        """The name of the first one behind a place."""
+        behind = range(bisect_right(self.places, place), len(self.places))
+        return next((self.names[at] for at in behind if self.names[at] not in without), None)
 
 
 class _Writers(NamedTuple):
-    """The names of the nodes that write each storage class, and by name the class and the place of each node."""
+    """Who writes each storage class, and by name the class and the place of each node."""
 
-    writers: dict[int, set[str]]
+    graph_size: int
+    writers: dict[int, _MemoryWriters]
     classes: dict[str, int]
     places: dict[str, int]
-    #: The classes of inputs and attributes, which are there before a call and after it.
-    held: frozenset[int]
-    #: The nodes that write to state of their own, buffers of a module say, for which there may be no other node.
-    own: frozenset[str]
-    graph_size: int
+    #: All nodes that write.
+    writing: frozenset[str]
+    #: The place of the last write to an input or attribute, which is there before a call and after it.
+    last_writes: dict[int, int]
 
+    #: Names of nodes, and of the running statistics that they bring up to date and compute nothing from.
+    statistics: frozenset[tuple[str, str]] = frozenset()
+
+    def reads_what_goes(self, node: Node, source: Node) -> bool:
+        """Whether a node computes something from a source that it writes, or somebody after it."""
+        memory = self.classes[source.name]
+        if self.last_writes.get(memory, -1) < self.places[node.name] or (node.name, source.name) in self.statistics:
+            return False
+        # A view computes nothing; a module or a body may give one beside other things.
+        is_view = self.classes[node.name] == memory and node.name not in self.writing
+        return not is_view or node.op == "call_module" or is_higher_order(node.target)
+
+    def writers_of(self, node: Node) -> _MemoryWriters:
+        return self.writers.get(self.classes.get(node.name, -1), _NOBODY)
+
+
+_NOBODY = _MemoryWriters()
 
 #: Regions of one program ask one after the other; a new program of the module forgets the answers of the last.
 _KNOWN: WeakKeyDictionary[nn.Module, _Writers] = WeakKeyDictionary()
@@ -131,16 +184,34 @@ _KNOWN: WeakKeyDictionary[nn.Module, _Writers] = WeakKeyDictionary()
 def _writers_of(root: GraphModule) -> _Writers:
     behaviours = Behaviours(root)
     acting, size = behaviours.acting(root.graph), len(root.graph.nodes)
-    own = frozenset(node.name for node, told in acting.items() if told.state_writes)
-    if not own and not any(told.writes for told in acting.values()):
-        return _Writers({}, {}, {}, frozenset(), own, size)
+    if not any(told.writes or told.state_writes for told in acting.values()):
+        return _Writers(size, {}, {}, {}, frozenset(), {})
     index = Index(root.graph)
     storages = storages_of(index, behaviours, acting)
-    writers: dict[int, set[str]] = {}
-    for number, classes in written_classes(index, storages, acting).items():
-        for written in classes:
-            writers.setdefault(storages.find(written), set()).add(index.nodes[number].name)
-    classes_of = {node.name: storages.find(number) for number, node in enumerate(index.nodes)}
-    places = {node.name: number for number, node in enumerate(index.nodes)}
-    held = frozenset(classes_of[node.name] for node in index.nodes if node.op in ("placeholder", "get_attr"))
-    return _Writers(writers, classes_of, places, held, own, size)
+    numbers: dict[int, list[int]] = {}
+    for number, classes in sorted(written_classes(index, storages, acting).items()):
+        for memory in dict.fromkeys(map(storages.find, classes)):
+            numbers.setdefault(memory, []).append(number)
+    names = [node.name for node in index.nodes]
+    writers = {
+        memory: _MemoryWriters(tuple(map(names.__getitem__, found)), tuple(found)) for memory, found in numbers.items()
+    }
+    classes_of = {name: storages.find(number) for number, name in enumerate(names)}
+    held = {classes_of[node.name] for node in index.nodes if node.op in ("placeholder", "get_attr")}
+    return _Writers(
+        size,
+        writers,
+        classes_of,
+        {name: number for number, name in enumerate(names)},
+        frozenset(name for written in writers.values() for name in written.names),
+        {memory: writers[memory].places[-1] for memory in held & writers.keys()},
+        frozenset(_statistics(acting)),
+    )
+
+
+def _statistics(acting: Mapping[Node, Behaviour]) -> Iterator[tuple[str, str]]:
+    for node, told in acting.items():
+        for slot in told.writes:
+            given = argument(node, slot) if slot[1] in ("running_mean", "running_var") else None
+            if isinstance(given, Node):
+                yield node.name, given.name

@@ -12,6 +12,7 @@ from typing import Any, Never, final
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.checkpoint_facts import carry_facts
 from partita.errors import OptionError, UnknownNodeError
 from partita.graphs.archives import load_exported
 from partita.graphs.body_modes import check_bodies
@@ -113,6 +114,7 @@ class Program:
         tolerance: Tolerance = EXACT,
     ) -> Program:
         """This program with another graph: `tolerance` is what that adds."""
+        carry_facts(self._graph_module, graph_module)
         return Program(
             graph_module,
             pure=self.pure | _trusted(pure),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -69,11 +69,15 @@ class SavedTensors:
     program: Program
     nodes: Mapping[Node, NodeRun] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     reason: str | None = None
-    #: The nodes that write to what was there before.
-    writers: tuple[Node, ...] = field(init=False, repr=False)
+    #: The nodes that write to what was there before, by what they write, in order.
+    writers: Mapping[Memory, Sequence[Node]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "writers", tuple(node for node, run in self.nodes.items() if run.writes))
+        writers: dict[Memory, list[Node]] = {}
+        for node, run in self.nodes.items():
+            for memory in run.writes:
+                writers.setdefault(memory, []).append(node)
+        object.__setattr__(self, "writers", MappingProxyType(writers))
 
     def of(self, node: Node) -> NodeRun:
         """What `node` does."""

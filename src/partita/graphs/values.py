@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from partita.graphs.attributes import find
 
-__all__ = ["VALUE_KEYS", "bytes_of", "bytes_of_value", "container_items", "crossing_places", "value_of"]
+__all__ = ["VALUE_KEYS", "bytes_of", "bytes_of_value", "container_items", "crossing_places", "tensors_in", "value_of"]
 
 #: torch.export and make_fx write "val", Dynamo writes "example_value".
 VALUE_KEYS = ("val", "example_value")
@@ -23,6 +23,15 @@ def value_of(node: Node) -> Any:
         if key in meta:
             return meta[key]
     return None
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a traced value, in order; tracers write containers as tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def container_items(node: Node) -> tuple[Any, ...] | None:

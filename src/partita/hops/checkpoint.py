@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from partita._torch.body_operators import BodyOperator, registered
@@ -21,6 +22,7 @@ from partita._torch.checkpoint_runs import CheckpointOptions, run_recomputed
 from partita._torch.checkpoint_tags import run_kept_tagged, run_tagged, tag_nodes
 from partita._torch.tracing_state import Tracing, tracing_now
 from partita.errors import OptionError
+from partita.graphs.later_writes import saved_when_compiled
 
 __all__ = ["keep", "tag_activation_checkpoint", "wrap_activation_checkpoint"]
 
@@ -49,7 +51,7 @@ class _Checkpoint(BodyOperator):
         if tracing_now() is not Tracing.NOT:
             if context_fn is not None:
                 _warn_of_writes()
-            return run_tagged(body, operands, theirs, context_fn)
+            return run_tagged(body, operands, theirs, context_fn=context_fn, saved=_saved(body))
         preserve = own.pop("preserve_rng_state", True)
         return run_recomputed(body, operands, theirs, CheckpointOptions(preserve, context_fn, own))
 
@@ -60,6 +62,7 @@ class _Checkpoint(BodyOperator):
                 "reentrant checkpoints hide their function from autograd and from every tracer; leave use_reentrant "
                 "out, or say use_reentrant=False"
             )
+        _check_options(own)
         return own, theirs
 
     def body_metadata(self, body: Any, own: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +97,21 @@ class _Keep(BodyOperator):
 
     def scope(self, *mode: Any, tracing: Tracing) -> AbstractContextManager[Any]:
         return keep_scope() if tracing is Tracing.NOT else nullcontext()
+
+
+def _saved(body: Any) -> frozenset[Node]:
+    """What a compiler may not compute again, since the body writes to its inputs."""
+    return frozenset(saved_when_compiled(tuple(body.graph.nodes)) if isinstance(body, GraphModule) else ())
+
+
+def _check_options(own: dict[str, Any]) -> None:
+    context_fn, check = own.get("context_fn"), own.get("determinism_check", "default")
+    if context_fn is not None and not callable(context_fn):
+        raise OptionError(
+            f"context_fn is a function that gives the contexts of the first and of the second run, not {context_fn!r}"
+        )
+    if check not in ("default", "none"):
+        raise OptionError(f"determinism_check is 'default' or 'none', not {check!r}")
 
 
 @cache

@@ -13,7 +13,7 @@ from partita.graphs.mode import AMBIENT, Mode
 from partita.plans.apart import path_into, path_out_of
 from partita.plans.treatment import Treatment
 from partita.regions import Partition
-from partita.regions.reason import Reason
+from partita.regions.reason import ONLY_SWITCHES, Reason
 from partita.solvers.quotient import ALONE
 
 __all__ = ["Explanation", "explanation"]
@@ -78,7 +78,8 @@ def _remarks(partition: Partition, number: int) -> Iterator[str]:
     program = partition.program
     mode = program.modes.at(number)
     if number in program.modes.toggles:
-        yield "it only switches a mode; whoever runs a node sets the mode that it needs"
+        is_said = partition.reasons.get(program.index.nodes[number]) == ONLY_SWITCHES
+        yield f"{'' if is_said else f'{ONLY_SWITCHES}; '}whoever runs a node sets the mode that it needs"
     elif mode != AMBIENT:
         yield f"it runs under {mode}"
     if number in program.effects.barriers:

@@ -83,10 +83,10 @@ def holdings(partition: Partition, treatments: Sequence[Treatment], saved: Saved
 def holding_of(region: Region, saved: SavedTensors, kept: Collection[Node] = ()) -> Holding | None:
     """What a region holds that is recomputed but for the results of `kept`.
 
-    Autograd then holds what goes into the region and what is kept; of what it is given and is written, by itself or
-    later, also a copy from before. It is computed again up to the last node that saves something, and of that only what
-    comes before the saving. A region for which autograd holds nothing is left alone. The random state, a few kilobytes
-    for a region that draws, is not counted.
+    Autograd then holds what goes into the region and what is kept; in the place of what it is given and is written, by
+    itself or later, a copy from before. It is computed again up to the last node that saves something, and of that only
+    what comes before the saving. A region for which autograd holds nothing is left alone. The random state, a few
+    kilobytes for a region that draws, is not counted.
     """
     if saved.reason is not None:
         return None
@@ -95,10 +95,11 @@ def holding_of(region: Region, saved: SavedTensors, kept: Collection[Node] = ())
     if not any(saved.of(node).saves for node in nodes):
         return Holding(plain, frozenset(), 0)
     operands = set(_operands(region, saved))
+    written = _written(region, operands, saved)
     made = (memory for node in kept for memory in saved.of(node).computes)
-    held = {memory for memory in (*operands, *made) if memory.origin is not Origin.STATE}
-    treated = frozenset(held | _copies(region, operands, saved))
-    return Holding(plain, treated, _recomputed_flops(nodes, frozenset(kept), saved))
+    held = {memory for memory in (*(operands - written), *made) if memory.origin is not Origin.STATE}
+    copies = {Memory(memory.bytes, Origin.INSIDE, memory.node) for memory in written}
+    return Holding(plain, frozenset(held | copies), _recomputed_flops(nodes, frozenset(kept), saved))
 
 
 def _told(treatment: Holds, region: Region, saved: SavedTensors) -> Holding | None:
@@ -144,18 +145,17 @@ def _holds(numbers: Sequence[int], number: int) -> bool:
     return place < len(numbers) and numbers[place] == number
 
 
-def _copies(region: Region, operands: Collection[Memory], saved: SavedTensors) -> set[Memory]:
-    """New memory for what the region is given and is written, in it or after it has run."""
+def _written(region: Region, operands: Collection[Memory], saved: SavedTensors) -> set[Memory]:
+    """What the region is given and is written, in it or after it has run."""
     inside, number = set(region.nodes), saved.program.index.number
     first = min(number[node] for node in region.nodes)
-    written: set[Memory] = set()
-    for writer in saved.writers:
-        writes = saved.of(writer).writes
-        if writer in inside:
-            written.update(memory for memory in writes if memory.node not in inside)
-        elif number[writer] > first:
-            written.update(memory for memory in writes if memory in operands)
-    return {Memory(memory.bytes, Origin.INSIDE, memory.node) for memory in written}
+    written = {memory for node in region.nodes for memory in saved.of(node).writes if memory.node not in inside}
+    for memory in operands:
+        others = (writer for writer in reversed(saved.writers.get(memory, ())) if writer not in inside)
+        last = next(others, None)
+        if last is not None and number[last] > first:
+            written.add(memory)
+    return written
 
 
 def _recomputed_flops(nodes: Sequence[Node], kept: frozenset[Node], saved: SavedTensors) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -13,7 +13,7 @@ from partita.regions import Partition
 from partita.regions.reason import Reason, ReasonKind
 from partita.solvers.quotient import ALONE
 
-__all__ = ["LeftOut", "left_out"]
+__all__ = ["LeftOut", "left_out", "nodes_left_out"]
 
 _SHOWN = 6
 
@@ -52,16 +52,26 @@ _LEAD: Mapping[ReasonKind, str] = {
 def left_out(partition: Partition) -> tuple[LeftOut, ...]:
     """What is outside every region, the most frequent reason first."""
     found: dict[tuple[ReasonKind, str, str], Counter[str]] = {}
-    program = partition.program
-    settled = {*program.projections, *program.symbolic_scalars}
-    for number, node in enumerate(program.index.nodes):
-        if partition.owner[number] != ALONE or node.op == "get_attr" or number in settled:
-            continue
+    for node in nodes_left_out(partition):
         reason = Reason.of(partition.reasons.get(node, "no reason given"))
         by = reason.by if reason.kind == "refused" else ""
         found.setdefault((reason.kind, by, reason.why), Counter())[_called(node)] += 1
     groups = [LeftOut(*key, dict(operators)) for key, operators in found.items()]
     return tuple(sorted(groups, key=lambda group: -group.count))
+
+
+def nodes_left_out(partition: Partition) -> Iterator[Node]:
+    """The operators outside every region, and what switches modes, where a reason is given; in graph order.
+
+    Items of containers, and numbers that are computed wherever they are read, do not count.
+    """
+    program = partition.program
+    settled = {*program.projections, *program.symbolic_scalars}
+    for number, node in enumerate(program.index.nodes):
+        is_switch = number in program.modes.toggles and node in partition.reasons
+        is_alone = partition.owner[number] == ALONE and node.op != "get_attr" and number not in settled
+        if is_switch or is_alone:
+            yield node
 
 
 def _called(node: Node) -> str:

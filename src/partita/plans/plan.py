@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import reduce
 from operator import or_
 from typing import final
@@ -203,6 +204,7 @@ def plan(
     if is_treatment(treatment):
         treatments: tuple[Treatment, ...] = (treatment,) * len(partition)
     else:
+        _check_names(partition, treatment)
         treatments = tuple(_treatment_for(region, treatment) for region in partition)
     decisive = {id(one): one for one in treatments or (treatment,)}.values()
     puts_back = all(is_treatment(one) and puts_back_modes(one) for one in decisive) and _covers_modes(partition)
@@ -220,6 +222,15 @@ def _covers_modes(partition: Partition) -> bool:
 
 
 _WITHOUT_MODE = ("placeholder", "get_attr", "output")
+
+
+def _check_names(partition: Partition, treatment: object) -> None:
+    names = dict.fromkeys(region.name for region in partition)
+    strange = [name for name in treatment if name not in names] if isinstance(treatment, Mapping) else []
+    if strange:
+        near = get_close_matches(str(strange[0]), names, n=3) or list(names)[:3]
+        known = f"; there are {', '.join(map(repr, near))}{' and others' if len(names) > len(near) else ''}"
+        raise OptionError(f"there is a treatment for {strange[0]!r}, but no such region{known if names else ''}")
 
 
 def _treatment_for(

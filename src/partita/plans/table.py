@@ -12,10 +12,10 @@ from partita.graphs.attributes import find
 from partita.graphs.flops import Flops
 from partita.graphs.values import bytes_of, bytes_of_value, container_items, value_of
 from partita.plans.holding import Holding, Holdings, Holds, holdings
+from partita.plans.left_out import nodes_left_out
 from partita.plans.treatment import Treatment
 from partita.regions import Partition
 from partita.regions.borders import Crossing, Item
-from partita.solvers.quotient import ALONE
 
 __all__ = ["table"]
 
@@ -111,12 +111,11 @@ def _count(number: int | None) -> str:
 
 
 def _remarks(partition: Partition) -> list[str]:
-    remarks = []
-    for reason, count in Counter(partition.reasons.values()).most_common():
+    remarks, outside = [], frozenset(nodes_left_out(partition))
+    counted = Counter(reason for node, reason in partition.reasons.items() if node in outside).most_common()
+    silent = sum(node not in partition.reasons for node in outside)
+    for reason, count in (*counted, *([("no reason given", silent)] if silent else ())):
         remarks.append(f"left out: {count} {'node' if count == 1 else 'nodes'}: {reason}")
-    silent = sum(node not in partition.reasons for node in _loose_operators(partition))
-    if silent:
-        remarks.append(f"left out: {silent} {'node' if silent == 1 else 'nodes'}: no reason given")
     nodes = partition.program.index.nodes
     barriers = [nodes[number] for number in partition.program.effects.barriers]
     if barriers:
@@ -127,14 +126,6 @@ def _remarks(partition: Partition) -> list[str]:
             "say so with Program.of(..., pure=[...])"
         )
     return remarks
-
-
-def _loose_operators(partition: Partition) -> list[Node]:
-    program, number = partition.program, partition.program.index.number
-    settled = {*program.projections, *program.symbolic_scalars}
-    return [
-        node for node in program.operators() if partition.owner[number[node]] == ALONE and number[node] not in settled
-    ]
 
 
 def _unknown(node: Node, partition: Partition) -> str:

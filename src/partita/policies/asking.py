@@ -9,7 +9,10 @@ from torch.fx import Node
 
 from partita.errors import CallbackError
 
-__all__ = ["asked", "asked_label"]
+__all__ = ["NO_REASON", "asked", "asked_label"]
+
+#: What stands for a reason that is an empty text.
+NO_REASON = "no reason given"
 
 Subject = TypeVar("Subject")
 Answer = TypeVar("Answer")

@@ -17,7 +17,7 @@ from partita.policies.kept_apart import Apart
 from partita.policies.limited_parts import Part, limited_parts
 from partita.policies.places import Piece, no_places, partition_of
 from partita.policies.region_limits import RegionLimits
-from partita.policies.together import Together
+from partita.policies.together import Together, checked_together
 from partita.policies.worthwhile import Worthwhile
 from partita.regions import Partition
 from partita.solvers.border_bytes import border_bytes, moved_for_bytes
@@ -43,7 +43,8 @@ class ByCapability:
 
     With `connected`, a region holds only nodes that data connects. Regions of fewer than `smallest` operators or
     `smallest_flops` floating-point operations are left out, those of more than `largest` operators are cut.
-    `together` names groups of nodes that stay in one region, or outside, and count as one node that data connects.
+    `together` names groups of nodes that stay in one region, or outside, and count as one node that data connects; an
+    item of a container stands for what makes the container. Inputs, outputs and mode switches are in no region.
     `worthwhile` is asked about every region, also about one that comes of its answers: it answers True, False, a text
     with the reason to leave it out, or the nodes to keep. Regions hold nodes of one mode unless `modes_apart` is
     False, of one device if `devices_apart` is True, and nodes of which the function `apart` says the same.
@@ -68,6 +69,7 @@ class ByCapability:
                 raise OptionError(f"{name} is True or False, not {getattr(self, name)!r}")
         if self.apart is not None and not callable(self.apart):
             raise OptionError(f"`apart` is a function from a node to what keeps it apart, not {self.apart!r}")
+        object.__setattr__(self, "together", checked_together(self.together))
         self._limits()
 
     @gc_paused()

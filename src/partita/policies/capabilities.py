@@ -13,7 +13,7 @@ from partita.backends.backend import Backend, is_backend
 from partita.backends.finding import find_backend
 from partita.errors import CallbackError, OptionError
 from partita.graphs.program import Program
-from partita.policies.asking import asked
+from partita.policies.asking import NO_REASON, asked
 from partita.regions.reason import Reason
 
 __all__ = ["Capability", "Refusal", "Takers", "checked_capabilities", "name_of"]
@@ -114,7 +114,7 @@ class _Taker:
                 f"the refusal function {self.name!r} answered {answer!r} for node {node.name!r}; it answers with the "
                 "reason to refuse the node, a text, or with None to take it"
             )
-        return answer
+        return answer if answer is None or answer.strip() else NO_REASON
 
 
 def _not_supported(support: Supports, submodules: Mapping[str, nn.Module], node: Node) -> str | None:

@@ -16,6 +16,7 @@ from partita.graphs.projections import is_projection
 from partita.policies.naming import distinct_names
 from partita.regions import Partition, Region
 from partita.regions.borders import settle_projections
+from partita.regions.reason import ONLY_SWITCHES
 from partita.solvers.quotient import ALONE, NOWHERE
 
 __all__ = ["Piece", "no_places", "partition_of", "placeable", "settled"]
@@ -88,7 +89,7 @@ def _is_guards(node: Node) -> bool:
 def _reason(program: Program, number: int) -> str:
     node = program.index.nodes[number]
     if number in program.modes.toggles:
-        return "it only switches a mode"
+        return ONLY_SWITCHES
     if _is_guards(node):
         return "it checks the inputs of the program"
     if is_projection(node, program.graph_module):

@@ -8,18 +8,35 @@ from torch.fx import Node
 
 from partita.errors import CycleError, OptionError
 from partita.graphs.program import Program
+from partita.graphs.projections import is_projection
 from partita.policies.asking import asked_label
 from partita.solvers.quotient import ALONE, NOWHERE, quotient
 
-__all__ = ["Together", "group_nodes", "order_of_units"]
+__all__ = ["Together", "checked_together", "group_nodes", "order_of_units"]
 
 #: Nodes that stay together: a function that gives them the same label (None: no group), or groups of node names.
 Together = Callable[[Node], Hashable | None] | Iterable[Iterable[str]]
 
 
+def checked_together(given: object) -> Together | None:
+    """What stays together, as a function or as groups of names that can be read again and again."""
+    if given is None or callable(given):
+        return given
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise OptionError(f"`together` takes groups of names, or a function from a node to a label, not {given!r}")
+    groups = tuple(names if isinstance(names, str) or not isinstance(names, Iterable) else (*names,) for names in given)
+    for names in groups:
+        if not isinstance(names, tuple):
+            raise OptionError(f"`together` takes groups of names, not {names!r}: give together=[[{names!r}, ...]]")
+        for name in names:
+            if not isinstance(name, str):
+                raise OptionError(f"`together` takes names of nodes, which are text, not {name!r}")
+    return groups
+
+
 def group_nodes(program: Program, unit_of: list[int], numbers: Sequence[int], together: Together) -> None:
     """Puts those of the nodes `numbers` that are in one group into the unit of the first of them."""
-    label_of, nodes = _labels(program, together), program.index.nodes
+    label_of, nodes = _labels(program, numbers, together), program.index.nodes
     first: dict[Hashable, int] = {}
     for number in numbers:
         label = asked_label(label_of, nodes[number], role="`together`")
@@ -46,15 +63,31 @@ def order_of_units(
     return [unit for unit in ordered if unit_of[unit] == unit]
 
 
-def _labels(program: Program, together: Together) -> Callable[[Node], Hashable | None]:
+def _labels(program: Program, numbers: Sequence[int], together: Together) -> Callable[[Node], Hashable | None]:
     if callable(together):
         return together
+    can_be_placed = {program.index.nodes[number] for number in numbers}
     groups: dict[Node, int] = {}
     for place, names in enumerate(together):
-        if isinstance(names, str):
-            raise OptionError(f"`together` takes groups of names, not a name: give together=[[{names!r}, ...]]")
         for name in names:
             node = program.node(name)
+            while is_projection(node, program.graph_module):
+                node = node.all_input_nodes[0]
+            if node not in can_be_placed:
+                raise OptionError(f"`together` names {name!r}, which no region can hold: {_what(node)}; leave it out")
             if groups.setdefault(node, place) != place:
                 raise OptionError(f"`together` names {name!r} in two groups; merge them")
     return groups.get
+
+
+def _what(node: Node) -> str:
+    if node.op in _NO_OPERATORS:
+        return _NO_OPERATORS[node.op]
+    return "it only switches a mode, or checks the inputs of the program"
+
+
+_NO_OPERATORS = {
+    "placeholder": "it is an input of the program",
+    "output": "it is the output of the program",
+    "get_attr": "it reads an attribute, which is passed in",
+}

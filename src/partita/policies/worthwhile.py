@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch.fx import Node
 
 from partita.errors import CallbackError
-from partita.policies.asking import asked
+from partita.policies.asking import NO_REASON, asked
 from partita.regions import Region
 
 __all__ = ["Worthwhile", "worthwhile_nodes"]
@@ -25,7 +25,7 @@ def worthwhile_nodes(worthwhile: Worthwhile, region: Region) -> tuple[frozenset[
     if answer is False:
         return frozenset(), "`worthwhile` says no"
     if isinstance(answer, str):
-        return frozenset(), answer
+        return frozenset(), answer if answer.strip() else NO_REASON
     if isinstance(answer, Collection) and all(isinstance(node, Node) for node in answer):
         inside = frozenset(region.nodes)
         stray = next((node.name for node in answer if node not in inside), None)

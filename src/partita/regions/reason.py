@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, Self, TypeAlias, final
 
-__all__ = ["Reason", "ReasonKind"]
+__all__ = ["ONLY_SWITCHES", "Reason", "ReasonKind"]
+
+#: Why a mode switch is in no region.
+ONLY_SWITCHES = "it only switches a mode"
 
 #: Refused by whoever would treat the node; together with such a node; in a region that was not worthwhile; left out.
 ReasonKind: TypeAlias = Literal["refused", "together", "not worthwhile", "left out"]

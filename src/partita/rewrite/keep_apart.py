@@ -10,6 +10,7 @@ import partita.hops as hops
 from partita.graphs.program import Program
 from partita.regions import Partition, Region
 from partita.rewrite.operator_calls import OperatorCall, call_through
+from partita.rewrite.outer_graph import Surroundings
 from partita.rewrite.outline import outlined
 
 __all__ = ["keep_apart"]
@@ -29,7 +30,9 @@ def keep_apart(body: Program, kept: Collection[str]) -> GraphModule:
         if node.op not in ("placeholder", "get_attr"):
             is_open = node.name in kept
     regions = [Region(f"kept_{run[0].name}", tuple(run)) for run in runs]
-    cut = outlined(Partition(body, regions))
+    # The calls are in the modes of what they keep: one autocast block around several of them casts a weight once.
+    modes = [body.modes.at(body.index.number[run[0]]) for run in runs]
+    cut = outlined(Partition(body, regions), surroundings=Surroundings(modes, modes, body.modes.final))
     for name, part in zip(cut.names, cut.bodies, strict=True):
         cut.graph_module._modules[name] = part
     call_through(cut.graph_module, dict.fromkeys(cut.names, _KEEP))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.export_hooks import drop_fleeting_hooks
+from partita._torch.input_guards import check_inputs
 from partita.graphs.program import Program
 from partita.rewrite.assembly import module_like
 from partita.rewrite.state import share_state
@@ -18,12 +19,14 @@ __all__ = ["calling_modules"]
 def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Program:
     """The module of an exported program, with calls of these modules where it runs bodies, by the name of the call.
 
-    It is a module of ours, so that it can be pickled, which torch's own cannot. It checks its inputs against the sizes
-    and ranges that were exported; a pickled one has forgotten these.
+    It is a module of ours, so that it can be pickled, which torch's own cannot. It checks its inputs against the sizes,
+    ranges and conditions that were exported, and so does a pickled one.
     """
-    unlifted = program.exported().module(check_guards=False)
+    exported = program.exported()
+    unlifted = exported.module(check_guards=False)
     assert isinstance(unlifted, GraphModule)
     drop_fleeting_hooks(unlifted)
+    check_inputs(unlifted, exported)
     graph, replaced = unlifted.graph, dict[str, nn.Module]()
     for node in list(graph.nodes):
         if node.name in modules:

@@ -42,6 +42,8 @@ class WrapStyle:
     named_by_operator: bool = False
     #: Bodies get the symbols in the shapes of their inputs, too.
     passes_symbols: bool = True
+    #: Graphs that are called as modules are wrapped inside, too.
+    in_modules: bool = False
 
 
 @gc_paused()
@@ -113,11 +115,13 @@ class _Wrapper:
 
     def _with_wrapped_bodies(self, program: Program, *, without: Collection[str]) -> Program:
         """`program` with the bodies of its operators wrapped inside, but for those that are already."""
-        reads: dict[str, list[Node]] = {}
+        calls: dict[str, list[Node]] = {}
         for node in program.graph.find_nodes(op="get_attr"):
-            reads.setdefault(str(node.target), []).append(node)
+            calls.setdefault(str(node.target), []).extend(node.users)
+        for node in program.graph.find_nodes(op="call_module") if self.style.in_modules else ():
+            calls.setdefault(str(node.target), []).append(node)
         changed: dict[str, GraphModule] = {}
-        for path, nodes in reads.items():
+        for path, nodes in calls.items():
             body = None if path in without else find(program.graph_module, path)
             if isinstance(body, GraphModule):
                 inner = Program(body, pure=program.pure, caller=_caller_of_body(program, nodes))
@@ -127,10 +131,10 @@ class _Wrapper:
         return with_bodies(program, changed) if changed else program
 
 
-def _caller_of_body(program: Program, reads: Sequence[Node]) -> Mode:
+def _caller_of_body(program: Program, calls: Sequence[Node]) -> Mode:
     """What is known of the modes that a body is run under: what all the calls of it have in common."""
     modes = []
-    for call in (call for read in reads for call in read.users):
+    for call in calls:
         mode, setting = program.modes.at(program.index.number[call]), setting_of(call)
         modes.append((mode if setting is None else mode.setting(setting)).within(program.caller))
     return reduce(_in_common, modes, modes[0]) if modes else AMBIENT

@@ -14,6 +14,7 @@ from partita._torch.lowering_compiling import compiler_scope
 from partita._torch.lowering_conditions import conditions_of, symbolic_places
 from partita._torch.lowering_fakes import FakeInputs, strides_of
 from partita._torch.lowering_gradients import ask_for_gradients
+from partita.errors import BackendError
 from partita.runtime.module_state import Slot
 from partita.runtime.open_sizes import Place
 from partita.runtime.rehearsal import Acts, Findings, rehearse
@@ -60,10 +61,10 @@ class Compilation:
             outputs = None if findings is None else findings.compiled
             body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes, outputs=outputs)
             computes = outputs is None or outputs or self.acts.acting
-            function = self.compiler.compile(body, inputs) if computes else _nothing
+            function = self._compiled(body, inputs) if computes else _nothing
         open_integers = frozenset(number for number, axis in self.open_sizes if axis is None)
         fit = Fit(self.signature, dimensions, open_integers, conditions_of(places, fakes.env))
-        return Variant(fit, function, findings)
+        return Variant(fit, function, findings, count=None if outputs is not None else _output_count(self.body))
 
     def can_be_rehearsed(self) -> bool:
         """Whether the body runs on inputs that look like these: it does not where the call itself is wrong."""
@@ -76,6 +77,12 @@ class Compilation:
     def with_known_sizes(self) -> Compilation:
         """The same with no size left open."""
         return replace(self, open_sizes={})
+
+    def _compiled(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+        function = self.compiler.compile(body, inputs)
+        if not callable(function):
+            raise BackendError(f"its `compile` gave {function!r}, which cannot be called")
+        return function
 
     def _rehearsed(self) -> Findings | None:
         """What the body gives; found on fakes of its own, since running a body changes them."""
@@ -105,6 +112,11 @@ class Compilation:
             requires_grad=look.requires_grad and not is_detached,
             is_leaf=look.leaf,
         )
+
+
+def _output_count(body: GraphModule) -> int | None:
+    given = body.graph.output_node().args[0]
+    return len(given) if isinstance(given, tuple | list) else None
 
 
 def _nothing(*_: object) -> tuple[()]:

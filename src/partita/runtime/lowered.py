@@ -10,6 +10,8 @@ from torch.fx import GraphModule
 
 from partita._torch.lowering_ambient import profiler_runs, watched
 from partita._torch.standing_modules import StandsForBody
+from partita.errors import BackendError
+from partita.runtime.checked_outputs import WrongOutputsError
 from partita.runtime.choice import Choice
 from partita.runtime.lowering import Lowering
 from partita.runtime.variants import Variants
@@ -51,7 +53,13 @@ class Lowered(StandsForBody):
         if chosen is None:
             return self._run_body(inputs)
         function, values = chosen
-        return function(values)
+        try:
+            return function(values)
+        except WrongOutputsError as error:
+            region, backend = self.lowering.region, self.lowering.backend
+            raise BackendError(
+                f"{region}: the function that {backend} made {error}; try the backend with check_backend"
+            ) from error
 
     def _traced(self, inputs: Sequence[Any]) -> Any:
         """What the body gives, for somebody who watches every operator of it."""

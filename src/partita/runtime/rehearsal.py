@@ -51,8 +51,9 @@ class Findings:
 
     `output` is how the output is made up of leaves, and `sources` tell where each leaf is: among what compiled code
     gives, behind that among the views, behind those among the inputs. Compiled code gives what `compiled` reads, each
-    the name of a node and the keys by which a leaf is read from its result; `owned` are the places of those that share
-    memory with nothing. No gradient flows to the inputs at the places in `detached`.
+    the name of a node and the keys by which a leaf is read from its result; `tensors` are the places of tensors among
+    them, and `owned` of those that share memory with nothing. No gradient flows to the inputs at the places in
+    `detached`.
     """
 
     output: Shape
@@ -60,6 +61,7 @@ class Findings:
     compiled: tuple[tuple[str, tuple[Any, ...]], ...]
     owned: tuple[int, ...]
     detached: tuple[int, ...]
+    tensors: tuple[int, ...] = ()
     #: For each thing that compiled code gives, the inputs that its gradient flows to; empty if there is none.
     links: tuple[frozenset[int], ...] = ()
     #: The places of what somebody writes to later, while compiled code may want it for its backward, and of inputs.
@@ -150,6 +152,7 @@ class _Sorting:
             compiled=tuple((leaf.node.name, leaf.keys) for leaf in self.compiled),
             owned=owned_places(self.inputs, values),
             detached=_unreached(histories, (*links, *written)),
+            tensors=tuple(place for place, value in enumerate(values) if isinstance(value, Tensor)),
             links=links,
             written_later=tuple(self._written_later()) if any(links) else (),
             copied_inputs=tuple(copies),

@@ -37,7 +37,8 @@ def _stored(compiler: Any, variants: Iterable[Variant]) -> Iterator[Stored]:
         try:
             yield Stored(variant.fit, variant.findings, compiler.save(variant.function))
         except Exception as error:
-            log.info("%s cannot store a function: %s", compiler.name, Cause.of(error).reason)
+            reason = Cause.of(error).reason
+            log.warning("%s cannot store a function, so it will be compiled again: %s", compiler.name, reason)
 
 
 def _restored(compiler: Any, functions: Iterable[Stored]) -> Iterator[Variant]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from partita._torch.lowering_conditions import Check, check_from
 from partita._torch.lowering_gradients import UnusedGradients
 from partita._torch.lowering_guards import Guard
+from partita.runtime.checked_outputs import check_outputs
 from partita.runtime.owned_outputs import copy_of, places_to_copy
 from partita.runtime.rehearsal import Findings
 from partita.runtime.signature import Signature, TensorLook
@@ -104,10 +105,13 @@ class Variant:
     findings: Findings | None = None
     #: Why there is no function.
     cause: Cause | None = None
+    #: How many outputs the function gives, where nothing else is known of them.
+    count: int | None = None
     _copied: tuple[int, ...] | None = field(default=None, repr=False)
     _check: Check | None = field(default=None, repr=False)
     _gives_output: bool = field(default=True, repr=False)
     _unused: UnusedGradients | None = field(default=None, repr=False)
+    _is_checked: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.fit.source is not None:
@@ -149,12 +153,22 @@ class Variant:
 
     def _run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         assert self.function is not None
-        if self._unused is None:
-            return self.function(*inputs)
-        edges = self._unused.before(inputs)
+        unused = self._unused
+        edges = () if unused is None else unused.before(inputs)
         outputs = self.function(*inputs)
-        self._unused.watch(edges, outputs, inputs)
+        if not self._is_checked:
+            self._check_outputs(outputs)
+        if unused is not None:
+            unused.watch(edges, outputs, inputs)
         return outputs
+
+    def _check_outputs(self, outputs: Sequence[Any]) -> None:
+        """Raises unless the function gives what it should; the first call shows it."""
+        if self.findings is None:
+            check_outputs(outputs, count=self.count, tensors=())
+        else:
+            check_outputs(outputs, count=len(self.findings.compiled), tensors=self.findings.tensors)
+        self._is_checked = True
 
 
 def _unused_gradients(findings: Findings) -> UnusedGradients | None:

@@ -30,6 +30,8 @@ class Body:
     function: Callable[..., tuple[Any, ...]]
     inputs: Inputs
     under: Callable[[], AbstractContextManager[Any]] = nullcontext
+    #: Whether a program of it is lowered too: `Lower` makes views itself.
+    lowered: bool = False
 
     @property
     def name(self) -> str:
@@ -84,6 +86,18 @@ def only_a_write(total: Tensor) -> tuple[Any, ...]:
 def views(x: Tensor) -> tuple[Any, ...]:
     made = torch.sin(x)
     return x, x[1:], torch.reshape(x, (-1,)), made, made, made[:, 1:]
+
+
+def reshapes(x: Tensor, total: Tensor) -> tuple[Any, ...]:
+    turned = total[1:]
+    turned.t_()
+    made = torch.cos(x)
+    made.unsqueeze_(0)
+    return turned, torch.mul(turned, 2), made
+
+
+def one_output(x: Tensor) -> tuple[Any, ...]:
+    return (torch.sin(x),)
 
 
 def plain_outputs(x: Tensor) -> tuple[Any, ...]:
@@ -141,6 +155,8 @@ _VALUES = "numbers are right, within the tolerance that it declares"
 _GRADIENTS = "gradients flow to every input that wants one"
 _WRITES = "what the body writes is written once"
 _ALIASES = "outputs share memory with what they should share it with"
+_SHAPES = "a shape that is changed in place is another one from then on"
+_TUPLES = "a single output comes in a tuple or a list too"
 _OUTPUTS = "None, numbers, complex and empty tensors come out as they are"
 _INPUTS = "plain numbers and None go in"
 _RANDOM = "random numbers are those of the seed, and the generator goes on from there"
@@ -160,7 +176,9 @@ BODIES: tuple[Body, ...] = (
     Body(_GRADIENTS, several_uses, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0))),
     Body(_WRITES, accumulation, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0))),
     Body(_WRITES, only_a_write, lambda rows: (ramp(rows, 4),)),
-    Body(_ALIASES, views, _one),
+    Body(_ALIASES, views, _one, lowered=True),
+    Body(_SHAPES, reshapes, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0)), lowered=True),
+    Body(_TUPLES, one_output, _one),
     Body(_OUTPUTS, plain_outputs, _one),
     Body(_OUTPUTS, empty_outputs, _one),
     Body(_OUTPUTS, complex_outputs, _one),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -15,6 +16,7 @@ from partita._torch.lowering_compiling import compiler_scope
 from partita._torch.lowering_conditions import Check, check_from, conditions_of, symbolic_places
 from partita._torch.lowering_fakes import FakeInputs, strides_of
 from partita.backends import Backend
+from partita.runtime.checked_outputs import WrongOutputsError, check_outputs
 
 __all__ = ["CompiledCalls"]
 
@@ -36,8 +38,12 @@ class CompiledCalls:
     def __init__(self, backend: Backend, body: GraphModule, *, symbols: bool = False) -> None:
         self._backend, self._body, self._symbols = backend, body, symbols
         self._made: dict[Any, list[_Made]] = {}
+        given = body.graph.output_node().args[0]
+        self._count = len(given) if isinstance(given, tuple | list) else None
         #: What compiling changed although it should not.
         self.disturbed: dict[str, None] = {}
+        #: What is no function, or gives no outputs.
+        self.misgiven: dict[str, None] = {}
         #: Why the body was called itself.
         self.failed: dict[str, None] = {}
 
@@ -54,17 +60,18 @@ class CompiledCalls:
             found = self._compiled(inputs)
             several.append(found)
         outputs = found.function(*inputs)
-        if not isinstance(outputs, tuple | list):
-            self.disturbed["a compiled function gives a tuple or a list, not " + type(outputs).__name__] = None
-            return (outputs,)
-        return tuple(outputs)
+        try:
+            check_outputs(outputs, count=self._count, tensors=())
+        except WrongOutputsError as error:
+            self.misgiven[f"a compiled function {error}"] = None
+        return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
     def _compiled(self, inputs: Sequence[Any]) -> _Made:
         body, fakes = copy.deepcopy(self._body), FakeInputs()
         given = [_fake(value, place, fakes, symbols=self._symbols) for place, value in enumerate(inputs)]
         places = symbolic_places(given)
         with compiler_scope():
-            looks, modes = [_look(value) for value in given], read_ambient()
+            looks, modes, dtype = [_look(value) for value in given], read_ambient(), torch.get_default_dtype()
             try:
                 function = self._backend.compile(body, given)
             except Exception as error:
@@ -72,8 +79,13 @@ class CompiledCalls:
                 return _Made(self._body, None)
             if read_ambient() != modes:
                 self.disturbed["compiling leaves modes switched"] = None
+            if torch.get_default_dtype() is not dtype:
+                self.disturbed["compiling leaves the default dtype switched"] = None
             if [_look(value) for value in given] != looks:
                 self.disturbed["compiling changes its fake inputs"] = None
+        if not callable(function):
+            self.misgiven[f"`compile` gives a function, not {function!r}"] = None
+            return _Made(self._body, None)
         conditions = conditions_of(places, fakes.env)
         return _Made(function, None if conditions is None else check_from(conditions))
 

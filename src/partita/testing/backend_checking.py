@@ -75,9 +75,13 @@ class BackendChecking:
             calls = CompiledCalls(self.backend, module, symbols=symbols)
             self.hold(body.law, where, lambda calls=calls: self._compared(body, module, calls))  # type: ignore[misc]
             self.hold("compiling disturbs nothing", where, lambda calls=calls: "; ".join(calls.disturbed) or None)  # type: ignore[misc]
+            self.hold(_GIVING, where, lambda calls=calls: "; ".join(calls.misgiven) or None)  # type: ignore[misc]
             self.compiled += len(calls.functions)
             for reason in calls.failed:
                 self.note(f"it failed with {reason}", where)
+        if body.lowered:
+            case = Case(module, self._inputs(body, 5), {}, origin=body.name)
+            self.hold(_LOWERING, body.name, lambda: self._lowered(case))
         if hasattr(self.backend, "save"):
             self.hold("what is stored comes back", body.name, lambda: self._restored(body, module, calls.functions))
 
@@ -103,7 +107,7 @@ class BackendChecking:
     def check_program(self, case: Case) -> None:
         """Checks the program with all lowered that the backend takes of it."""
         self.check_refusals(case.graph_module, case.origin)
-        self.hold("a lowered program cannot be told from the original", case.origin, lambda: self._lowered(case))
+        self.hold(_LOWERING, case.origin, lambda: self._lowered(case))
 
     def _compared(self, body: Body, module: GraphModule, calls: CompiledCalls) -> str | None:
         for rows in (5, 7):
@@ -164,6 +168,10 @@ class BackendChecking:
 
     def _something_compiles(self) -> str | None:
         return None if self.compiled or self.lowered else "it refuses or fails on everything"
+
+
+_GIVING = "it makes functions that give a tuple or a list, with all outputs of the body"
+_LOWERING = "a lowered program cannot be told from the original"
 
 
 @final

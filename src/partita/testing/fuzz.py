@@ -19,6 +19,7 @@ import torch
 
 from partita.backends import backend_names
 from partita.testing.build import random_case, random_nest
+from partita.testing.compiled_laws import COMPILABLE, check_compiled_recompute_law
 from partita.testing.export_laws import EXPORTABLE, check_export_laws
 from partita.testing.laws import check_laws
 from partita.testing.lower_laws import check_lower_laws
@@ -35,6 +36,7 @@ _ENOUGH = 200
 #: One program in so many is a nest of modes; one nest in so many is exported too, which takes a second.
 _NESTS, _EXPORTS = 8, 20
 _SEEDS = 6
+_COMPILERS = (_EAGER := "eager", "aot_eager", "inductor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +61,18 @@ class Tally:
 
 
 def fuzz(
-    first_seed: int, graphs: int, *, modes: bool = False, lower: str | None = None, recompute: bool = False
+    first_seed: int, graphs: int, *, modes: bool = False, lower: str | None = None, recompute: str | None = None
 ) -> Tally:
     """Checks the laws for `graphs` programs from `first_seed` on.
 
     With `modes`, the laws for modes, on nests only; with `lower`, the name of a backend, the law for lowered programs;
-    with `recompute`, the laws for recomputed ones.
+    with `recompute`, the laws for recomputed ones, run eagerly (`"eager"`) or compiled by a backend of `torch.compile`.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    check = _check_nest if modes else _check_recomputed if recompute else _check_program
+    check = _check_nest if modes else _check_program
     check = check if lower is None else partial(_check_lowered, lower)
+    check = check if recompute is None else partial(_check_recomputed, recompute)
     return sum((_tried(check, seed) for seed in range(first_seed, first_seed + graphs)), Tally())
 
 
@@ -106,8 +109,11 @@ def _check_lowered(backend: str, seed: int) -> Tally:
     return Tally(1, int(len(failed) < len(lowering.partition)), refused=told)
 
 
-def _check_recomputed(seed: int) -> Tally:
-    refusal = check_recompute_laws(random_case(seed), seed)
+def _check_recomputed(compiler: str, seed: int) -> Tally:
+    if compiler == _EAGER:
+        refusal = check_recompute_laws(random_case(seed), seed)
+    else:
+        refusal = check_compiled_recompute_law(random_case(seed, features=COMPILABLE), compiler, seed)
     return Tally(1, int(refusal is None), refused=() if refusal is None else (f"seed {seed}: {refusal}",))
 
 
@@ -119,7 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--modes", action="store_true", help="nests of modes only, by the laws for modes")
     kinds.add_argument("--lower", choices=backend_names(), help="regions that this backend takes, lowered by it")
-    kinds.add_argument("--recompute", action="store_true", help="regions that are recomputed in the backward")
+    kinds.add_argument(
+        "--recompute",
+        nargs="?",
+        const=_EAGER,
+        choices=_COMPILERS,
+        help="regions that are recomputed in the backward, compiled if a compiler is named",
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
     options = parser.parse_args(arguments)

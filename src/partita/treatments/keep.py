@@ -6,7 +6,7 @@ Anybody's function will do, if it can be imported; these are frozen, so that pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from partita._torch.schemas import signatures_of
 from partita._torch.toggles import TOGGLES
 from partita.errors import OptionError
 from partita.graphs.chosen_operators import Chosen, Operator, checked_operators
-from partita.graphs.flops import Flops
-from partita.graphs.kept_bytes import KeptBytes
 from partita.graphs.later_writes import names_written
 from partita.graphs.values import value_of
 from partita.regions import Region
+from partita.treatments.keep_names import check_node_names, check_operator_names
+from partita.treatments.keep_worth import worth_keeping
 
 __all__ = [
     "Keep",
@@ -59,12 +59,16 @@ class KeepEverything:
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class KeepOperators:
-    """Keeps the results of these operators, functions, methods or classes of modules, as the graph calls them."""
+    """Keeps the results of these operators, functions, methods or classes of modules, as the graph calls them.
+
+    A name that torch would have to know, and does not, is refused; others may be somebody's classes or operators.
+    """
 
     operators: tuple[Operator, ...]
 
     def __init__(self, *operators: Operator) -> None:
         object.__setattr__(self, "operators", checked_operators(operators))
+        check_operator_names(name for name in self.operators if isinstance(name, str))
 
     def __call__(self, region: Region) -> Iterable[Node]:
         root = region.nodes[0].graph.owning_module
@@ -78,18 +82,23 @@ class KeepOperators:
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class KeepNodes:
-    """Keeps the results of the nodes with these names; a name may be in any region of the plan."""
+    """Keeps the results of the nodes with these names; a name may be in any region of the plan, but must be one."""
 
     names: tuple[str, ...]
+    _wanted: frozenset[str] = field(repr=False, compare=False)
 
     def __init__(self, *names: str) -> None:
         odd = [name for name in names if not isinstance(name, str)]
         if odd or not names:
             raise OptionError(f"KeepNodes takes names of nodes, not {odd[0] if odd else 'nothing'!r}")
         object.__setattr__(self, "names", names)
+        object.__setattr__(self, "_wanted", frozenset(names))
 
     def __call__(self, region: Region) -> Iterable[Node]:
-        return [node for node in region.nodes if node.name in self.names]
+        kept = [node for node in region.nodes if node.name in self._wanted]
+        if len(kept) < len(self._wanted):
+            check_node_names(self._wanted, region.nodes[0].graph)
+        return kept
 
     def __repr__(self) -> str:
         return f"KeepNodes({', '.join(map(repr, self.names))})"
@@ -98,7 +107,10 @@ class KeepNodes:
 @final
 @dataclass(frozen=True, slots=True)
 class KeepExpensive:
-    """Keeps what takes at least so many floating-point operations a byte to compute again, by the traced values."""
+    """Keeps what takes at least so many floating-point operations a byte to compute again, by the traced values.
+
+    What would not be computed again, since nothing after it is needed by the backward, is not kept.
+    """
 
     flops_per_byte: float = 1.0
 
@@ -107,14 +119,17 @@ class KeepExpensive:
             raise OptionError(f"flops_per_byte is a number above zero, not {self.flops_per_byte!r}")
 
     def __call__(self, region: Region) -> Iterable[Node]:
-        flops, kept = Flops(), KeptBytes()
-        return [node for node in keepable(region) if _worth(node, flops, kept) >= self.flops_per_byte]
+        worth = worth_keeping(region, keepable(region))
+        return [node for node in worth if worth[node].flops_per_byte >= self.flops_per_byte]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class KeepAtMost:
-    """Keeps at most so many bytes in each region: what is dearest to compute again for its size comes first."""
+    """Keeps at most so many bytes in each region: what is dearest to compute again for its size comes first.
+
+    What would not be computed again, since nothing after it is needed by the backward, is not kept.
+    """
 
     bytes: int
 
@@ -123,12 +138,11 @@ class KeepAtMost:
             raise OptionError(f"bytes is a whole number, not {self.bytes!r}")
 
     def __call__(self, region: Region) -> Iterable[Node]:
-        flops, kept = Flops(), KeptBytes()
-        worth = {node: _worth(node, flops, kept) for node in keepable(region)}
+        worth = worth_keeping(region, keepable(region))
         left, chosen = self.bytes, []
-        for node in sorted((node for node in worth if worth[node] > 0), key=lambda node: -worth[node]):
-            if kept.of(node) <= left:
-                left -= kept.of(node)
+        for node in sorted(worth, key=lambda node: -worth[node].flops_per_byte):
+            if worth[node].bytes <= left:
+                left -= worth[node].bytes
                 chosen.append(node)
         return chosen
 
@@ -154,12 +168,6 @@ def gives_tensors(node: Node) -> bool:
     # Nobody has traced it, or it is one of torch's checks.
     signatures = signatures_of(node.target) if node.op == "call_function" else ()
     return not signatures or any(signature.returns for signature in signatures)
-
-
-def _worth(node: Node, flops: Flops, kept: KeptBytes) -> float:
-    """The floating-point operations for each byte that is kept; zero where nothing is known."""
-    size = kept.of(node)
-    return flops.of(node) / size if size else 0.0
 
 
 def _shown(operator: Operator) -> str:

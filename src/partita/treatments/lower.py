@@ -57,12 +57,16 @@ class Lower:
     mixes_modes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.dynamic not in (True, False, None):
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise OptionError(f"dynamic is True, False or None, not {self.dynamic!r}")
+        if not isinstance(self.strict, bool):
+            raise OptionError(f"strict is True or False, not {self.strict!r}")
         if type(self.keep) is not int or self.keep < 1:
             raise OptionError(f"keep is how many compiled functions a region keeps, at least 1, not {self.keep!r}")
         if self.dumper is not None and not callable(self.dumper):
             raise OptionError(f"dumper is a function from the text of a body to a tag; {self.dumper!r} is none")
+        if self.tag is not None and not isinstance(self.tag, str):
+            raise OptionError(f"a tag is text, not {self.tag!r}")
         if self.strict or not isinstance(self.backend, str):
             _found(self.backend)
 
@@ -102,7 +106,8 @@ class Lower:
         for node in bare.module.graph.nodes:
             reason = backend.refusal(node) if node.op.startswith("call_") else None
             if reason is not None:
-                return self._eager(program, Failure(region, backend.name, f"it refuses {reason}", node.name), failures)
+                refused = f"it refuses this node: {reason or 'no reason given'}"
+                return self._eager(program, Failure(region, backend.name, refused, node.name), failures)
         body, dynamic = Program(bare.module), self.dynamic if takes_symbols(backend) else False
         lowering = Lowering(
             region,

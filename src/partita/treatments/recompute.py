@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
-from partita._torch.checkpoint_facts import BodyFacts, note_facts
+from partita._torch.checkpoint_facts import BodyFacts, note_facts, saves_too_soon
 from partita._torch.node_tags import next_graph_id
-from partita.backends.transforms import is_inside_transform
 from partita.errors import OptionError, RecomputeError
-from partita.graphs.later_writes import later_writer, names_written, readers_before_writes, writers_of
+from partita.graphs.attributes import find
+from partita.graphs.behaviour_modules import may_draw
+from partita.graphs.later_writes import names_written, readers_before_writes, saved_when_compiled, writers_of
 from partita.graphs.mode import Autocast
 from partita.graphs.program import Program
 from partita.graphs.saved_tensors import SavedTensors
@@ -26,12 +28,14 @@ from partita.rewrite.operator_calls import OperatorCall
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 from partita.treatments.body_facts import acts_of, may_write, written_inputs
 from partita.treatments.keep import Keep, KeepNothing, gives_tensors, keepable
+from partita.treatments.recompute_copies import inputs_written_later, state_written
+from partita.treatments.recompute_refusals import check_body
 
 __all__ = ["Recompute"]
 
 _CHECKPOINT = OperatorCall(hops.wrap_activation_checkpoint)
 #: Dynamo cannot follow calls that switch autocast in a body of its graph; operators it can.
-_WRAPPED = WrapStyle(kinds=(Autocast,))
+_WRAPPED = WrapStyle(kinds=(Autocast,), in_modules=True)
 
 
 @final
@@ -53,24 +57,24 @@ class Recompute:
             raise OptionError(f"keep is a function from a region to nodes, such as KeepNothing(), not {self.keep!r}")
 
     def __repr__(self) -> str:
-        keep = getattr(self.keep, "__qualname__", None) or repr(self.keep)
-        return f"Recompute(keep={keep})"
+        return f"Recompute(keep={_named(self.keep)})"
 
     def kept(self, region: Region) -> frozenset[Node]:
         """The nodes of the region whose results are kept: what `keep` says, and what reads memory that changes."""
-        kept, inside = tuple(self.keep(region)), set(region.nodes)
+        kept, inside = _nodes(self.keep, self.keep(region)), set(region.nodes)
         for node in kept:
             if node not in inside:
                 name = getattr(node, "name", node)
                 raise RecomputeError(
-                    f"{self.keep!r} keeps {name!r}, which is not in region {region.name!r}; it may keep nodes of the "
-                    "region that it is asked about"
+                    f"{_named(self.keep)} keeps {name!r}, which is not in region {region.name!r}; it may keep nodes of "
+                    "the region that it is asked about"
                 )
         written = names_written(kept)
         for node in kept:
             if node.name in written:
                 raise RecomputeError(
-                    f"{self.keep!r} keeps {node.name!r}, but {_writer(node)}; keep another node, or write to a copy"
+                    f"{_named(self.keep)} keeps {node.name!r}, but {_writer(node)}; keep another node, or write to a "
+                    "copy"
                 )
         # A compiler would compute these again from what was written meanwhile.
         needed = set(readers_before_writes(region.nodes)).intersection(keepable(region))
@@ -89,9 +93,10 @@ class Recompute:
         return {"ac_graph_id": next_graph_id(), "recompute": torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE}
 
     def node_marks(self, region: Region) -> Mapping[Node, Mapping[str, object]]:
-        """What is saved: the kept nodes, and what the region gives to others."""
-        saved = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE}
-        return dict.fromkeys((*self.kept(region), *region.outputs()), saved)
+        """What is saved: the kept nodes, what the region gives to others, and what cannot be read again afterwards."""
+        saved = (*self.kept(region), *region.outputs(), *saved_when_compiled(region.nodes))
+        mark = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE}
+        return dict.fromkeys(saved, mark)
 
     def holding(self, region: Region, saved: SavedTensors) -> Holding | None:
         """What autograd holds for the region as it is, and recomputed, and what that costs; a plan prints it."""
@@ -100,64 +105,57 @@ class Recompute:
     def _treated(self, body: GraphModule, kept: set[str], site: Site) -> Called:
         pure = () if site.program is None else site.program.pure
         program = Program(body, caller=site.caller, pure=pure)
-        _check_body(program, site.region)
+        check_body(program, site.region)
         acts = acts_of(program, frozenset())
         # Items of a container that is made elsewhere come in as they are, and inference tensors are never saved.
         modes, number = program.modes, program.index.number
-        kept = {node.name for node in program.operators() if node.name in kept and not modes.at(number[node]).inference}
+        kept = {
+            node.name
+            for node in program.operators()
+            if node.name in kept and not modes.at(number[node]).inference and not _may_run_foreach(node, body)
+        }
         module = keep_apart(program, kept) if kept else body
         module = wrap_modes(Program(module, caller=site.caller, pure=pure), _WRAPPED).graph_module
         written: tuple[int | str, ...] = (
             *written_inputs(program),
-            *_inputs_written_later(body, site.region),
-            *_state_written(module, program if site.program is None else site.program),
+            *inputs_written_later(body, site.region, site.program),
+            *state_written(module, program if site.program is None else site.program),
         )
-        note_facts(module, BodyFacts(may_write(program), bool(acts.draws), written, knows_written=True))
+        draws = bool(acts.draws) or _may_draw_in_training(module)
+        too_soon = saves_too_soon(module)
+        note_facts(module, BodyFacts(may_write(program), draws, written, knows_written=True, saves_too_soon=too_soon))
         return Called(module, _CHECKPOINT)
 
 
-def _inputs_written_later(body: GraphModule, region: Region) -> Iterator[int]:
-    """The places of inputs that somebody writes to when the region has read them."""
-    places = {node.name: place for place, node in enumerate(body.graph.find_nodes(op="placeholder"))}
-    for source in region.inputs():
-        writer = later_writer(source, region.nodes)
-        if writer is None:
-            continue
-        if source.name not in places:
-            raise RecomputeError(
-                f"{writer!r} writes to {source.name!r} after region {region.name!r} has read it, so the region would "
-                "be recomputed with other values; let it write to a copy, or put both into one region"
-            )
-        yield places[source.name]
+def _named(keep: Keep) -> str:
+    return getattr(keep, "__qualname__", None) or repr(keep)
 
 
-def _state_written(body: GraphModule, program: Program) -> Iterator[str]:
-    """The names of parameters and buffers in the body that any node of the program may write."""
-    written = set(map(id, program.effects.written_state))
-    for name, tensor in (*body.named_parameters(), *body.named_buffers()) if written else ():
-        if id(tensor) in written:
-            yield name
-
-
-def _check_body(body: Program, region: Region) -> None:
-    nodes = body.index.nodes
-    inside = next(filter(is_inside_transform, region.nodes), None)
-    if inside is not None:
+def _nodes(keep: Keep, found: object) -> tuple[Node, ...]:
+    if isinstance(found, Node | str) or not isinstance(found, Iterable):
         raise RecomputeError(
-            f"node {inside.name!r} in region {region.name!r} runs inside a transform of torch.func, whose levels "
-            "are gone when the backward runs; leave the whole transform out of the region"
+            f"{_named(keep)} gave {type(found).__name__} as what is kept; it gives nodes of the region, in a list"
         )
-    for number in body.effects.barriers:
-        raise RecomputeError(
-            f"node {nodes[number].name!r} in region {region.name!r} calls what nobody knows, so it may do what must "
-            "not be done twice; declare it with Program.of(..., pure=[...]), or leave it out of the region"
-        )
-    for node in nodes:
-        if node.target is print or node.kwargs.get("generator") is not None:
-            what = "prints" if node.target is print else "draws from a generator of its own"
-            raise RecomputeError(
-                f"node {node.name!r} in region {region.name!r} {what}, which would happen again; leave it out"
-            )
+    return tuple(found)
+
+
+def _may_run_foreach(call: Node, root: GraphModule) -> bool:
+    """Whether a call runs a body with a foreach that writes, of which torch loses the gradients where it is kept."""
+    targets = [call.target, *(node.target for node in call.all_input_nodes if node.op == "get_attr")]
+    bodies = [find(root, target) for target in targets if isinstance(target, str)]
+    modules = (module for body in bodies if isinstance(body, nn.Module) for module in body.modules())
+    graphs = (module.graph for module in modules if isinstance(module, GraphModule))
+    return any("_foreach_" in str(node.target) for graph in graphs for node in graph.nodes)
+
+
+def _may_draw_in_training(body: GraphModule) -> bool:
+    """Whether a module that is called in a body, or in one that its operators run, draws once it is set to training."""
+    for part in body.modules():
+        for node in part.graph.find_nodes(op="call_module") if isinstance(part, GraphModule) else ():
+            module = part.get_submodule(str(node.target))
+            if not isinstance(module, GraphModule) and may_draw(module):
+                return True
+    return False
 
 
 def _writer(node: Node) -> str:

@@ -1,0 +1,83 @@
+"""The law for recomputed programs that are compiled: they cannot be told from the original, compiled the same way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from partita.backends import find_backend
+from partita.backends.backend import tolerance_of
+from partita.equivalence import Comparison, compare
+from partita.errors import TreatmentError
+from partita.graphs.later_writes import saved_when_compiled
+from partita.graphs.program import Program
+from partita.graphs.summation import summation_tolerance
+from partita.hops import wrap_activation_checkpoint
+from partita.testing.case import Case
+from partita.testing.features import ALL
+from partita.testing.laws import LawError
+from partita.testing.recompute_laws import recomputed
+
+__all__ = ["COMPILABLE", "check_compiled_recompute_law"]
+
+#: What torch.compile takes in one graph, most of the time: no lists that are written, no numbers read from tensors (an
+#: operator's body cannot give them to others), no inference mode (torch fails at views there), nothing unknown.
+COMPILABLE = replace(ALL, containers=False, lists=False, items=False, inference=False, unknown=False)
+
+#: A graph with inputs to train and no result to train with has no backward, and torch takes no random numbers there.
+_WITHOUT_BACKWARD = "does not support RNG ops in recompute regions"
+
+
+def check_compiled_recompute_law(case: Case, compiler: str, seed: int) -> str | None:
+    """Raises where the compiled program differs from the compiled original and from the original itself.
+
+    Where the law says nothing, the reason: the plan was refused, or `torch.compile` does not take the original.
+    """
+    program = Program.of(case.graph_module)
+    try:
+        after = recomputed(program, seed)
+    except TreatmentError as refusal:
+        return str(refusal)
+    plain, found = _Compiled(program.module(), compiler), _Compiled(after.module(), compiler)
+    tolerance = tolerance_of(find_backend(compiler)) | after.tolerance | summation_tolerance(program)
+    own = case.copy()
+
+    def compared(one: Any) -> Comparison:
+        torch.compiler.reset()
+        return compare(one, found, own.args, own.kwargs, tolerance=tolerance, other_shapes=False)
+
+    comparison = compared(plain)
+    if plain.failure is not None:
+        return f"torch.compile does not take the original: {plain.failure}"
+    if comparison.equal or _WITHOUT_BACKWARD in str(found.failure) or compared(program).equal:
+        return None
+    if _is_at_the_mercy_of_torch(after):
+        return "outside of all regions torch may compute again what reads an input before it is written"
+    title = f"compiled by {compiler}, a recomputed program cannot be told from the original"
+    raise LawError(f"{title}\n{case!r}\n{comparison}\n{found.failure or ''}")
+
+
+def _is_at_the_mercy_of_torch(after: Program) -> bool:
+    """Whether anything that no region holds reads an input, or state, before it is written."""
+    outside = saved_when_compiled(tuple(after.graph.nodes))
+    return any(node.target is not wrap_activation_checkpoint for node in outside)
+
+
+@final
+class _Compiled:
+    """A compiled module, with the state of the module itself, and what was wrong when a call failed."""
+
+    def __init__(self, module: nn.Module, compiler: str) -> None:
+        self.__self__ = module
+        self.failure: Exception | None = None
+        self._call = torch.compile(module, backend=compiler, fullgraph=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._call(*args, **kwargs)
+        except Exception as error:
+            self.failure = error
+            raise

@@ -1,0 +1,168 @@
+"""Recomputed regions that are compiled and write, switch modes, or have nothing to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint_helpers import assert_bitwise
+from torch import Tensor, nn
+
+import partita
+from partita import hops
+from partita.policies import ByLabel, BySize
+from partita.testing import random_case
+from partita.testing.compiled_laws import COMPILABLE, check_compiled_recompute_law
+from partita.testing.fuzz import fuzz
+from partita.tracing.dynamo import backend
+from partita.treatments import KeepOperators, Recompute
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> None:
+    torch.compiler.reset()
+
+
+class Counts(nn.Module):
+    """Divides by how often it was called; the backward reads the count, and what was computed with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * (self.calls + 1)
+        self.calls.add_(1)
+        return self.head(torch.sigmoid(self.layer(scaled) / self.calls))
+
+
+def _gradients(model: nn.Module, call: Callable[..., Any]) -> list[Tensor]:
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        call(torch.linspace(-1, 1, 8).reshape(2, 4)).square().sum().backward()
+        found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_reads_a_buffer_before_it_is_written_is_saved(parts: int) -> None:
+    model = Counts()
+    program = partita.capture(model, (torch.ones(2, 4),))
+    module = partita.plan(program, BySize(parts=parts), Recompute()).apply().module()
+    expected = _gradients(model, model)
+    assert_bitwise(_gradients(model, torch.compile(module, backend="aot_eager", fullgraph=True)), expected)
+
+
+def test_the_marks_of_the_backend_say_so_too() -> None:
+    model = Counts()
+    options = {"policy": BySize(parts=1), "treatment": Recompute(), "inner": "aot_eager"}
+    compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
+    assert_bitwise(_gradients(model, compiled), _gradients(model, model))
+
+
+@pytest.mark.parametrize("operator", [hops.wrap_activation_checkpoint, hops.tag_activation_checkpoint])
+def test_so_does_a_checkpoint_by_hand(operator: Any) -> None:
+    model = Counts()
+    compiled = torch.compile(lambda x: operator(model, x), backend="aot_eager", fullgraph=True)
+    assert_bitwise(_gradients(model, compiled), _gradients(model, model))
+
+
+def test_a_batch_norm_is_computed_again_although_it_writes_its_statistics() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU(), nn.Linear(4, 4))
+    compiled = torch.compile(lambda x: hops.wrap_activation_checkpoint(model, x), backend="aot_eager", fullgraph=True)
+    loss = compiled(torch.linspace(-1, 1, 8).reshape(2, 4))
+    # What the region gives, and a batch norm inside of it, are computed; the rest was there before.
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved = [tensor for tensor in loss.grad_fn.saved_tensors if tensor.untyped_storage().data_ptr() not in owned]
+    assert [tuple(tensor.shape) for tensor in saved if tensor.is_floating_point()] == [(2, 4)]
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_regions_that_draw_compile_where_nothing_is_trained(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).requires_grad_(trains)
+    module = partita.plan(partita.capture(model, (torch.ones(2, 4),)), BySize(parts=1), Recompute()).apply().module()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.set_grad_enabled(not trains):
+        torch.manual_seed(0)
+        found = compiled(torch.ones(2, 4))
+        torch.manual_seed(0)
+        assert torch.equal(found, model(torch.ones(2, 4)))
+
+
+def test_applied_bodies_carry_no_marks() -> None:
+    program = partita.capture(nn.Linear(4, 4), (torch.ones(2, 4),))
+    after = partita.plan(program, BySize(parts=1), Recompute()).apply()
+    bodies = [module for module in after.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    assert not [node for body in bodies for node in body.graph.nodes if {"recompute", "ac_graph_id"} & node.meta.keys()]
+
+
+# Modes --------------------------------------------------------------------------------------------------------------
+
+
+def _switching() -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    enter = graph.call_function(torch.amp._enter_autocast, ("cpu", torch.bfloat16, True, None))
+    product = graph.call_function(torch.matmul, (x, x))
+    graph.call_function(torch.amp._exit_autocast, (enter,))
+    graph.output((graph.call_function(torch.sin, (product,)),))
+    return torch.fx.GraphModule(nn.Module(), graph)
+
+
+def test_a_region_that_switches_autocast_compiles() -> None:
+    module = partita.plan(_switching(), BySize(parts=1), Recompute()).apply().module()
+    x = torch.linspace(-1, 1, 9).reshape(3, 3).requires_grad_()
+    results = [call(x)[0] for call in (_switching(), torch.compile(module, backend="aot_eager", fullgraph=True))]
+    expected, found = (torch.autograd.grad(result.float().sum(), x)[0] for result in results)
+    assert torch.equal(found, expected)
+
+
+class Twice(nn.Module):
+    """One weight, used twice under autocast: the gradients of its cast are summed before they are cast back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(self.layer(x).relu())
+
+
+@pytest.mark.parametrize("operator", ["aten.relu", "aten.linear"])
+def test_what_is_kept_stays_in_the_autocast_block_of_its_region(operator: str) -> None:
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(8, 64)
+    program = partita.capture(model, (x,))
+    whole = ByLabel(lambda node: "all")
+    module = partita.plan(program, whole, Recompute(KeepOperators(operator))).apply().module()
+    expected, found = (
+        torch.autograd.grad(call(x).float().square().sum(), tuple(model.parameters())) for call in (model, module)
+    )
+    assert_bitwise(list(found), list(expected))
+
+
+# Generated programs -------------------------------------------------------------------------------------------------
+
+
+# Regions that write what they read, or that others write later, in a body or through a view.
+@pytest.mark.parametrize("seed", [*range(40, 45), 1011, 1013, 1116, 1126, 1133])
+def test_generated_programs_compile_to_the_same(seed: int) -> None:
+    assert check_compiled_recompute_law(random_case(seed, features=COMPILABLE), "aot_eager", seed) is None
+
+
+@pytest.mark.slow
+def test_inductor_compiles_generated_programs_to_the_same() -> None:
+    tally = fuzz(5000, 30, recompute="inductor")
+    assert (tally.tried, tally.broken) == (30, ())
+    assert tally.legal > 20
