@@ -106,18 +106,21 @@ def _by_hand(keep: str) -> Callable[..., Any]:
     return partial(checkpoint, use_reentrant=False, context_fn=_contexts_for(keep))
 
 
-def _build(way: str, ids: Tensor, targets: Tensor) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """The model, and what is called for a step."""
+def _build(way: str, ids: Tensor, targets: Tensor) -> tuple[nn.Module, Callable[..., Tensor], int | None]:
+    """The model, what is called for a step, and the bytes that a plan says are held between forward and backward."""
     who, run, *keep = way.split(":")
     model = Decoder(_by_hand(keep[0]) if who == "hand" else None).to(torch.bfloat16)
     step: Callable[..., Any] = model
+    predicted = None
     if who == "ours":
         program = partita.capture(model, (ids, targets))
-        step = partita.plan(program, ByModule("blocks.*"), Recompute(_OURS[keep[0]])).apply().module()
+        plan = partita.plan(program, ByModule("blocks.*"), Recompute(_OURS[keep[0]]))
+        step, total = plan.apply().module(), plan.holdings().total
+        predicted = None if total is None else total.treated_bytes
     if who == "marks":
         options = {"policy": ByModule("blocks.*"), "treatment": Recompute(_OURS[keep[0]])}
-        return model, torch.compile(model, backend="partita", options=options)
-    return model, torch.compile(step) if run == "compiled" else step
+        return model, torch.compile(model, backend="partita", options=options), None
+    return model, torch.compile(step) if run == "compiled" else step, predicted
 
 
 def measure(way: str) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def measure(way: str) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_default_device("cuda")
     ids, targets = torch.randint(WORDS, (BATCH, TOKENS)), torch.randint(WORDS, (BATCH, TOKENS))
-    model, step = _build(way, ids, targets)
+    model, step, predicted = _build(way, ids, targets)
     torch.cuda.synchronize()
     resting = torch.cuda.memory_allocated()
 
@@ -160,6 +163,7 @@ def measure(way: str) -> dict[str, Any]:
         "first_s": round(first, 2),
         "step_ms": round(1e3 * times[6], 2),
         "held_gb": round(held / 1e9, 3),
+        **({} if predicted is None else {"predicted_gb": round(predicted / 1e9, 3)}),
         "peak_gb": round(peak / 1e9, 3),
         "loss": float(loss.detach()),
         "grads": grads,

@@ -52,7 +52,7 @@ def _refuse_generator(name: str, value: Any) -> None:
 
 
 def found_outside(function: Any, arguments: Iterable[Any] = ()) -> dict[str, Tensor]:
-    """The tensors that a function of Python reaches by what it closes over, is bound to, or finds in modules it gets."""
+    """The tensors that a function reaches by what it closes over, is bound to, or finds in modules that it is given."""
     found: dict[str, Tensor] = {}
     modules = ((f"argument {place}", given) for place, given in enumerate(arguments) if isinstance(given, nn.Module))
     for name, value in (*_closed_over(function), *modules):
