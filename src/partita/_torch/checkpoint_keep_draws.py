@@ -29,19 +29,18 @@ class KeptDraws:
         self._before: dict[torch.device, Tensor] = {}
         self._after: dict[torch.device, Tensor] = {}
 
-    @contextmanager
-    def noting(self, operator: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        """While an operator runs for the first time."""
+    def noted(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives that runs for the first time."""
         if not _may_draw(operator):
-            yield
-            return
+            return operator(*args, **kwargs)
         before = _states(_devices(args, kwargs))
-        yield
+        result = operator(*args, **kwargs)
         after = _states(before)
         for device in before:
             if not _same(before[device], after[device]):
                 self._before.setdefault(device, before[device])
                 self._after[device] = after[device]
+        return result
 
     def devices(self) -> Iterable[torch.device]:
         """Where the part has drawn."""

@@ -34,10 +34,14 @@ class Entry:
 
     def __init__(self, operator: Any, args: Any, result: Any, written: Sequence[Tensor | None]) -> None:
         self.operator = operator
-        leaves, structure = pytree.tree_flatten(result)
-        leaves[: _returned_writes(operator)] = [None] * _returned_writes(operator)
-        kept = [_without_history(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.result = pytree.tree_unflatten(kept, structure)
+        count = _returned_writes(operator)
+        if isinstance(result, Tensor):
+            self.result: Any = None if count else _without_history(result)
+        else:
+            leaves, structure = pytree.tree_flatten(result)
+            leaves[:count] = [None] * count
+            kept = [_without_history(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self.result = pytree.tree_unflatten(kept, structure)
         #: Copies of what it wrote to, None where that is kept anyway or written once more.
         self.written = list(written)
         self.versions: list[int] = []
@@ -67,8 +71,10 @@ class Entry:
         for tensor, value in zip(written, self.written, strict=True):
             if value is not None:
                 tensor.copy_(value)
-        leaves, structure = pytree.tree_flatten(self.result)
         # A new tensor each time: autograd writes its history into what it is given.
+        if isinstance(self.result, Tensor):
+            return self.result.detach()
+        leaves, structure = pytree.tree_flatten(self.result)
         found = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         count = _returned_writes(self.operator)
         found[:count] = written[:count]
@@ -110,6 +116,8 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def tensors_in(result: Any) -> list[Tensor]:
     """The tensors of a tree."""
+    if isinstance(result, Tensor):
+        return [result]
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 

@@ -97,10 +97,10 @@ class _Noting(_Keeping):
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = written_by(func, args, kwargs)
-        _check_foreach(func, written)
-        self._casts.before_writes(written)
-        with self._draws.noting(func, args, kwargs):
-            result = func(*args, **kwargs)
+        if written:
+            _check_foreach(func, written)
+            self._casts.before_writes(written)
+        result = self._draws.noted(func, args, kwargs)
         if not gives_new(func):
             self._copies.note_reader()
             return result
@@ -154,9 +154,9 @@ class _Returning(_Keeping):
         return self._entries[self._next] if self._next < len(self._entries) else None
 
 
-def _check_foreach(func: Any, written: Sequence[Tensor]) -> None:
+def _check_foreach(func: Any, written: Iterable[Tensor]) -> None:
     """Raises where torch would lose gradients: in front of a mode, views do not learn that a foreach has written."""
-    if written and "_foreach_" in str(func) and any(tensor._is_view() and tensor.requires_grad for tensor in written):
+    if "_foreach_" in str(func) and any(tensor._is_view() and tensor.requires_grad for tensor in written):
         raise RecomputeError(
             f"{func} writes to a view inside of what is kept, and torch loses its gradients there; do not keep it, or "
             "write to the tensors one by one"
