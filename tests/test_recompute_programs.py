@@ -33,7 +33,26 @@ def test_generated_programs_are_the_same_once_recomputed(seed: int) -> None:
 # come in as they are, writes to what the backward does not need, one tensor given twice, a foreach on a view.
 @pytest.mark.parametrize(
     "seed",
-    [19, 67, 131, 147, 20061, 20096, 20187, 20977, 20994, 21063, 21746, 40590, 103286, 103587, 103773, 106481, 300249],
+    [
+        19,
+        67,
+        131,
+        147,
+        20061,
+        20096,
+        20187,
+        20977,
+        20994,
+        21063,
+        21746,
+        40590,
+        103286,
+        103587,
+        103773,
+        106481,
+        300249,
+        808778,
+    ],
 )
 def test_programs_that_once_differed_are_the_same(seed: int) -> None:
     assert check_recompute_laws(random_case(seed), seed) is None

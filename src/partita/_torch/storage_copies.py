@@ -41,7 +41,9 @@ class StorageCopy:
             if any(look.wants_gradients for look in self._looks):
                 memory.requires_grad_()
             memory = memory.clone()
-            return [_seen(memory, look) for look in self._looks]
+            found = [_seen(memory, look) for look in self._looks]
+        # Outside of its mode an inference tensor can be written by more operators once it is detached.
+        return [tensor.detach() for tensor in found] if self._is_inference else found
 
 
 def by_storage(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
