@@ -328,8 +328,9 @@ def test_a_context_function_keeps_what_it_says(operator: Any, place: str) -> Non
 
 def test_a_traced_context_function_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     checkpoint_module._warn_of_writes.cache_clear()
-    for operator in (*OPERATORS.values(), *OPERATORS.values()):
-        make_fx(partial(operator, _products, context_fn=_KEEPING_PRODUCTS))(square())
+    with caplog.at_level("WARNING", logger="partita.hops"):
+        for operator in (*OPERATORS.values(), *OPERATORS.values()):
+            make_fx(partial(operator, _products, context_fn=_KEEPING_PRODUCTS))(square())
     (record,) = [record for record in caplog.records if "context function" in record.getMessage()]
     assert record.levelname == "WARNING"
     assert "in place" in record.getMessage()
