@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import partita
 from partita import hops
 from partita.policies import ByLabel, BySize
-from partita.testing import random_case
+from partita.testing import Case, LawError, compiled_laws, random_case
 from partita.testing.compiled_laws import COMPILABLE, check_compiled_recompute_law
 from partita.testing.fuzz import fuzz
 from partita.tracing.dynamo import backend
@@ -157,11 +157,19 @@ def test_what_is_kept_stays_in_the_autocast_block_of_its_region(operator: str) -
 
 
 # Regions that write what they read, or that others write later, in a body or through a view.
-@pytest.mark.parametrize("seed", [*range(40, 45), 1011, 1013, 1116, 1126, 1133])
+@pytest.mark.parametrize("seed", [*range(40, 45), 1011, 1013, 1116, 1118, 1126, 1133])
 def test_generated_programs_compile_to_the_same(seed: int) -> None:
     silence = check_compiled_recompute_law(random_case(seed, features=COMPILABLE), "aot_eager", seed)
     # An older Dynamo takes less.
     assert silence is None or (IS_OLD and "does not take the original" in silence)
+
+
+def test_a_program_that_differs_from_both_originals_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(torch.fx.symbolic_trace(lambda x: x * 2), (torch.ones(3, requires_grad=True),), {})
+    wrong = partita.Program.of(torch.fx.symbolic_trace(lambda x: x * 3))
+    monkeypatch.setattr(compiled_laws, "recomputed", lambda program, seed: wrong)
+    with pytest.raises(LawError, match=r"compiled by aot_eager(.|\n)*value of output"):
+        check_compiled_recompute_law(case, "aot_eager", 0)
 
 
 @pytest.mark.slow
