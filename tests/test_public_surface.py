@@ -127,7 +127,6 @@ PUBLIC = {
         "ArchiveReport",
         "Kind",
         "Member",
-        "PickledMember",
         "Problem",
         "inspect_archive",
         "load_exported",

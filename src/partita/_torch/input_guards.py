@@ -1,11 +1,12 @@
-"""Checks of the inputs of an exported program, in a module that is kept as text and so can be pickled."""
+"""Checks of the inputs of an exported program, as data that closures evaluate: no code is generated for them."""
 
 from __future__ import annotations
 
-import ast
-import inspect
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,18 +16,33 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.utils import _pytree as pytree
 
 from partita._torch.export_guards import guards_of
+from partita._torch.expressions import (
+    FUNCTIONS,
+    Expression,
+    ExpressionError,
+    InputPath,
+    Operation,
+    Read,
+    Symbol,
+    evaluator,
+    parsed,
+    printed,
+    substituted,
+)
 
-__all__ = ["InputGuards", "check_inputs"]
+__all__ = ["InputGuards", "callers_take_guards", "check_inputs", "functions_of_conditions", "symbolic_expression"]
 
-#: What must hold of the inputs `args`, and how a message says it.
-Condition = tuple[str, str]
+log = logging.getLogger(__name__)
+
+#: What must hold of the inputs, and how a message says it.
+Condition = tuple[Expression, str]
 
 
 @final
 class InputGuards(nn.Module):
     """Called with the inputs of a program, raises an AssertionError where they are not what it was exported for.
 
-    torch's own module for it holds a generated function, which is lost to a pickle. This one generates it again.
+    torch's own module for it holds a generated function, which is lost to a pickle. This one holds conditions.
     """
 
     #: `Graph.eliminate_dead_code` asks for this name: nobody reads what a check gives.
@@ -35,7 +51,7 @@ class InputGuards(nn.Module):
     def __init__(self, conditions: Sequence[Condition]) -> None:
         super().__init__()
         self.conditions = tuple(conditions)
-        self._check = _function_of(self.conditions)
+        self._checks = _checks_of(self.conditions)
 
     def forward(self, *args: Any) -> None:
         for value in args:
@@ -44,14 +60,15 @@ class InputGuards(nn.Module):
                 tracer: Any = value.tracer
                 tracer.create_proxy("call_module", tracer.path_of_module(self), args, {})
                 return
-        self._check(*args)
+        for check, message in self._checks:
+            torch._assert(check(args), message)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_check"}
+        return {name: value for name, value in self.__dict__.items() if name != "_checks"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._check = _function_of(self.conditions)
+        self._checks = _checks_of(self.conditions)
 
 
 def check_inputs(module: GraphModule, exported: ExportedProgram) -> None:
@@ -63,88 +80,229 @@ def check_inputs(module: GraphModule, exported: ExportedProgram) -> None:
     if not inputs:
         return
     # The name tells the hook that torch puts on such modules to leave sizes and numbers to this.
-    module.add_module("_guards_fn", InputGuards(_conditions(module, exported, inputs)))
+    module.add_module("_guards_fn", InputGuards(_conditions(exported, inputs)))
     with module.graph.inserting_after(inputs[-1]):
         module.graph.call_module("_guards_fn", tuple(inputs))
 
 
-def _conditions(module: GraphModule, exported: ExportedProgram, inputs: Sequence[Node]) -> list[Condition]:
-    from torch.export import _unlift as torch_guards  # It imports all of torch.export and Dynamo.
+def callers_take_guards() -> bool:
+    """Whether whoever asks for a module takes one that calls a check; torch knows some libraries that do not."""
+    from torch.export._unlift import _ok_to_generate_guards_fn
 
-    signature = inspect.signature(module.forward)
-    given = exported.example_inputs or pytree.tree_unflatten(range(len(inputs)), exported.call_spec.in_spec)
-    paths = torch_guards._get_input_paths(given, signature)
+    return bool(_ok_to_generate_guards_fn())
+
+
+def functions_of_conditions() -> Mapping[str, Callable[..., Any]]:
+    """All functions that conditions of torch use."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    return {**FUNCTIONS, **{name: value for name, value in SYMPY_INTERP.items() if callable(value)}}
+
+
+def symbolic_expression(expression: Any) -> Expression:
+    """The data of an expression of sympy, in which symbols go by their names."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return parsed(PythonPrinter().doprint(expression))
+
+
+def _checks_of(conditions: Sequence[Condition]) -> list[tuple[Callable[[Sequence[Any]], Any], str]]:
+    functions = functions_of_conditions()
+    return [(evaluator(condition, functions), f"Guard failed: {message}") for condition, message in conditions]
+
+
+def _conditions(exported: ExportedProgram, inputs: Sequence[Node]) -> list[Condition]:
+    paths = _input_paths(exported, len(inputs))
+    names = [_argument_name(path) for path in paths]
     values = [node.meta.get("val", _UNKNOWN) for node in inputs]
-    sized = [place for place, value in enumerate(values) if isinstance(value, Tensor | torch.SymInt)]
-    guards = torch_guards._get_input_guards_for_graph(
-        [inputs[place] for place in sized], exported.range_constraints, [paths[place] for place in sized]
-    )
-    traced = torch_guards._force_ep_signature_match(list(guards_of(exported)), paths)
-    guards += torch_guards._force_gm_signature_match(traced, signature)
-    names = [path[0].key + pytree.keystr(path[1:]) for path in paths]
-    kinds, forms = list[Condition](), list[Condition]()
-    for place, value in enumerate(values):
-        kinds += _of_kind(value, f"args[{place}]", names[place])
-        forms += _of_form(value, f"args[{place}]", names[place])
-    sources = {f"L{pytree.keystr(path)}": place for place, path in enumerate(paths)}
-    longest_first = sorted(sources.items(), key=_length, reverse=True)  # One path may begin like another.
-    return [*kinds, *(_translated(guard, longest_first, names) for guard in guards), *forms]
+    found = [condition for place, value in enumerate(values) for condition in _on_kind(place, value)]
+    found += _on_sizes(values, exported.range_constraints)
+    found += _traced(guards_of(exported), paths)
+    found += [condition for place, value in enumerate(values) for condition in _on_form(place, value)]
+    return [(condition, _message(condition, names)) for condition in dict.fromkeys(found)]
 
+
+def _message(condition: Expression, names: Sequence[str]) -> str:
+    text = printed(condition, names.__getitem__)
+    match condition:
+        case Operation("is_none", (operand,)):
+            return f"{printed(operand, names.__getitem__)} is None"
+        case Operation(str(name), (operand,)) if name.startswith("is_"):
+            return f"type({printed(operand, names.__getitem__)}) is {name.removeprefix('is_')}"
+    return text
+
+
+# Where the inputs are --------------------------------------------------------------------------------------------
+
+
+def _input_paths(exported: ExportedProgram, count: int) -> list[InputPath]:
+    """How a condition names each input: by argument, and by key inside of it."""
+    in_spec = exported.call_spec.in_spec
+    if in_spec is None or in_spec.type is not tuple or in_spec.num_children != 2:
+        return [InputPath((f"args_{place}",), (True,)) for place in range(count)]
+    args, kwargs = in_spec.children()
+    signature = exported.module_call_graph[0].signature
+    named = list(signature.forward_arg_names or ()) if signature is not None else []
+    names = [*named[: args.num_children], *(f"arg_{place}" for place in range(len(named), args.num_children))]
+    return [
+        InputPath((name, *path.keys), (True, *path.is_item))
+        for name, spec in zip((*names, *kwargs.context), (*args.children(), *kwargs.children()), strict=True)
+        for path in _leaves(spec)
+    ]
+
+
+def _leaves(spec: pytree.TreeSpec) -> Iterator[InputPath]:
+    if spec.is_leaf():
+        yield InputPath((), ())
+        return
+    is_item = spec.type in _WITH_ITEMS
+    for key, child in zip(_keys(spec), spec.children(), strict=True):
+        for path in _leaves(child):
+            yield InputPath((key, *path.keys), (is_item or isinstance(key, int), *path.is_item))
+
+
+#: The containers whose contents are read by `[key]`, and not as attributes.
+_WITH_ITEMS = frozenset((tuple, list, deque, dict, OrderedDict, defaultdict))
+
+
+def _keys(spec: pytree.TreeSpec) -> Sequence[str | int]:
+    context = spec.context
+    if hasattr(context, "_fields"):  # A named tuple is its own context.
+        return tuple(context._fields)
+    # That of a defaultdict begins with its factory, that of a dataclass may go on with the fields that are None.
+    for keys in (context, *(context if isinstance(context, list | tuple) else ())):
+        is_of_keys = isinstance(keys, list | tuple) and all(isinstance(key, str | int) for key in keys)
+        if is_of_keys and len(keys) == spec.num_children:
+            return tuple(keys)
+    return range(spec.num_children)
+
+
+def _argument_name(path: InputPath) -> str:
+    first, *_ = path.keys
+    return str(first) + printed(Read(InputPath(path.keys[1:], path.is_item[1:]))).removeprefix("L")
+
+
+# What must hold --------------------------------------------------------------------------------------------------
 
 #: The value of an input that has no metadata.
 _UNKNOWN = object()
-#: The types that an input of a type may have; tracers hand in symbols for numbers.
-_TYPES = {bool: "bool, torch.SymBool", int: "int, torch.SymInt", float: "float, torch.SymFloat", str: "str,"}
+_TYPES = {bool: "is_bool", int: "is_int", float: "is_float", str: "is_str"}
 
 
-def _of_kind(value: Any, source: str, name: str) -> list[Condition]:
+def _on_kind(place: int, value: Any) -> Iterator[Expression]:
     """That a tensor has its rank and a constant its type and value, which torch writes wrongly for text with quotes."""
     if isinstance(value, Tensor):
-        return [(f"{source}.dim() == {value.dim()}", f"{name}.dim() == {value.dim()}")]
-    if value is None:
-        return [(f"{source} is None", f"{name} is None")]
-    if type(value) not in _TYPES:
-        return []
-    of_type = (f"type({source}) in ({_TYPES[type(value)]})", f"type({name}) is {type(value).__name__}")
-    if isinstance(value, float) and math.isnan(value):
-        return [of_type, (f"math.isnan({source})", f"math.isnan({name})")]
-    return [of_type, (f"{source} == {value!r}", f"{name} == {value!r}")]
+        yield Operation("==", (Read(place, "dim"), value.dim()))
+    elif value is None:
+        yield Operation("is_none", (Read(place),))
+    elif type(value) in _TYPES:
+        yield Operation(_TYPES[type(value)], (Read(place),))
+        if isinstance(value, float) and math.isnan(value):
+            yield Operation("math.isnan", (Read(place),))
+        else:
+            yield Operation("==", (Read(place), value))
 
 
-def _of_form(value: Any, source: str, name: str) -> list[Condition]:
-    """That sizes have the form that they were exported in: 2 * n + 1, say, is odd."""
-    found = []
-    for dimension, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
-        expression: Any = size.node.expr if isinstance(size, torch.SymInt) else None
-        if expression is None or len(expression.free_symbols) != 1:
+def _on_sizes(values: Sequence[Any], ranges: Mapping[Any, Any]) -> Iterator[Expression]:
+    """That fixed sizes are as they were, open ones in their range, and those that were one size still are."""
+    first: dict[Any, Read] = {}
+    for place, value in enumerate(values):
+        for read, size in _numbers(place, value):
+            if isinstance(size, int):
+                yield Operation("==", (read, size))
+                continue
+            expression = size.node.expr
+            if expression in first:
+                yield Operation("==", (read, first[expression]))
+            else:
+                first[expression] = read
+                yield from _in_range(read, ranges.get(expression))
+    yield from _on_derived_sizes(first)
+
+
+def _numbers(place: int, value: Any) -> Iterator[tuple[Read, Any]]:
+    if isinstance(value, Tensor):
+        yield from ((Read(place, "size", axis), size) for axis, size in enumerate(value.shape))
+    elif isinstance(value, torch.SymInt):
+        yield Read(place), value
+
+
+def _in_range(read: Read, allowed: Any) -> Iterator[Expression]:
+    if allowed is None:
+        return
+    # torch traces with sizes from 2 on, and lets 0 and 1 pass.
+    if allowed.lower.is_Integer and allowed.lower > 2:
+        yield Operation(">=", (read, int(allowed.lower)))
+    if allowed.upper.is_Integer:
+        yield Operation("<=", (read, int(allowed.upper)))
+
+
+def _on_derived_sizes(first: Mapping[Any, Read]) -> Iterator[Expression]:
+    """That a size such as 2 * n + 1 fits the others that are told by n.
+
+    Where n itself is the size of no input, it is what the first such size says.
+    """
+    known: dict[Any, Expression] = {key: read for key, read in first.items() if key.is_symbol}
+    for expression, read in first.items():
+        if expression.is_symbol:
             continue
-        (symbol,) = expression.free_symbols
-        factor = expression.coeff(symbol)
-        rest = expression - factor * symbol
-        if factor.is_Integer and abs(factor) > 1 and rest.is_Integer:
-            form = f".size()[{dimension}] % {factor} == {rest % factor}"
-            found.append((source + form, name + form))
-    return found
+        unknown = [symbol for symbol in expression.free_symbols if symbol not in known]
+        if not unknown:
+            by_name = {symbol.name: known[symbol] for symbol in expression.free_symbols}
+            yield Operation("==", (read, substituted(symbolic_expression(expression), partial(_found, by_name))))
+        elif len(expression.free_symbols) == 1 and (form := _linear_form(expression)) is not None:
+            symbol, factor, rest = form
+            left: Expression = Operation("-", (read, rest)) if rest else read
+            known[symbol] = Operation("//", (left, factor)) if factor != 1 else left
 
 
-def _length(source: tuple[str, int]) -> int:
-    return len(source[0])
+def _found(by_name: Mapping[str, Expression], part: Symbol | Read) -> Expression:
+    return by_name[part.name] if isinstance(part, Symbol) else part
 
 
-def _translated(guard: str, sources: Sequence[tuple[str, int]], names: Sequence[str]) -> Condition:
-    """A condition of torch's, which goes by the arguments of the model, on places, and in words."""
-    told = guard
-    for source, place in sources:
-        guard, told = guard.replace(source, f"args[{place}]"), told.replace(source, names[place])
-    return guard, ast.unparse(ast.parse(told, mode="eval"))
+def _on_form(place: int, value: Any) -> Iterator[Expression]:
+    """That sizes have the form that they were exported in: 2 * n + 1, say, is odd."""
+    for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+        expression: Any = size.node.expr if isinstance(size, torch.SymInt) else None
+        form = None if expression is None else _linear_form(expression)
+        if form is not None and abs(form[1]) > 1:
+            _, factor, rest = form
+            yield Operation("==", (Operation("%", (Read(place, "size", axis), factor)), rest % factor))
 
 
-def _function_of(conditions: Sequence[Condition]) -> Callable[..., None]:
-    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+def _linear_form(expression: Any) -> tuple[Any, int, int] | None:
+    """The symbol, the factor and the rest of an expression such as 2 * n + 1."""
+    if len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    factor = expression.coeff(symbol)
+    rest = expression - factor * symbol
+    return (symbol, int(factor), int(rest)) if factor.is_Integer and factor != 0 and rest.is_Integer else None
 
-    checks = [f"    torch._assert({condition}, {f'Guard failed: {told}'!r})" for condition, told in conditions]
-    code = "\n".join(["def check(*args):", *checks, "    return"])
-    namespace: dict[str, Any] = {**SYMPY_INTERP, "math": math, "inf": math.inf, "torch": torch, "__name__": __name__}
-    exec(code, namespace)
-    function: Callable[..., None] = namespace["check"]
-    return function
+
+def _traced(guards: Sequence[str], paths: Sequence[InputPath]) -> Iterator[Expression]:
+    """The conditions that torch found while it traced, on the inputs of the program."""
+    places = {path.keys: place for place, path in enumerate(paths)}
+    functions = functions_of_conditions()
+    for guard in guards:
+        try:
+            condition = substituted(parsed(guard), lambda part: _placed(part, places))
+            evaluator(condition, functions)
+        except ExpressionError as error:
+            log.warning("the condition %r of the exported program is not checked: %s", guard, error)
+        else:
+            yield condition
+
+
+def _placed(part: Symbol | Read, places: Mapping[tuple[str | int, ...], int]) -> Expression:
+    """What is read, by the number of the input; torch also numbers inputs, and names those of `*xs` in two ways."""
+    if isinstance(part, Symbol):
+        raise ExpressionError(f"the symbol {part.name!r} is of no input")
+    assert isinstance(part.input, InputPath)
+    keys = part.input.keys
+    if keys[0] == "flat_args" and len(keys) == 2 and isinstance(keys[1], int) and keys[1] in places.values():
+        return Read(keys[1], part.query, part.axis)
+    for spelled in (keys, (f"{keys[0]}_{keys[1]}", *keys[2:]) if len(keys) > 1 else keys, keys[1:]):
+        if spelled in places:
+            return Read(places[spelled], part.query, part.axis)
+    raise ExpressionError(f"{printed(part)} is no input of the program")

@@ -1,4 +1,4 @@
-"""Exported programs that keep what their modes mean when they are decomposed.
+"""Exported programs that keep what their modes mean when they are decomposed, and check their inputs.
 
 `ExportedProgram.run_decompositions` runs the body of a mode operator as it is and forgets the mode: afterwards a weight
 that no_grad had frozen gets gradients (torch 2.13). This one dissolves the modes first, into casts and `detach`.
@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram, default_decompositions
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.capture_fresh_modes import fresh_modes
 from partita._torch.export_guards import guards_of, set_guards
+from partita._torch.input_guards import callers_take_guards, check_inputs
 from partita._torch.schemas import viewed_node, written_nodes
 from partita.errors import ModeError
 
@@ -22,7 +23,16 @@ __all__ = ["ModeKeepingProgram"]
 
 
 class ModeKeepingProgram(ExportedProgram):
-    """An exported program like any other, but for its decomposition."""
+    """An exported program like any other, but for its decomposition and for how its module checks its inputs."""
+
+    def module(self, check_guards: bool = True) -> GraphModule:  # noqa: FBT001, FBT002  The signature is torch's.
+        """The program as a module that is called like the model, which checks its inputs without generated code."""
+        module = super().module(check_guards=False)
+        assert isinstance(module, GraphModule)
+        if check_guards and callers_take_guards():
+            check_inputs(module, self)
+            module.recompile()
+        return module
 
     def run_decompositions(
         self,

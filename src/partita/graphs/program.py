@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import compress
@@ -71,12 +71,14 @@ class Program:
         *,
         pure: Iterable[Callable[..., Any]] = (),
         trusted: bool = False,
+        operators: Collection[str] = (),
         forward_outputs: int | None = None,
     ) -> Program:
         """The program that `source` holds: a graph module, an exported program, or the path of a saved one.
 
-        Functions in `pure` are taken at your word to have no side effects. `trusted` is about files: it lets one be
-        loaded that could run code while it is read. With `forward_outputs` a graph module is taken as a joint graph of
+        Functions in `pure` are taken at your word to have no side effects. A file is taken as data, and may name
+        operators of torch and those in `operators`, by namespace or as `namespace::name`; `trusted` lets torch load one
+        that can run code while it is read. With `forward_outputs` a graph module is taken as a joint graph of
         a forward, which gives so many of its outputs, and its backward, which gives the others.
         """
         if forward_outputs is not None:
@@ -84,7 +86,7 @@ class Program:
         if isinstance(source, Program):
             return source.rewritten(source.graph_module, pure=pure) if _trusted(pure) - source.pure else source
         if isinstance(source, str | os.PathLike):
-            source = load_exported(source, trusted=trusted)
+            source = load_exported(source, trusted=trusted, operators=operators)
         if isinstance(source, ExportedProgram):
             return cls(source.graph_module, pure=pure, export=ExportRecord.of(source))
         if not isinstance(source, GraphModule):

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from partita._torch.expressions import Expression
 from partita._torch.lowering_conditions import Check, check_from
 from partita._torch.lowering_gradients import UnusedGradients
 from partita._torch.lowering_guards import Guard
@@ -29,13 +30,13 @@ Dimensions: TypeAlias = tuple[tuple[int | None, ...], tuple[int | None, ...]]
 class Fit:
     """Which calls a variant serves: those like `signature`, with the sizes open that `dimensions` leave open.
 
-    Integers at the places in `integers` may change. `source` is the text of the check that open sizes must pass.
+    Integers at the places in `integers` may change. `conditions` are what open sizes must satisfy.
     """
 
     signature: Signature
     dimensions: tuple[Dimensions | None, ...]
     integers: frozenset[int] = frozenset()
-    source: str | None = None
+    conditions: tuple[Expression, ...] | None = None
 
     @classmethod
     def exactly(cls, signature: Signature) -> Fit:
@@ -114,8 +115,8 @@ class Variant:
     _is_checked: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.fit.source is not None:
-            self._check = check_from(self.fit.source)
+        if self.fit.conditions is not None:
+            self._check = check_from(self.fit.conditions)
         if self.findings is None:
             self._copied = ()
         else:

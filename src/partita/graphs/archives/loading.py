@@ -1,11 +1,13 @@
-"""Loading an exported program from a `.pt2` file, by a trust model: data may be loaded from anyone, code may not."""
+"""Loading an exported program from a `.pt2` file: as data from anyone, and as torch loads it from those you trust."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+import sys
+import threading
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +16,183 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from partita._torch.capture_fresh_modes import fresh_modes
-from partita._torch.pt2_archive import Archive, open_archive, open_zip
-from partita._torch.pt2_program import SavedProgram, exported_program
-from partita.errors import ArchiveError, UntrustedArchiveError
-from partita.graphs.archives.inspecting import Inspection, archive_path, inspected
-from partita.graphs.archives.report import CHECKS
+from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
+from partita.graphs.archives.container import Archive, Kind, kind_of, open_archive, open_file
+from partita.graphs.archives.data import Data, NotDataError, RefusedError
+from partita.graphs.archives.report import ArchiveReport, Member, Problem
 
-__all__ = ["load_exported"]
+__all__ = ["inspect_archive", "load_exported"]
 
 _SHOWN = 5
+#: torch's own loader knows one load at a time.
+_LOCK = threading.Lock()
 
 
-def load_exported(path: str | PathLike[str], *, trusted: bool = False) -> ExportedProgram:
+def load_exported(
+    path: str | PathLike[str], *, trusted: bool = False, operators: Collection[str] = ()
+) -> ExportedProgram:
     """The exported program in a `.pt2` file.
 
-    Without `trusted`, everything that torch would act on is checked first, and pickles are loaded by torch's
-    weights-only loader or not at all. With it, `torch.export.load` has its way, which can run any code in the file.
+    Without `trusted` the file is taken as data: what is more than data is left out or refused. `operators` are
+    namespaces of operators, or operators `namespace::name`, that it may name beside those of torch. With `trusted`,
+    `torch.export.load` has its way, which can run any code in the file.
     """
-    file = archive_path(path)
-    with fresh_modes(grad=True):  # What is loaded under inference mode could never be written or trained.
+    file, allowed = _path(path), _allowed(operators)
+    # What is loaded under inference mode could never be written or trained.
+    with _LOCK, fresh_modes(grad=True):
         if trusted:
             return _tied(_loaded_by_torch(file))
         with open_archive(file) as archive:
-            found = inspected(archive)
-            _refuse(archive, found)
-            return _tied(exported_program(archive, _only_program(archive, found)))
+            reading = _Reading(archive, allowed)
+            reading.check_container()
+            _refuse(archive, reading.problems)
+            made = reading.exported(_only_program(archive))
+            _refuse(archive, reading.problems)
+            assert made is not None
+            return made
 
 
-def _tied(exported: ExportedProgram) -> ExportedProgram:
-    """The program with one parameter again where several names share one memory; torch makes one for each name."""
-    state: dict[str, Any] = exported.state_dict
-    known: dict[Hashable, nn.Parameter] = {}
-    for name, tensor in state.items():
-        if isinstance(tensor, nn.Parameter) and tensor.data_ptr():  # Without memory nothing is shared.
-            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
-            state[name] = known.setdefault(memory, tensor)
-    return exported
+def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = ()) -> ArchiveReport:
+    """What a `.pt2` file holds and what keeps it from being loaded; its weights are not read."""
+    file, allowed = _path(path), _allowed(operators)
+    with _LOCK, fresh_modes(grad=True), open_archive(file) as archive:
+        reading = _Reading(archive, allowed, is_read=False)
+        reading.check_container()
+        for name in _programs(archive):
+            reading.exported(name)
+        return ArchiveReport(
+            path=str(archive.path),
+            programs=tuple(_programs(archive)),
+            torch_version=reading.torch_version,
+            schema_version=reading.schema_version,
+            members=tuple(Member(name, kind_of(name), size) for name, size in archive.sizes.items()),
+            operators=tuple(sorted(reading.operators)),
+            problems=tuple(reading.problems),
+        )
+
+
+def _path(path: str | PathLike[str]) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise OptionError(f"an archive is loaded from a path, not from {type(path).__name__}")
+    return Path(fspath(path))
+
+
+def _allowed(operators: Collection[str]) -> frozenset[str]:
+    if isinstance(operators, str) or not all(isinstance(name, str) for name in operators):
+        raise OptionError(
+            f"`operators` is a collection of texts, such as ['mylib'] or ['mylib::op'], not {operators!r}"
+        )
+    return frozenset(operators)
+
+
+class _Reading:
+    """One look at an archive: what was found so far, and what is wrong with it."""
+
+    def __init__(self, archive: Archive, allowed: frozenset[str], *, is_read: bool = True) -> None:
+        self._archive = archive
+        self._allowed = allowed
+        self._is_read = is_read
+        self.torch_version = self.schema_version = "unknown"
+        self.operators: dict[str, None] = {}
+        self.problems: list[Problem] = []
+
+    def check_container(self) -> None:
+        """Looks for what torch does not write into an archive, or what is more than data whatever it says."""
+        archive = self._archive
+        self.problems += [Problem(name, why) for name, why in archive.odd]
+        for member, wanted in (("archive_format", "pt2"), ("archive_version", "0"), ("byteorder", sys.byteorder)):
+            found = archive.read_text(member).decode(errors="replace").strip() if member in archive.sizes else wanted
+            if found != wanted:
+                what = f"it says {found[:40]!r}, and only {wanted!r} can be read here"
+                self.problems.append(Problem(member, what, is_danger=False))
+        for name in archive.sizes:
+            what = _UNWANTED.get(kind_of(name), "")
+            if what:
+                self.problems.append(Problem(name, what))
+        if not archive.names(Kind.PROGRAM):
+            self.problems.append(Problem("models/", "the archive holds no exported program", is_danger=False))
+
+    def exported(self, name: str) -> ExportedProgram | None:
+        """The program called `name`; None where that is a problem."""
+        # These modules import half of torch.export.
+        from partita.graphs.archives._torch.program import SavedProgram
+        from partita.graphs.archives._torch.weights import Weights
+
+        member = f"models/{name}.json"
+        try:
+            saved = SavedProgram(Data.of(self._archive.read_text(member)))
+            self.torch_version, self.schema_version = saved.torch_version, saved.schema_version
+            weights, tables = Weights(self._archive, is_read=self._is_read), []
+            for folder in ("weights", "constants"):
+                member = f"data/{folder}/{name}_{folder}_config.json"
+                tables.append(weights.of(folder, name))
+            member = f"models/{name}.json"
+            made = saved.exported(tables[0], tables[1], self._allowed)
+            self.operators.update(saved.operators)
+            return made
+        except RefusedError as error:
+            problem = Problem(error.member or member, str(error), is_danger=isinstance(error, NotDataError))
+            self.problems.append(problem)
+        except (ArchiveError, MemoryError, OSError, ImportError):
+            raise  # They name the member themselves, or the file is not to blame.
+        except Exception as error:
+            # torch's verifier and shape environment raise all kinds of errors for what makes no sense.
+            told = f"torch {torch.__version__} makes no program of it: {type(error).__name__}: {_last_line(error)}"
+            self.problems.append(Problem(member, told, is_danger=False))
+        return None
+
+
+_UNWANTED = {
+    Kind.NATIVE_CODE: "it is code of AOTInductor or another backend, which would be run as it is",
+    Kind.CUSTOM_OBJECT: "it is a custom object, which a pickle rebuilds by code of its own",
+    Kind.UNKNOWN: "nothing is known of such a member",
+}
+
+
+def _refuse(archive: Archive, problems: list[Problem]) -> None:
+    """Raises where the reading found something."""
+    dangers = [problem for problem in problems if problem.is_danger]
+    shown = dangers or problems
+    told = "; ".join(map(str, shown[:_SHOWN])) + (f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+    if dangers:
+        raise UntrustedArchiveError(
+            f"{archive.path} is not loaded, because it is more than data: {told}. Nothing of it was run. If you trust "
+            "whoever made the file, load it with trusted=True"
+        )
+    if problems:
+        raise ArchiveError(f"{archive.path} cannot be loaded: {told}")
+
+
+def _programs(archive: Archive) -> list[str]:
+    return [member.removeprefix("models/").removesuffix(".json") for member in archive.names(Kind.PROGRAM)]
+
+
+def _only_program(archive: Archive) -> str:
+    """The program called "model", as torch.export.save calls it, or the only one."""
+    names = _programs(archive)
+    if "model" in names:
+        return "model"
+    if len(names) == 1:
+        return names[0]
+    told = ", ".join(map(repr, sorted(names)))
+    raise ArchiveError(f"{archive.path} holds several programs, {told}, and none called 'model'; save each on its own")
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no more is known"
+
+
+# Trusted ---------------------------------------------------------------------------------------------------------
 
 
 def _loaded_by_torch(file: Path) -> ExportedProgram:
-    open_zip(file).close()
+    open_file(file).close()
     try:
         with _quiet(logging.getLogger("torch._export.serde.serialize")):
             return torch.export.load(file)
+    except (MemoryError, OSError, ImportError):
+        raise
     except Exception as error:
         raise ArchiveError(f"{file} is trusted, but torch cannot load it: {type(error).__name__}: {error}") from error
 
@@ -71,28 +207,12 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.disabled = was_disabled
 
 
-def _refuse(archive: Archive, found: Inspection) -> None:
-    """Raises where the checks found something."""
-    if not found.problems:
-        return
-    dangers = [problem for problem in found.problems if problem.is_danger]
-    shown = dangers or found.problems
-    told = "; ".join(map(str, shown[:_SHOWN])) + (f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
-    if not dangers:
-        raise ArchiveError(f"{archive.path} cannot be loaded: {told}")
-    checked = "; ".join(CHECKS)
-    raise UntrustedArchiveError(
-        f"{archive.path} is not loaded, because it could run code: {told}. Nothing of it was run. Checked were: "
-        f"{checked}. If you trust whoever made the file, load it with trusted=True"
-    )
-
-
-def _only_program(archive: Archive, found: Inspection) -> SavedProgram:
-    """The program called "model", as torch.export.save calls it, or the only one."""
-    programs = found.programs
-    if "model" in programs:
-        return programs["model"]
-    if len(programs) == 1:
-        return next(iter(programs.values()))
-    names = ", ".join(map(repr, sorted(programs)))
-    raise ArchiveError(f"{archive.path} holds several programs, {names}, and none called 'model'; save each on its own")
+def _tied(exported: ExportedProgram) -> ExportedProgram:
+    """The program with one parameter again where several names share one memory; torch makes one for each name."""
+    state: dict[str, Any] = exported.state_dict
+    known: dict[Hashable, nn.Parameter] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, nn.Parameter) and tensor.data_ptr():  # Without memory nothing is shared.
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+            state[name] = known.setdefault(memory, tensor)
+    return exported

@@ -1,4 +1,4 @@
-"""What an archive holds and what was checked in it, as data that prints."""
+"""What an archive holds and what keeps it from being loaded, as data that prints."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from partita._torch.pt2_archive import Kind
+from partita.graphs.archives.container import Kind
 
-__all__ = ["CHECKS", "ArchiveReport", "Member", "PickledMember", "Problem"]
-
-#: What is looked at before anything is loaded.
-CHECKS = (
-    "members: known names, inside the archive, each once, stored as they are, together no larger than the file",
-    "pickles: read opcode by opcode, never run; they may name only what torch's weights-only loader takes",
-    "custom objects and native code: none",
-    "operators: registered ones, by name, that touch no files; not any function that torch can reach",
-    "expressions and guards: arithmetic on sizes of inputs, within bounds",
-    "names and paths: nothing that could end a name or a string in generated code",
-    "trees: registered containers; no module is imported for a key or a factory",
-)
+__all__ = ["ArchiveReport", "Member", "Problem"]
 
 
 @final
@@ -34,19 +23,10 @@ class Member:
 
 @final
 @dataclass(frozen=True, slots=True)
-class PickledMember:
-    """A member that is a pickle, and the classes and functions that it names."""
-
-    name: str
-    globals: tuple[str, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Problem:
     """Why an archive is not loaded: the member, and what is wrong with it.
 
-    One that `is_danger` could run code; the others keep a file from being read at all, trusted or not.
+    One that `is_danger` is more than data; the others keep a file from being read at all, trusted or not.
     """
 
     member: str
@@ -67,17 +47,18 @@ class ArchiveReport:
     torch_version: str
     schema_version: str
     members: tuple[Member, ...]
-    pickles: tuple[PickledMember, ...]
     operators: tuple[str, ...]
-    custom_objects: tuple[str, ...]
-    expressions: int
-    guards: int
     problems: tuple[Problem, ...]
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing in the archive needs trust, or keeps it from being read."""
         return not self.problems
+
+    @property
+    def unread(self) -> tuple[Member, ...]:
+        """The members that are left out when the archive is loaded without being trusted."""
+        return tuple(member for member in self.members if member.kind in (Kind.SAMPLE_INPUTS, Kind.EXTRA))
 
     def of_kind(self, kind: Kind | str) -> tuple[Member, ...]:
         """The members of one kind."""
@@ -94,10 +75,8 @@ class ArchiveReport:
             if members:
                 names = ", ".join(member.name for member in members[:3]) + (", ..." if len(members) > 3 else "")
                 yield f"  {kind:<14} {len(members):>4}  {sum(member.bytes for member in members):>10,} bytes  {names}"
-        for pickled in self.pickles:
-            yield f"  pickle {pickled.name} names {', '.join(pickled.globals) or 'nothing'}"
-        yield f"  {len(self.operators)} operators, {self.expressions} expressions, {self.guards} guards"
-        if self.custom_objects:
-            yield f"  custom objects: {', '.join(self.custom_objects)}"
+        yield f"  {len(self.operators)} operators"
+        if self.unread:
+            yield f"  left out: {', '.join(member.name for member in self.unread)}"
         for problem in self.problems:
             yield f"  ! {problem}"

@@ -1,7 +1,9 @@
-"""The zip container of a `.pt2` archive: what is inside, and the bytes of a member; nothing is unpickled or run."""
+"""The zip container of a `.pt2` archive: what is inside, and the bytes of a member."""
 
 from __future__ import annotations
 
+import os
+import stat
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,14 +12,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
+from typing import BinaryIO
 
 from partita.errors import ArchiveError
 
-__all__ = ["Archive", "Kind", "kind_of", "open_archive", "open_zip"]
+__all__ = ["Archive", "Kind", "kind_of", "open_archive", "open_file"]
 
 #: More members than any program has, and more text than any graph: a file beyond is made to exhaust its reader.
 MOST_MEMBERS = 200_000
-MOST_TEXT_BYTES = 1 << 30
+MOST_TEXT_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 24
 
 
@@ -46,18 +49,8 @@ class Archive:
     _zip: zipfile.ZipFile
     _root: str
 
-    def read(self, name: str) -> bytes:
-        """The bytes of the member `name`, which is checked against its checksum."""
-        return bytes(self.read_buffer(name))
-
-    def read_text(self, name: str) -> bytes:
-        """The bytes of a member that will be parsed, which has a bound on its size."""
-        if self.sizes.get(name, 0) > MOST_TEXT_BYTES:
-            raise ArchiveError(f"member {name!r} of {self.path} has {self.sizes[name]} bytes, which no graph needs")
-        return self.read(name)
-
-    def read_buffer(self, name: str) -> bytearray:
-        """The bytes of a member in memory of their own, which a tensor can take over."""
+    def read(self, name: str) -> bytearray:
+        """The bytes of a member, which are checked against its checksum, in memory of their own."""
         if name not in self.sizes:
             raise ArchiveError(f"{self.path} has no member {name!r}, which it needs; save the program again")
         found = bytearray()
@@ -65,63 +58,77 @@ class Archive:
             with self._zip.open(f"{self._root}/{name}") as member:
                 while chunk := member.read(_CHUNK_BYTES):
                     found += chunk
-        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, NotImplementedError) as error:
-            raise ArchiveError(
-                f"member {name!r} of {self.path} cannot be read: {error}; the file is damaged, get it again"
-            ) from error
+        except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, NotImplementedError) as error:
+            raise self._damaged(name, error) from error
+        if len(found) != self.sizes[name]:
+            raise self._damaged(name, f"it has {len(found)} bytes, and not {self.sizes[name]}")
         return found
+
+    def read_text(self, name: str) -> bytes:
+        """The bytes of a member that will be parsed, which has a bound on its size."""
+        if self.sizes.get(name, 0) > MOST_TEXT_BYTES:
+            raise ArchiveError(f"member {name!r} of {self.path} has {self.sizes[name]} bytes, which no graph needs")
+        return bytes(self.read(name))
 
     def names(self, kind: Kind) -> list[str]:
         """The members of one kind."""
         return [name for name in self.sizes if kind_of(name) is kind]
 
+    def _damaged(self, name: str, why: object) -> ArchiveError:
+        return ArchiveError(f"member {name!r} of {self.path} cannot be read: {why}; the file is damaged, get it again")
+
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
     """The archive at `path`, which is closed afterwards."""
-    with open_zip(path) as opened:
-        yield _archive(path, opened)
+    with open_file(path) as file, _opened(path, file) as opened:
+        yield _archive(path, opened, os.fstat(file.fileno()).st_size)
 
 
-def open_zip(path: Path) -> zipfile.ZipFile:
-    """The zip file at `path`, whatever it holds."""
-    if path.is_dir():
-        raise ArchiveError(f"{path} is a directory; give the .pt2 file")
-    if not path.is_file():
-        raise ArchiveError(f"there is no file {path}")
+def open_file(path: Path) -> BinaryIO:
+    """The file at `path`; a pipe or a device, which may never end, is refused."""
     try:
-        return zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        # Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError as error:
+        raise ArchiveError(f"there is no file {path}") from error
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise ArchiveError(f"{path} is a directory; give the .pt2 file")
+    raise ArchiveError(f"{path} is a pipe, a socket or a device; copy what it gives into a file first")
+
+
+def _opened(path: Path, file: BinaryIO) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
         raise ArchiveError(
             f"{path} is no .pt2 archive, or only a part of one: {error}; save the program with torch.export.save"
         ) from error
 
 
-def _archive(path: Path, opened: zipfile.ZipFile) -> Archive:
+def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:
     infos = opened.infolist()
     if not infos:
         raise ArchiveError(f"{path} is an empty zip file")
     if len(infos) > MOST_MEMBERS:
         raise ArchiveError(f"{path} has {len(infos)} members; no archive of a program has more than {MOST_MEMBERS}")
     root = infos[0].filename.partition("/")[0]
-    sizes, odd = {}, []
-    total = 0
-    for info in infos:
-        name = info.filename.removeprefix(f"{root}/")
-        why = _oddity(info, root)
-        if why is not None:
-            odd.append((name, why))
-        total += info.compress_size
-        sizes[name] = info.file_size
+    named = {info.filename.removeprefix(f"{root}/"): info for info in infos}
+    odd = [(name, why) for name, info in named.items() if (why := _oddity(info, root)) is not None]
     odd += [
         (name.removeprefix(f"{root}/"), f"the archive has it {count} times, and readers differ in which they take")
         for name, count in Counter(info.filename for info in infos).items()
         if count > 1
     ]
-    if total > path.stat().st_size:
-        odd.append((root, "its members together are larger than the file: they overlap"))
-    if "archive_format" not in sizes:
-        raise ArchiveError(f"{path} is {_likely(sizes, root)}; save the program with torch.export.save")
+    if sum(info.compress_size for info in infos) > file_bytes:
+        raise ArchiveError(f"the members of {path} overlap: together they are larger than the file")
+    if "archive_format" not in named:
+        raise ArchiveError(f"{path} is {_likely({*named, root})}; save the program with torch.export.save")
+    sizes = {name: info.file_size for name, info in named.items()}
     return Archive(path, MappingProxyType(sizes), tuple(odd), opened, root)
 
 
@@ -147,7 +154,7 @@ def kind_of(name: str) -> Kind:
         if name.startswith(folder):
             is_config = kind in (Kind.WEIGHT, Kind.CONSTANT) and name.endswith("_config.json")
             leaf = name.removeprefix(folder)
-            if kind is Kind.CONSTANT and leaf.startswith(_OBJECT_PREFIXES):
+            if kind is Kind.CONSTANT and leaf.startswith(("custom_obj_", "opaque_obj_")):
                 return Kind.CUSTOM_OBJECT
             if kind is Kind.PROGRAM and not name.endswith(".json"):
                 return Kind.UNKNOWN
@@ -155,9 +162,8 @@ def kind_of(name: str) -> Kind:
     return Kind.UNKNOWN
 
 
-def _likely(sizes: Mapping[str, int], root: str) -> str:
-    names = {*sizes, root}
-    if "version" in names and "serialized_exported_program.json" in names:
+def _likely(names: set[str]) -> str:
+    if {"version", "serialized_exported_program.json"} <= names:
         return "an archive of torch 2.7 or older, whose parts are all pickles"
     if "data.pkl" in names:
         return "a file of torch.save or TorchScript, no .pt2 archive"
@@ -177,7 +183,6 @@ _FORMAT_MEMBERS = frozenset(
         ".storage_alignment",
     )
 )
-_OBJECT_PREFIXES = ("custom_obj_", "opaque_obj_")
 _KINDS_BY_FOLDER = (
     ("models/", Kind.PROGRAM),
     ("data/aotinductor/", Kind.NATIVE_CODE),

@@ -1,0 +1,325 @@
+"""The graph of a saved program: nodes, arguments and values, from data; nothing that the file names is called."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import exported_program as torch_exported
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental import symbolic_shapes
+
+from partita.graphs.archives._torch.operators import SCALAR_FUNCTIONS, operator_of
+from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype
+from partita.graphs.archives.data import Data
+
+__all__ = ["NAMED", "GraphReader", "value_name"]
+
+_DEEPEST = 40
+#: How an argument is passed.
+_POSITIONAL, _KEYWORD = 1, 2
+
+
+class GraphReader:
+    """Reads one graph, and by readers of their own the graphs that operators in it run."""
+
+    def __init__(self, symbols: Symbols, operators: Collection[str], *, depth: int = _DEEPEST) -> None:
+        self._symbols = symbols
+        self._operators = operators
+        self._depth = depth
+        self._graph = Graph()
+        self._root = nn.Module()
+        self._bodies: dict[str, Any] = {}
+        self._nodes: dict[str, Node] = {}
+        self._values: dict[str, tuple[Callable[[Data], Any], Data]] = {}
+        #: Every operator that was met, as the file spells it.
+        self.met: dict[str, None] = {}
+
+    def read(self, data: Data, constant_names: Mapping[int, str]) -> GraphModule:
+        """The graph as a module; inputs that are constants go by these names."""
+        pending, self._symbols.pending = self._symbols.pending, set()
+        for table, read in (
+            ("tensor_values", self._symbols.tensor),
+            ("sym_int_values", self._symbols.integer),
+            ("sym_float_values", self._symbols.floating),
+            ("sym_bool_values", self._symbols.truth),
+        ):
+            values = data.get(table)
+            self._values |= {key: (read, value) for key, value in values.entries()} if values is not None else {}
+        if data.value.get("custom_obj_values"):
+            data["custom_obj_values"].refuse("custom objects are rebuilt by code of their own")
+        for place, given in enumerate(data["inputs"]):
+            self._add_input(given, constant_names.get(place) or f"arg{place}")
+        for node in data["nodes"]:
+            self._add_node(node)
+        self._add_output(data)
+        self._bind_unbacked(data)
+        self._symbols.pending = pending
+        made = torch_exported._create_graph_module_for_export(self._root, self._graph)
+        assert isinstance(made, GraphModule)
+        return made
+
+    # Inputs and outputs ------------------------------------------------------------------------------------------
+
+    def _add_input(self, given: Data, constant_name: str) -> None:
+        kind, content = given.choice()
+        if kind in NAMED:
+            self._define(given, self._graph.placeholder(value_name(given)))
+        elif kind in ("as_int", "as_float", "as_bool", "as_none", "as_string"):
+            # Constants are compared with what is passed, in code that torch may generate.
+            value = content.plain_text() if kind == "as_string" else self._argument(given)
+            self._graph.placeholder(constant_name).meta["val"] = value
+        else:
+            given.refuse("no input of this kind is data")
+
+    def _add_output(self, data: Data) -> None:
+        outputs = [self._argument(given) for given in data["outputs"]]
+        values = [value.meta["val"] if isinstance(value, Node) else value for value in outputs]
+        is_single = data.get("is_single_tensor_return")
+        if is_single is None or not is_single.boolean():
+            self._graph.output(tuple(outputs)).meta["val"] = tuple(values)
+        elif len(outputs) == 1 and isinstance(outputs[0], Node):
+            self._graph.output(outputs[0]).meta["val"] = values[0]
+        else:
+            is_single.malformed("the graph has other outputs than one tensor")
+
+    def _bind_unbacked(self, data: Data) -> None:
+        """Notes at each node which unbacked symbols it gives first."""
+        pending = self._symbols.pending
+        for node in self._graph.nodes if pending else ():
+            value = node.meta.get("val")
+            found = value is not None and symbolic_shapes._free_unbacked_symbols_with_path(
+                value, (), shape_env=self._symbols.env, pending=pending, simplify=True
+            )
+            if found:
+                node.meta["unbacked_bindings"] = found
+        if pending:
+            data.malformed(f"no node gives {', '.join(sorted(map(str, pending)))[:200]}")
+
+    # Nodes -------------------------------------------------------------------------------------------------------
+
+    def _add_node(self, data: Data) -> None:
+        target = self._operator(data["target"])
+        metadata = _metadata(data.get("metadata"))
+        if isinstance(target, OpOverload):
+            args, kwargs = self._of_schema(target, data["inputs"])
+        elif data["target"].value in SCALAR_FUNCTIONS:
+            args, kwargs = [self._argument(given["arg"]) for given in data["inputs"]], {}
+        else:
+            args, kwargs = self._as_given(data["inputs"])
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, Node) and given.op == "get_attr":
+                given.meta.update(metadata)  # Graphs have none of their own in the file.
+        name = data["name"].name() if data.value.get("name") else None
+        node = self._graph.create_node("call_function", target, tuple(args), kwargs, name)
+        self._add_values(node, data, metadata)
+        node.meta.update(metadata)
+        self._note_assertion(node)
+
+    def _of_schema(self, target: OpOverload, inputs: Data) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments in the order of the schema, by position or by name as the file has it."""
+        given = {data["name"].text(): data for data in inputs}
+        args, kwargs = [], dict[str, Any]()
+        for argument in target._schema.arguments:
+            data = given.pop(argument.name, None)
+            if data is None:
+                continue
+            value, kind = self._argument(data["arg"]), data.value.get("kind")
+            is_required = not argument.has_default_value() and not argument.kwarg_only
+            if kind == _POSITIONAL or (kind != _KEYWORD and is_required):
+                args.append(value)
+            else:
+                kwargs[argument.name] = value
+        if given:
+            inputs.malformed(f"{target} has no argument {next(iter(given))[:100]!r}")
+        return args, kwargs
+
+    def _as_given(self, inputs: Data) -> tuple[list[Any], dict[str, Any]]:
+        args, kwargs = [], dict[str, Any]()
+        for data in inputs:
+            value = self._argument(data["arg"])
+            if data.value.get("kind") == _POSITIONAL or data["name"].value == "":
+                args.append(value)
+            else:
+                kwargs[data["name"].name()] = value
+        return args, kwargs
+
+    def _note_assertion(self, node: Node) -> None:
+        """Tells the shape environment what the program asserts."""
+        value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+        if node.target is torch.ops.aten._assert_scalar.default and isinstance(value, torch.SymBool):
+            self._symbols.env.guard_or_defer_runtime_assert(value.node.expr, "", node)
+        elif node.target is torch.ops.aten.sym_constrain_range_for_size.default and isinstance(value, torch.SymInt):
+            self._symbols.env._constrain_range_for_size(value.node.expr)
+
+    # What nodes give ---------------------------------------------------------------------------------------------
+
+    def _add_values(self, node: Node, data: Data, metadata: Mapping[str, Any]) -> None:
+        outputs = list(data["outputs"])
+        kinds = [given.choice()[0] for given in outputs]
+        is_tuple = data.value.get("is_hop_single_tensor_return") is False and isinstance(
+            node.target, HigherOrderOperator
+        )
+        if kinds == ["as_none"]:
+            node.meta["val"] = None
+            node._rename(f"{self._graph._target_to_str(node.target)}_unused")
+        elif len(kinds) == 1 and kinds[0] in NAMED and not is_tuple:
+            self._define(outputs[0], node)
+        elif kinds:
+            if len(kinds) == 1 and not is_tuple:
+                outputs = _listed(outputs[0])
+            node.meta["val"] = tuple(self._items(node, outputs, metadata, _DEEPEST))
+            self._nodes[node.name] = node
+
+    def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
+        """The values of what a node gives, with a node that takes each of them."""
+        for place, given in enumerate(outputs):
+            kind = given.choice()[0] if depth else given.malformed(f"outputs are nested more than {_DEEPEST} deep")
+            name = value_name(given) if kind in NAMED else "as_none" if kind == "as_none" else None
+            item = self._graph.create_node("call_function", operator.getitem, (node, place), name=name)
+            if kind in NAMED:
+                self._define(given, item)
+            else:
+                parts = None if kind == "as_none" else _listed(given)
+                item.meta["val"] = None if parts is None else self._items(item, parts, metadata, depth - 1)
+            item.meta.update(metadata)
+        return [user.meta["val"] for user in node.users]
+
+    def _define(self, given: Data, node: Node) -> None:
+        """Gives a node its name, which torch.fx may have changed, and its value."""
+        name = value_name(given)
+        if name in self._nodes or name not in self._values:
+            given.malformed(f"{name!r} is given twice" if name in self._nodes else f"nothing is said of {name!r}")
+        node.name = name
+        self._nodes[name] = node
+        read, value = self._values[name]
+        node.meta["val"] = read(value)
+
+    # Arguments ---------------------------------------------------------------------------------------------------
+
+    def _argument(self, given: Data) -> Any:
+        kind, content = given.choice()
+        read = _ARGUMENTS.get(kind)
+        return read(self, content) if read is not None else given.refuse("no argument of this kind is data")
+
+    def _operator(self, data: Data) -> Callable[..., Any]:
+        found = operator_of(data, self._operators)
+        self.met[data.value] = None
+        return found
+
+    def _node(self, data: Data) -> Node:
+        found = self._nodes.get(data.text())
+        return found if found is not None else data.malformed(f"nothing before it gives {data.value[:100]!r}")
+
+    def _tensor(self, data: Data) -> Node:
+        return self._node(data["name"])
+
+    def _number(self, data: Data) -> Any:
+        """A symbolic number by name, or a number as it is."""
+        kind, content = data.choice()
+        return self._node(content) if kind == "as_name" else self._argument(data)
+
+    def _mapping(self, data: Data) -> dict[str, Any]:
+        return {Data(key, data, "a key").name(): self._argument(value) for key, value in data.entries()}
+
+    def _body(self, data: Data) -> Node:
+        name, graph = data["name"].name(), data["graph"]
+        if self._depth == 0:
+            data.malformed(f"graphs are nested more than {_DEEPEST} deep")
+        if name not in self._bodies:
+            reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1)
+            self._root.add_module(name, reader.read(graph, {}))
+            self._bodies[name] = graph.value
+            self.met.update(reader.met)
+        elif self._bodies[name] != graph.value:
+            data.malformed(f"two graphs are called {name!r}")
+        return self._graph.create_node("get_attr", name, name=name)
+
+
+def value_name(given: Data) -> str:
+    """The name of a tensor or a symbolic number."""
+    kind, content = given.choice()
+    return content["name" if kind == "as_tensor" else "as_name"].name()
+
+
+def _listed(given: Data) -> list[Data]:
+    """The parts of a value that is a list of values of one kind, each as one of that kind."""
+    kind, content = given.choice()
+    if kind.removesuffix("s") not in NAMED:
+        given.malformed("no output of this kind is known")
+    return [Data({kind.removesuffix("s"): part.value}, content, place) for place, part in enumerate(content)]
+
+
+def _metadata(data: Data | None) -> dict[str, Any]:
+    """The modules that a node came from, and annotations; texts for people are left out."""
+    modules = data.get("nn_module_stack") if data is not None else None
+    custom = data.get("custom") if data is not None else None
+    entries = modules.text().split(";") if modules is not None and modules.value else ()
+    found: dict[str, Any] = {"nn_module_stack": dict(_module(Data(entry, modules, "entry")) for entry in entries)}
+    return found if custom is None else {**found, "custom": custom.nested().value}
+
+
+def _module(entry: Data) -> tuple[str, tuple[str, str]]:
+    """A key, the path of a module and the name of its class, between commas that stand in no brackets."""
+    Data(entry.value.replace("L['self']", ""), entry, "entry").plain_text()
+    commas, depth = [-1], 0
+    for place, letter in enumerate(entry.value):
+        depth += (letter in "[(") - (letter in ")]")
+        if letter == "," and depth == 0:
+            commas.append(place)
+    if len(commas) != 3:
+        entry.malformed(f"{entry.value[:100]!r} is no module")
+    key, path, kind = (entry.value[a + 1 : b] for a, b in zip(commas, (*commas[1:], None), strict=True))
+    return key, (path, kind)
+
+
+Reader = Callable[[GraphReader, Data], Any]
+
+
+def _each(read: Reader) -> Reader:
+    return lambda reader, data: [read(reader, part) for part in data]
+
+
+def _chosen(prefix: str, names: str) -> Reader:
+    choices = {number: getattr(torch, name) for number, name in enumerate(names.split(), 1)}
+
+    def read(_: GraphReader, data: Data) -> Any:
+        found = choices.get(data.integer())
+        return found if found is not None else data.malformed(f"{data.value} is the number of no {prefix}")
+
+    return read
+
+
+#: The kinds of values that have names.
+NAMED = frozenset(("as_tensor", "as_sym_int", "as_sym_float", "as_sym_bool"))
+_SINGLE: dict[str, Reader] = {
+    "as_tensor": GraphReader._tensor,
+    "as_optional_tensor": GraphReader._argument,
+    "as_int": lambda _, data: data.integer(),
+    "as_float": lambda _, data: data.number(),
+    "as_bool": lambda _, data: data.boolean(),
+    "as_string": lambda _, data: data.text(),
+    "as_sym_int": GraphReader._number,
+    "as_sym_float": GraphReader._number,
+    "as_sym_bool": GraphReader._number,
+}
+_ARGUMENTS: dict[str, Reader] = {
+    **_SINGLE,
+    **{f"{kind}s": _each(read) for kind, read in _SINGLE.items()},
+    "as_none": lambda _, data: None,
+    "as_nested_tensors": _each(_each(GraphReader._tensor)),
+    "as_int_lists": _each(lambda _, data: tuple(part.integer() for part in data)),
+    "as_float_lists": _each(lambda _, data: [part.number() for part in data]),
+    "as_complex": lambda _, data: complex(data["real"].number(), data["imag"].number()),
+    "as_scalar_type": lambda _, data: read_dtype(data),
+    "as_device": lambda _, data: read_device(data),
+    "as_memory_format": _chosen("format", "contiguous_format channels_last channels_last_3d preserve_format"),
+    "as_layout": _chosen("layout", "sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkldnn strided"),
+    "as_graph": GraphReader._body,
+    "as_operator": GraphReader._operator,
+    "as_string_to_argument": GraphReader._mapping,
+}

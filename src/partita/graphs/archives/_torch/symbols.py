@@ -1,0 +1,252 @@
+"""Sizes and tensors of a saved program, with symbols: read by a small grammar, of a cost that its length bounds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy import functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils._sympy.value_ranges import ValueRanges
+from torch.utils._traceback import CapturedTraceback
+
+from partita._torch.expressions import Expression, ExpressionError, Operation, Symbol, parsed
+from partita.graphs.archives.data import Data
+
+__all__ = ["Symbols", "read_device", "read_dtype"]
+
+#: No size is written in more letters or operations, or has more terms once its products are multiplied out.
+_MOST_LETTERS = 4_000
+_MOST_OPERATIONS = 120
+_MOST_TERMS = 64
+_MOST_EXPRESSIONS = 20_000
+_LARGEST_EXPONENT = 8
+
+
+class Symbols:
+    """The symbols of one program, and the shape environment and fake tensors in which its values live."""
+
+    def __init__(self, ranges: Data | None) -> None:
+        self.env = ShapeEnv(assume_static_by_default=True)
+        self._mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True, shape_env=self.env)
+        self._symbols: dict[str, sympy.Symbol] = {}
+        self._known: dict[str, sympy.Basic] = {}
+        self._ranges = {key: _range(data) for key, data in ranges.entries()} if ranges is not None else {}
+        self._in_range: dict[str, sympy.Basic] = {}
+        #: Unbacked symbols that no node is known to give yet.
+        self.pending: set[sympy.Symbol] = set()
+        # Unbacked symbols that are made later must have other names.
+        for prefix, counter in (("zuf", "unbacked_symfloat_counter"), ("u", "unbacked_symint_counter")):
+            found = [int(key.removeprefix(prefix)) for key in self._ranges if re.fullmatch(rf"{prefix}\d{{1,6}}", key)]
+            setattr(self.env, counter, max(found, default=-1) + 1)
+
+    def ranges(self) -> dict[Any, ValueRanges[Any]]:
+        """The ranges of those symbols and expressions that came up."""
+        return {self._in_range[key]: allowed for key, allowed in self._ranges.items() if key in self._in_range}
+
+    def integer(self, data: Data) -> Any:
+        kind, content = data.choice()
+        return content.integer() if kind == "as_int" else self.env.create_symintnode(**self._expression(data, "as_int"))
+
+    def floating(self, data: Data) -> Any:
+        kind, content = data.choice()
+        if kind == "as_float":
+            return content.number()
+        return self.env.create_symfloatnode(**self._expression(data, "as_float"))
+
+    def truth(self, data: Data) -> Any:
+        kind, content = data.choice()
+        return (
+            content.boolean()
+            if kind == "as_bool"
+            else self.env.create_symboolnode(self._expression(data, "as_bool")["sym"])
+        )
+
+    def tensor(self, data: Data) -> Tensor:
+        """A fake tensor like this."""
+        sizes, strides = ([self.integer(number) for number in data[key]] for key in ("sizes", "strides"))
+        if len(sizes) != len(strides) or len(sizes) > 64:
+            data.malformed(f"it has {len(sizes)} sizes and {len(strides)} strides")
+        device, dtype, needs_gradient = data["device"], data["dtype"], data["requires_grad"].boolean()
+        with self._mode:
+            return torch.empty_strided(
+                sizes, strides, device=read_device(device), dtype=read_dtype(dtype), requires_grad=needs_gradient
+            )
+
+    def _expression(self, data: Data, hint_kind: str) -> dict[str, Any]:
+        written, given = data["as_expr"]["expr_str"], data["as_expr"].get("hint")
+        expression = self._sympy(written)
+        if given is None:
+            return {"sym": expression, "hint": None}
+        hint = given[hint_kind].integer() if hint_kind == "as_int" else given[hint_kind].number()
+        values = self.env.backed_var_to_val if hasattr(self.env, "backed_var_to_val") else self.env.var_to_val
+        if isinstance(hint, int) and expression not in values:
+            values[expression] = sympy.Integer(hint)
+        return {"sym": expression, "hint": hint}
+
+    def _sympy(self, data: Data) -> sympy.Basic:
+        written = data.text()
+        if written in self._known:
+            return self._known[written]
+        if len(self._known) >= _MOST_EXPRESSIONS:
+            data.malformed(f"the program has more than {_MOST_EXPRESSIONS} different sizes")
+        try:
+            read = parsed(written, letters=_MOST_LETTERS, operations=_MOST_OPERATIONS)
+            made, _ = self._made(read)
+        except ExpressionError as error:
+            data.refuse(f"{written[:100]!r} is no size: {error}")
+        self._restrict(made)
+        self._known[written] = made
+        return made
+
+    def _restrict(self, expression: sympy.Basic) -> None:
+        """Tells the shape environment the ranges of an expression and its parts; they go by the text of sympy."""
+        parts = {expression, *expression.free_symbols}
+        if self._ranges.keys() - self._in_range.keys() - self._symbols.keys():
+            parts.update(sympy.preorder_traversal(expression))
+        for key, part in sorted((str(part), part) for part in parts if str(part) in self._ranges):
+            if key not in self._in_range:
+                self._in_range[key], allowed = part, self._ranges[key]
+                self.env.constrain_symbol_range(part, compiler_min=allowed.lower, compiler_max=allowed.upper)
+
+    # Making expressions ------------------------------------------------------------------------------------------
+
+    def _made(self, expression: Expression) -> tuple[Any, int]:
+        """The expression in sympy, and how many terms it has once its products are multiplied out."""
+        match expression:
+            case bool():
+                return sympy.true if expression else sympy.false, 1
+            case int():
+                return sympy.Integer(expression), 1
+            case float():
+                return _float(repr(expression)), 1
+            case Symbol("true" | "false" as truth):
+                return sympy.true if truth == "true" else sympy.false, 1
+            case Symbol(name):
+                return self._symbol(name, {}), 1
+            case Operation("Symbol", (str(name),), options) if all(isinstance(value, bool) for _, value in options):
+                return self._symbol(name, {key: bool(value) for key, value in options}), 1
+            case Operation("Integer", (int(value),), ()):
+                return sympy.Integer(value), 1
+            case Operation("Rational", (int(above), int(below)), ()) if below > 0:
+                return sympy.Rational(above, below), 1
+            case Operation("Float", (str(written),), () | (("precision", 53),)):
+                return _float(written), 1
+            case Operation(name, operands, ()) if name in _FUNCTIONS:
+                least, most, make = _FUNCTIONS[name]
+                if not least <= len(operands) <= most:
+                    raise ExpressionError(f"{name!r} has {len(operands)} operands")
+                parts = [self._made(operand) for operand in operands]
+                terms = _terms(expression, [count for _, count in parts])
+                return make(*(part for part, _ in parts)), terms
+        raise ExpressionError(f"{getattr(expression, 'name', 'a text')!r} has no place in it")
+
+    def _symbol(self, name: str, assumptions: Mapping[str, bool]) -> sympy.Symbol:
+        known = self._symbols.get(name)
+        if known is None:
+            if not _SYMBOL.fullmatch(name) or not assumptions.keys() <= _ASSUMPTIONS:
+                raise ExpressionError(f"{name[:40]!r} with {sorted(assumptions)} is no symbol")
+            known = self._symbols[name] = sympy.Symbol(name, **dict(assumptions))
+            self.env.var_to_stack[known] = CapturedTraceback.extract(skip=1)
+            if symbol_is_type(known, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)):
+                self.pending.add(known)
+        elif any(known.assumptions0.get(key) != value for key, value in assumptions.items()):
+            raise ExpressionError(f"the symbol {name!r} has other properties elsewhere")
+        return known
+
+
+def _float(written: str) -> sympy.Float:
+    found = float(written) if _DECIMAL.fullmatch(written) else math.inf
+    if found != 0 and not 1e-40 < abs(found) < 1e40:
+        raise ExpressionError(f"{written[:40]!r} is no number that sizes are computed from")
+    return sympy.Float(written, precision=53)
+
+
+def _terms(expression: Operation, counts: list[int]) -> int:
+    """A bound on the terms: sympy and torch multiply out, so products of sums grow like powers."""
+    terms = 1
+    if expression.name in ("Add", "+", "-"):
+        terms = sum(counts)
+    elif expression.name in ("Mul", "*"):
+        terms = math.prod(counts)
+    elif expression.name in ("Pow", "**", "PowByNatural"):
+        exponent = expression.operands[1]
+        if isinstance(exponent, Operation) and exponent.name == "Integer":
+            exponent = exponent.operands[0]
+        if type(exponent) is not int or not 0 <= exponent <= _LARGEST_EXPONENT:
+            raise ExpressionError(f"an exponent is no number up to {_LARGEST_EXPONENT}")
+        terms = int(counts[0] ** exponent)
+    if terms > _MOST_TERMS:
+        raise ExpressionError(f"it has more than {_MOST_TERMS} terms")
+    return terms
+
+
+# Tables ----------------------------------------------------------------------------------------------------------
+
+_SYMBOL = re.compile(r"[a-z_]{1,8}\d{1,6}", re.ASCII)
+_DECIMAL = re.compile(r"-?\d{1,30}(\.\d{0,40})?([eE][+-]?\d{1,2})?", re.ASCII)
+_ASSUMPTIONS = frozenset(("integer", "positive", "nonnegative", "real", "finite", "negative", "nonpositive", "zero"))
+
+
+def _entries(least: int, most: int, **named: Callable[..., Any]) -> dict[str, tuple[int, int, Callable[..., Any]]]:
+    return {name: (least, most, make) for name, make in named.items()}
+
+
+def _of_torch(count: int, names: str) -> dict[str, tuple[int, int, Callable[..., Any]]]:
+    return {name: (count, count, getattr(functions, name)) for name in names.split() if hasattr(functions, name)}
+
+
+#: What sizes are computed by: the least and the most operands, and how sympy has it.
+_FUNCTIONS = {
+    **_entries(2, _MOST_TERMS, Add=sympy.Add, Mul=sympy.Mul),
+    **_entries(2, 12, Max=functions.Max, Min=functions.Min, max=functions.Max, min=functions.Min),
+    **_entries(2, 12, And=sympy.And, Or=sympy.Or, **{"and": sympy.And, "or": sympy.Or}),
+    **_entries(1, 1, Not=sympy.Not, neg=lambda a: -a, **{"not": sympy.Not}),
+    **_entries(2, 2, Pow=sympy.Pow, **{"**": sympy.Pow, "//": functions.FloorDiv, "%": functions.PythonMod}),
+    **_entries(2, 2, **{"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}),
+    **_entries(2, 2, Equality=sympy.Eq, Unequality=sympy.Ne, StrictLessThan=sympy.Lt, LessThan=sympy.Le),
+    **_entries(2, 2, StrictGreaterThan=sympy.Gt, GreaterThan=sympy.Ge, **{"/": functions.IntTrueDiv}),
+    **_entries(2, 2, **{"==": sympy.Eq, "!=": sympy.Ne, "<": sympy.Lt, "<=": sympy.Le, ">": sympy.Gt, ">=": sympy.Ge}),
+    **_of_torch(1, "ToFloat TruncToInt TruncToFloat CeilToInt FloorToInt RoundToInt Identity OpaqueUnaryFn_sqrt"),
+    **_of_torch(2, "FloorDiv CleanDiv CeilDiv Mod PythonMod IntTrueDiv FloatTrueDiv PowByNatural RoundDecimal"),
+    **_of_torch(3, "ModularIndexing"),
+}
+#: The numbers that torch has for dtypes in such files; those between are of quantized types, which it does not save.
+_DTYPES = dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1))
+_DTYPES |= dict(enumerate(["complex32", "complex64", "complex128", "bool", "bfloat16"], 9))
+_DTYPES |= dict(enumerate(["uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"], 28))
+_DTYPES |= dict(enumerate(["float8_e8m0fnu", "uint32", "uint64"], 33))
+
+
+def read_dtype(data: Data) -> torch.dtype:
+    found = getattr(torch, _DTYPES.get(data.integer(), ""), None)
+    if not isinstance(found, torch.dtype):
+        data.malformed(f"torch {torch.__version__} has no dtype of the number {data.value}")
+    return found
+
+
+def read_device(data: Data) -> torch.device:
+    kind, index = data["type"].text(), data.get("index")
+    if not re.fullmatch(r"[a-z0-9_]{1,20}", kind) or (kind == "cpu" and index is not None and index.value != 0):
+        data.malformed(f"{str(data.value)[:100]} is no device")
+    try:
+        return torch.device(kind) if index is None else torch.device(kind, index.integer())
+    except RuntimeError:
+        data.malformed(f"torch {torch.__version__} knows no device {kind!r}")
+
+
+def _range(data: Data) -> ValueRanges[Any]:
+    least, most = data.get("min_val"), data.get("max_val")
+    lower = -int_oo if least is None else sympy.Integer(least.integer())
+    upper = int_oo if most is None else sympy.Integer(most.integer())
+    if lower > upper:
+        data.malformed(f"nothing is from {lower} to {upper}")
+    return ValueRanges(lower, upper)
