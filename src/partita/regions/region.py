@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import final
@@ -23,6 +24,12 @@ class Region:
     label: Hashable = None
 
     def __post_init__(self) -> None:
+        # torch.fx writes the name between quotes into the code that it generates, as it is.
+        if _UNQUOTABLE.search(self.name):
+            raise RegionError(
+                f"the name {self.name!r} of a region has a quote, a backslash or a sign that cannot be printed; it "
+                "becomes the name of a module, so give it, or its label or affix, other letters"
+            )
         object.__setattr__(self, "nodes", _distinct(self.name, self.nodes))
         if not self.nodes:
             raise RegionError(f"region {self.name!r} is empty; leave it out, or give it a node")
@@ -51,6 +58,9 @@ class Region:
         """The nodes inside whose values are read outside, in graph order."""
         inside = set(self.nodes)
         return tuple(node for node in self.nodes if any(user not in inside for user in node.users))
+
+
+_UNQUOTABLE = re.compile(r'["\\\x00-\x1f\x7f]')
 
 
 def _distinct(name: str, nodes: Iterable[Node]) -> tuple[Node, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import struct
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,10 @@ __all__ = ["Archive", "Kind", "kind_of", "open_archive", "open_file"]
 MOST_MEMBERS = 200_000
 MOST_TEXT_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 24
+
+
+#: What Python's reader of zip files raises for one that is damaged.
+_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, NotImplementedError, struct.error)
 
 
 class Kind(StrEnum):
@@ -58,8 +64,12 @@ class Archive:
             with self._zip.open(f"{self._root}/{name}") as member:
                 while chunk := member.read(_CHUNK_BYTES):
                     found += chunk
-        except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, NotImplementedError) as error:
+        except _ZIP_ERRORS as error:
             raise self._damaged(name, error) from error
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # The directory points to where no file can be.
+                raise self._damaged(name, error) from error
+            raise
         if len(found) != self.sizes[name]:
             raise self._damaged(name, f"it has {len(found)} bytes, and not {self.sizes[name]}")
         return found
@@ -102,12 +112,18 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def _opened(path: Path, file: BinaryIO) -> zipfile.ZipFile:
+    why: Exception
     try:
         return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
-        raise ArchiveError(
-            f"{path} is no .pt2 archive, or only a part of one: {error}; save the program with torch.export.save"
-        ) from error
+    except _ZIP_ERRORS as error:
+        why = error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        why = error
+    raise ArchiveError(
+        f"{path} is no .pt2 archive, or only a part of one: {why}; save the program with torch.export.save"
+    ) from why
 
 
 def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:

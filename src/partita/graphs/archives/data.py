@@ -130,16 +130,33 @@ class Data:
         return self.value
 
     def text(self) -> str:
-        """A text that is only ever stored, compared, or written between quotes after it was escaped."""
+        """Any text; most of them are asked for in one of the forms below."""
         if not isinstance(self.value, str) or len(self.value) > _MOST_LETTERS or _SURROGATE.search(self.value):
             self._is_no("text")
         return self.value
 
     def plain_text(self) -> str:
-        """A text without anything that could end a string: a key, or a constant among the inputs."""
+        """A text without anything that could end a string: a key, a constant, the argument of an operator."""
         if not _PLAIN.fullmatch(self.text()):
             self.refuse(f"{self.value[:100]!r} has quotes, braces or signs that cannot be printed")
         return self.text()
+
+    def plain(self) -> Any:
+        """The value as it is, when all texts in it are plain; one that is JSON once more is looked into."""
+        if isinstance(self.value, str):
+            self.nested().plain() if self.value[:1] in ("[", "{", '"') else self.plain_text()
+        elif isinstance(self.value, list):
+            for item in self:
+                item.plain()
+        elif isinstance(self.value, dict):
+            for key, item in self.entries():
+                Data(key, self, "a key").plain_text()
+                item.plain()
+        return self.value
+
+    def message(self) -> str:
+        """A text for people, with a sign of its own for all that could end a string: compilers paste it into code."""
+        return _UNREADABLE.sub("`", self.text())
 
     def name(self) -> str:
         """A name of Python, of a node or an argument: it becomes a variable of the code that torch.fx generates."""
@@ -164,6 +181,7 @@ class Data:
         return found
 
 
+_UNREADABLE = re.compile(r"[^\w ><=!.+\-*/()\[\],:;%&|]", re.ASCII)
 _LARGEST = 1.7976931348623157e308
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PART = re.compile(r"(?!__)[\w \-+/:@<>=]{1,500}")

@@ -13,7 +13,7 @@ from torch.export import exported_program as torch_exported
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
 
-from partita.graphs.archives._torch.operators import SCALAR_FUNCTIONS, operator_of
+from partita.graphs.archives._torch.operators import NAMESPACES, SCALAR_FUNCTIONS, operator_of
 from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype
 from partita.graphs.archives.data import Data
 
@@ -128,7 +128,7 @@ class GraphReader:
             data = given.pop(argument.name, None)
             if data is None:
                 continue
-            value, kind = self._argument(data["arg"]), data.value.get("kind")
+            value, kind = self._of_argument(target, argument.name, data["arg"]), data.value.get("kind")
             is_required = not argument.has_default_value() and not argument.kwarg_only
             if kind == _POSITIONAL or (kind != _KEYWORD and is_required):
                 args.append(value)
@@ -137,6 +137,14 @@ class GraphReader:
         if given:
             inputs.malformed(f"{target} has no argument {next(iter(given))[:100]!r}")
         return args, kwargs
+
+    def _of_argument(self, target: OpOverload, argument: str, given: Data) -> Any:
+        kind, content = given.choice()
+        if kind == "as_string" and argument in ("assert_msg", "msg", "api_name"):
+            return content.message()
+        if kind == "as_string" and target.namespace not in NAMESPACES:
+            return content.text()  # Whoever allowed the operator knows what it does with texts.
+        return self._argument(given)
 
     def _as_given(self, inputs: Data) -> tuple[list[Any], dict[str, Any]]:
         args, kwargs = [], dict[str, Any]()
@@ -224,7 +232,12 @@ class GraphReader:
         return self._node(content) if kind == "as_name" else self._argument(data)
 
     def _mapping(self, data: Data) -> dict[str, Any]:
-        return {Data(key, data, "a key").name(): self._argument(value) for key, value in data.entries()}
+        """Options of an operator: numbers and names, which compilers paste into code."""
+        found = {}
+        for key, value in data.entries():
+            kind, content = value.choice()
+            found[Data(key, data, "a key").name()] = content.name() if kind == "as_string" else self._argument(value)
+        return found
 
     def _body(self, data: Data) -> Node:
         name, graph = data["name"].name(), data["graph"]
@@ -260,7 +273,15 @@ def _metadata(data: Data | None) -> dict[str, Any]:
     custom = data.get("custom") if data is not None else None
     entries = modules.text().split(";") if modules is not None and modules.value else ()
     found: dict[str, Any] = {"nn_module_stack": dict(_module(Data(entry, modules, "entry")) for entry in entries)}
-    return found if custom is None else {**found, "custom": custom.nested().value}
+    return found if custom is None else {**found, "custom": _annotations(custom.nested())}
+
+
+def _annotations(custom: Data) -> Any:
+    """What `torch.fx.traceback.annotate` noted, but for options of a compiler, which can name programs to run."""
+    marked = custom.get("compile_with_inductor")
+    if marked is not None and isinstance(marked.value, dict) and marked.value.get("inductor_configs"):
+        marked.refuse("options of a compiler are more than data")
+    return custom.plain()
 
 
 def _module(entry: Data) -> tuple[str, tuple[str, str]]:
@@ -302,7 +323,7 @@ _SINGLE: dict[str, Reader] = {
     "as_int": lambda _, data: data.integer(),
     "as_float": lambda _, data: data.number(),
     "as_bool": lambda _, data: data.boolean(),
-    "as_string": lambda _, data: data.text(),
+    "as_string": lambda _, data: data.plain_text(),
     "as_sym_int": GraphReader._number,
     "as_sym_float": GraphReader._number,
     "as_sym_bool": GraphReader._number,

@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from partita.graphs.archives.data import Data
 
-__all__ = ["SCALAR_FUNCTIONS", "operator_of"]
+__all__ = ["NAMESPACES", "SCALAR_FUNCTIONS", "operator_of"]
 
 
 def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
@@ -33,7 +33,7 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
     if space == "higher_order":
         if base not in _HIGHER_ORDER:
             data.refuse(f"{name!r} runs more than graphs of the file")
-    elif space not in _NAMESPACES and not is_allowed:
+    elif space not in NAMESPACES and not is_allowed:
         data.refuse(
             f"{name!r} is an operator of another library; if you know what it does, load the file with "
             f"operators=[{space!r}] or operators=['{space}::{base}']"
@@ -66,7 +66,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 _OF_TORCH_OPS = re.compile(r"torch\.ops\.([A-Za-z]\w*)\.(\w+)(?:\.(\w+))?", re.ASCII)
-_NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed"))
+NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed"))
 _PLAIN_TYPE = re.compile(
     r"(Optional\[|List\[)*(Tensor|number|int|float|bool|complex|Device|Generator|ScalarType|Layout|MemoryFormat)\]*"
 )

@@ -26,9 +26,12 @@ __all__ = ["Symbols", "read_device", "read_dtype"]
 #: No size is written in more letters or operations, or has more terms once its products are multiplied out.
 _MOST_LETTERS = 4_000
 _MOST_OPERATIONS = 120
-_MOST_TERMS = 64
-_MOST_EXPRESSIONS = 20_000
+_MOST_TERMS = 32
 _LARGEST_EXPONENT = 8
+#: What torch does with all sizes of a program takes so many units of about a third of a millisecond at most. They were
+#: measured: operations and shapes have a price, and sums that are multiplied with each other grow like powers.
+_MOST_WORK = 100_000
+_WORK_OF_OPERATION, _WORK_OF_REMAINDER, _WORK_OF_SHAPE = 6, 30, 35
 
 
 class Symbols:
@@ -39,6 +42,9 @@ class Symbols:
         self._mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True, shape_env=self.env)
         self._symbols: dict[str, sympy.Symbol] = {}
         self._known: dict[str, sympy.Basic] = {}
+        self._terms: dict[sympy.Basic, int] = {}
+        self._shapes: set[tuple[Any, ...]] = set()
+        self._work = 0
         self._ranges = {key: _range(data) for key, data in ranges.entries()} if ranges is not None else {}
         self._in_range: dict[str, sympy.Basic] = {}
         #: Unbacked symbols that no node is known to give yet.
@@ -75,6 +81,7 @@ class Symbols:
         sizes, strides = ([self.integer(number) for number in data[key]] for key in ("sizes", "strides"))
         if len(sizes) != len(strides) or len(sizes) > 64:
             data.malformed(f"it has {len(sizes)} sizes and {len(strides)} strides")
+        self._charge_shape(sizes, strides, data)
         device, dtype, needs_gradient = data["device"], data["dtype"], data["requires_grad"].boolean()
         with self._mode:
             return torch.empty_strided(
@@ -96,16 +103,36 @@ class Symbols:
         written = data.text()
         if written in self._known:
             return self._known[written]
-        if len(self._known) >= _MOST_EXPRESSIONS:
-            data.malformed(f"the program has more than {_MOST_EXPRESSIONS} different sizes")
         try:
             read = parsed(written, letters=_MOST_LETTERS, operations=_MOST_OPERATIONS)
-            made, _ = self._made(read)
+            made, terms = self._made(read)
         except ExpressionError as error:
             data.refuse(f"{written[:100]!r} is no size: {error}")
+        self._terms[made] = max(terms, self._terms.get(made, 1))
         self._restrict(made)
         self._known[written] = made
         return made
+
+    def _charge_shape(self, sizes: list[Any], strides: list[Any], data: Data) -> None:
+        """Counts what it takes to look at a shape: torch multiplies its sizes with each other and with its strides."""
+        shape = (*map(str, sizes), "strides", *map(str, strides))
+        if shape in self._shapes:
+            return
+        self._shapes.add(shape)
+        pairs = zip(map(self._terms_of, sizes), map(self._terms_of, strides), strict=True)
+        work = sum(math.ceil((size * stride) ** 1.65 / 2) for size, stride in pairs if size * stride)
+        try:
+            self._charge(_WORK_OF_SHAPE + work if work else 0)
+        except ExpressionError as error:
+            data.refuse(str(error))
+
+    def _terms_of(self, number: Any) -> int:
+        return self._terms.get(number.node.expr, 1) if isinstance(number, torch.SymInt) else 0
+
+    def _charge(self, work: int) -> None:
+        self._work += work
+        if self._work > _MOST_WORK:
+            raise ExpressionError("the sizes of the program are too many or too complex to look at all of them")
 
     def _restrict(self, expression: sympy.Basic) -> None:
         """Tells the shape environment the ranges of an expression and its parts; they go by the text of sympy."""
@@ -145,7 +172,10 @@ class Symbols:
                 if not least <= len(operands) <= most:
                     raise ExpressionError(f"{name!r} has {len(operands)} operands")
                 parts = [self._made(operand) for operand in operands]
-                terms = _terms(expression, [count for _, count in parts])
+                counts = [count for _, count in parts]
+                terms = _terms(expression, counts)
+                price = _WORK_OF_REMAINDER if name in _REMAINDERS else _WORK_OF_OPERATION
+                self._charge(price + max(terms, *counts) ** 3)
                 return make(*(part for part, _ in parts)), terms
         raise ExpressionError(f"{getattr(expression, 'name', 'a text')!r} has no place in it")
 
@@ -192,6 +222,7 @@ def _terms(expression: Operation, counts: list[int]) -> int:
 # Tables ----------------------------------------------------------------------------------------------------------
 
 _SYMBOL = re.compile(r"[a-z_]{1,8}\d{1,6}", re.ASCII)
+_REMAINDERS = frozenset(("Mod", "PythonMod", "ModularIndexing", "%"))
 _DECIMAL = re.compile(r"-?\d{1,30}(\.\d{0,40})?([eE][+-]?\d{1,2})?", re.ASCII)
 _ASSUMPTIONS = frozenset(("integer", "positive", "nonnegative", "real", "finite", "negative", "nonpositive", "zero"))
 

@@ -76,22 +76,9 @@ def _registered_context(container: Any, context: Data) -> Any:
     if container is namedtuple or hasattr(container, "_fields"):
         return _registered(context)
     from_dumpable = pytree.SUPPORTED_SERIALIZED_TYPES[container].from_dumpable_context
-    inner = context.nested() if isinstance(context.value, str) and from_dumpable is None else context
-    _check_plain(inner)
-    return inner.value if from_dumpable is None else from_dumpable(inner.value)
-
-
-def _check_plain(data: Data) -> None:
-    """Raises unless all texts in it are plain; one that is JSON once more is looked into."""
-    if isinstance(data.value, str):
-        _check_plain(data.nested()) if data.value[:1] in ("[", "{", '"') else data.plain_text()
-    elif isinstance(data.value, list):
-        for item in data:
-            _check_plain(item)
-    elif isinstance(data.value, dict):
-        for key, item in data.entries():
-            Data(key, data, "a key").plain_text()
-            _check_plain(item)
+    if isinstance(context.plain(), str) and ")" in context.value:
+        context.refuse("a parenthesis could end a text in code that compilers generate")
+    return context.nested().value if from_dumpable is None else from_dumpable(context.value)
 
 
 _FACTORIES: dict[str, type] = {
