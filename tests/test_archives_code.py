@@ -1,4 +1,4 @@
-"""No code is made of texts: what the reader of archives may not even name in its source, and what a load does not do."""
+"""No code is made of texts: what the reader of archives does not even name, and what a load does not do."""
 
 from __future__ import annotations
 
