@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import operator
 import random
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +27,7 @@ from hypothesis import strategies as st
 from tests.fuser_helpers import Supported, calls_but, described, fused_modules, named, some_names
 from tests.split_helpers import Draft, dump, same
 from tests.test_split_parity import random_graph
+from tests.work_helpers import calls_during
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -461,16 +461,14 @@ def test_a_fused_program_means_the_same(case: Case, seed: int, connected: bool) 
     assert comparison.equal, str(comparison)
 
 
-def test_proposing_takes_linear_time() -> None:
-    spent = []
-    for size in (1000, 8000):
+def test_proposing_is_linear_work() -> None:
+    def work(size: int) -> int:
         module = pure_graph(2, size)
-        refused = some_names(module, 0, 0.1)
-        start = time.process_time()
-        partitions = propose(module, calls_but(*refused))
-        spent.append(time.process_time() - start)
-        assert len(partitions) > size // 100
-    assert spent[1] < max(0.5, 30 * spent[0])
+        support = calls_but(*some_names(module, 0, 0.1))
+        assert len(propose(module, support)) > size // 100
+        return calls_during(propose, module, support)
+
+    assert work(8000) < 12 * work(1000)
 
 
 # Errors ----------------------------------------------------------------------------------------------------------
