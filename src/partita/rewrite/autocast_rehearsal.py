@@ -22,7 +22,7 @@ from partita.rewrite.autocast_leaves import Leaves
 from partita.rewrite.gradient_carriers import records_gradients
 from partita.rewrite.traced_values import call_with, nodes_read, value_read
 
-__all__ = ["Rehearsal"]
+__all__ = ["Rehearsal", "check_value"]
 
 
 class Rehearsal:
@@ -66,7 +66,8 @@ class Rehearsal:
     def _rehearsed(self, arguments: _Arguments, devices: Sequence[str]) -> Rehearsed:
         seen, _ = self._run(arguments)
         self._looks.update((step.cast, step.looks[0]) for step in seen.steps if step.cast is not None)
-        _check_value(arguments.node, seen)
+        if seen.error is None:
+            check_value(arguments.node, [look.dtype for look in seen.looks])
         with _without_autocast(devices):
             plain, places = self._run(arguments)
             if plain.text() == seen.text():
@@ -146,13 +147,13 @@ def _check_devices(node: Node, devices: Collection[str]) -> None:
         )
 
 
-def _check_value(node: Node, seen: Performance) -> None:
+def check_value(node: Node, dtypes: Sequence[torch.dtype]) -> None:
     """Raises where autocast gives something else than the trace says: then the trace is of another program."""
-    if seen.error is not None or not any(key in node.meta for key in VALUE_KEYS):
+    if not any(key in node.meta for key in VALUE_KEYS):
         return
     traced = [tensor.dtype for tensor in tensors_in(value_of(node))]
-    if traced != [look.dtype for look in seen.looks]:
-        found, noted = ", ".join(str(look.dtype) for look in seen.looks), ", ".join(map(str, traced))
+    if traced != list(dtypes):
+        found, noted = ", ".join(map(str, dtypes)), ", ".join(map(str, traced))
         raise ModeError(
             f"node {node.name!r} gives {found} under its autocast, but was traced as {noted}. Autocast keeps the cast "
             "of a weight for inner blocks with another dtype, which a trace does not show: use one dtype in a nest. Or "

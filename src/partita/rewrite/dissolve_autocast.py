@@ -9,18 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from partita._torch.nodes import GraphWriter
 from partita._torch.schemas import is_higher_order
-from partita._torch.stage import Stage
+from partita._torch.stage import Look, Stage, tensors_in
 from partita._torch.watching import Label, Step, labels_in
 from partita.errors import ModeError
 from partita.graphs.mode import Inference, Mode
 from partita.graphs.program import Program
+from partita.graphs.values import value_of
 from partita.rewrite.assembly import module_like
 from partita.rewrite.autocast_findings import AsItIs, OnCasts, Place, Places, TakenApart
-from partita.rewrite.autocast_rehearsal import Rehearsal
+from partita.rewrite.autocast_rehearsal import Rehearsal, check_value
 from partita.rewrite.gradient_carriers import records_gradients
 from partita.rewrite.mode_writer import ModeWriter
 from partita.rewrite.size_writer import SizeWriter
@@ -82,6 +84,11 @@ class _Caster:
                 f"node {node.name!r} calls {node.target}, inside of which autocast casts where nobody can see it; "
                 "write it as matrix products in the model, or switch autocast off around it"
             )
+        within = mode.within(self.program.caller).autocast
+        on_cpu = next((autocast for autocast in within if autocast.enabled and autocast.device == "cpu"), None)
+        if node.target in _KERNELS_OF_ONE_MACHINE and on_cpu is not None:
+            self._write_on_casts(node, mode, on_cpu.dtype or torch.get_autocast_dtype("cpu"))
+            return
         found = self.rehearsal.of(node, mode)
         if isinstance(found, AsItIs):
             self._copy(node, mode)
@@ -92,6 +99,21 @@ class _Caster:
             self._copy(node, mode, {place: self.casts[label] for place, label in found.by_place.items()})
         else:
             self._write_steps(node, found, mode)
+
+    def _write_on_casts(self, node: Node, mode: Mode, dtype: torch.dtype) -> None:
+        """The node on casts of all its tensors.
+
+        What torch makes of it here is one kernel of oneDNN, which other machines do not have, or not for this dtype.
+        """
+        check_value(node, [dtype] * len(tensors_in(value_of(node))))
+        self.modes.switch(_without_autocast(mode))
+        by_place = {}
+        for place, read in enumerate(nodes_read(node)):
+            value = value_read(self.program, read)
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not dtype:
+                cast = self.stage.made(Look.of(value)._replace(dtype=dtype))
+                by_place[place] = write_beside(self.writer, node, _TO, (self.env[read], dtype), value=cast)
+        self._copy(node, mode, by_place)
 
     def _copy(self, node: Node, mode: Mode, by_place: dict[int, Node] | None = None) -> None:
         if node.op != "get_attr":
@@ -169,6 +191,7 @@ class _Caster:
 
 
 #: Kernels that call operators which autocast casts (torch 2.13); fake tensors never get that far.
+_KERNELS_OF_ONE_MACHINE = (torch.lstm, torch.ops.aten.lstm.input, torch.ops.aten.lstm.data)
 _CASTS_UNSEEN = (
     torch.bilinear,
     torch.nn.functional.bilinear,
