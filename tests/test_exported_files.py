@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from partita import Program, capture, fingerprint, hops, inline, plan, verify
 from partita.graphs.exported import following
-from partita.policies import ByMode
-from partita.treatments import Mode
+from partita.policies import ByMode, BySize
+from partita.treatments import Lower, Mode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -180,3 +183,19 @@ def test_a_cut_can_be_compiled_ahead_of_time(name: str, how: str, tmp_path: Path
         expected = case.build()(rows())
     for ours, theirs in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         torch.testing.assert_close(ours, torch.as_tensor(theirs))  # Numbers come out of a package as tensors.
+
+
+@pytest.mark.parametrize(
+    "act",
+    [copy.deepcopy, lambda program: program.run_decompositions(), lambda program: torch.export.unflatten(program)],
+)
+def test_copies_of_exported_programs_do_not_warn(act: Any) -> None:
+    with warnings.catch_warnings(action="error", category=FutureWarning):
+        act(original("chain"))
+
+
+def test_copies_and_pickles_of_lowered_modules_do_not_warn() -> None:
+    module = plan(Program.of(original("chain")), BySize(parts=1), Lower("eager")).apply().module()
+    with warnings.catch_warnings(action="error", category=FutureWarning):
+        copy.deepcopy(module)
+        pickle.loads(pickle.dumps(module))

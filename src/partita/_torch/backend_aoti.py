@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from tempfile import NamedTemporaryFile
@@ -23,9 +22,7 @@ def package_of(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, A
     from torch._inductor.package.package import package_aoti
 
     patches = {**options, "aot_inductor.package": True}
-    with compiling(inputs), _compiling_state_context(), warnings.catch_warnings():
-        # torch 2.13 copies tree specifications in a way that it warns of itself.
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated", FutureWarning)
+    with compiling(inputs), _compiling_state_context():
         files: Any = compile_fx_aot(body, list(inputs), config_patches=patches)
     package = BytesIO()
     package_aoti(package, files)

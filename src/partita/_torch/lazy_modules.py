@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import threading
 import types
@@ -14,6 +15,7 @@ from torch import nn
 from torch.fx import Graph
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _WrappedCall
+from torch.utils import _pytree as pytree
 
 from partita._torch.ambient import read_ambient, restore_after_error
 from partita._torch.blank_modules import blank_attributes
@@ -23,6 +25,10 @@ from partita._torch.torch_operators import WRAP_WITH_SET_GRAD_ENABLED
 from partita._torch.unread_nodes import keep_unread_nodes, keeps_unread_nodes
 
 __all__ = ["LazyModule", "generate_code", "lazy_module"]
+
+# The specification of a leaf is an instance of a class that torch 2.13 deprecates, so that every copy and every pickle of
+# a module with one would warn. Copied as what `treespec_leaf` gives, it is the same and says nothing.
+copyreg.pickle(type(pytree.treespec_leaf()), lambda leaf: (pytree.treespec_leaf, ()))
 
 #: Two threads that call one module for the first time must not both install its code.
 _CODE_LOCK = threading.RLock()
