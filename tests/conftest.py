@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,39 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Tests run side by side, and sums must not depend on how many threads share them.
 torch.set_num_threads(1)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+#: What tools keep in the tree; git does not see it.
+CACHES = frozenset(
+    (".git", ".venv", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__", "build")
+)
+_TREE = pytest.StashKey[frozenset[Path]]()
+
+
+def files_in_the_tree() -> frozenset[Path]:
+    found, waiting = set[Path](), [ROOT]
+    while waiting:
+        inside = [entry for entry in waiting.pop().iterdir() if entry.name not in CACHES]
+        found.update(inside)
+        waiting += [entry for entry in inside if entry.is_dir() and not entry.is_symlink()]
+    return frozenset(found)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # Only the process that others work for.
+        session.config.stash[_TREE] = files_in_the_tree()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that leaves files behind fails."""
+    before = session.config.stash.get(_TREE, None)
+    left = sorted(files_in_the_tree() - before) if before is not None else []
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(f"\nthe run left {', '.join(map(str, left))} behind in the tree", red=True)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import pytest
@@ -188,7 +189,8 @@ def _written_anew(page: Path, namespace: dict[str, object]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for page in [Path(name).resolve() for name in sys.argv[1:]] or PAGES:
+    for page in [Path(name).resolve() for name in sys.argv[1:]] or PAGES:
+        with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+            patch.chdir(folder)  # Examples write files.
             torch.manual_seed(0)
             page.write_text(_written_anew(page, _fresh_namespace(page, patch)), encoding="utf-8")

@@ -187,7 +187,7 @@ def test_a_cut_can_be_compiled_ahead_of_time(name: str, how: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     "act",
-    [copy.deepcopy, lambda program: program.run_decompositions(), lambda program: torch.export.unflatten(program)],
+    [copy.deepcopy, lambda program: program.run_decompositions(), unflatten],
 )
 def test_copies_of_exported_programs_do_not_warn(act: Any) -> None:
     with warnings.catch_warnings(action="error", category=FutureWarning):
