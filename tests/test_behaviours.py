@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita.graphs.behaviour_terms import nodes_in_slots
+from partita.graphs.behaviour_terms import UNKNOWN, nodes_in_slots
 from partita.graphs.behaviours import Behaviour, behaviour_of
 
 A = torch.ops.aten
@@ -329,3 +329,11 @@ def test_custom_operators_are_believed():
     for target in (torch.ops.partita_tests.scale_.default, torch.ops.partita_tests.scale_):
         node, behaviour = told("call_function", target, X, Y)
         assert (written(node, behaviour), behaviour.impure, behaviour.unknown) == (X, False, False)
+
+
+@pytest.mark.parametrize("name", ["wait", "fill", "embedding", "conv2d", "linear"])
+def test_a_method_that_no_tensor_has_is_unknown(name: str) -> None:
+    graph = Graph()
+    call = graph.call_method(name, (graph.placeholder("handle"),))
+    graph.output(call)
+    assert behaviour_of(call, GraphModule(nn.Module(), graph)) == UNKNOWN

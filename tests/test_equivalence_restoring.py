@@ -275,3 +275,61 @@ def test_a_view_compares_with_a_buffer_of_its_own() -> None:
     one, other = WritesView(), WritesView()
     other.total = torch.zeros(3)
     assert verify(one, other, (torch.ones(3),)).equal
+
+
+def _leaves_default_dtype(x: Tensor) -> Tensor:
+    y = x * 2
+    torch.set_default_dtype(torch.float64)
+    return y
+
+
+def _leaves_determinism(x: Tensor) -> Tensor:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return x * 2
+
+
+def _leaves_precision(x: Tensor) -> Tensor:
+    torch.set_float32_matmul_precision("medium")
+    return x * 2
+
+
+SETTINGS = {
+    "default dtype": (_leaves_default_dtype, torch.get_default_dtype),
+    "deterministic": (_leaves_determinism, torch.are_deterministic_algorithms_enabled),
+    "matmul precision": (_leaves_precision, torch.get_float32_matmul_precision),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_are_left_changed_are_seen_and_put_back(name: str) -> None:
+    leaks, setting = SETTINGS[name]
+    before = setting()
+    found = compare(lambda x: x * 2, leaks, (torch.randn(3),)).differences
+    assert {(difference.kind, difference.where) for difference in found} >= {("setting", f"{name} after the call")}
+    assert setting() == before
+
+
+def test_numbers_that_are_drawn_from_numpy_are_seen_and_put_back() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    def draws(x: Tensor) -> Tensor:
+        numpy.random.rand()
+        return x * 2
+
+    before = str(numpy.random.get_state())
+    found = compare(lambda x: x * 2, draws, (torch.randn(3),)).differences
+    assert "NumPy's random after the call" in {difference.where for difference in found}
+    assert str(numpy.random.get_state()) == before
+
+
+@pytest.mark.parametrize("bit", ["conjugate", "negative"])
+def test_values_that_a_bit_tells_are_told_apart(bit: str) -> None:
+    def lazily(x: Tensor) -> Tensor:
+        conjugated = torch.complex(x, x).conj()
+        return conjugated if bit == "conjugate" else conjugated.imag
+
+    def at_once(x: Tensor) -> Tensor:
+        return lazily(x).resolve_conj().resolve_neg()
+
+    found = compare(lazily, at_once, (torch.randn(3),)).differences
+    assert bit in {difference.kind for difference in found}

@@ -26,8 +26,8 @@ from partita._torch.unread_nodes import keep_unread_nodes, keeps_unread_nodes
 
 __all__ = ["LazyModule", "generate_code", "lazy_module"]
 
-# The specification of a leaf is an instance of a class that torch 2.13 deprecates, so that every copy and every pickle of
-# a module with one would warn. Copied as what `treespec_leaf` gives, it is the same and says nothing.
+# The specification of a leaf is an instance of a class that torch 2.13 deprecates, so that every copy and pickle of a
+# module with one would warn. Copied as what `treespec_leaf` gives, it is the same and says nothing.
 copyreg.pickle(type(pytree.treespec_leaf()), lambda leaf: (pytree.treespec_leaf, ()))
 
 #: Two threads that call one module for the first time must not both install its code.

@@ -1,21 +1,54 @@
-"""Ambient modes: whatever a call leaves switched on is switched off again."""
+"""Ambient modes and settings: whatever a call leaves switched is switched back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
 
 import torch
 
 from partita._torch.ambient import read_ambient, restore_autocast
 
-__all__ = ["restored_ambient"]
+__all__ = ["Settings", "read_settings", "restored_ambient"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """torch's settings for the whole process that a program may change."""
+
+    default_dtype: torch.dtype
+    deterministic: bool
+    deterministic_warns: bool
+    matmul_precision: str
+
+    def restore(self) -> None:
+        """Puts them back where they were changed."""
+        found = read_settings()
+        if found.default_dtype is not self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        if (found.deterministic, found.deterministic_warns) != (self.deterministic, self.deterministic_warns):
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
+        if found.matmul_precision != self.matmul_precision:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+
+
+def read_settings() -> Settings:
+    """The settings now."""
+    return Settings(
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
 
 
 @contextmanager
 def restored_ambient() -> Iterator[None]:
-    """Runs the block in the modes around it and puts those back afterwards."""
-    found = read_ambient()
+    """Runs the block in the modes and settings around it and puts those back afterwards."""
+    found, settings = read_ambient(), read_settings()
     # A weight that one run has cast and cached would carry that run's graph into the next.
     torch.clear_autocast_cache()
     try:
@@ -24,3 +57,4 @@ def restored_ambient() -> Iterator[None]:
             yield
     finally:
         restore_autocast(found)
+        settings.restore()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from partita._torch.ambient import Ambient
+from partita.equivalence.ambient import Settings
 from partita.equivalence.findings import Difference
 from partita.equivalence.observation import Moment, Named, Observation, Raised, TensorRecord
 from partita.equivalence.values import value_difference
@@ -18,7 +19,18 @@ from partita.graphs.tolerance import EXACT, Tolerance
 
 __all__ = ["differences"]
 
-_PROPERTIES = ("type", "dtype", "shape", "stride", "device", "layout", "requires_grad", "inference")
+_PROPERTIES = (
+    "type",
+    "dtype",
+    "shape",
+    "stride",
+    "device",
+    "layout",
+    "requires_grad",
+    "inference",
+    "conjugate",
+    "negative",
+)
 #: Autograd chooses how it lays out a gradient, and a gradient is a leaf of its own.
 _GRADIENT_PROPERTIES = ("dtype", "shape", "device", "layout")
 
@@ -38,6 +50,7 @@ def differences(before: Observation, after: Observation, tolerance: Tolerance) -
         yield from _replaced(before.state, after.state)
     for one, other in zip(before.moments, after.moments, strict=False):
         yield from _modes(one, other)
+        yield from _settings(one, other)
         yield from _random_states(one, other)
     yield from _undeclared(before, after)
 
@@ -194,6 +207,13 @@ def _modes(before: Moment, after: Moment) -> Iterator[Difference]:
             one, other = (tuple(set(mine) - set(theirs)) for mine, theirs in ((one, other), (other, one)))
         if one != other:
             yield Difference("mode", f"{field.name.replace('_', ' ')} {before.name}", f"{one} != {other}")
+
+
+def _settings(before: Moment, after: Moment) -> Iterator[Difference]:
+    for field in fields(Settings):
+        one, other = getattr(before.settings, field.name), getattr(after.settings, field.name)
+        if one != other:
+            yield Difference("setting", f"{field.name.replace('_', ' ')} {before.name}", f"{one} != {other}")
 
 
 def _random_states(before: Moment, after: Moment) -> Iterator[Difference]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from partita._torch.ambient import Ambient
 from partita._torch.trees import flatten
 from partita.equivalence.aliasing import Home
+from partita.equivalence.ambient import Settings
 from partita.equivalence.randomness import RandomState
 from partita.equivalence.storages import storage_key
 
@@ -32,6 +33,9 @@ class TensorRecord:
     layout: torch.layout
     requires_grad: bool
     inference: bool
+    #: Whether values are told by a bit that conjugates or negates what lies in memory.
+    conjugate: bool
+    negative: bool
     value: Tensor
 
 
@@ -48,11 +52,12 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The modes that something found and left, and its random state; None where an exception cut it off."""
+    """The modes that something found, the modes, settings and random state that it left; None after an exception."""
 
     name: str
     found: Ambient
     ambient: Ambient
+    settings: Settings
     random: RandomState | None
 
 
@@ -90,6 +95,8 @@ def record_of(leaf: object, *, restored: frozenset[int] = frozenset()) -> object
         layout=leaf.layout,
         requires_grad=leaf.requires_grad,
         inference=leaf.is_inference(),
+        conjugate=strided and leaf.is_conj(),
+        negative=strided and leaf.is_neg(),
         value=value.clone() if storage_key(leaf) in restored else value,
     )
 

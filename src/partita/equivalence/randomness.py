@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,11 @@ __all__ = ["RandomState", "generators_of", "random_state"]
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of Python's generator, of torch's own on every device, and of generators that a program is given."""
+    """The states of Python's and NumPy's generators, of torch's on every device, and of those a program is given."""
 
     python: tuple[object, ...]
+    #: None where nobody has imported NumPy.
+    numpy: Any
     cpu: Tensor
     cuda: tuple[Tensor, ...]
     owned: tuple[tuple[torch.Generator, Tensor], ...] = ()
@@ -26,13 +30,19 @@ class RandomState:
         for generator, state in self.owned:
             generator.set_state(state)
         random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
 
     def moved(self, other: RandomState) -> tuple[str, ...]:
         """The generators that stand elsewhere in `other`."""
-        named = {"Python's random": self.python == other.python, "the CPU": torch.equal(self.cpu, other.cpu)}
+        named = {
+            "Python's random": self.python == other.python,
+            "NumPy's random": str(self.numpy) == str(other.numpy),
+            "the CPU": torch.equal(self.cpu, other.cpu),
+        }
         for number, (mine, theirs) in enumerate(zip(self.cuda, other.cuda, strict=True)):
             named[f"cuda:{number}"] = torch.equal(mine, theirs)
         return tuple(name for name, same in named.items() if not same)
@@ -42,7 +52,15 @@ def random_state(owned: Iterable[torch.Generator] = ()) -> RandomState:
     """The random state now, that of the `owned` generators included."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     states = tuple((generator, generator.get_state()) for generator in owned)
-    return RandomState(random.getstate(), torch.get_rng_state(), tuple(cuda), states)
+    return RandomState(random.getstate(), _numpy_state(), torch.get_rng_state(), tuple(cuda), states)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return (name, keys.tolist(), *rest)
 
 
 def generators_of(roots: Iterable[nn.Module], values: Iterable[object]) -> list[torch.Generator]:

@@ -12,7 +12,7 @@ from partita._torch.ambient import read_ambient
 from partita._torch.trees import flatten
 from partita._torch.versions import version_of
 from partita.equivalence.aliasing import homes_of
-from partita.equivalence.ambient import restored_ambient
+from partita.equivalence.ambient import read_settings, restored_ambient
 from partita.equivalence.detaching import detach_in_place
 from partita.equivalence.gradients import gradients_of, kept_gradient_fields
 from partita.equivalence.inputs import Arguments, Inputs, input_name
@@ -85,7 +85,9 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
             if call.backward and seen.raised is None:
                 raised, gradients = gradients_of(made, leaves)
                 left = seen.moments[-1].ambient
-                moment = Moment("after backward", left, read_ambient(), None if raised else random_state())
+                moment = Moment(
+                    "after backward", left, read_ambient(), read_settings(), None if raised else random_state()
+                )
                 seen = replace(seen, moments=(*seen.moments, moment), backward_raised=raised, gradients=gradients)
         touched = [label for (label, tensor), old in zip(unwritten, versions, strict=True) if version_of(tensor) != old]
         seen = replace(seen, state=_state_now(state, start), undeclared=tuple(touched))
@@ -106,11 +108,11 @@ def _called(
     raised, result, found = None, None, read_ambient()
     try:
         result = subject.call(*inputs.args, **inputs.kwargs)
-        moment = Moment("after the call", found, read_ambient(), random_state())
+        moment = Moment("after the call", found, read_ambient(), read_settings(), random_state())
     except Exception as error:
         raised = Raised(type(error), str(error))
         # Whoever catches the error sees these modes; a guard in the frames that it holds may go with it.
-        moment = Moment("after the call", found, read_ambient(), None)
+        moment = Moment("after the call", found, read_ambient(), read_settings(), None)
     outputs = () if raised else named_leaves(result, "output")
     tensors = [(name, leaf) for name, leaf in outputs if isinstance(leaf, Tensor)]
     held = [(place.label, tensor) for place in state if (tensor := place.slot.current()) is not None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from torch import Tensor
+
 from partita._torch.schemas import signatures_of_method
 from partita.graphs.behaviour_operators import rule_of_operator
 from partita.graphs.behaviour_terms import ALIASES, EVERY, FENCES, FIRST, QUIET, UNKNOWN, Behaviour, Rule
@@ -23,7 +25,8 @@ def rule_of_method(name: str) -> Rule:
         return ALIASES
     if name in _OPERATORS or name.replace("__r", "__", 1) in _OPERATORS:
         return QUIET
-    signatures = signatures_of_method(name)
+    # An operator may have the name of something else's method: `wait` is one of torch, and of a handle on a collective.
+    signatures = signatures_of_method(name) if hasattr(Tensor, name) or hasattr(str, name) else ()
     if not signatures:
         return Rule(UNKNOWN)
     # Tensor methods take no `out`.
