@@ -9,16 +9,19 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench fuzz clean
+.PHONY: help demo test test-all fuzz-files lint docs bench fuzz clean
 
 help: ## List the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
 demo: $(INSTALLED) ## Show what Partita does, in under a minute
 	$(BIN)/partita demo
 
 test: lint ## Check style, types and layers, then run the tests (JOBS=2 at a time)
 	$(BIN)/python -m pytest -n $(JOBS)
+
+test-all: lint ## The same with every variant, those that take long too (not the fuzz)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not fuzz"
 
 lint: $(INSTALLED) ## Check style, types and layers only
 	$(BIN)/ruff check
@@ -34,6 +37,9 @@ bench: $(INSTALLED) ## Measure beside torch
 
 fuzz: $(INSTALLED) ## Check the laws on N=1000 generated graphs (ARGS=--modes: on nests of modes; ARGS='--lower NAME': lowered; ARGS=--recompute: recomputed)
 	$(BIN)/python -m partita.testing.fuzz --graphs $(N) $(ARGS)
+
+fuzz-files: $(INSTALLED) ## Load 10,000 spoilt .pt2 files in a process with limits
+	$(BIN)/python -m pytest -n $(JOBS) -m fuzz tests/test_archives_fuzz.py
 
 clean: ## Remove the virtual environment, caches and build outputs
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

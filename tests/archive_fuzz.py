@@ -292,7 +292,9 @@ def _watch(event: str, args: tuple[Any, ...]) -> None:
 TREATMENTS = (None, Call(), Lower("eager"), Recompute())
 
 
-def look_at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any], say: Callable[[str], None], dice: Any) -> bool:
+def look_at(
+    path: Path, args: tuple[Any, ...], kwargs: dict[str, Any], say: Callable[[str], None], treatment: Any
+) -> bool:
     """Loads an archive, and uses what was loaded as far as it goes; whether it was loaded."""
     say("load")
     try:
@@ -300,7 +302,6 @@ def look_at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any], say: Call
     except PartitaError:
         return False
     say("use")
-    treatment = dice.choice(TREATMENTS)
     try:
         after = program if treatment is None else partita.plan(program, BySize(parts=1), treatment).apply()
         module = after.module()
@@ -319,8 +320,8 @@ def main(folder: Path, first: int, count: int) -> None:
     canary, target = folder / f"canary_{first}", folder / f"spoilt_{first}.pt2"
     known = programs()
     for name, (_, args, kwargs) in known.items():  # Imports what is imported late, and shows that these load.
-        for seed in range(20):
-            if not look_at(folder / f"{name}.pt2", args, kwargs, lambda phase: None, random.Random(seed)):
+        for treatment in TREATMENTS:
+            if not look_at(folder / f"{name}.pt2", args, kwargs, lambda phase: None, treatment):
                 print(f"broken: {name} does not load", flush=True)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES_MORE, used + BYTES_MORE))
@@ -333,9 +334,8 @@ def main(folder: Path, first: int, count: int) -> None:
         signal.alarm(SECONDS_EACH)
         _is_watching = True
         try:
-            loaded += look_at(
-                target, args, kwargs, lambda phase, seed=seed: print(seed, phase, flush=True), random.Random(seed)
-            )
+            treatment = random.Random(seed).choice(TREATMENTS)
+            loaded += look_at(target, args, kwargs, lambda phase, seed=seed: print(seed, phase, flush=True), treatment)
         except BaseException as error:  # Anything but an error of ours is a fault.
             print(f"broken: seed {seed}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         _is_watching = False

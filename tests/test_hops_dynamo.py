@@ -197,9 +197,9 @@ print(type(torch.export.export(Model(), (torch.ones(1),), strict=True)).__name__
 @pytest.mark.parametrize(
     "imports",
     [
-        "import partita, torch\nfrom partita import hops",
+        pytest.param("import partita, torch\nfrom partita import hops", marks=pytest.mark.slow),
         "import torch._dynamo\nimport partita, torch\nfrom partita import hops",
-        "from partita import hops\nimport torch._dynamo",
+        pytest.param("from partita import hops\nimport torch._dynamo", marks=pytest.mark.slow),
         "import sys, torch\nfrom partita import hops\nassert 'torch._dynamo' not in sys.modules",
     ],
 )

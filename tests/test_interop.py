@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selecting import slow_but
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -157,7 +158,7 @@ def test_attention_runs_in_onnxruntime() -> None:
     assert "Cast" in {node.op_type for node in in_onnx(exported).graph.node}
 
 
-@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("dtype", slow_but([HALF, BRAIN], BRAIN))
 def test_attention_runs_in_openvino(dtype: torch.dtype) -> None:
     assert_near(in_openvino(dissolved(Attention(dtype)), example()), Attention(dtype), example(), dtype)
 
@@ -167,8 +168,15 @@ def test_a_buffer_is_updated_before_it_is_read(run: Any) -> None:
     assert_near(run(dissolved(Counting()), example()), Counting(), example(), HALF)
 
 
-@pytest.mark.parametrize("run", [in_onnxruntime, in_openvino])
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("run", "sign"),
+    [
+        (in_onnxruntime, 1),
+        (in_openvino, -1),
+        pytest.param(in_onnxruntime, -1, marks=pytest.mark.slow),
+        pytest.param(in_openvino, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_both_branches_run(run: Any, sign: int) -> None:
     x = example().abs() * sign
     assert_near(run(dissolved(Branching()), x), Branching(), x, HALF)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.joint_helpers import assert_same_step, check_joint, eager_step, joint_step
+from tests.selecting import slow_but
 from torch import Tensor, nn
 
 import partita
@@ -56,7 +57,7 @@ def _case(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], str]:
     return Results(model, "last_hidden_state"), (torch.randn(2, 3, 32, 32),), {}, "*.layers.?"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "vit"])
+@pytest.mark.parametrize("name", slow_but(["gpt2", "bert", "llama", "t5", "vit"], "gpt2", "llama", "vit"))
 def test_models_have_joint_graphs_that_compute_what_eager_computes(name: str) -> None:
     model, args, kwargs, layers = _case(name)
     model.train()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selecting import slow_but
 from torch import nn
 from torch.fx import Node
 
@@ -130,7 +131,7 @@ def _captured(name: str) -> tuple[nn.Module, Program, Callable[[int], dict[str, 
     return model, partita.capture(model, (), inputs(0)), inputs
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama", "bert"))
 def test_with_one_operator_in_ten_refused_a_model_trains_as_before(name: str) -> None:
     model, program, inputs = _captured(name)
     plain = copy.deepcopy(model)
