@@ -399,3 +399,50 @@ def test_two_threads_capture_one_after_the_other() -> None:
         thread.join()
     assert len(programs) == 3
     assert all(same(program.module()(X), Model(does)(X)) for program in programs)
+
+
+def _hooks_a_result(model: Model, x: Tensor) -> Tensor:
+    y = model.first(x)
+    y.register_hook(lambda gradient: gradient * 3)
+    return y.sin()
+
+
+def _hooks_a_weight(model: Model, x: Tensor) -> Tensor:
+    model.first.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    return model.first(x)
+
+
+def _changes_what_is_saved(model: Model, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 2, lambda tensor: tensor):
+        return model.first(x).sin()
+
+
+@pytest.mark.parametrize(
+    ("does", "name"),
+    [
+        (_hooks_a_result, "Tensor.register_hook"),
+        (_hooks_a_weight, "register_post_accumulate_grad_hook"),
+        (_changes_what_is_saved, "saved_tensors_hooks"),
+    ],
+)
+def test_a_hook_that_a_model_registers_is_refused_by_name(does: Callable[..., Tensor], name: str) -> None:
+    with pytest.raises(CaptureError, match=rf"{name}, and no graph keeps a hook"):
+        capture(Model(does), (X,))
+    does(Model(does), X)  # Outside of a capture it works as before.
+
+
+def test_saved_tensors_that_only_move_are_captured() -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return model.first(x).sin()
+
+    assert same(capture(Model(does), (X,)).module()(X), Model(does)(X))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.func.vjp(f, x)[1](torch.ones(()))[0]])
+def test_a_gradient_transform_inside_a_model_is_refused(transform: Any) -> None:
+    def does(model: Model, x: Tensor) -> Tensor:
+        return transform(lambda a: a.sin().sum())(x) * 2
+
+    with pytest.raises(CaptureError, match="gradient transform"):
+        capture(Model(does), (X,))

@@ -21,7 +21,15 @@ from partita.graphs.saving_trials import SavingTrials
 from partita.plans.holding import holding_of
 from partita.policies import ByLabel, ByModule, BySize
 from partita.testing.models import Attention, Buffered, Mixer
-from partita.treatments import KeepAtMost, KeepExpensive, KeepNodes, KeepNothing, KeepOperators, Recompute
+from partita.treatments import (
+    KeepAtMost,
+    KeepEverything,
+    KeepExpensive,
+    KeepNodes,
+    KeepNothing,
+    KeepOperators,
+    Recompute,
+)
 from partita.treatments.keep import keepable
 
 ROWS, SIZE = 4, 8
@@ -204,3 +212,15 @@ def test_many_names_are_looked_up_in_many_regions_in_linear_time() -> None:
     looked.clear()
     assert sum(len(list(keep(region))) for region in regions) == 4000
     assert len(looked) <= 8000
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_everything_is_kept_around_results_that_nothing_uses(parts: int) -> None:
+    class Unique(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.unique(x.round()).sin() + 1, x.sin()
+
+    x = torch.randn(6, requires_grad=True)
+    program = partita.capture(Unique(), (x,))
+    after = partita.plan(program, BySize(parts=parts), Recompute(KeepEverything())).apply()
+    partita.verify(program, after, (x,), other_shapes=False)

@@ -10,10 +10,10 @@ from tests.core_helpers import program_of
 from tests.lowering_helpers import Counting, Failing, lowered, plan_of, region_of
 from torch import Tensor, nn
 
-from partita import Tolerance, plan, verify
+from partita import Tolerance, capture, plan, verify
 from partita.backends import Eager
 from partita.errors import LoweringError, ModeError, OptionError, TreatmentError
-from partita.policies import ByLabel, BySize
+from partita.policies import ByLabel, BySize, Sequential
 from partita.runtime.failures import Failure
 from partita.treatments import Lower
 
@@ -424,3 +424,20 @@ def test_an_output_that_is_written_later_is_no_longer_wanted_by_the_backward() -
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     module(x).sum().backward()
     assert torch.allclose(x.grad, torch.tensor([6.0, 12.0]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_regions_of_checks_and_sizes_alone_are_computed_where_they_are_read(backend: str) -> None:
+    class Counted(nn.Module):
+        def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+            k = n.item()
+            torch._check(k >= 0)
+            torch._check(k < 10)
+            return torch.arange(k) * 2, x * k
+
+    args = (torch.randn(3), torch.tensor(3))
+    program = capture(Counted(), args)
+    after = plan(program, Sequential(lambda node: True), Lower(backend)).apply().module()
+    found = after(*args)
+    assert torch.equal(found[0], torch.arange(3) * 2)
+    assert torch.equal(found[1], args[0] * 3)

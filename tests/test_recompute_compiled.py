@@ -195,3 +195,18 @@ print(counters["aot_autograd"]["autograd_cache_hit"] >= 2)
 def test_a_cache_of_compiled_graphs_tells_policies_apart(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert run_python(_CACHED) == "True\n"
+
+
+@pytest.mark.parametrize("is_trained_before", [False, True])
+def test_a_model_that_draws_is_called_under_no_grad_inside_torch_compile(is_trained_before: bool) -> None:
+    torch.compiler.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 8))
+    options = {"inner": "aot_eager", "treatment": Recompute()}
+    compiled = torch.compile(model, backend="partita", options=options)
+    if is_trained_before:
+        compiled(rows()).sum().backward()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        found = compiled(rows())
+        torch.manual_seed(0)
+        assert torch.equal(found, model(rows()))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from partita._torch.schemas import Argument, signatures_of
 from partita._torch.versions import version_of
 
-__all__ = ["Constants"]
+__all__ = ["Constants", "is_only_traced"]
 
 
 class Constants:
@@ -111,3 +112,10 @@ def _given(node: Node, argument: Argument) -> Any:
 
 def _nodes_in(value: Any) -> list[Node]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
+
+
+def is_only_traced(tensors: Iterable[object]) -> bool:
+    """Whether any of these tensors has no values, or belongs to a transform of torch.func that is over."""
+    return any(
+        isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and is_wrapped(tensor)) for tensor in tensors
+    )

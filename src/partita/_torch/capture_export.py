@@ -25,6 +25,7 @@ from partita._torch.capture_bare_toggles import bare_toggle_swaps
 from partita._torch.capture_checkpoint import checkpoint_swaps
 from partita._torch.capture_fresh_modes import fresh_modes
 from partita._torch.capture_grad_blocks import grad_block_swaps
+from partita._torch.capture_hooks import hook_swaps
 from partita._torch.capture_inference_blocks import inference_block_swaps
 from partita._torch.capture_nodes import node_swaps
 from partita._torch.capture_questions import question_swaps
@@ -81,6 +82,7 @@ def _swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) 
         *inference_block_swaps(),
         *bare_toggle_swaps(),
         *checkpoint_swaps(),
+        *hook_swaps(),
         *node_swaps(),
         *question_swaps(),
     ]

@@ -119,7 +119,9 @@ class Plan:
         result = inline(result, calls) if calls else result
         if not unexportable:
             return result
-        return calling_modules(result, {called_by[name]: module for name, module in unexportable.items()})
+        # A region of sizes alone is called nowhere: they are computed in the regions that read them.
+        called_modules = {called_by[name]: module for name, module in unexportable.items() if name in called_by}
+        return calling_modules(result, called_modules)
 
     def annotate(self) -> Program:
         """A new program, cut nowhere, whose nodes carry the marks that the treatments give their regions."""

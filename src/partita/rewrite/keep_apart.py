@@ -30,8 +30,10 @@ def keep_apart(body: Program, kept: Collection[str]) -> GraphModule:
         if node.op not in ("placeholder", "get_attr"):
             is_open = node.name in kept
     regions = [Region(f"kept_{run[0].name}", tuple(run)) for run in runs]
+    # Where nothing is used afterwards, nothing can be kept.
+    regions = [region for region in regions if region.outputs()]
     # The calls are in the modes of what they keep: one autocast block around several of them casts a weight once.
-    modes = [body.modes.at(body.index.number[run[0]]) for run in runs]
+    modes = [body.modes.at(body.index.number[region.nodes[0]]) for region in regions]
     cut = outlined(Partition(body, regions), surroundings=Surroundings(modes, modes, body.modes.final))
     for name, part in zip(cut.names, cut.bodies, strict=True):
         cut.graph_module._modules[name] = part

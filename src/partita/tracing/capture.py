@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from partita._torch.capture_constants import is_only_traced
 from partita.errors import CaptureError, OptionError, PartitaError
 from partita.graphs.program import Program
 from partita.rewrite.inline import inline
@@ -43,6 +45,12 @@ def capture(
         raise
     except Exception as error:
         raise CaptureError(f"{name_of(model)} cannot be captured: {_reason(error)}") from error
+    if is_only_traced((*exported.constants.values(), *exported.state_dict.values())):
+        raise CaptureError(
+            f"{name_of(model)} cannot be captured: it runs a gradient transform such as torch.func.grad, and torch "
+            f"{torch.__version__} exports what that computes as constants; call the transform outside of the model, or "
+            "use partita inside torch.compile"
+        )
     return inline(Program.of(exported))
 
 

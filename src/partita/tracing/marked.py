@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita.plans import Plan
@@ -17,13 +18,25 @@ __all__ = ["compile_marked", "digest_of_marks"]
 
 def compile_marked(gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """What `inner` makes of the graph that it now owns, with the marks of the plan on its nodes."""
-    marks = decided.marks()
+    marks = decided.marks() if _is_trained(example_inputs) else _for_inference(decided.marks())
     for node, own in marks.items():
         node.meta.update(own)
     # torch's cache of compiled graphs sees no metadata: without the tag, another plan would get the old code.
     config: Any = torch.compiler.config
     with config.patch(cache_key_tag=_tag(marks)):
         return inner(gm, example_inputs)
+
+
+def _is_trained(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
+
+
+def _for_inference(marks: Mapping[Node, Mapping[str, object]]) -> dict[Node, dict[str, object]]:
+    """Without what is about a backward that will never be: torch 2.13 refuses to recompute random numbers there."""
+    return {node: {key: own[key] for key in own if key not in _OF_A_BACKWARD} for node, own in marks.items()}
+
+
+_OF_A_BACKWARD = ("recompute", "ac_graph_id")
 
 
 def digest_of_marks(marks: Mapping[Node, Mapping[str, object]]) -> str:
