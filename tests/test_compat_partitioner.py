@@ -506,3 +506,40 @@ def test_proposals_that_were_edited_into_a_cycle_are_refused_whole() -> None:
     with pytest.raises(AssertionError, match="Invalid partition, found dependency cycles"):
         partitioner.fuse_partitions(partitions)
     assert dump(module) == before
+
+
+def test_a_subclass_may_put_a_viewer_of_its_own_in_place() -> None:
+    class Grouped(ours.CapabilityBasedPartitioner):
+        def __init__(self, graph_module: GraphModule) -> None:
+            super().__init__(graph_module, calls_but(), allows_single_node_partition=True)
+            self.dependency_viewer = "mine"
+
+    grouped = Grouped(chain())
+    assert grouped.dependency_viewer == "mine"
+    assert len(grouped.propose_partitions()) == 1
+
+
+class Dialect:
+    """A target of another dialect, as ExecuTorch has them: it calls an operator of torch and carries its schema."""
+
+    def __init__(self, operator: Any) -> None:
+        self._op, self._schema, self.__name__ = operator, operator._schema, operator.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("between", "together"), [("sin.default", True), ("sin_.default", False)])
+def test_a_target_of_another_dialect_is_as_pure_as_its_schema_says(between: str, together: bool) -> None:
+    packet, _, overload = between.partition(".")
+    add = Dialect(torch.ops.aten.add.Tensor)
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    first = graph.create_node("call_function", add, (x, y), name="add_0")
+    other = graph.create_node(
+        "call_function", Dialect(getattr(getattr(torch.ops.aten, packet), overload)), (x,), name="other"
+    )
+    second = graph.create_node("call_function", add, (first, x), name="add_1")
+    graph.output((second, other))
+    found = propose(GraphModule(nn.Module(), graph), calls_but("other"))
+    assert len(found) == (1 if together else 2)

@@ -77,6 +77,10 @@ def signatures_of(target: Any) -> tuple[Signature, ...]:
         return tuple(_signature(overload._schema, overload.tags) for overload in overloads)
     if isinstance(target, HigherOrderOperator):
         return ()
+    # An operator of another dialect, such as ExecuTorch's, wraps one of torch's and carries its schema.
+    schema = getattr(target, "_schema", None)
+    if isinstance(schema, torch._C.FunctionSchema):
+        return (_signature(schema, _tags(schema)),)
     name = _find_builtin(target)
     return _signatures_named(name) if name else ()
 

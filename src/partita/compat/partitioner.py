@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -85,11 +86,16 @@ class CapabilityBasedPartitioner:
         )
         self.skip_horizontal_fusion = skip_horizontal_fusion
         self._submodules: dict[str, nn.Module] | None = None
+        self._dependency_viewer: Any = None
 
     @property
-    def dependency_viewer(self) -> _DependencyViewer:
-        """Who needs whom in the graph as it is now."""
-        return _DependencyViewer(self.graph_module)
+    def dependency_viewer(self) -> Any:
+        """Who needs whom in the graph as it is now, or what a subclass has put there, as torch lets it."""
+        return _DependencyViewer(self.graph_module) if self._dependency_viewer is None else self._dependency_viewer
+
+    @dependency_viewer.setter
+    def dependency_viewer(self, viewer: Any) -> None:
+        self._dependency_viewer = viewer
 
     @gc_paused()
     def propose_partitions(self) -> list[Partition]:
