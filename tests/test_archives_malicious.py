@@ -452,16 +452,59 @@ def set_extension(program: Any) -> None:
     graph(program)["nodes"][0]["target"] = "#evil:run"
 
 
+def set_text_for_a_number(program: Any) -> None:
+    """Compilers paste numbers into C++: `mul(x, "2; system(...)")`."""
+    node = next(node for node in graph(program)["nodes"] if node["target"].endswith("aten.mul.Tensor"))
+    node["inputs"][1]["arg"] = {"as_string": "2"}
+
+
+def set_text_for_an_operator_with_a_body(program: Any) -> None:
+    """Inductor pastes the scale of flex_attention into C++."""
+    node = next(node for node in graph(program)["nodes"] if node["target"].endswith("higher_order.cond"))
+    node["inputs"].append({"name": "", "arg": {"as_string": "0.25; system(c)"}, "kind": 1})
+
+
+def set_compiler_options(program: Any) -> None:
+    custom = {"compile_with_inductor": {"inductor_configs": {"cpp.cxx": ["evil"]}}}
+    graph(program)["nodes"][1]["metadata"]["custom"] = json.dumps(custom)
+
+
 def set_module(program: Any) -> None:
     graph(program)["nodes"][1]["metadata"]["nn_module_stack"] = 'k,a") + evil + ("b,t'
 
 
-@pytest.mark.parametrize("change", [set_number, set_unknown_text, set_files, set_extension, set_module])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(set_number, set_unknown_text, set_files, set_extension, set_module),
+        *(set_text_for_a_number, set_text_for_an_operator_with_a_body, set_compiler_options),
+    ],
+)
 def test_other_texts_that_torch_does_not_write_are_refused(saved: Path, tmp_path: Path, change: Any) -> None:
     spoilt = Spoilt(saved)
     spoilt.program(change)
     with pytest.raises(ArchiveError, match=r"models/model\.json"):
         load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_the_message_of_an_assertion_cannot_end_a_string(tmp_path: Path) -> None:
+    """Inductor pastes it into C++: `throw std::runtime_error("...")`."""
+
+    class Asserting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._assert_async(x.sum() > 0, 'no"); system("touch it"); ("')
+            return x.sin()
+
+    torch.export.save(torch.export.export(Asserting(), (X.abs(),)), tmp_path / "m.pt2")
+    loaded = load_exported(tmp_path / "m.pt2")
+    (node,) = loaded.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg)
+    assert node.args[1] == "no`); system(`touch it`); (`"
+
+
+def test_a_dialect_is_verified_once(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(lambda program: program.update(verifiers=program["verifiers"] * 10_000))
+    assert len(load_exported(spoilt.write(tmp_path / "m.pt2")).verifiers) == 1
 
 
 def test_a_range_of_a_symbol_that_no_size_has_means_nothing(saved: Path, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_cut_can_be_compiled_ahead_of_time(name: str, how: str, tmp_path: Path
 )
 def test_copies_of_exported_programs_do_not_warn(act: Any) -> None:
     with warnings.catch_warnings(action="error", category=FutureWarning):
-        act(original("chain"))
+        act(CASES["chain"].exported())
 
 
 def test_copies_and_pickles_of_lowered_modules_do_not_warn() -> None:

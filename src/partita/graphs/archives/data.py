@@ -154,6 +154,12 @@ class Data:
                 item.plain()
         return self.value
 
+    def words(self) -> str:
+        """A text that chooses between variants, such as "mean" or "ij,jk->ik": compilers may paste it into code."""
+        if not _WORDS.fullmatch(self.text()):
+            self.refuse(f"{self.value[:100]!r} chooses between no variants of an operator")
+        return self.text()
+
     def message(self) -> str:
         """A text for people, with a sign of its own for all that could end a string: compilers paste it into code."""
         return _UNREADABLE.sub("`", self.text())
@@ -181,6 +187,7 @@ class Data:
         return found
 
 
+_WORDS = re.compile(r"[\w ,.:>\-]{0,500}", re.ASCII)
 _UNREADABLE = re.compile(r"[^\w ><=!.+\-*/()\[\],:;%&|]", re.ASCII)
 _LARGEST = 1.7976931348623157e308
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -128,7 +128,7 @@ class GraphReader:
             data = given.pop(argument.name, None)
             if data is None:
                 continue
-            value, kind = self._of_argument(target, argument.name, data["arg"]), data.value.get("kind")
+            value, kind = self._of_argument(target, argument, data["arg"]), data.value.get("kind")
             is_required = not argument.has_default_value() and not argument.kwarg_only
             if kind == _POSITIONAL or (kind != _KEYWORD and is_required):
                 args.append(value)
@@ -138,9 +138,12 @@ class GraphReader:
             inputs.malformed(f"{target} has no argument {next(iter(given))[:100]!r}")
         return args, kwargs
 
-    def _of_argument(self, target: OpOverload, argument: str, given: Data) -> Any:
+    def _of_argument(self, target: OpOverload, argument: Any, given: Data) -> Any:
+        """An argument; a text only where the schema has one, since compilers paste numbers into code."""
         kind, content = given.choice()
-        if kind == "as_string" and argument in ("assert_msg", "msg", "api_name"):
+        if kind in ("as_string", "as_strings") and "str" not in str(argument.type):
+            given.refuse(f"{target} takes no text for {argument.name!r}")
+        if kind == "as_string" and argument.name in ("assert_msg", "msg", "api_name"):
             return content.message()
         if kind == "as_string" and target.namespace not in NAMESPACES:
             return content.text()  # Whoever allowed the operator knows what it does with texts.
@@ -323,7 +326,7 @@ _SINGLE: dict[str, Reader] = {
     "as_int": lambda _, data: data.integer(),
     "as_float": lambda _, data: data.number(),
     "as_bool": lambda _, data: data.boolean(),
-    "as_string": lambda _, data: data.plain_text(),
+    "as_string": lambda _, data: data.words(),
     "as_sym_int": GraphReader._number,
     "as_sym_float": GraphReader._number,
     "as_sym_bool": GraphReader._number,

@@ -62,7 +62,7 @@ class SavedProgram:
             module_call_graph=calls,
             example_inputs=None,
             constants=constants,
-            verifiers=[_verifier(dialect) for dialect in self._data["verifiers"]],
+            verifiers=list(dict.fromkeys(map(_verifier, self._data["verifiers"]))),  # Each looks at the whole graph.
         )
         set_guards(made, guards)
         return made
