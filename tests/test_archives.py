@@ -448,3 +448,118 @@ def test_what_is_loaded_in_inference_mode_can_be_trained_and_written(saved: Path
         loaded = load_exported(saved, trusted=trusted)
     assert loaded.state_dict
     assert not any(tensor.is_inference() for tensor in loaded.state_dict.values())
+
+
+# Conditions ------------------------------------------------------------------------------------------------------
+
+
+class Even(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(0) / x.shape[0] if x.shape[0] % 2 == 0 else x.sum(0) * 100
+
+
+def test_what_is_loaded_checks_the_conditions_of_its_trace(tmp_path: Path) -> None:
+    shapes = ({0: torch.export.Dim.AUTO},)
+    torch.export.save(torch.export.export(Even(), (X,), dynamic_shapes=shapes), tmp_path / "m.pt2")
+    module = load_exported(tmp_path / "m.pt2").module()
+    assert torch.equal(module(X[:4]), Even()(X[:4]))
+    with pytest.raises(AssertionError, match=r"Guard failed: x.size\(\)\[0\] % 2 == 0"):
+        module(X[:5])
+
+
+class Keyed:
+    """A container with names for its parts that its context does not have."""
+
+    def __init__(self, a: Tensor) -> None:
+        self.a = a
+
+
+torch.utils._pytree.register_pytree_node(
+    Keyed,
+    lambda keyed: ([keyed.a], "context"),
+    lambda values, _: Keyed(*values),
+    serialized_type_name="tests.test_archives.Keyed",
+    to_dumpable_context=lambda context: context,
+    from_dumpable_context=lambda context: context,
+    flatten_with_keys_fn=lambda keyed: ([(torch.utils._pytree.GetAttrKey("a"), keyed.a)], "context"),
+)
+
+
+def test_a_condition_on_a_part_of_an_argument_is_not_taken_for_one_on_its_namesake() -> None:
+    class Model(nn.Module):
+        def forward(self, c: Keyed, a: Tensor) -> Tensor:
+            return (c.a.sum(0) if c.a.shape[0] % 2 == 0 else c.a.sum(0) * 100) + a.sum(0)
+
+    rows = torch.export.Dim.AUTO
+    program = Program.of(
+        torch.export.export(Model(), (Keyed(X), X[:3]), dynamic_shapes=([{0: rows}], {0: rows})),
+    )
+    module = program.module()
+    module(Keyed(X[:4]), X[:5])
+    with pytest.raises(AssertionError, match=r"c\.a\.size\(\)\[0\] % 2 == 0"):
+        module(Keyed(X[:5]), X[:4])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_conditions_are_kept_as_they_are_by_another_export(strict: bool) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, k: Tensor) -> Tensor:
+            return x.sum() + k.sum() if max(x.shape[0], k.shape[0]) < 40 else x.sum()
+
+    shapes = ({0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC})
+    first = torch.export.export(Model(), (torch.ones(8, 2), torch.ones(6, 2)), dynamic_shapes=shapes)
+    module = Program.of(first).module()
+    again = torch.export.export(
+        module, (torch.ones(8, 2), torch.ones(6, 2)), dynamic_shapes=shapes, strict=strict
+    ).module()
+    for rows, others in ((5, 8), (4, 4), (8, 5)):
+        again(torch.ones(rows, 2), torch.ones(others, 2))
+    with pytest.raises(AssertionError):
+        again(torch.ones(41, 2), torch.ones(4, 2))
+
+
+class LoadsAnother:
+    """A pickle of this loads another file, as a trusted one may."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_exported, (self.path,)
+
+
+def test_a_trusted_file_may_load_another(tmp_path: Path) -> None:
+    torch.export.save(exported(), tmp_path / "inner.pt2")
+    outer = exported()
+    outer._example_inputs = ((LoadsAnother(tmp_path / "inner.pt2"),), {})
+    torch.export.save(outer, tmp_path / "outer.pt2")
+    code = "import sys; from partita.graphs.archives import load_exported; load_exported(sys.argv[1], trusted=True)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "outer.pt2")], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", ["enc.graph", "enc.code", "head.forwarded"])
+def test_a_parameter_may_be_named_like_an_attribute_of_graph_modules_deeper_down(name: str, tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name.partition(".")[0], nn.ModuleDict({name.partition(".")[2]: nn.Linear(4, 4)}))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, _, second = name.partition(".")
+            return self.get_submodule(first)[second](x)
+
+    torch.export.save(torch.export.export(Model(), (X,)), tmp_path / "m.pt2")
+    assert f"{name}.weight" in load_exported(tmp_path / "m.pt2").state_dict
+
+
+def test_sums_of_many_sizes_and_many_outputs_load(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, *xs: Tensor) -> Any:
+            return torch.cat(xs), [xs[0] * number for number in range(600)]
+
+    args = tuple(torch.ones(2 + number, 2) for number in range(30))
+    program = torch.export.export(Model(), args, dynamic_shapes=(tuple({0: torch.export.Dim.DYNAMIC} for _ in args),))
+    torch.export.save(program, tmp_path / "m.pt2")
+    joined, many = Program.of(tmp_path / "m.pt2").module()(*args)
+    assert joined.shape[0] == sum(len(x) for x in args)
+    assert len(many) == 600

@@ -335,6 +335,56 @@ def test_compressed_members_are_refused_unread(saved: Path, tmp_path: Path) -> N
         load_exported(path)
 
 
+@pytest.mark.parametrize("member", ["archive_format", "byteorder", "models/model.json"])
+def test_a_bomb_is_never_unpacked(saved: Path, tmp_path: Path, member: str) -> None:
+    """bzip2 makes gigabytes of a few bytes at once, whatever the header says of their number."""
+    spoilt = Spoilt(saved)
+    spoilt.members[member] = bytes(1_000_000)
+    path = spoilt.write(tmp_path / "bomb.pt2", compression=zipfile.ZIP_BZIP2)
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("a compressed member was read")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zipfile, "_get_decompressor", never)
+        with pytest.raises(UntrustedArchiveError, match="it is compressed"):
+            load_exported(path)
+        assert not inspect_archive(path).is_plain
+
+
+def test_a_member_outside_the_folder_is_no_member(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.pt2", "w") as archive:
+        archive.writestr("m/models/model.json", "{}")
+        archive.writestr("archive_format", "pt2")
+    for look in (load_exported, inspect_archive):
+        with pytest.raises(ArchiveError, match=r"no \.pt2 archive"):
+            look(tmp_path / "m.pt2")
+
+
+def test_nothing_of_a_file_reaches_the_terminal_as_it_is(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(lambda program: program.update(torch_version="\x1b[31m\nnew line"))
+    spoilt.members["extra/\x1b[2J\ny"] = b""
+    path = spoilt.write(tmp_path / "m.pt2")
+    with pytest.raises(UntrustedArchiveError) as caught:
+        load_exported(path)
+    for told in (str(caught.value), *str(inspect_archive(path)).splitlines()):
+        assert told.isprintable()
+
+
+@pytest.mark.parametrize("device", ["hpu", "privateuseone", "cuda", "mtia"])
+def test_weights_on_a_device_that_is_not_here_are_refused_in_words(saved: Path, tmp_path: Path, device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is here")
+    spoilt = Spoilt(saved)
+    spoilt.json(
+        "data/weights/model_weights_config.json",
+        lambda config: config["config"]["linear.weight"]["tensor_meta"].update(device={"type": device, "index": 0}),
+    )
+    with pytest.raises(ArchiveError, match=device):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
 def test_more_members_than_any_program_has_are_refused(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("partita.graphs.archives.container.MOST_MEMBERS", 3)
     with pytest.raises(ArchiveError, match="no archive of a program has more than 3"):
@@ -396,6 +446,10 @@ def test_custom_objects_are_named(saved: Path, tmp_path: Path) -> None:
         "s0\n",
         "s0 # comment",
         "factorial(1000000000)",
+        "*".join(f"s{number}" for number in range(24)),
+        "Pow(" * 12 + "Symbol('s47', positive=True, integer=True)" + ", Integer(8))" * 12,
+        "Pow(" * 12 + "Integer(9)" + ", Integer(8))" * 12,
+        "*".join(f"(s{number} + s{number + 1})" for number in range(0, 12, 2)),
     ],
 )
 def test_expressions_that_are_none_are_refused(saved: Path, tmp_path: Path, text: str) -> None:
@@ -419,6 +473,11 @@ def test_expressions_that_are_none_are_refused(saved: Path, tmp_path: Path, text
         "(x := 1) == 1",
         "L['x'].size()[0] ** 100000 > 1",
         "print(L['x']) == 1",
+        "(((L['x'].size()[0] ** 8) ** 8) ** 8) ** 8 > 1",
+        "'a' * 3000000000 == 'b'",
+        "'%2000000000d' % L['x'].size()[0] == 'b'",
+        "L['x'].size() * 200000000 == 3",
+        "1 << 60 << 60 == 3",
     ],
 )
 def test_guards_that_are_none_are_refused(saved: Path, tmp_path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeAlias, final
 
 import torch
@@ -150,11 +151,15 @@ class _Reader:
     def _is(self, sign: str) -> bool:
         return self.kind in ("sign", "name") and self.token == sign
 
+    def _count(self) -> None:
+        self._operations -= 1
+        if self._operations < 0:
+            raise ExpressionError("it has too many operations")
+
     def expression(self, binding: int) -> Expression:
         self._depth -= 1
-        self._operations -= 1
-        if self._depth < 0 or self._operations < 0:
-            raise ExpressionError("it is nested too deeply" if self._depth < 0 else "it has too many operations")
+        if self._depth < 0:
+            raise ExpressionError("it is nested too deeply")
         found = self._operand()
         while self.kind in ("sign", "name") and _BINDING.get(self.token, -1) > binding:
             found = self._joined(found)
@@ -163,6 +168,7 @@ class _Reader:
 
     def _joined(self, left: Expression) -> Expression:
         """An operand with one more operator behind it; operands of `and`, `+` and the like stand side by side."""
+        self._count()
         name = self._advance()
         if name == "**":
             return Operation(name, (left, self.expression(_UNARY - 1)))
@@ -208,6 +214,7 @@ class _Reader:
         if name in CONSTANTS:
             return CONSTANTS[name]
         if self._is("("):
+            self._count()
             return Operation(name, *self._arguments())
         if "." in name or name in ("and", "or"):
             raise ExpressionError(f"{name!r} has no place in it")
@@ -263,11 +270,13 @@ class _Reader:
         return Read(path, name, axis)
 
     def _key(self) -> str | int:
-        found = self._operand()
-        if isinstance(found, bool) or not isinstance(found, str | int):
-            raise ExpressionError("a key is neither a number nor a text")
+        kind, token = self.kind, self._advance()
         self._take("]")
-        return found
+        if kind == "text":
+            return token[1:-1]
+        if kind != "number" or not token.isdigit():
+            raise ExpressionError("a key is neither a number nor a text")
+        return _integer(token)
 
     def _name(self) -> str:
         if self.kind != "name" or self.token.startswith("_"):
@@ -277,13 +286,17 @@ class _Reader:
 
 def _number(text: str) -> int | float:
     if text.isdigit():
-        if len(text) > _MOST_DIGITS:
-            raise ExpressionError(f"a number has {len(text)} digits")
-        return int(text)
+        return _integer(text)
     found = float(text)
     if not math.isfinite(found):
         raise ExpressionError(f"{text[:40]} is too large")
     return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ExpressionError(f"a number has {len(text)} digits")
+    return int(text)
 
 
 #: A size fits into 64 bits, and nobody nests sizes like this.
@@ -331,8 +344,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
-    "max": max,
-    "min": min,
+    "max": lambda *values: reduce(torch.sym_max, values),
+    "min": lambda *values: reduce(torch.sym_min, values),
     "abs": abs,
     "round": round,
     "int": int,
@@ -384,21 +397,25 @@ def _reader(read: Read) -> Evaluator:
 
 
 def _all(parts: Sequence[Evaluator]) -> Evaluator:
-    def check(inputs: Sequence[Any]) -> bool:
-        for part in parts:  # noqa: SIM110 -- Dynamo traces this, and no generator.
-            if not part(inputs):
-                return False
-        return True
+    def check(inputs: Sequence[Any]) -> Any:
+        found: Any = True
+        for part in parts:
+            found = part(inputs)
+            if not found:
+                break
+        return found
 
     return check
 
 
 def _any(parts: Sequence[Evaluator]) -> Evaluator:
-    def check(inputs: Sequence[Any]) -> bool:
-        for part in parts:  # noqa: SIM110 -- Dynamo traces this, and no generator.
-            if part(inputs):
-                return True
-        return False
+    def check(inputs: Sequence[Any]) -> Any:
+        found: Any = False
+        for part in parts:
+            found = part(inputs)
+            if found:
+                break
+        return found
 
     return check
 
@@ -427,7 +444,8 @@ def _printed(expression: Expression, binding: int, name: Callable[[int], str]) -
     if isinstance(expression, Read):
         return _printed_read(expression, name)
     if not isinstance(expression, Operation):
-        return repr(expression) if not isinstance(expression, float) or math.isfinite(expression) else f"{expression}"
+        text = str(expression) if isinstance(expression, float) else repr(expression)
+        return f"({text})" if text.startswith("-") and binding > _UNARY else text
     own = {**_BINDING, "not": _NOT, "neg": _UNARY}.get(expression.name)
     operands = expression.operands
     if own is None or (len(operands) == 1 and expression.name not in ("not", "neg")):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -29,10 +27,9 @@ from partita._torch.expressions import (
     printed,
     substituted,
 )
+from partita.errors import SignatureError
 
 __all__ = ["InputGuards", "callers_take_guards", "check_inputs", "functions_of_conditions", "symbolic_expression"]
-
-log = logging.getLogger(__name__)
 
 #: What must hold of the inputs, and how a message says it.
 Condition = tuple[Expression, str]
@@ -136,45 +133,33 @@ def _message(condition: Expression, names: Sequence[str]) -> str:
 
 
 def _input_paths(exported: ExportedProgram, count: int) -> list[InputPath]:
-    """How a condition names each input: by argument, and by key inside of it."""
+    """How a condition names each input: by argument, and by key inside of it, as pytree names keys."""
     in_spec = exported.call_spec.in_spec
-    if in_spec is None or in_spec.type is not tuple or in_spec.num_children != 2:
+    if in_spec is None or in_spec.num_leaves != count or in_spec.type is not tuple or in_spec.num_children != 2:
         return [InputPath((f"args_{place}",), (True,)) for place in range(count)]
-    args, kwargs = in_spec.children()
+    try:
+        args, kwargs = pytree.tree_unflatten(range(count), in_spec)
+    except Exception:  # A registered class may take nothing but tensors.
+        args, kwargs = exported.example_inputs or ((), {})
     signature = exported.module_call_graph[0].signature
     named = list(signature.forward_arg_names or ()) if signature is not None else []
-    names = [*named[: args.num_children], *(f"arg_{place}" for place in range(len(named), args.num_children))]
+    names = [*named[: len(args)], *(f"arg_{place}" for place in range(len(named), len(args)))]
+    arguments = [*zip(names, args, strict=True), *kwargs.items()]
     return [
-        InputPath((name, *path.keys), (True, *path.is_item))
-        for name, spec in zip((*names, *kwargs.context), (*args.children(), *kwargs.children()), strict=True)
-        for path in _leaves(spec)
+        InputPath(
+            (name, *(_key(entry) for entry in path)), (True, *(not isinstance(e, pytree.GetAttrKey) for e in path))
+        )
+        for name, argument in arguments
+        for path, _ in pytree.tree_flatten_with_path(argument)[0]
     ]
 
 
-def _leaves(spec: pytree.TreeSpec) -> Iterator[InputPath]:
-    if spec.is_leaf():
-        yield InputPath((), ())
-        return
-    is_item = spec.type in _WITH_ITEMS
-    for key, child in zip(_keys(spec), spec.children(), strict=True):
-        for path in _leaves(child):
-            yield InputPath((key, *path.keys), (is_item or isinstance(key, int), *path.is_item))
-
-
-#: The containers whose contents are read by `[key]`, and not as attributes.
-_WITH_ITEMS = frozenset((tuple, list, deque, dict, OrderedDict, defaultdict))
-
-
-def _keys(spec: pytree.TreeSpec) -> Sequence[str | int]:
-    context = spec.context
-    if hasattr(context, "_fields"):  # A named tuple is its own context.
-        return tuple(context._fields)
-    # That of a defaultdict begins with its factory, that of a dataclass may go on with the fields that are None.
-    for keys in (context, *(context if isinstance(context, list | tuple) else ())):
-        is_of_keys = isinstance(keys, list | tuple) and all(isinstance(key, str | int) for key in keys)
-        if is_of_keys and len(keys) == spec.num_children:
-            return tuple(keys)
-    return range(spec.num_children)
+def _key(entry: Any) -> str | int:
+    for field in ("key", "idx", "name"):
+        if hasattr(entry, field):
+            found = getattr(entry, field)
+            return found if isinstance(found, str | int) else str(found)
+    return str(entry)
 
 
 def _argument_name(path: InputPath) -> str:
@@ -289,9 +274,11 @@ def _traced(guards: Sequence[str], paths: Sequence[InputPath]) -> Iterator[Expre
             condition = substituted(parsed(guard), lambda part: _placed(part, places))
             evaluator(condition, functions)
         except ExpressionError as error:
-            log.warning("the condition %r of the exported program is not checked: %s", guard, error)
-        else:
-            yield condition
+            raise SignatureError(
+                f"the condition {guard!r} of the exported program cannot be checked: {error}; export the model again, "
+                "or take the module of the exported program itself, which checks it as torch does"
+            ) from error
+        yield condition
 
 
 def _placed(part: Symbol | Read, places: Mapping[tuple[str | int, ...], int]) -> Expression:
@@ -302,7 +289,10 @@ def _placed(part: Symbol | Read, places: Mapping[tuple[str | int, ...], int]) ->
     keys = part.input.keys
     if keys[0] == "flat_args" and len(keys) == 2 and isinstance(keys[1], int) and keys[1] in places.values():
         return Read(keys[1], part.query, part.axis)
-    for spelled in (keys, (f"{keys[0]}_{keys[1]}", *keys[2:]) if len(keys) > 1 else keys, keys[1:]):
+    spellings = [keys, (f"{keys[0]}_{keys[1]}", *keys[2:])] if len(keys) > 1 else [keys]
+    if all(known[0] != keys[0] for known in places):  # `**kwargs` is no argument of the program, what is in it is.
+        spellings.append(keys[1:])
+    for spelled in spellings:
         if spelled in places:
             return Read(places[spelled], part.query, part.axis)
     raise ExpressionError(f"{printed(part)} is no input of the program")

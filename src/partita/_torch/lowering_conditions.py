@@ -58,7 +58,7 @@ def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] |
     except ExpressionError:
         # What cannot be asked again holds for the sizes that it was asked about.
         exact = [(places[symbol], value) for symbol, value in _values(env) if symbol in places]
-        exact += [(found, expected.node.hint) for found, expected in derived]
+        exact += [(found, expected.node.hint) for found, expected in derived if expected.node.hint is not None]
         conditions |= dict.fromkeys(Operation("==", (found, int(value))) for found, value in exact)
     conditions |= dict.fromkeys(_bounds(env, places))
     return tuple(conditions)

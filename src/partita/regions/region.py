@@ -25,7 +25,7 @@ class Region:
 
     def __post_init__(self) -> None:
         # torch.fx writes the name between quotes into the code that it generates, as it is.
-        if _UNQUOTABLE.search(self.name):
+        if _UNQUOTABLE.search(str(self.name)):
             raise RegionError(
                 f"the name {self.name!r} of a region has a quote, a backslash or a sign that cannot be printed; it "
                 "becomes the name of a module, so give it, or its label or affix, other letters"

@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 #: What Python's reader of zip files raises for one that is damaged.
-_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, NotImplementedError, struct.error)
+_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, KeyError, RuntimeError, ValueError, NotImplementedError, struct.error)
 
 
 class Kind(StrEnum):
@@ -59,6 +59,9 @@ class Archive:
         """The bytes of a member, which are checked against its checksum, in memory of their own."""
         if name not in self.sizes:
             raise ArchiveError(f"{self.path} has no member {name!r}, which it needs; save the program again")
+        why = dict(self.odd).get(name)
+        if why is not None:  # A few compressed bytes may become any number.
+            raise ArchiveError(f"member {name!r} of {self.path} is not read: {why}")
         found = bytearray()
         try:
             with self._zip.open(f"{self._root}/{name}") as member:
@@ -133,19 +136,25 @@ def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:
     if len(infos) > MOST_MEMBERS:
         raise ArchiveError(f"{path} has {len(infos)} members; no archive of a program has more than {MOST_MEMBERS}")
     root = infos[0].filename.partition("/")[0]
-    named = {info.filename.removeprefix(f"{root}/"): info for info in infos}
+    named = {_without(root, info.filename): info for info in infos}
     odd = [(name, why) for name, info in named.items() if (why := _oddity(info, root)) is not None]
     odd += [
-        (name.removeprefix(f"{root}/"), f"the archive has it {count} times, and readers differ in which they take")
+        (_without(root, name), f"the archive has it {count} times, and readers differ in which they take")
         for name, count in Counter(info.filename for info in infos).items()
         if count > 1
     ]
     if sum(info.compress_size for info in infos) > file_bytes:
         raise ArchiveError(f"the members of {path} overlap: together they are larger than the file")
     if "archive_format" not in named:
-        raise ArchiveError(f"{path} is {_likely({*named, root})}; save the program with torch.export.save")
+        files = {info.filename.rpartition("/")[2] for info in infos}
+        raise ArchiveError(f"{path} is {_likely(files)}; save the program with torch.export.save")
     sizes = {name: info.file_size for name, info in named.items()}
     return Archive(path, MappingProxyType(sizes), tuple(odd), opened, root)
+
+
+def _without(root: str, name: str) -> str:
+    """The name of a member inside the folder of the archive; one outside keeps its whole name, and a slash in front."""
+    return name.removeprefix(f"{root}/") if name.startswith(f"{root}/") else f"/{name}"
 
 
 def _oddity(info: zipfile.ZipInfo, root: str) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn, Self, final
 from unicodedata import normalize
 
+from torch import nn
 from torch.fx import GraphModule
 
 __all__ = ["Data", "MalformedError", "NotDataError", "RefusedError"]
@@ -106,8 +107,10 @@ class Data:
         return kind, Data(value, self, kind)
 
     def nested(self) -> Data:
-        """What a text holds that is JSON once more."""
-        return Data.of(self.text(), self._owner, self._key)
+        """What a text holds that is JSON once more; it is as long as it likes."""
+        if not isinstance(self.value, str):
+            self._is_no("text")
+        return Data.of(self.value.encode(errors="replace"), self._owner, self._key)
 
     # Values ------------------------------------------------------------------------------------------------------
 
@@ -142,9 +145,9 @@ class Data:
         return self.text()
 
     def plain(self) -> Any:
-        """The value as it is, when all texts in it are plain; one that is JSON once more is looked into."""
+        """The value as it is, when all texts in it are plain."""
         if isinstance(self.value, str):
-            self.nested().plain() if self.value[:1] in ("[", "{", '"') else self.plain_text()
+            self.plain_text()
         elif isinstance(self.value, list):
             for item in self:
                 item.plain()
@@ -182,7 +185,8 @@ class Data:
     def state_path(self) -> str:
         """The dotted path of a parameter, buffer or constant; no part of it is something else on a module."""
         found = self.module_path()
-        if not found or any(hasattr(GraphModule, part) for part in found.split(".")):
+        first, *others = found.split(".")
+        if not found or hasattr(GraphModule, first) or any(hasattr(nn.Module, part) for part in others):
             self.refuse(f"{found[:100]!r} is no path of a parameter or buffer")
         return found
 

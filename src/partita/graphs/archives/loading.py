@@ -25,7 +25,7 @@ __all__ = ["inspect_archive", "load_exported"]
 
 _SHOWN = 5
 #: torch's own loader knows one load at a time.
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 def load_exported(
@@ -100,8 +100,10 @@ class _Reading:
         """Looks for what torch does not write into an archive, or what is more than data whatever it says."""
         archive = self._archive
         self.problems += [Problem(name, why) for name, why in archive.odd]
+        odd = {name for name, _ in archive.odd}
         for member, wanted in (("archive_format", "pt2"), ("archive_version", "0"), ("byteorder", sys.byteorder)):
-            found = archive.read_text(member).decode(errors="replace").strip() if member in archive.sizes else wanted
+            is_there = member in archive.sizes and member not in odd
+            found = archive.read_text(member)[:40].decode(errors="replace").strip() if is_there else wanted
             if found != wanted:
                 what = f"it says {found[:40]!r}, and only {wanted!r} can be read here"
                 self.problems.append(Problem(member, what, is_danger=False))
@@ -133,8 +135,10 @@ class _Reading:
         except RefusedError as error:
             problem = Problem(error.member or member, str(error), is_danger=isinstance(error, NotDataError))
             self.problems.append(problem)
-        except (ArchiveError, MemoryError, OSError, ImportError):
-            raise  # They name the member themselves, or the file is not to blame.
+        except ArchiveError as error:
+            self.problems.append(Problem(member, str(error), is_danger=False))
+        except (MemoryError, torch.OutOfMemoryError, OSError):
+            raise  # The file is not to blame.
         except Exception as error:
             # torch's verifier and shape environment raise all kinds of errors for what makes no sense.
             told = f"torch {torch.__version__} makes no program of it: {type(error).__name__}: {_last_line(error)}"
@@ -191,7 +195,7 @@ def _loaded_by_torch(file: Path) -> ExportedProgram:
     try:
         with _quiet(logging.getLogger("torch._export.serde.serialize")):
             return torch.export.load(file)
-    except (MemoryError, OSError, ImportError):
+    except (MemoryError, torch.OutOfMemoryError, OSError, ImportError):
         raise
     except Exception as error:
         raise ArchiveError(f"{file} is trusted, but torch cannot load it: {type(error).__name__}: {error}") from error

@@ -11,6 +11,11 @@ from partita.graphs.archives.container import Kind
 __all__ = ["ArchiveReport", "Member", "Problem"]
 
 
+def shown(text: str) -> str:
+    """A text of a file as it is, or in quotes where a terminal would act on it."""
+    return text if text.isprintable() else repr(text)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -34,7 +39,7 @@ class Problem:
     is_danger: bool = True
 
     def __str__(self) -> str:
-        return f"{self.member}: {self.what}"
+        return f"{shown(self.member)}: {shown(self.what)}"
 
 
 @final
@@ -73,10 +78,10 @@ class ArchiveReport:
         for kind in Kind:
             members = self.of_kind(kind)
             if members:
-                names = ", ".join(member.name for member in members[:3]) + (", ..." if len(members) > 3 else "")
+                names = ", ".join(shown(member.name) for member in members[:3]) + (", ..." if len(members) > 3 else "")
                 yield f"  {kind:<14} {len(members):>4}  {sum(member.bytes for member in members):>10,} bytes  {names}"
         yield f"  {len(self.operators)} operators"
         if self.unread:
-            yield f"  left out: {', '.join(member.name for member in self.unread)}"
+            yield f"  left out: {', '.join(shown(member.name) for member in self.unread)}"
         for problem in self.problems:
             yield f"  ! {problem}"

@@ -232,7 +232,13 @@ class GraphReader:
     def _number(self, data: Data) -> Any:
         """A symbolic number by name, or a number as it is."""
         kind, content = data.choice()
-        return self._node(content) if kind == "as_name" else self._argument(data)
+        if kind == "as_name":
+            return self._node(content)
+        return self._argument(data) if kind in ("as_int", "as_float", "as_bool") else data.malformed("it is no number")
+
+    def _optional_tensor(self, data: Data) -> Node | None:
+        kind, content = data.choice()
+        return None if kind == "as_none" else self._tensor(content)
 
     def _mapping(self, data: Data) -> dict[str, Any]:
         """Options of an operator: numbers and names, which compilers paste into code."""
@@ -322,7 +328,7 @@ def _chosen(prefix: str, names: str) -> Reader:
 NAMED = frozenset(("as_tensor", "as_sym_int", "as_sym_float", "as_sym_bool"))
 _SINGLE: dict[str, Reader] = {
     "as_tensor": GraphReader._tensor,
-    "as_optional_tensor": GraphReader._argument,
+    "as_optional_tensor": GraphReader._optional_tensor,
     "as_int": lambda _, data: data.integer(),
     "as_float": lambda _, data: data.number(),
     "as_bool": lambda _, data: data.boolean(),

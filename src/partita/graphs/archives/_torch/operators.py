@@ -81,9 +81,9 @@ _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_c
 #: Operators that run graphs of the file, or operators that this module knows.
 _HIGHER_ORDER = _words(
     """
-    associative_scan auto_functionalized auto_functionalized_v2 cond flex_attention flex_attention_backward
-    hints_wrapper invoke_subgraph map_impl out_dtype scan strict_mode tag_activation_checkpoint while_loop
-    while_loop_stack_output with_effects wrap wrap_activation_checkpoint wrap_with_autocast wrap_with_set_grad_enabled
+    associative_scan auto_functionalized auto_functionalized_v2 cond hints_wrapper invoke_subgraph map_impl out_dtype
+    scan strict_mode tag_activation_checkpoint while_loop while_loop_stack_output with_effects wrap
+    wrap_activation_checkpoint wrap_with_autocast wrap_with_set_grad_enabled
     partita_autocast partita_call partita_inference_mode partita_keep partita_set_grad_enabled
     partita_tag_activation_checkpoint partita_wrap partita_wrap_activation_checkpoint
     """

@@ -11,11 +11,22 @@ from torch.export import graph_signature as signatures
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
 from partita._torch.export_guards import set_guards
-from partita._torch.expressions import FUNCTIONS, Expression, ExpressionError, Operation, Read, Symbol, parsed, printed
+from partita._torch.expressions import (
+    FUNCTIONS,
+    Expression,
+    ExpressionError,
+    InputPath,
+    Operation,
+    Read,
+    Symbol,
+    parsed,
+    printed,
+)
 from partita.graphs.archives._torch.graph import GraphReader, value_name
 from partita.graphs.archives._torch.symbols import Symbols
 from partita.graphs.archives._torch.trees import read_tree
 from partita.graphs.archives.data import Data
+from partita.graphs.decomposition import ModeKeepingProgram
 
 __all__ = ["SavedProgram"]
 
@@ -30,7 +41,7 @@ class SavedProgram:
         self._data = data
         version = data["schema_version"]
         self.schema_version = f"{version['major'].integer()}.{version['minor'].integer()}"
-        self.torch_version = data["torch_version"].text()[:40] if "torch_version" in data.value else "unknown"
+        self.torch_version = data["torch_version"].message()[:40] if "torch_version" in data.value else "unknown"
         if version["major"].value != _MAJOR_VERSION:
             version.malformed(
                 f"it has schema version {self.schema_version}, and {_MAJOR_VERSION}.x is read here; load it with the "
@@ -53,7 +64,9 @@ class SavedProgram:
         reader = GraphReader(symbols, operators)
         root = reader.read(data["graph"], names)
         self.operators = reader.met
-        made = ExportedProgram(
+        if (metadata := data.get("metadata")) is not None and (custom := metadata.get("custom")) is not None:
+            root.meta["custom"] = custom.nested().plain()
+        made = ModeKeepingProgram(
             root=root,
             graph=root.graph,
             graph_signature=signatures.ExportGraphSignature(input_specs=inputs, output_specs=outputs),
@@ -186,16 +199,24 @@ def _condition(data: Data) -> str:
 
 
 def _check(condition: Expression, data: Data) -> None:
+    """Raises unless it is arithmetic on single numbers of the inputs, which stays small."""
     match condition:
-        case Operation("**" | "<<", (_, exponent)) if type(exponent) is not int or not 0 <= exponent <= 8:
-            raise ExpressionError("an exponent is no small number")
-        case Operation(name, operands, ()) if name in FUNCTIONS or name in ("and", "or"):
+        case Operation("**", (base, 2 | 3 | 4)) if not isinstance(base, Operation):
+            _check(base, data)
+        case Operation(name, operands, ()) if name in _IN_CONDITIONS:
             for operand in operands:
                 _check(operand, data)
         case Operation(name) | Symbol(name):
             raise ExpressionError(f"{name[:40]!r} has no place in it")
-        case Read(input=path) if not isinstance(path, int):
-            for key in path.keys:
-                _check(key, data)
-        case str():
-            Data(condition, data, "text").plain_text()
+        case Read(query="size" | "stride", axis=None) | str():
+            raise ExpressionError("it computes with more than single numbers")
+        case Read(input=InputPath(keys)):
+            for key in keys:
+                Data(key, data, "key").plain_text() if isinstance(key, str) else None
+
+
+_IN_CONDITIONS = frozenset(("and", "or", *FUNCTIONS)) - {
+    "**",
+    "<<",
+    *(name for name in FUNCTIONS if name.startswith("is_")),
+}

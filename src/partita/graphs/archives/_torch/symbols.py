@@ -26,7 +26,7 @@ __all__ = ["Symbols", "read_device", "read_dtype"]
 #: No size is written in more letters or operations, or has more terms once its products are multiplied out.
 _MOST_LETTERS = 4_000
 _MOST_OPERATIONS = 120
-_MOST_TERMS = 32
+_MOST_TERMS = 256
 _LARGEST_EXPONENT = 8
 #: What torch does with all sizes of a program takes so many units of about a third of a millisecond at most. They were
 #: measured: operations and shapes have a price, and sums that are multiplied with each other grow like powers.
@@ -120,14 +120,14 @@ class Symbols:
             return
         self._shapes.add(shape)
         pairs = zip(map(self._terms_of, sizes), map(self._terms_of, strides), strict=True)
-        work = sum(math.ceil((size * stride) ** 1.65 / 2) for size, stride in pairs if size * stride)
+        work = sum(math.ceil((size * stride) ** 0.825 / 2) for size, stride in pairs if size * stride > 1)
         try:
             self._charge(_WORK_OF_SHAPE + work if work else 0)
         except ExpressionError as error:
             data.refuse(str(error))
 
     def _terms_of(self, number: Any) -> int:
-        return self._terms.get(number.node.expr, 1) if isinstance(number, torch.SymInt) else 0
+        return self._terms.get(number.node.expr, 2) if isinstance(number, torch.SymInt) else 1
 
     def _charge(self, work: int) -> None:
         self._work += work
@@ -158,9 +158,10 @@ class Symbols:
             case Symbol("true" | "false" as truth):
                 return sympy.true if truth == "true" else sympy.false, 1
             case Symbol(name):
-                return self._symbol(name, {}), 1
+                return self._symbol(name, {}), 2
             case Operation("Symbol", (str(name),), options) if all(isinstance(value, bool) for _, value in options):
-                return self._symbol(name, {key: bool(value) for key, value in options}), 1
+                # Two terms, since torch puts an offset to each symbol before it multiplies out.
+                return self._symbol(name, {key: bool(value) for key, value in options}), 2
             case Operation("Integer", (int(value),), ()):
                 return sympy.Integer(value), 1
             case Operation("Rational", (int(above), int(below)), ()) if below > 0:
@@ -175,7 +176,7 @@ class Symbols:
                 counts = [count for _, count in parts]
                 terms = _terms(expression, counts)
                 price = _WORK_OF_REMAINDER if name in _REMAINDERS else _WORK_OF_OPERATION
-                self._charge(price + max(terms, *counts) ** 3)
+                self._charge(price + math.ceil(max(terms, *counts) ** 1.5))
                 return make(*(part for part, _ in parts)), terms
         raise ExpressionError(f"{getattr(expression, 'name', 'a text')!r} has no place in it")
 
@@ -203,25 +204,37 @@ def _float(written: str) -> sympy.Float:
 def _terms(expression: Operation, counts: list[int]) -> int:
     """A bound on the terms: sympy and torch multiply out, so products of sums grow like powers."""
     terms = 1
-    if expression.name in ("Add", "+", "-"):
+    if expression.name in _SUMS:
         terms = sum(counts)
     elif expression.name in ("Mul", "*"):
         terms = math.prod(counts)
-    elif expression.name in ("Pow", "**", "PowByNatural"):
+    elif expression.name in _POWERS:
         exponent = expression.operands[1]
         if isinstance(exponent, Operation) and exponent.name == "Integer":
             exponent = exponent.operands[0]
-        if type(exponent) is not int or not 0 <= exponent <= _LARGEST_EXPONENT:
-            raise ExpressionError(f"an exponent is no number up to {_LARGEST_EXPONENT}")
+        if type(exponent) is not int or not 0 <= exponent <= _LARGEST_EXPONENT or _has_power(expression.operands[0]):
+            raise ExpressionError(f"it has a power of numbers or powers, or an exponent beyond {_LARGEST_EXPONENT}")
         terms = int(counts[0] ** exponent)
     if terms > _MOST_TERMS:
         raise ExpressionError(f"it has more than {_MOST_TERMS} terms")
     return terms
 
 
+def _has_power(base: Expression) -> bool:
+    """Whether a base is a number or holds a power: sympy multiplies both out, so that torch never writes them."""
+    if not isinstance(base, Operation):
+        return isinstance(base, int | float)
+    return base.name in ("Integer", "Float", "Rational", *_POWERS) or any(
+        isinstance(part, Operation) and part.name not in ("Integer", "Float", "Rational") and _has_power(part)
+        for part in base.operands
+    )
+
+
 # Tables ----------------------------------------------------------------------------------------------------------
 
-_SYMBOL = re.compile(r"[a-z_]{1,8}\d{1,6}", re.ASCII)
+_SYMBOL = re.compile(r"(s|u|zf|zuf)\d{1,6}", re.ASCII)
+_SUMS = ("Add", "+", "-")
+_POWERS = ("Pow", "**", "PowByNatural")
 _REMAINDERS = frozenset(("Mod", "PythonMod", "ModularIndexing", "%"))
 _DECIMAL = re.compile(r"-?\d{1,30}(\.\d{0,40})?([eE][+-]?\d{1,2})?", re.ASCII)
 _ASSUMPTIONS = frozenset(("integer", "positive", "nonnegative", "real", "finite", "negative", "nonpositive", "zero"))

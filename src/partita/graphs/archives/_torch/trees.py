@@ -74,11 +74,14 @@ def _factory_and_keys(_: Any, context: Data) -> list[Any]:
 def _registered_context(container: Any, context: Data) -> Any:
     """What a class that was registered here keeps of its containers, by the function that was registered with it."""
     if container is namedtuple or hasattr(container, "_fields"):
-        return _registered(context)
+        found = _registered(context)
+        return found if hasattr(found, "_fields") else context.malformed("it is no named tuple")
     from_dumpable = pytree.SUPPORTED_SERIALIZED_TYPES[container].from_dumpable_context
-    if isinstance(context.plain(), str) and ")" in context.value:
-        context.refuse("a parenthesis could end a text in code that compilers generate")
-    return context.nested().value if from_dumpable is None else from_dumpable(context.value)
+    if from_dumpable is None:
+        return context.nested().plain()
+    inner = context.nested() if isinstance(context.value, str) and context.value[:1] in ("[", "{") else context
+    inner.plain()
+    return from_dumpable(context.value)
 
 
 _FACTORIES: dict[str, type] = {

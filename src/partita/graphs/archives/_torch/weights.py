@@ -10,6 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from partita.errors import ArchiveError
 from partita.graphs.archives._torch.symbols import read_device, read_dtype
 from partita.graphs.archives.container import Archive
 from partita.graphs.archives.data import Data, MalformedError, NotDataError
@@ -101,10 +102,21 @@ class Weights:
         else:
             if (found.member, found.device) not in self._memory:
                 data = torch.frombuffer(self._archive.read(found.member), dtype=torch.uint8)
-                self._memory[found.member, found.device] = data.to(found.device)
+                self._memory[found.member, found.device] = _moved(data, found.device)
             whole = self._memory[found.member, found.device]
             whole = whole[: whole.numel() // found.dtype.itemsize * found.dtype.itemsize].view(found.dtype)
             made = torch.as_strided(whole, found.sizes, found.strides, found.offset)
         if found.is_parameter:
             return nn.Parameter(made, requires_grad=found.needs_gradient)
         return made.requires_grad_(found.needs_gradient)
+
+
+def _moved(data: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return data
+    try:
+        return data.to(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        raise ArchiveError(f"its weights are on {device}, which is not to be had here: {error}") from error
