@@ -105,4 +105,4 @@ class ArchiveError(PartitaError, ValueError):
 
 
 class UntrustedArchiveError(ArchiveError):
-    """An archive holds something that could run code while it is loaded, and nobody said that it is trusted."""
+    """An archive is more than data, and the caller did not say that it is trusted."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -63,16 +64,9 @@ class Archive:
         if why is not None:  # A few compressed bytes may become any number.
             raise ArchiveError(f"member {name!r} of {self.path} is not read: {why}")
         found = bytearray()
-        try:
-            with self._zip.open(f"{self._root}/{name}") as member:
-                while chunk := member.read(_CHUNK_BYTES):
-                    found += chunk
-        except _ZIP_ERRORS as error:
-            raise self._damaged(name, error) from error
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # The directory points to where no file can be.
-                raise self._damaged(name, error) from error
-            raise
+        with _damage(lambda why: self._damaged(name, why)), self._zip.open(f"{self._root}/{name}") as member:
+            while chunk := member.read(_CHUNK_BYTES):
+                found += chunk
         if len(found) != self.sizes[name]:
             raise self._damaged(name, f"it has {len(found)} bytes, and not {self.sizes[name]}")
         return found
@@ -115,18 +109,22 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def _opened(path: Path, file: BinaryIO) -> zipfile.ZipFile:
-    why: Exception
-    try:
+    advice = "save the program with torch.export.save"
+    with _damage(lambda why: ArchiveError(f"{path} is no .pt2 archive, or only a part of one: {why}; {advice}")):
         return zipfile.ZipFile(file)
+
+
+@contextmanager
+def _damage(said: Callable[[Exception], ArchiveError]) -> Iterator[None]:
+    """Turns what Python's reader of zip files raises for a damaged one into an error of ours."""
+    try:
+        yield
     except _ZIP_ERRORS as error:
-        why = error
+        raise said(error) from error
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (None, errno.EINVAL):  # These two say that the directory points to nowhere.
             raise
-        why = error
-    raise ArchiveError(
-        f"{path} is no .pt2 archive, or only a part of one: {why}; save the program with torch.export.save"
-    ) from why
+        raise said(error) from error
 
 
 def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:
@@ -173,18 +171,7 @@ def _oddity(info: zipfile.ZipInfo, root: str) -> str | None:
 
 def kind_of(name: str) -> Kind:
     """What the member called `name` is."""
-    if name in _FORMAT_MEMBERS:
-        return Kind.FORMAT
-    for folder, kind in _KINDS_BY_FOLDER:
-        if name.startswith(folder):
-            is_config = kind in (Kind.WEIGHT, Kind.CONSTANT) and name.endswith("_config.json")
-            leaf = name.removeprefix(folder)
-            if kind is Kind.CONSTANT and leaf.startswith(("custom_obj_", "opaque_obj_")):
-                return Kind.CUSTOM_OBJECT
-            if kind is Kind.PROGRAM and not name.endswith(".json"):
-                return Kind.UNKNOWN
-            return Kind.CONFIG if is_config else kind
-    return Kind.UNKNOWN
+    return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name)), Kind.UNKNOWN)
 
 
 def _likely(names: set[str]) -> str:
@@ -196,24 +183,15 @@ def _likely(names: set[str]) -> str:
 
 
 # torch has these in `torch.export.pt2_archive.constants`, which imports half a compiler.
-_FORMAT_MEMBERS = frozenset(
-    (
-        "archive_format",
-        "archive_version",
-        "byteorder",
-        "version",
-        ".data/version",
-        ".data/serialization_id",
-        ".format_version",
-        ".storage_alignment",
-    )
-)
-_KINDS_BY_FOLDER = (
-    ("models/", Kind.PROGRAM),
-    ("data/aotinductor/", Kind.NATIVE_CODE),
-    ("data/executorch/", Kind.NATIVE_CODE),
-    ("data/weights/", Kind.WEIGHT),
-    ("data/constants/", Kind.CONSTANT),
-    ("data/sample_inputs/", Kind.SAMPLE_INPUTS),
-    ("extra/", Kind.EXTRA),
+_KINDS = (
+    (r"archive_(format|version)|byteorder|version|\.(data/(version|serialization_id)|format_version)", Kind.FORMAT),
+    (r"\.storage_alignment", Kind.FORMAT),
+    (r"models/.*\.json", Kind.PROGRAM),
+    (r"data/(aotinductor|executorch)/.*", Kind.NATIVE_CODE),
+    (r"data/(weights|constants)/.*_config\.json", Kind.CONFIG),
+    (r"data/constants/(custom|opaque)_obj_.*", Kind.CUSTOM_OBJECT),
+    (r"data/weights/.*", Kind.WEIGHT),
+    (r"data/constants/.*", Kind.CONSTANT),
+    (r"data/sample_inputs/.*", Kind.SAMPLE_INPUTS),
+    (r"extra/.*", Kind.EXTRA),
 )

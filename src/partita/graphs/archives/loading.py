@@ -46,7 +46,9 @@ def load_exported(
             reading = _Reading(archive, allowed)
             reading.check_container()
             _refuse(archive, reading.problems)
-            made = reading.exported(_only_program(archive))
+            reading.check_one_program()
+            _refuse(archive, reading.problems)
+            made = reading.exported("model" if "model" in _programs(archive) else _programs(archive)[0])
             _refuse(archive, reading.problems)
             assert made is not None
             return made
@@ -60,6 +62,7 @@ def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = (
         reading.check_container()
         for name in _programs(archive):
             reading.exported(name)
+        reading.check_one_program()
         return ArchiveReport(
             path=str(archive.path),
             programs=tuple(_programs(archive)),
@@ -111,8 +114,16 @@ class _Reading:
             what = _UNWANTED.get(kind_of(name), "")
             if what:
                 self.problems.append(Problem(name, what))
-        if not archive.names(Kind.PROGRAM):
+
+    def check_one_program(self) -> None:
+        """Looks for the program called "model", as torch.export.save calls it, or for the only one."""
+        names = _programs(self._archive)
+        if not names:
             self.problems.append(Problem("models/", "the archive holds no exported program", is_danger=False))
+        elif "model" not in names and len(names) > 1:
+            told = ", ".join(map(repr, sorted(names)))
+            what = f"the archive holds several programs, {told}, and none called 'model'; save each on its own"
+            self.problems.append(Problem("models/", what, is_danger=False))
 
     def exported(self, name: str) -> ExportedProgram | None:
         """The program called `name`; None where that is a problem."""
@@ -169,17 +180,6 @@ def _refuse(archive: Archive, problems: list[Problem]) -> None:
 
 def _programs(archive: Archive) -> list[str]:
     return [member.removeprefix("models/").removesuffix(".json") for member in archive.names(Kind.PROGRAM)]
-
-
-def _only_program(archive: Archive) -> str:
-    """The program called "model", as torch.export.save calls it, or the only one."""
-    names = _programs(archive)
-    if "model" in names:
-        return "model"
-    if len(names) == 1:
-        return names[0]
-    told = ", ".join(map(repr, sorted(names)))
-    raise ArchiveError(f"{archive.path} holds several programs, {told}, and none called 'model'; save each on its own")
 
 
 def _last_line(error: Exception) -> str:
