@@ -1,4 +1,4 @@
-"""Sizes and tensors of a saved program, with symbols: read by a small grammar, of a cost that its length bounds."""
+"""Sizes and tensors of a saved program, with symbols: read by a small grammar, at a cost that is bounded."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MOST_LETTERS = 4_000
 _MOST_OPERATIONS = 120
 _MOST_TERMS = 256
 _LARGEST_EXPONENT = 8
-#: What torch does with all sizes of a program takes so many units of about a third of a millisecond at most. They were
-#: measured: operations and shapes have a price, and sums that are multiplied with each other grow like powers.
+#: An estimate of torch's work on all sizes of a program, in units of about 0.3 ms, fitted to measurements: every
+#: operation and every new shape costs something, and products of sums grow like powers of their number of terms.
 _MOST_WORK = 100_000
 _WORK_OF_OPERATION, _WORK_OF_REMAINDER, _WORK_OF_SHAPE = 6, 30, 35
 
