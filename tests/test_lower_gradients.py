@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from tests.lowering_helpers import Counting, plan_of
-from torch import Tensor
+from torch import Tensor, nn
 
+from partita import capture, plan
+from partita.policies import BySize
 from partita.treatments import Lower
 
 
@@ -70,3 +75,21 @@ def test_an_input_that_is_written_and_needed_by_the_backward_is_kept_as_it_was(b
     result = module(x, y)
     found = torch.autograd.grad((result + x).sum(), leaves)
     torch.testing.assert_close(found, (leaves[1].detach(), leaves[0].detach() + 1))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_gradients_whose_conjugation_is_a_bit_flow_into_lowered_regions(parts: int) -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            f = torch.fft.fft(x)
+            return torch.view_as_complex(torch.view_as_real(f) * 2).conj() * 2, f.real
+
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def gradient(function: Callable[..., Any]) -> Tensor:
+        spectrum, real = function(x)
+        loss = torch.view_as_real(spectrum.resolve_conj()).square().sum() + real.sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    lowered = plan(capture(Spectrum(), (x,)), BySize(parts=parts), Lower("aot_eager")).apply().module()
+    torch.testing.assert_close(gradient(lowered), gradient(Spectrum()))

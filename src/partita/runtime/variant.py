@@ -113,6 +113,7 @@ class Variant:
     _gives_output: bool = field(default=True, repr=False)
     _unused: UnusedGradients | None = field(default=None, repr=False)
     _is_checked: bool = field(default=False, repr=False)
+    _complex: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.fit.conditions is not None:
@@ -159,6 +160,11 @@ class Variant:
         outputs = self.function(*inputs)
         if not self._is_checked:
             self._check_outputs(outputs)
+            self._complex = tuple(k for k, out in enumerate(outputs) if isinstance(out, Tensor) and out.is_complex())
+        for place in self._complex:
+            # Autograd may give a gradient whose conjugation is a bit, which compiled code takes for the memory itself.
+            if outputs[place].requires_grad:
+                outputs[place].register_hook(Tensor.resolve_conj)
         if unused is not None:
             unused.watch(edges, outputs, inputs)
         return outputs
