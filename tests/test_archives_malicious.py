@@ -429,6 +429,10 @@ def test_custom_objects_are_named(saved: Path, tmp_path: Path) -> None:
 # Texts that exhaust or surprise ----------------------------------------------------------------------------------
 
 
+def size(number: int) -> str:
+    return f"Symbol('s{number}', positive=True, integer=True)"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -450,6 +454,10 @@ def test_custom_objects_are_named(saved: Path, tmp_path: Path) -> None:
         "Pow(" * 12 + "Symbol('s47', positive=True, integer=True)" + ", Integer(8))" * 12,
         "Pow(" * 12 + "Integer(9)" + ", Integer(8))" * 12,
         "*".join(f"(s{number} + s{number + 1})" for number in range(0, 12, 2)),
+        "*".join(f"(-(s{number} + s{number + 1}))" for number in range(0, 24, 2)),
+        "*".join(f"FloorDiv({size(number)} + {size(number + 1)}, 1)" for number in range(0, 24, 2)),
+        "*".join(f"max(s{number} + s{number + 1}, s{number} + s{number + 1})" for number in range(0, 24, 2)),
+        "ModularIndexing(s0 + s1, s2 + s3, s4 + s5)",
     ],
 )
 def test_expressions_that_are_none_are_refused(saved: Path, tmp_path: Path, text: str) -> None:
@@ -478,6 +486,7 @@ def test_expressions_that_are_none_are_refused(saved: Path, tmp_path: Path, text
         "'%2000000000d' % L['x'].size()[0] == 'b'",
         "L['x'].size() * 200000000 == 3",
         "1 << 60 << 60 == 3",
+        "round(L['x'].size()[0], -9999999999999) == 0",
     ],
 )
 def test_guards_that_are_none_are_refused(saved: Path, tmp_path: Path, text: str) -> None:
@@ -528,6 +537,15 @@ def set_compiler_options(program: Any) -> None:
     graph(program)["nodes"][1]["metadata"]["custom"] = json.dumps(custom)
 
 
+def set_stream(program: Any) -> None:
+    """Inductor pastes the stream of a node into the Python that it generates for a GPU."""
+    graph(program)["nodes"][1]["metadata"]["custom"] = json.dumps({"stream": "0"})
+
+
+def set_code_in_an_annotation(program: Any) -> None:
+    graph(program)["nodes"][1]["metadata"]["custom"] = json.dumps({"future": "0) if not f() else (0"})
+
+
 def set_module(program: Any) -> None:
     graph(program)["nodes"][1]["metadata"]["nn_module_stack"] = 'k,a") + evil + ("b,t'
 
@@ -537,6 +555,7 @@ def set_module(program: Any) -> None:
     [
         *(set_number, set_unknown_text, set_files, set_extension, set_module),
         *(set_text_for_a_number, set_text_for_an_operator_with_a_body, set_compiler_options),
+        *(set_stream, set_code_in_an_annotation),
     ],
 )
 def test_other_texts_that_torch_does_not_write_are_refused(saved: Path, tmp_path: Path, change: Any) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from tests.core_helpers import cut, listing, program_of, text
+from tests.work_helpers import calls_during
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from partita import Plan, Program, Region, Tolerance, fingerprint, plan, verify
 from partita._torch.toggles import SET_GRAD, TOGGLES
 from partita.errors import ModeError, OptionError, PartitaError, UnknownNodeError
-from partita.policies import ByLabel
+from partita.policies import ByLabel, BySize
 from partita.testing.dump import dump
 from partita.treatments import Call, Mark
 
@@ -252,3 +253,14 @@ def test_a_second_plan_collides_with_no_name() -> None:
 
 def test_a_plan_tells_what_it_is() -> None:
     assert repr(plan(chain(), by({"sin": "a"}), Call())) == "Plan(1 regions of Program(GraphModule, 7 nodes))"
+
+
+def test_explaining_a_node_looks_at_its_neighbours_and_not_at_the_whole_graph() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    for _ in range(4_000):
+        x = graph.call_method("add_", (x, 1))
+    graph.output(x)
+    made = plan(Program.of(GraphModule(nn.Module(), graph)), BySize(parts=100), Call())
+    made.explain("add__7")
+    assert calls_during(made.explain, "add__2000") < 1_000

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, Never, final
 
 from torch.export import ExportedProgram
@@ -24,6 +24,7 @@ from partita.graphs.joint_halves import checked_count, joint_of
 from partita.graphs.later_writes import forget_writers
 from partita.graphs.mode import AMBIENT, Mode
 from partita.graphs.modes import Modes, modes_of
+from partita.graphs.neighbours import Neighbours, neighbours_of
 from partita.graphs.projections import projections_of
 from partita.graphs.state_keys import UNMOVED, StateKeys
 from partita.graphs.symbolic_scalars import symbolic_scalars_of
@@ -200,6 +201,16 @@ class Program:
     def effects(self) -> Effects:
         """What must keep its order although no data flows."""
         return effects_of(self.index, self._graph_module, pure=self.pure)
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        """What comes right before and after each node, by data or by effects."""
+        return neighbours_of(chain(self.index.edges(), self.effects.edges()))
+
+    @cached_property
+    def effect_neighbours(self) -> Neighbours:
+        """What each node must stay behind and before although no data flows."""
+        return neighbours_of(self.effects.edges())
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:

@@ -29,7 +29,8 @@ def _path(partition: Partition, node: Node, *, backwards: bool) -> tuple[Node, .
     if owner[start] < 0:
         return ()
     label = partition.regions[owner[start]].label
-    neighbours = _neighbours(partition, backwards=backwards)
+    both = partition.program.neighbours
+    neighbours = both.before if backwards else both.after
     came_from: dict[int, int] = {start: -1}
     queue = deque([start])
     while queue:
@@ -44,16 +45,6 @@ def _path(partition: Partition, node: Node, *, backwards: bool) -> tuple[Node, .
             elif number != start and partition.regions[place].label == label:
                 return _traced(partition, came_from, other)
     return ()
-
-
-def _neighbours(partition: Partition, *, backwards: bool) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    program = partition.program
-    for edges in (program.index.edges(), program.effects.edges()):
-        for source, target in edges:
-            one, other = (target, source) if backwards else (source, target)
-            found.setdefault(one, []).append(other)
-    return found
 
 
 def _traced(partition: Partition, came_from: dict[int, int], last: int) -> tuple[Node, ...]:

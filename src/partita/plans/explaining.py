@@ -59,7 +59,7 @@ def explanation(partition: Partition, treatments: Sequence[Treatment], node: Nod
     if number is None:
         raise UnknownNodeError(f"{node.name!r} is not a node of this program; take it from `program.graph`")
     region, reason = partition.region_of(node), partition.reasons.get(node)
-    nodes, effects = program.index.nodes, program.effects
+    nodes, ordered = program.index.nodes, program.effect_neighbours
     return Explanation(
         node=node.name,
         where=_where(partition, treatments, node),
@@ -68,8 +68,8 @@ def explanation(partition: Partition, treatments: Sequence[Treatment], node: Nod
         mode=program.modes.at(number),
         path_in=tuple(step.name for step in path_into(partition, node)),
         path_out=tuple(step.name for step in path_out_of(partition, node)),
-        after=tuple(nodes[a].name for a, b in effects.edges() if b == number),
-        before=tuple(nodes[b].name for a, b in effects.edges() if a == number),
+        after=tuple(nodes[other].name for other in ordered.before.get(number, ())),
+        before=tuple(nodes[other].name for other in ordered.after.get(number, ())),
         remarks=tuple(_remarks(partition, number)),
     )
 
@@ -93,13 +93,12 @@ def _where(partition: Partition, treatments: Sequence[Treatment], node: Node) ->
         names = [repr(partition.regions[at].name) for at in sorted(partition.copies[number])]
         names += ["outside every region"] if place == ALONE else []
         return f"a number that is computed wherever it is read: {', '.join(names)}"
-    named = next((region for region in partition.regions if node in region.nodes), None)
     if place >= 0:
         region = partition.regions[place]
         text = f"in region {region.name!r}, treated by {treatments[place]!r}"
         if region.label is not None:
             text += f", labelled {region.label!r}"
-        if named is not region:
+        if node not in region.nodes:
             is_scalar = number in partition.program.symbolic_scalars
             text += f", {_ONLY_READER if is_scalar else 'where the container is made that it takes an item from'}"
         return text

@@ -144,17 +144,17 @@ class Data:
             self.refuse(f"{self.value[:100]!r} has quotes, braces or signs that cannot be printed")
         return self.text()
 
-    def plain(self) -> Any:
-        """The value as it is, when all texts in it are plain."""
+    def plain(self, *, words: bool = False) -> Any:
+        """The value as it is, when all texts in it are plain, or words."""
         if isinstance(self.value, str):
-            self.plain_text()
+            self.words() if words else self.plain_text()
         elif isinstance(self.value, list):
             for item in self:
-                item.plain()
+                item.plain(words=words)
         elif isinstance(self.value, dict):
             for key, item in self.entries():
-                Data(key, self, "a key").plain_text()
-                item.plain()
+                Data(key, self, "a key").plain(words=words)
+                item.plain(words=words)
         return self.value
 
     def words(self) -> str:

@@ -17,7 +17,7 @@ from partita.graphs.archives._torch.operators import NAMESPACES, SCALAR_FUNCTION
 from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype
 from partita.graphs.archives.data import Data
 
-__all__ = ["NAMED", "GraphReader", "value_name"]
+__all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
 
 _DEEPEST = 40
 #: How an argument is passed.
@@ -282,15 +282,25 @@ def _metadata(data: Data | None) -> dict[str, Any]:
     custom = data.get("custom") if data is not None else None
     entries = modules.text().split(";") if modules is not None and modules.value else ()
     found: dict[str, Any] = {"nn_module_stack": dict(_module(Data(entry, modules, "entry")) for entry in entries)}
-    return found if custom is None else {**found, "custom": _annotations(custom.nested())}
+    return found if custom is None else {**found, "custom": annotations_of(custom)}
 
 
-def _annotations(custom: Data) -> Any:
-    """What `torch.fx.traceback.annotate` noted, but for options of a compiler, which can name programs to run."""
-    marked = custom.get("compile_with_inductor")
+def annotations_of(custom: Data) -> Any:
+    """What `torch.fx.traceback.annotate` noted: words and numbers, under keys that no compiler of torch reads.
+
+    Inductor pastes some of it into code (a stream), and takes options from it, which can name programs to run.
+    """
+    found = custom.nested()
+    for key in _READ_BY_COMPILERS:
+        if found.get(key) is not None:
+            found.refuse(f"{key!r} is an instruction for a compiler")
+    marked = found.get("compile_with_inductor")
     if marked is not None and isinstance(marked.value, dict) and marked.value.get("inductor_configs"):
         marked.refuse("options of a compiler are more than data")
-    return custom.plain()
+    return found.plain(words=True)
+
+
+_READ_BY_COMPILERS = ("stream", "fallback_to_eager", "nested_region_config", "_region_activation_memory_budget")
 
 
 def _module(entry: Data) -> tuple[str, tuple[str, str]]:

@@ -22,7 +22,7 @@ from partita._torch.expressions import (
     parsed,
     printed,
 )
-from partita.graphs.archives._torch.graph import GraphReader, value_name
+from partita.graphs.archives._torch.graph import GraphReader, annotations_of, value_name
 from partita.graphs.archives._torch.symbols import Symbols
 from partita.graphs.archives._torch.trees import read_tree
 from partita.graphs.archives.data import Data
@@ -65,7 +65,7 @@ class SavedProgram:
         root = reader.read(data["graph"], names)
         self.operators = reader.met
         if (metadata := data.get("metadata")) is not None and (custom := metadata.get("custom")) is not None:
-            root.meta["custom"] = custom.nested().plain()
+            root.meta["custom"] = annotations_of(custom)
         made = ModeKeepingProgram(
             root=root,
             graph=root.graph,
@@ -203,6 +203,8 @@ def _check(condition: Expression, data: Data) -> None:
     match condition:
         case Operation("**", (base, 2 | 3 | 4)) if not isinstance(base, Operation):
             _check(base, data)
+        case Operation("round" | "int", (_, _, *_)):
+            raise ExpressionError("it rounds to a number of digits")
         case Operation(name, operands, ()) if name in _IN_CONDITIONS:
             for operand in operands:
                 _check(operand, data)

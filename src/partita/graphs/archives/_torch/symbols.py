@@ -175,8 +175,10 @@ class Symbols:
                 parts = [self._made(operand) for operand in operands]
                 counts = [count for _, count in parts]
                 terms = _terms(expression, counts)
-                price = _WORK_OF_REMAINDER if name in _REMAINDERS else _WORK_OF_OPERATION
-                self._charge(price + math.ceil(max(terms, *counts) ** 1.5))
+                is_dear = name in _REMAINDERS or (name in _DIVISIONS and not parts[-1][0].is_number)
+                self._charge(
+                    (_WORK_OF_REMAINDER if is_dear else _WORK_OF_OPERATION) + math.ceil(max(terms, *counts) ** 1.5)
+                )
                 return make(*(part for part, _ in parts)), terms
         raise ExpressionError(f"{getattr(expression, 'name', 'a text')!r} has no place in it")
 
@@ -202,8 +204,11 @@ def _float(written: str) -> sympy.Float:
 
 
 def _terms(expression: Operation, counts: list[int]) -> int:
-    """A bound on the terms: sympy and torch multiply out, so products of sums grow like powers."""
-    terms = 1
+    """A bound on the terms: sympy and torch multiply out, so products of sums grow like powers.
+
+    A function counts for what is in it, since torch may find later that it gives just that, as FloorDiv(a + b, 1) does.
+    """
+    terms = max(counts)
     if expression.name in _SUMS:
         terms = sum(counts)
     elif expression.name in ("Mul", "*"):
@@ -235,7 +240,8 @@ def _has_power(base: Expression) -> bool:
 _SYMBOL = re.compile(r"(s|u|zf|zuf)\d{1,6}", re.ASCII)
 _SUMS = ("Add", "+", "-")
 _POWERS = ("Pow", "**", "PowByNatural")
-_REMAINDERS = frozenset(("Mod", "PythonMod", "ModularIndexing", "%"))
+_REMAINDERS = frozenset(("Mod", "PythonMod", "%"))
+_DIVISIONS = frozenset(("FloorDiv", "CeilDiv", "CleanDiv", "//"))
 _DECIMAL = re.compile(r"-?\d{1,30}(\.\d{0,40})?([eE][+-]?\d{1,2})?", re.ASCII)
 _ASSUMPTIONS = frozenset(("integer", "positive", "nonnegative", "real", "finite", "negative", "nonpositive", "zero"))
 
@@ -261,7 +267,6 @@ _FUNCTIONS = {
     **_entries(2, 2, **{"==": sympy.Eq, "!=": sympy.Ne, "<": sympy.Lt, "<=": sympy.Le, ">": sympy.Gt, ">=": sympy.Ge}),
     **_of_torch(1, "ToFloat TruncToInt TruncToFloat CeilToInt FloorToInt RoundToInt Identity OpaqueUnaryFn_sqrt"),
     **_of_torch(2, "FloorDiv CleanDiv CeilDiv Mod PythonMod IntTrueDiv FloatTrueDiv PowByNatural RoundDecimal"),
-    **_of_torch(3, "ModularIndexing"),
 }
 #: The numbers that torch has for dtypes in such files; those between are of quantized types, which it does not save.
 _DTYPES = dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1))
