@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita import Program, capture, plan, verify
-from partita.policies import ByMode
+from partita.policies import ByCapability, ByMode
 from partita.treatments import Lower
 
 
@@ -307,3 +307,11 @@ def test_a_region_may_be_recomputed() -> None:
         found.append(x.grad)
         x.grad = None
     assert torch.equal(*found)
+
+
+def test_kernels_that_torch_picks_for_weights_with_gradients_are_the_same_under_no_grad() -> None:
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8)
+    program = capture(layer, (x,))
+    result = plan(program, ByCapability("aot_eager"), Lower("aot_eager")).apply()
+    with torch.no_grad():
+        verify(program, result, (x,))

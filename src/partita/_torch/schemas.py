@@ -95,6 +95,11 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, HigherOrderOperator)
 
 
+def registers_hook(target: Any) -> bool:
+    """Whether `target` is the operator by which Dynamo (torch 2.13) writes down `tensor.register_hook`."""
+    return is_higher_order(target) and target.name() == "register_hook"
+
+
 def has_registered_effect(target: Any) -> bool:
     """Whether someone told torch that `target` has a side effect; asked anew each time, since the list may grow."""
     if target in _side_effectful_functions:

@@ -8,6 +8,7 @@ __all__ = [
     "FOREACH_ADDITION",
     "FUSED_ADAM",
     "GENERATOR",
+    "HOOK",
     "INSIDE_TRANSFORM",
     "IN_PLACE_COLLECTIVE",
     "LEAVES_TORCH",
@@ -48,6 +49,7 @@ NESTED = "nested tensor"
 CPLUSPLUS_OBJECT = "object of a C++ class"
 
 AUTOGRAD = "autograd inside the graph"
+HOOK = "hook, which gets the sum of all gradients of its tensor"
 TRANSFORM = "torch.func transform"
 INSIDE_TRANSFORM = "inside a torch.func transform"
 GENERATOR = "draws from a generator of its own"

@@ -8,7 +8,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.backend_kernels import name_of_operator
-from partita.backends.reasons import LSTM, SIDE_EFFECT, UNKNOWN_MODULE
+from partita._torch.schemas import registers_hook
+from partita.backends.reasons import HOOK, LSTM, SIDE_EFFECT, UNKNOWN_MODULE
 from partita.graphs.attributes import find
 from partita.graphs.behaviour_modules import behaviour_of_module
 
@@ -23,6 +24,8 @@ def refusal_of_module(node: Node, refusal: Callable[[Node], str | None]) -> str 
 
 def refusal_of_higher_order(node: Node, refusal: Callable[[Node], str | None]) -> str | None:
     """Why the call of an operator that runs bodies is refused."""
+    if registers_hook(node.target):
+        return HOOK
     if name_of_operator(node.target)[1] in _EFFECTS:
         return SIDE_EFFECT
     for given in node.all_input_nodes:

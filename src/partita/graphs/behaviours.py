@@ -10,7 +10,13 @@ from typing import Any, final
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.schemas import has_keywords, has_registered_effect, is_higher_order, nodes_by_target
+from partita._torch.schemas import (
+    has_keywords,
+    has_registered_effect,
+    is_higher_order,
+    nodes_by_target,
+    registers_hook,
+)
 from partita._torch.standing_modules import StandsForBody
 from partita._torch.toggles import TOGGLES
 from partita.errors import MissingTargetError
@@ -19,7 +25,7 @@ from partita.graphs.behaviour_bodies import behaviour_of_body, behaviour_of_call
 from partita.graphs.behaviour_functions import rule_of_function
 from partita.graphs.behaviour_methods import rule_of_method
 from partita.graphs.behaviour_modules import behaviour_of_module
-from partita.graphs.behaviour_terms import ALIASES, EVERY, PURE, UNKNOWN, Behaviour, Rule, Slot
+from partita.graphs.behaviour_terms import ALIASES, EVERY, FIRST, PURE, UNKNOWN, Behaviour, Rule, Slot
 
 __all__ = ["EVERY", "Behaviour", "Behaviours", "Slot", "behaviour_of"]
 
@@ -100,6 +106,8 @@ class Behaviours:
         return behaviour_of_body(module, Behaviours(module, self.pure, self._known_modules))
 
     def _of_function(self, node: Node) -> Behaviour:
+        if registers_hook(node.target):
+            return _HOOKED
         if self._runs_bodies(node.target):
             bodies = list(self.bodies(node))
             told = behaviour_of_call(node, bodies, self.of_module)
@@ -155,5 +163,8 @@ def _may_alias(rule: Rule, nodes: Iterable[Node]) -> bool:
         or (rule.out is not None and has_keywords(nodes))
     )
 
+
+#: A hook belongs to its tensor as that is now: it stays on its side of writes and of other hooks. Its body runs later.
+_HOOKED = Behaviour(writes=(FIRST,), aliases=(FIRST,))
 
 _target = operator.attrgetter("target")

@@ -18,6 +18,7 @@ from partita.graphs.archives import load_exported
 from partita.graphs.body_modes import check_bodies
 from partita.graphs.effects import Effects, effects_of
 from partita.graphs.exported import ExportRecord
+from partita.graphs.hooks import HookedTensor, hooked_tensors
 from partita.graphs.index import Index
 from partita.graphs.joint import Joint
 from partita.graphs.joint_halves import checked_count, joint_of
@@ -201,6 +202,11 @@ class Program:
     def effects(self) -> Effects:
         """What must keep its order although no data flows."""
         return effects_of(self.index, self._graph_module, pure=self.pure)
+
+    @cached_property
+    def hooked_tensors(self) -> tuple[HookedTensor, ...]:
+        """The tensors on which nodes register hooks."""
+        return hooked_tensors(self.index, self._graph_module)
 
     @cached_property
     def neighbours(self) -> Neighbours:

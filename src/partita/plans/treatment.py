@@ -102,12 +102,12 @@ class MarksNodes(Protocol):
 #: may hold nodes of several grad, inference or autocast modes (true if missing), and `puts_back_modes`, whether a
 #: program all of whose modes are treated puts back those that it used to leave switched (false if missing), and
 #: `marks_suffice`, whether a compiler of the whole graph that reads its marks needs no cut (false if missing).
-Treatment: TypeAlias = Treats | Marks
+Treatment: TypeAlias = Treats | TreatsAt | Marks
 
 
 def is_treatment(candidate: object) -> TypeGuard[Treatment]:
     """Whether `candidate` can treat or mark; a class has the methods of its instances, but is none."""
-    return isinstance(candidate, Treats | Marks) and not isinstance(candidate, type)
+    return isinstance(candidate, Treats | TreatsAt | Marks) and not isinstance(candidate, type)
 
 
 def tolerance_of(treatment: Treatment) -> Tolerance:

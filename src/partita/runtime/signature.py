@@ -113,7 +113,8 @@ class Signature:
     @property
     def needs_gradients(self) -> bool:
         """Whether anyone may ask for a backward pass."""
-        return any(isinstance(look, TensorLook) and look.requires_grad for look in self.looks)
+        asks = (isinstance(look, TensorLook) and look.requires_grad for look in self.looks)
+        return self.surroundings.has_gradients and any(asks)
 
 
 def signature_of(call: Call, surroundings: Surroundings, *, written: Collection[int] = ()) -> Signature:
@@ -150,7 +151,7 @@ def _look(value: Any, *, grad: bool, is_written: bool) -> Look:
     return TensorLook(
         value.dtype,
         value.device,
-        grad and value.requires_grad,
+        value.requires_grad,
         not (grad and is_written) or value.is_leaf,
         tuple(value.shape),
         value.stride(),

@@ -17,8 +17,8 @@ from partita.graphs.mode import Mode
 from partita.graphs.program import Program
 from partita.plans import Plan, plan
 from partita.plans.treatment import marks_suffice
-from partita.tracing.backend_options import BackendOptions
-from partita.tracing.marked import compile_marked
+from partita.tracing.backend_options import BackendOptions, Inner
+from partita.tracing.marked import marks_written
 from partita.tracing.piece_compiler import compile_pieces
 from partita.tracing.pieces import Waiting
 
@@ -42,8 +42,13 @@ def backend(
     # Dynamo has guarded the grad mode, and writes the end of a no_grad block down as that mode, not as a return to it.
     program = Program.of(gm).under(Mode(grad=torch.is_grad_enabled()))
     decided = plan(program, chosen.policy, chosen.treatment)
-    if decided.treatments and all(map(marks_suffice, decided.treatments)):
-        return compile_marked(gm, decided, inner, example_inputs)
+    with marks_written(decided, example_inputs):
+        if decided.treatments and all(map(marks_suffice, decided.treatments)):
+            return inner(gm, example_inputs)
+        return _compiled_in_pieces(gm, decided, inner, example_inputs)
+
+
+def _compiled_in_pieces(gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any]) -> GraphModule:
     if decided.program.effects.fences:
         # Between the nodes that enter and leave a transform tensors are wrapped, which no compiler has seen.
         log.warning("the graph enters transforms of torch.func; its parts run as they are, uncompiled")

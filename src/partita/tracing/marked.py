@@ -1,30 +1,31 @@
-"""Graphs that are compiled whole, with marks on their nodes that the compiler reads."""
+"""Marks on the nodes of Dynamo's graph, for compilers that read them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from partita.plans import Plan
-from partita.tracing.backend_options import Inner
 
-__all__ = ["compile_marked", "digest_of_marks"]
+__all__ = ["digest_of_marks", "marks_written"]
 
 
-def compile_marked(gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What `inner` makes of the graph that it now owns, with the marks of the plan on its nodes."""
+@contextmanager
+def marks_written(decided: Plan, example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Writes the marks of a plan on its graph, which the backend owns; the graph or its parts are compiled inside."""
     marks = decided.marks() if _is_trained(example_inputs) else _for_inference(decided.marks())
     for node, own in marks.items():
         node.meta.update(own)
     # torch's cache of compiled graphs sees no metadata: without the tag, another plan would get the old code.
     config: Any = torch.compiler.config
     with config.patch(cache_key_tag=_tag(marks)):
-        return inner(gm, example_inputs)
+        yield
 
 
 def _is_trained(example_inputs: Sequence[Any]) -> bool:

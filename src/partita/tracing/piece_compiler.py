@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts, rebind_unbacked
 
@@ -20,9 +20,12 @@ from partita._torch.dynamo import own_tracing_context
 from partita._torch.dynamo_fakes import ambient_kept, forget_memos, runs_fake, shared_fake_mode, to_fake
 from partita._torch.dynamo_origin import adopt_origin, sources_of
 from partita.errors import OptionError
+from partita.graphs.program import Program
+from partita.rewrite.writes_apart import write_apart
 from partita.tracing.backend_options import Inner
-from partita.tracing.owned_outputs import OwnedOutputs, PieceCall
+from partita.tracing.piece_borders import Border, Bordered, PieceCall, SharedMemoryError, look_at
 from partita.tracing.pieces import Compiled, Piece
+from partita.treatments.body_facts import seen_once, written_inputs
 
 __all__ = ["compile_pieces"]
 
@@ -35,9 +38,7 @@ def compile_pieces(cut: GraphModule, root: GraphModule, inner: Inner, example_in
     with ambient_kept():
         compiler.run(*example_inputs, enable_io_processing=False)
     for call in compiler.calls:
-        compiled = cut.get_submodule(call.name)
-        if call.was_written_since() and not isinstance(compiled, GraphModule):
-            cut.add_module(call.name, OwnedOutputs(compiled, call.owned()))
+        compiler.settle(call)
 
 
 @final
@@ -48,6 +49,8 @@ class _PieceCompiler(Interpreter):
         super().__init__(cut)
         self._cut, self._root, self._inner, self._mode = cut, root, inner, mode
         self.calls: list[PieceCall] = []
+        self._pieces = {name: module for name, module in cut.named_children() if isinstance(module, Piece)}
+        self._reads_by_place = any("as_strided" in str(node.target) for node in root.graph.nodes)
         self._sources = dict(zip(cut.graph.find_nodes(op="placeholder"), sources_of(root), strict=True))
 
     def run_node(self, n: Node) -> Any:
@@ -55,16 +58,74 @@ class _PieceCompiler(Interpreter):
         if piece is None:
             return self._run_alone(n)
         args = [to_fake(arg, self._mode) for arg in self.fetch_args_kwargs_from_env(n)[0]]
-        self._cut.add_module(str(n.target), self._compiled(n, piece.treated, args))
+        body = piece.treated
+        if not isinstance(body, GraphModule):  # The treatment has decided what runs.
+            self._cut.add_module(str(n.target), body)
+            return self._run_piece(n, piece, args).outputs
+        if piece.left_because is not None or _holds_inference_tensors(args):
+            self._leave(str(n.target), body, piece.left_because or "takes tensors made in an inference block")
+            return self._run_piece(n, piece, args).outputs
+        trained = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        if trained and written_inputs(program := Program(body)):
+            return self._run_and_compile(n, piece, program, args).outputs
+        self._compile(n, body, args)
         forget_memos(self._mode)
+        return self._run_piece(n, piece, args).outputs
+
+    def settle(self, call: PieceCall) -> None:
+        """Puts a border around a piece whose arguments or results somebody writes; all have run."""
+        compiled, piece = self._cut.get_submodule(call.name), self._pieces[call.name]
+        if isinstance(compiled, GraphModule):
+            return  # It runs as it is.
+        try:
+            border = call.whole_border()
+            self._check_copies(border)
+        except SharedMemoryError as error:
+            if isinstance(compiled, Compiled):
+                self._leave(call.name, GraphModule(piece.body, piece.graph), str(error))
+            return
+        if not isinstance(compiled, Compiled):
+            border = Border(owned=border.owned)  # What a treatment gave knows what it saves.
+        if border != Border():
+            self._cut.add_module(call.name, Bordered(compiled, border))
+
+    def _run_and_compile(self, node: Node, piece: Piece, program: Program, args: list[Any]) -> PieceCall:
+        """Runs a piece that may write its arguments first, since how it is compiled depends on what it does to them."""
+        body, written = program.graph_module, written_inputs(program)
+        with runs_fake(self._mode):
+            before = [arg.clone() if place in written else arg for place, arg in enumerate(args)]
+        call = self._run_piece(node, piece, args)
+        forget_memos(self._mode)
+        try:
+            own = call.own_writes(seen_once=seen_once(program))
+            self._check_copies(own)
+        except SharedMemoryError as error:
+            self._leave(call.name, body, str(error))
+            return call
+        if own.written:
+            write_apart(body, own.written, without=[place for place, _ in own.handed_back])
+        self._compile(node, body, [before[at] if at in own.written else arg for at, arg in enumerate(args)])
+        self.calls[-1] = call.now_compiled(own)
+        return call
+
+    def _run_piece(self, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
+        before = look_at(args)
         with runs_fake(self._mode, as_dynamo=True), own_tracing_context(self._mode):
             outputs = piece.interpreter(PropagateUnbackedSymInts).run(*args)
-        self.calls.append(PieceCall.of(str(n.target), args, outputs))
-        return outputs
+        self.calls.append(PieceCall.of(str(node.target), args, outputs, before))
+        return self.calls[-1]
+
+    def _check_copies(self, border: Border) -> None:
+        """A copy has the elements of a tensor, not the memory around them, which some node may read by its place."""
+        if self._reads_by_place and (border.copied or border.copied_outputs):
+            raise SharedMemoryError("takes or gives a tensor that is written, and the graph uses as_strided")
+
+    def _leave(self, name: str, body: GraphModule, reason: str) -> None:
+        log.warning("%s %s; it runs as it is, uncompiled", name, reason)
+        self._cut.add_module(name, body)
 
     def _piece(self, node: Node) -> Piece | None:
-        module = self.submodules.get(str(node.target)) if node.op == "call_module" else None
-        return module if isinstance(module, Piece) else None
+        return self._pieces.get(str(node.target)) if node.op == "call_module" else None
 
     def _run_alone(self, node: Node) -> Any:
         with runs_fake(self._mode, as_dynamo=True):
@@ -78,22 +139,17 @@ class _PieceCompiler(Interpreter):
         source = node.args[0] if node.target is operator.getitem else None
         return isinstance(source, Node) and self._piece(source) is not None
 
-    def _compiled(self, call: Node, treated: nn.Module, args: list[Any]) -> nn.Module:
-        if not isinstance(treated, GraphModule):
-            return treated  # The treatment has decided what runs.
-        if _holds_inference_tensors(args):
-            log.info("%s takes tensors made in an inference block, so it runs as it is", call.target)
-            return treated
+    def _compile(self, call: Node, body: GraphModule, args: list[Any]) -> None:
         sources = [self._sources.get(arg) if isinstance(arg, Node) else None for arg in call.args]
-        adopt_origin(treated, self._root, sources=sources, args=args)
+        adopt_origin(body, self._root, sources=sources, args=args)
         with own_tracing_context(self._mode):
-            compiled = self._inner(treated, args)
+            compiled = self._inner(body, args)
         if not callable(compiled):
             raise OptionError(
                 f"the inner backend {self._inner!r} gave {type(compiled).__name__} for {call.target!r}; "
                 "it must give a function that is called like the graph"
             )
-        return compiled if isinstance(compiled, nn.Module) else Compiled(compiled)
+        self._cut.add_module(str(call.target), compiled if isinstance(compiled, Compiled) else Compiled(compiled))
 
 
 def _holds_inference_tensors(args: Sequence[Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,8 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter
 
 from partita.graphs.tolerance import Tolerance
-from partita.plans.treatment import Called, Site, Treatment, Treats, TreatsAt, marks_of, mixes_modes, tolerance_of
-from partita.regions import Region
+from partita.plans.treatment import Called, Site, Treatment, Treats, TreatsAt, marks_suffice, mixes_modes, tolerance_of
 
 __all__ = ["Compiled", "Piece", "Waiting"]
 
@@ -21,8 +20,10 @@ __all__ = ["Compiled", "Piece", "Waiting"]
 class Piece(nn.Module):
     """A region's body and what its treatment made of it; it waits for its compiler and is never called."""
 
-    def __init__(self, body: GraphModule, treated: nn.Module) -> None:
+    def __init__(self, body: GraphModule, treated: nn.Module, left_because: str | None) -> None:
         super().__init__()
+        #: Why no compiler may have it.
+        self.left_because = left_because
         self.body = body
         self.treated = treated
         #: Compilers own the graph that they are given and may change it, so its meaning is kept apart.
@@ -62,12 +63,19 @@ class Waiting:
 
     def treat_at(self, body: GraphModule, site: Site) -> Piece:
         given: nn.Module | Called = body
-        if isinstance(self.treatment, TreatsAt):
+        if marks_suffice(self.treatment):
+            pass  # The compiler of the piece reads them.
+        elif isinstance(self.treatment, TreatsAt):
             given = self.treatment.treat_at(body, site)
         elif isinstance(self.treatment, Treats):
             given = self.treatment.treat(body)
         # A piece is compiled as a whole, so it sets its modes itself and needs no operator for that.
-        return Piece(body, body if isinstance(given, Called) else given)
+        return Piece(body, body if isinstance(given, Called) else given, _divided_hook(site))
 
-    def marks(self, region: Region) -> Mapping[str, object]:
-        return marks_of(self.treatment, region)
+
+def _divided_hook(site: Site) -> str | None:
+    if site.program is None or len(site.region.nodes) == len(site.program.operators()):
+        return None  # What is compiled whole has all gradients.
+    nodes = set(site.region.nodes)
+    hooked = next((one for one in site.program.hooked_tensors if one.is_divided_by(nodes)), None)
+    return None if hooked is None else f"has a share in the gradients that the hook {hooked.hook.name!r} gets"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch.fx import Node
 
 from partita._torch.symbolic import symbol_of
+from partita.graphs.aliasing import storages_of
 from partita.graphs.behaviour_modules import may_draw
+from partita.graphs.behaviours import Behaviours
 from partita.graphs.later_writes import writing_nodes
 from partita.graphs.program import Program
 from partita.graphs.values import value_of
 from partita.runtime.open_sizes import TracedSymbols
 from partita.runtime.rehearsal import Acts
 
-__all__ = ["acts_of", "may_write", "traced_symbols", "written_inputs"]
+__all__ = ["acts_of", "may_write", "seen_once", "traced_symbols", "written_inputs"]
 
 
 def written_inputs(program: Program) -> tuple[int, ...]:
@@ -20,6 +23,17 @@ def written_inputs(program: Program) -> tuple[int, ...]:
     places = {node: place for place, node in enumerate(program.graph.find_nodes(op="placeholder"))}
     written = (program.index.nodes[number] for number in program.effects.written_inputs)
     return tuple(sorted(places[node] for node in written if node in places))
+
+
+def seen_once(program: Program) -> tuple[int, ...]:
+    """The places of inputs whose memory only one node of the body sees, such as the statistics of a batch norm."""
+    index, behaviours = program.index, Behaviours(program.graph_module, program.pure)
+    storages = storages_of(index, behaviours, behaviours.acting(program.graph))
+    readers: dict[int, set[Node]] = {}
+    for i, node in enumerate(index.nodes):
+        readers.setdefault(storages.find(i), set()).update(node.users)
+    inputs = enumerate(program.graph.find_nodes(op="placeholder"))
+    return tuple(place for place, node in inputs if len(readers[storages.find(index.number[node])]) <= 1)
 
 
 def may_write(program: Program) -> tuple[str, ...]:

@@ -94,7 +94,12 @@ class Lower:
         # What runs the operators as they are saves for its backward what plain torch saves.
         rewrites = self.tolerance.relative > 0 or self.tolerance.absolute > 0
         later = names_written_later(body, site.region) if rewrites else frozenset[str]()
-        return self._lowered(Program(body, caller=site.caller), site.region.name, title, site.failures, later)
+        program, nodes = Program(body, caller=site.caller), set(site.region.nodes)
+        for hooked in () if site.program is None else site.program.hooked_tensors:
+            if hooked.is_divided_by(nodes):
+                reason = f"the hook {hooked.hook.name!r} gets gradients from inside and outside of the region"
+                return self._eager(program, Failure(site.region.name, str(self.backend), reason), site.failures)
+        return self._lowered(program, site.region.name, title, site.failures, later)
 
     def _lowered(
         self, program: Program, region: str, title: str, failures: Failures, written_later: frozenset[str]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule, Node
 
-from partita._torch.schemas import Signature, signatures_of, signatures_of_method
+from partita._torch.schemas import Signature, registers_hook, signatures_of, signatures_of_method
 from partita.backends.transforms import is_inside_transform
 from partita.errors import RecomputeError
 from partita.graphs.program import Program
@@ -32,11 +32,20 @@ def check_body(body: Program, region: Region) -> None:
             "not be done twice; declare it with Program.of(..., pure=[...]), or leave it out of the region"
         )
     for node in _all_nodes(body.graph_module):
-        if node.target is print or draws_from_own_generator(node):
-            what = "prints" if node.target is print else "draws from a generator of its own"
+        what = _done_again(node)
+        if what is not None:
             raise RecomputeError(
                 f"node {node.name!r} in region {region.name!r} {what}, which would happen again; leave it out"
             )
+
+
+def _done_again(node: Node) -> str | None:
+    """What a node does that must not be done twice."""
+    if node.target is print:
+        return "prints"
+    if registers_hook(node.target):
+        return "registers a hook"
+    return "draws from a generator of its own" if draws_from_own_generator(node) else None
 
 
 def draws_from_own_generator(node: Node) -> bool:
