@@ -116,7 +116,10 @@ FUNCTIONS = """
     Add Mul Add Mul Max Min FloorDiv Mod PythonMod Pow CleanDiv CeilDiv IntTrueDiv ToFloat TruncToInt Equality LessThan
     And exp factorial floor Piecewise
 """
-JUNK = (None, 0, -1, 1, 1 << 40, 1 << 62, 1 << 70, 1e308, "", "x", "a'b", [], {}, True, [[]], {"a": 1}, "\ud800", "é")
+JUNK = (
+    *(None, 0, -1, 1, 1 << 40, 1 << 62, 1 << 70, 1e308, "", "x", "a'b", [], {}, True, [[]], {"a": 1}, "\ud800", "é"),
+    *("self", "torch", "__globals__", "_guards_fn", "recompile", "_operator.getitem", "torch.sym_ite"),
+)
 
 
 def spoil(path: Path, seed: int, canary: Path, target: Path) -> None:

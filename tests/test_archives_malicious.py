@@ -457,6 +457,9 @@ def size(number: int) -> str:
         "*".join(f"(-(s{number} + s{number + 1}))" for number in range(0, 24, 2)),
         "*".join(f"FloorDiv({size(number)} + {size(number + 1)}, 1)" for number in range(0, 24, 2)),
         "*".join(f"max(s{number} + s{number + 1}, s{number} + s{number + 1})" for number in range(0, 24, 2)),
+        "FloorDiv(" * 6 + "s0" + "".join(f", s0 + s1 + s2 + s3 + {number})" for number in range(6)),
+        "CleanDiv(" * 6 + "s0" + "".join(f", s0 + s1 + s2 + s3 + {number})" for number in range(6)),
+        "Equality(s0, Integer(3))",
         "ModularIndexing(s0 + s1, s2 + s3, s4 + s5)",
     ],
 )
@@ -493,6 +496,28 @@ def test_guards_that_are_none_are_refused(saved: Path, tmp_path: Path, text: str
     spoilt = Spoilt(saved)
     spoilt.program(lambda program: program.update(guards_code=[text]))
     with pytest.raises(UntrustedArchiveError, match="guards_code"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_conditions_compute_with_no_texts(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(lambda program: program.update(guards_code=["L['mode'] * 10000000000 == 1"]))
+    with pytest.raises(TypeError, match="conditions compute with numbers"):
+        call(load_exported(spoilt.write(tmp_path / "m.pt2")))
+
+
+def test_more_conditions_than_any_program_has_are_refused(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(lambda program: program.update(guards_code=["L['x'].size()[0] >= 2"] * 20_000))
+    with pytest.raises(ArchiveError, match="guards_code: its conditions have more than 400000 letters"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_more_ranges_than_any_program_has_are_refused(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    ranges = {f"u{number}": {"min_val": 0, "max_val": 1} for number in range(100_001)}
+    spoilt.program(lambda program: program["range_constraints"].update(ranges))
+    with pytest.raises(ArchiveError, match="range_constraints: it has more than 100000 ranges"):
         load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 

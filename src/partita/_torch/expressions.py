@@ -314,6 +314,17 @@ def _fits(*types: type) -> Callable[[Any], bool]:
     return lambda value: type(value) in types
 
 
+def _of_numbers(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Arithmetic that repeats and formats no texts: an input may be one."""
+
+    def compute(left: Any, right: Any) -> Any:
+        if isinstance(left, str) or isinstance(right, str):
+            raise TypeError("conditions compute with numbers")
+        return function(left, right)
+
+    return compute
+
+
 def _tables() -> dict[str, Callable[..., Any]]:
     of_math = "floor ceil trunc sqrt log log2 exp sin cos tan asin acos atan sinh cosh tanh isnan isinf"
     of_torch = "sym_max sym_min sym_float sym_int sym_not sym_ite sym_sqrt _sym_sqrt _sym_log2"
@@ -325,12 +336,12 @@ def _tables() -> dict[str, Callable[..., Any]]:
 
 #: What can be computed; the last five ask what a constant among the inputs is, for which tracers hand in symbols.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "+": operator.add,
+    "+": _of_numbers(operator.add),
     "-": operator.sub,
-    "*": operator.mul,
+    "*": _of_numbers(operator.mul),
     "/": operator.truediv,
     "//": operator.floordiv,
-    "%": operator.mod,
+    "%": _of_numbers(operator.mod),
     "**": operator.pow,
     "<<": operator.lshift,
     ">>": operator.rshift,

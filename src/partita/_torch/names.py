@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from torch.fx import Graph
-from torch.fx.graph import _illegal_char_regex, _illegal_names, _name_regex
+from torch.fx.graph import _illegal_char_regex, _name_regex
+from torch.fx.graph import _illegal_names as _names_of_python
 
 from partita._torch.lasting import is_lasting
 
@@ -100,6 +101,8 @@ def _parse_target(target: str) -> tuple[str, str, str | None]:
     return _parse(_GRAPH._target_to_str(target))
 
 
+#: torch (2.13) lets a node be called `self`, and then finds no module in the code that it generates.
+_illegal_names = frozenset((*_names_of_python, "self"))
 #: What a node with this target would be called, by the identity of the target; functions and operators are few.
 _CANDIDATES: dict[int, tuple[Any, tuple[str, str, str | None]]] = {}
 _GRAPH = Graph()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self, final
 from unicodedata import normalize
 
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 __all__ = ["Data", "MalformedError", "NotDataError", "RefusedError"]
 
@@ -173,12 +173,21 @@ class Data:
         # Python takes names that normalize alike for one name.
         if not found.isidentifier() or keyword.iskeyword(found) or normalize("NFKC", found) != found:
             self.refuse(f"{found[:100]!r} is no name of Python")
+        if found in _OF_GENERATED_CODE:
+            self.refuse(f"{found!r} means something else in the code that torch.fx generates")
+        return found
+
+    def attribute(self) -> str:
+        """The name of a graph, which becomes an attribute of a module that has no such attribute."""
+        found = self.name()
+        if found.startswith("__") or found in _ATTRIBUTES:
+            self.refuse(f"{found[:100]!r} is another attribute of modules")
         return found
 
     def module_path(self) -> str:
         """The dotted path of a module, or nothing."""
         found = self.text()
-        if found and not all(map(_PART.fullmatch, found.split("."))):
+        if found and (found.count(".") > 100 or not all(map(_PART.fullmatch, found.split(".")))):
             self.refuse(f"{found[:100]!r} is no path of a parameter or module")
         return found
 
@@ -186,7 +195,7 @@ class Data:
         """The dotted path of a parameter, buffer or constant; no part of it is something else on a module."""
         found = self.module_path()
         first, *others = found.split(".")
-        if not found or hasattr(GraphModule, first) or any(hasattr(nn.Module, part) for part in others):
+        if not found or first == "self" or first in _ATTRIBUTES or not _OF_MODULES.isdisjoint(others):
             self.refuse(f"{found[:100]!r} is no path of a parameter or buffer")
         return found
 
@@ -195,5 +204,16 @@ _WORDS = re.compile(r"[\w ,.:>\-]{0,500}", re.ASCII)
 _UNREADABLE = re.compile(r"[^\w ><=!.+\-*/()\[\],:;%&|]", re.ASCII)
 _LARGEST = 1.7976931348623157e308
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_PART = re.compile(r"(?!__)[\w \-+/:@<>=]{1,500}")
+#: Some write files of that name.
+_PART = re.compile(r"(?!__|/)[\w \-+/:@<>=]{1,500}")
+#: What the code that torch.fx generates calls things by.
+_OF_GENERATED_CODE = frozenset(("self", "torch", "math", "_operator", "builtins", "pytree", "_pytree", "fx_pytree"))
+_OF_MODULES = frozenset(dir(nn.Module()))
+#: What modules with graphs have, also those that torch.export makes of a program.
+_ATTRIBUTES = frozenset(dir(GraphModule(nn.Module(), Graph()))) | {
+    "_guards_fn",
+    "_in_spec",
+    "_out_spec",
+    "validate_inputs",
+}
 _PLAIN = re.compile(r"[^'\"\\{}\x00-\x1f\x7f-\x9f\u2028\u2029]*")

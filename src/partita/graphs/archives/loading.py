@@ -75,9 +75,11 @@ def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = (
 
 
 def _path(path: str | PathLike[str]) -> Path:
-    if not isinstance(path, str | PathLike):
-        raise OptionError(f"an archive is loaded from a path, not from {type(path).__name__}")
-    return Path(fspath(path))
+    found = fspath(path) if isinstance(path, str | PathLike) else path
+    if not isinstance(found, str) or "\0" in found:
+        given = repr(found) if isinstance(found, str) else type(found).__name__
+        raise OptionError(f"an archive is loaded from a path, not from {given}")
+    return Path(found)
 
 
 def _allowed(operators: Collection[str]) -> frozenset[str]:

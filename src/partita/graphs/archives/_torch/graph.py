@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -12,8 +13,16 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import exported_program as torch_exported
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
+from torch.fx.graph import _illegal_names
 
-from partita.graphs.archives._torch.operators import NAMESPACES, SCALAR_FUNCTIONS, operator_of
+from partita.graphs.archives._torch.operators import (
+    LEVELS,
+    NAMESPACES,
+    SCALAR_FUNCTIONS,
+    bodies_of,
+    operator_of,
+    operators_of,
+)
 from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype
 from partita.graphs.archives.data import Data
 
@@ -36,6 +45,9 @@ class GraphReader:
         self._bodies: dict[str, Any] = {}
         self._nodes: dict[str, Node] = {}
         self._values: dict[str, tuple[Callable[[Data], Any], Data]] = {}
+        #: What nodes would like to be called that nothing refers to.
+        self._wanted: dict[Node, str] = {}
+        self._levels: list[str] = []
         #: Every operator that was met, as the file spells it.
         self.met: dict[str, None] = {}
 
@@ -57,6 +69,9 @@ class GraphReader:
         for node in data["nodes"]:
             self._add_node(node)
         self._add_output(data)
+        if self._levels:
+            data.refuse(f"{self._levels[-1]!r} enters a level that the graph does not leave")
+        self._name_nodes()
         self._bind_unbacked(data)
         self._symbols.pending = pending
         made = torch_exported._create_graph_module_for_export(self._root, self._graph)
@@ -68,11 +83,12 @@ class GraphReader:
     def _add_input(self, given: Data, constant_name: str) -> None:
         kind, content = given.choice()
         if kind in NAMED:
-            self._define(given, self._graph.placeholder(value_name(given)))
+            self._define(given, self._create("placeholder", value_name(given)))
         elif kind in ("as_int", "as_float", "as_bool", "as_none", "as_string"):
             # Constants are compared with what is passed, in code that torch may generate.
             value = content.plain_text() if kind == "as_string" else self._argument(given)
-            self._graph.placeholder(constant_name).meta["val"] = value
+            node = self._create("placeholder", constant_name, wanted=constant_name)
+            node.meta["val"] = value
         else:
             given.refuse("no input of this kind is data")
 
@@ -103,19 +119,23 @@ class GraphReader:
     # Nodes -------------------------------------------------------------------------------------------------------
 
     def _add_node(self, data: Data) -> None:
-        target = self._operator(data["target"])
+        target, inputs = self._operator(data["target"]), data["inputs"]
         metadata = _metadata(data.get("metadata"))
+        kwargs: dict[str, Any] = {}
         if isinstance(target, OpOverload):
-            args, kwargs = self._of_schema(target, data["inputs"])
+            args, kwargs = self._of_schema(target, inputs)
         elif data["target"].value in SCALAR_FUNCTIONS:
-            args, kwargs = [self._argument(given["arg"]) for given in data["inputs"]], {}
+            args = [self._scalar(given["arg"]) for given in inputs]
+        elif target is operator.getitem:
+            args = self._of_item(inputs)
         else:
-            args, kwargs = self._as_given(data["inputs"])
+            args, kwargs = self._as_given(target, inputs)
+            self._note_level(data["target"])
         for given in (*args, *kwargs.values()):
             if isinstance(given, Node) and given.op == "get_attr":
                 given.meta.update(metadata)  # Graphs have none of their own in the file.
         name = data["name"].name() if data.value.get("name") else None
-        node = self._graph.create_node("call_function", target, tuple(args), kwargs, name)
+        node = self._create("call_function", target, tuple(args), kwargs, wanted=name)
         self._add_values(node, data, metadata)
         node.meta.update(metadata)
         self._note_assertion(node)
@@ -149,15 +169,43 @@ class GraphReader:
             return content.text()  # Whoever allowed the operator knows what it does with texts.
         return self._argument(given)
 
-    def _as_given(self, inputs: Data) -> tuple[list[Any], dict[str, Any]]:
-        args, kwargs = [], dict[str, Any]()
+    def _as_given(self, target: Callable[..., Any], inputs: Data) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of an operator without a schema; what it calls is a graph of the file, or an operator."""
+        bodies, operators = bodies_of(target), operators_of(target)
+        args, kwargs = list[Any](), dict[str, Any]()
         for data in inputs:
-            value = self._argument(data["arg"])
-            if data.value.get("kind") == _POSITIONAL or data["name"].value == "":
-                args.append(value)
+            place, given = len(args), data["arg"]
+            if data.value.get("kind") != _POSITIONAL and data["name"].value != "":
+                kwargs[data["name"].name()] = self._argument(given)
+            elif place in bodies:
+                args.append(self._body(_of_kind(given, "as_graph")))
+            elif place in operators:
+                called = self._operator(_of_kind(given, "as_operator"))
+                args.append(called if isinstance(called, OpOverload) else given.refuse("it is no single operator"))
             else:
-                kwargs[data["name"].name()] = value
+                args.append(self._argument(given))
+        if len(args) <= max((*bodies, *operators), default=-1):
+            inputs.malformed("what it calls is missing")
         return args, kwargs
+
+    def _of_item(self, inputs: Data) -> list[Any]:
+        """The container and the place of what is taken out of it."""
+        args = [self._argument(given["arg"]) for given in inputs]
+        is_container = (
+            len(args) == 2 and isinstance(args[0], Node) and isinstance(args[0].meta.get("val"), tuple | list)
+        )
+        return args if is_container and type(args[1]) is int else inputs.refuse("it takes no item out of a list")
+
+    def _scalar(self, given: Data) -> Any:
+        return self._argument(given) if given.choice()[0] in _SCALARS else given.refuse("it is no number")
+
+    def _note_level(self, target: Data) -> None:
+        """Checks that the levels of vmap and jvp are left as they were entered: one left open would outlive a call."""
+        name = target.value.rpartition(".")[2]
+        if name in LEVELS:
+            self._levels.append(name)
+        elif name in LEVELS.values() and (not self._levels or LEVELS[self._levels.pop()] != name):
+            target.refuse(f"{name!r} leaves a level that was not entered")
 
     def _note_assertion(self, node: Node) -> None:
         """Tells the shape environment what the program asserts."""
@@ -177,21 +225,21 @@ class GraphReader:
         )
         if kinds == ["as_none"]:
             node.meta["val"] = None
-            node._rename(f"{self._graph._target_to_str(node.target)}_unused")
+            self._wanted[node] = f"{self._graph._target_to_str(node.target)}_unused"
         elif len(kinds) == 1 and kinds[0] in NAMED and not is_tuple:
             self._define(outputs[0], node)
         elif kinds:
             if len(kinds) == 1 and not is_tuple:
                 outputs = _listed(outputs[0])
             node.meta["val"] = tuple(self._items(node, outputs, metadata, _DEEPEST))
-            self._nodes[node.name] = node
+            self._nodes.setdefault(self._wanted[node], node)
 
     def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
         """The values of what a node gives, with a node that takes each of them."""
         for place, given in enumerate(outputs):
             kind = given.choice()[0] if depth else given.malformed(f"outputs are nested more than {_DEEPEST} deep")
             name = value_name(given) if kind in NAMED else "as_none" if kind == "as_none" else None
-            item = self._graph.create_node("call_function", operator.getitem, (node, place), name=name)
+            item = self._create("call_function", operator.getitem, (node, place), wanted=name)
             if kind in NAMED:
                 self._define(given, item)
             else:
@@ -200,12 +248,41 @@ class GraphReader:
             item.meta.update(metadata)
         return [user.meta["val"] for user in node.users]
 
+    def _create(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        wanted: str | None = None,
+    ) -> Node:
+        """A node that gets its name in the end: torch.fx looks for free names in a time that a file could make long."""
+        node = self._graph.create_node(op, target, args, kwargs, "node")
+        self._wanted[node] = wanted or self._graph._target_to_str(target)
+        return node
+
+    def _name_nodes(self) -> None:
+        """Gives what the file refers to the names that it has there, and the others free ones."""
+        fixed = {node: name for name, node in self._nodes.items()}
+        used, counts = set(self._nodes), dict[str, int]()
+        for node in self._graph.nodes:
+            name = fixed.get(node)
+            if name is None:
+                name = wanted = self._wanted.get(node, "output")
+                base = _NUMBERED.sub("", wanted)
+                while name in used or name in _illegal_names:
+                    counts[base] = counts.get(base, 0) + 1
+                    name = f"{base}_{counts[base]}"
+                used.add(name)
+            node.name = name
+            self._graph._graph_namespace._rename_object(node, name)
+
     def _define(self, given: Data, node: Node) -> None:
-        """Gives a node its name, which torch.fx may have changed, and its value."""
+        """Gives a node its name and its value."""
         name = value_name(given)
         if name in self._nodes or name not in self._values:
             given.malformed(f"{name!r} is given twice" if name in self._nodes else f"nothing is said of {name!r}")
-        node.name = name
         self._nodes[name] = node
         read, value = self._values[name]
         node.meta["val"] = read(value)
@@ -249,7 +326,7 @@ class GraphReader:
         return found
 
     def _body(self, data: Data) -> Node:
-        name, graph = data["name"].name(), data["graph"]
+        name, graph = data["name"].attribute(), data["graph"]
         if self._depth == 0:
             data.malformed(f"graphs are nested more than {_DEEPEST} deep")
         if name not in self._bodies:
@@ -259,13 +336,18 @@ class GraphReader:
             self.met.update(reader.met)
         elif self._bodies[name] != graph.value:
             data.malformed(f"two graphs are called {name!r}")
-        return self._graph.create_node("get_attr", name, name=name)
+        return self._create("get_attr", name, wanted=name)
 
 
 def value_name(given: Data) -> str:
     """The name of a tensor or a symbolic number."""
     kind, content = given.choice()
     return content["name" if kind == "as_tensor" else "as_name"].name()
+
+
+def _of_kind(given: Data, wanted: str) -> Data:
+    kind, content = given.choice()
+    return content if kind == wanted else given.refuse("it calls what is no graph of the file")
 
 
 def _listed(given: Data) -> list[Data]:
@@ -336,6 +418,8 @@ def _chosen(prefix: str, names: str) -> Reader:
 
 #: The kinds of values that have names.
 NAMED = frozenset(("as_tensor", "as_sym_int", "as_sym_float", "as_sym_bool"))
+_NUMBERED = re.compile(r"_\d+$", re.ASCII)
+_SCALARS = frozenset(("as_int", "as_float", "as_bool", "as_sym_int", "as_sym_float", "as_sym_bool"))
 _SINGLE: dict[str, Reader] = {
     "as_tensor": GraphReader._tensor,
     "as_optional_tensor": GraphReader._optional_tensor,
@@ -359,7 +443,5 @@ _ARGUMENTS: dict[str, Reader] = {
     "as_device": lambda _, data: read_device(data),
     "as_memory_format": _chosen("format", "contiguous_format channels_last channels_last_3d preserve_format"),
     "as_layout": _chosen("layout", "sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkldnn strided"),
-    "as_graph": GraphReader._body,
-    "as_operator": GraphReader._operator,
     "as_string_to_argument": GraphReader._mapping,
 }

@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from partita.graphs.archives.data import Data
 
-__all__ = ["NAMESPACES", "SCALAR_FUNCTIONS", "operator_of"]
+__all__ = ["LEVELS", "NAMESPACES", "SCALAR_FUNCTIONS", "bodies_of", "operator_of", "operators_of"]
 
 
 def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
     space, base, overload = match.groups()
     is_allowed = space in allowed or f"{space}::{base}" in allowed
     if space == "higher_order":
-        if base not in _HIGHER_ORDER:
+        if base not in _BODIES and base not in _OPERATORS:
             data.refuse(f"{name!r} runs more than graphs of the file")
     elif space not in NAMESPACES and not is_allowed:
         data.refuse(
@@ -45,6 +45,16 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
     if isinstance(found, OpOverload) and not is_allowed and not _computes(found):
         data.refuse(f"{name!r} does more than compute on tensors and numbers")
     return found
+
+
+def bodies_of(target: Callable[..., Any]) -> tuple[int, ...]:
+    """The places of the arguments that an operator runs as graphs."""
+    return _BODIES.get(target.name(), ()) if isinstance(target, HigherOrderOperator) else ()
+
+
+def operators_of(target: Callable[..., Any]) -> tuple[int, ...]:
+    """The places of the arguments that an operator calls as operators."""
+    return _OPERATORS.get(target.name(), ()) if isinstance(target, HigherOrderOperator) else ()
 
 
 def _computes(found: OpOverload) -> bool:
@@ -78,16 +88,19 @@ _NAMES_OF_VARIANTS = _words(
     """
 )
 _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_constrain_range_for_size")
-#: Operators that run graphs of the file, or operators that this module knows.
-_HIGHER_ORDER = _words(
-    """
-    associative_scan auto_functionalized auto_functionalized_v2 cond hints_wrapper invoke_subgraph map_impl out_dtype
-    scan strict_mode tag_activation_checkpoint while_loop while_loop_stack_output with_effects wrap
-    wrap_activation_checkpoint wrap_with_autocast wrap_with_set_grad_enabled
-    partita_autocast partita_call partita_inference_mode partita_keep partita_set_grad_enabled
-    partita_tag_activation_checkpoint partita_wrap partita_wrap_activation_checkpoint
-    """
-)
+#: Operators that run graphs of the file, with the places of those.
+_BODIES = {
+    **dict.fromkeys(_words("associative_scan hints_wrapper invoke_subgraph map_impl scan strict_mode"), (0,)),
+    **dict.fromkeys(_words("tag_activation_checkpoint wrap wrap_activation_checkpoint"), (0,)),
+    **dict.fromkeys(_words("partita_call partita_keep partita_wrap partita_wrap_activation_checkpoint"), (0,)),
+    **dict.fromkeys(_words("while_loop while_loop_stack_output"), (0, 1)),
+    **dict.fromkeys(_words("partita_inference_mode partita_set_grad_enabled wrap_with_set_grad_enabled"), (1,)),
+    **dict.fromkeys(_words("partita_autocast wrap_with_autocast"), (4,)),
+    "cond": (1, 2),
+    "partita_tag_activation_checkpoint": (0,),
+}
+#: Operators that call an operator, with its place.
+_OPERATORS = {"auto_functionalized": (0,), "auto_functionalized_v2": (0,), "out_dtype": (0,), "with_effects": (1,)}
 
 
 def _functions(owner: Any, prefix: str, names: str) -> dict[str, Callable[..., Any]]:
@@ -102,13 +115,15 @@ SCALAR_FUNCTIONS = {
     **_functions(torch, "torch", "sym_not sym_int sym_float sym_ite sym_max sym_min sym_sqrt _sym_sqrt _sym_log2"),
 }
 #: The same, taking an item, and the levels of vmap and jvp as exports before dispatch show them.
-_LEVELS = """
-    _add_batch_dim _remove_batch_dim _vmap_increment_nesting _vmap_decrement_nesting _jvp_increment_nesting
-    _jvp_decrement_nesting _enter_dual_level _exit_dual_level _make_dual _unpack_dual _unwrap_for_grad
-    lazy_load_decompositions
-"""
+_IN_LEVELS = "_add_batch_dim _remove_batch_dim _make_dual _unpack_dual _unwrap_for_grad lazy_load_decompositions"
+#: What enters a level, and what leaves it.
+LEVELS = {
+    "_vmap_increment_nesting": "_vmap_decrement_nesting",
+    "_jvp_increment_nesting": "_jvp_decrement_nesting",
+    "_enter_dual_level": "_exit_dual_level",
+}
 _FUNCTIONS = {
     **SCALAR_FUNCTIONS,
     **_functions(operator, "_operator", "getitem"),
-    **_functions(predispatch, "torch._functorch.predispatch", _LEVELS),
+    **_functions(predispatch, "torch._functorch.predispatch", " ".join((_IN_LEVELS, *LEVELS, *LEVELS.values()))),
 }

@@ -32,6 +32,8 @@ __all__ = ["SavedProgram"]
 
 #: The version of torch's schema that torch 2.11 and later write.
 _MAJOR_VERSION = 8
+#: Of all conditions together.
+_MOST_LETTERS = 400_000
 
 
 class SavedProgram:
@@ -57,9 +59,10 @@ class SavedProgram:
         data = self._data["graph_module"]
         inputs = [_input_spec(spec) for spec in data["signature"]["input_specs"]]
         outputs = [_output_spec(spec) for spec in data["signature"]["output_specs"]]
+        _check_paths([spec.target for spec in inputs if spec.target is not None], data["signature"])
         names = {place: spec.arg.name for place, spec in enumerate(inputs) if isinstance(spec.arg, ConstantArgument)}
         calls = [_module_call(entry) for entry in data["module_call_graph"]]
-        guards = [_condition(guard) for guard in self._data["guards_code"]] if self._data.get("guards_code") else []
+        guards = _conditions(self._data.get("guards_code"))
         symbols = Symbols(self._data.get("range_constraints"))
         reader = GraphReader(symbols, operators)
         root = reader.read(data["graph"], names)
@@ -104,6 +107,17 @@ def _input_spec(data: Data) -> InputSpec:
     target = content[f"{kind}_name"].state_path()
     persistent = content["persistent"].boolean() if kind == "buffer" else None
     return InputSpec(_STATE_INPUTS[kind], TensorArgument(name), target, persistent)
+
+
+def _check_paths(paths: list[str], data: Data) -> None:
+    """Raises where a parameter would have to be a module, too."""
+    known = set(paths)
+    for path in paths:
+        owner = path.rpartition(".")[0]
+        while owner:
+            if owner in known:
+                data.malformed(f"{owner[:100]!r} is a tensor, and so is {path[:100]!r} in it")
+            owner = owner.rpartition(".")[0]
 
 
 def _output_spec(data: Data) -> OutputSpec:
@@ -186,6 +200,13 @@ def _module_call(data: Data) -> ModuleCallEntry:
 
 
 # Conditions ------------------------------------------------------------------------------------------------------
+
+
+def _conditions(data: Data | None) -> list[str]:
+    """The conditions on the inputs; each call checks all of them."""
+    if data is not None and sum(len(condition.text()) for condition in data) > _MOST_LETTERS:
+        data.malformed(f"its conditions have more than {_MOST_LETTERS} letters")
+    return [] if data is None else [_condition(condition) for condition in data]
 
 
 def _condition(data: Data) -> str:

@@ -32,6 +32,8 @@ _LARGEST_EXPONENT = 8
 #: operation and every new shape costs something, and products of sums grow like powers of their number of terms.
 _MOST_WORK = 100_000
 _WORK_OF_OPERATION, _WORK_OF_REMAINDER, _WORK_OF_SHAPE = 6, 30, 35
+_USUAL_DIMENSIONS = 8
+_MOST_RANGES = 100_000
 
 
 class Symbols:
@@ -43,10 +45,14 @@ class Symbols:
         self._symbols: dict[str, sympy.Symbol] = {}
         self._known: dict[str, sympy.Basic] = {}
         self._terms: dict[sympy.Basic, int] = {}
-        self._shapes: set[tuple[Any, ...]] = set()
+        self._shapes: set[str] = set()
         self._work = 0
+        if ranges is not None and len(list(ranges.entries())) > _MOST_RANGES:
+            ranges.malformed(f"it has more than {_MOST_RANGES} ranges, which no graph needs")
         self._ranges = {key: _range(data) for key, data in ranges.entries()} if ranges is not None else {}
         self._in_range: dict[str, sympy.Basic] = {}
+        #: Ranges of expressions that have not come up yet.
+        self._awaited = {key for key in self._ranges if not _SYMBOL.fullmatch(key)}
         #: Unbacked symbols that no node is known to give yet.
         self.pending: set[sympy.Symbol] = set()
         # Unbacked symbols that are made later must have other names.
@@ -91,6 +97,8 @@ class Symbols:
     def _expression(self, data: Data, hint_kind: str) -> dict[str, Any]:
         written, given = data["as_expr"]["expr_str"], data["as_expr"].get("hint")
         expression = self._sympy(written)
+        if isinstance(expression, _TRUTHS) != (hint_kind == "as_bool") and not isinstance(expression, sympy.Symbol):
+            written.refuse(f"{written.value[:100]!r} is no {'truth value' if hint_kind == 'as_bool' else 'number'}")
         if given is None:
             return {"sym": expression, "hint": None}
         hint = given[hint_kind].integer() if hint_kind == "as_int" else given[hint_kind].number()
@@ -115,14 +123,16 @@ class Symbols:
 
     def _charge_shape(self, sizes: list[Any], strides: list[Any], data: Data) -> None:
         """Counts what it takes to look at a shape: torch multiplies its sizes with each other and with its strides."""
-        shape = (*map(str, sizes), "strides", *map(str, strides))
-        if shape in self._shapes:
-            return
-        self._shapes.add(shape)
-        pairs = zip(map(self._terms_of, sizes), map(self._terms_of, strides), strict=True)
-        work = sum(math.ceil((size * stride) ** 0.825 / 2) for size, stride in pairs if size * stride > 1)
+        shape = f"{data['sizes'].value} {data['strides'].value}"
+        terms = list(zip(map(self._terms_of, sizes), map(self._terms_of, strides), strict=True))
+        pairs = [size * stride for size, stride in terms if size * stride > 1]
+        # A shape that is known costs little, unless it has more dimensions than tensors of models have.
+        work = 2 * max(0, len(pairs) - _USUAL_DIMENSIONS)
+        if pairs and shape not in self._shapes:
+            self._shapes.add(shape)
+            work += _WORK_OF_SHAPE + sum(math.ceil(pair**0.825 / 2) for pair in pairs)
         try:
-            self._charge(_WORK_OF_SHAPE + work if work else 0)
+            self._charge(work)
         except ExpressionError as error:
             data.refuse(str(error))
 
@@ -137,11 +147,12 @@ class Symbols:
     def _restrict(self, expression: sympy.Basic) -> None:
         """Tells the shape environment the ranges of an expression and its parts; they go by the text of sympy."""
         parts = {expression, *expression.free_symbols}
-        if self._ranges.keys() - self._in_range.keys() - self._symbols.keys():
+        if self._awaited:
             parts.update(sympy.preorder_traversal(expression))
         for key, part in sorted((str(part), part) for part in parts if str(part) in self._ranges):
             if key not in self._in_range:
                 self._in_range[key], allowed = part, self._ranges[key]
+                self._awaited.discard(key)
                 self.env.constrain_symbol_range(part, compiler_min=allowed.lower, compiler_max=allowed.upper)
 
     # Making expressions ------------------------------------------------------------------------------------------
@@ -206,12 +217,13 @@ def _float(written: str) -> sympy.Float:
 def _terms(expression: Operation, counts: list[int]) -> int:
     """A bound on the terms: sympy and torch multiply out, so products of sums grow like powers.
 
-    A function counts for what is in it, since torch may find later that it gives just that, as FloorDiv(a + b, 1) does.
+    A function counts for what is in it, since torch may find later that it gives just that, as FloorDiv(a + b, 1) does,
+    and quotients like products, since torch multiplies the denominators of one in another.
     """
     terms = max(counts)
     if expression.name in _SUMS:
         terms = sum(counts)
-    elif expression.name in ("Mul", "*"):
+    elif expression.name in ("Mul", "*", *_QUOTIENTS):
         terms = math.prod(counts)
     elif expression.name in _POWERS:
         exponent = expression.operands[1]
@@ -242,6 +254,8 @@ _SUMS = ("Add", "+", "-")
 _POWERS = ("Pow", "**", "PowByNatural")
 _REMAINDERS = frozenset(("Mod", "PythonMod", "%"))
 _DIVISIONS = frozenset(("FloorDiv", "CeilDiv", "CleanDiv", "//"))
+_QUOTIENTS = (*_DIVISIONS, "IntTrueDiv", "FloatTrueDiv", "/")
+_TRUTHS = (sympy.core.relational.Relational, sympy.logic.boolalg.BooleanFunction, sympy.logic.boolalg.BooleanAtom)
 _DECIMAL = re.compile(r"-?\d{1,30}(\.\d{0,40})?([eE][+-]?\d{1,2})?", re.ASCII)
 _ASSUMPTIONS = frozenset(("integer", "positive", "nonnegative", "real", "finite", "negative", "nonpositive", "zero"))
 

@@ -1,0 +1,253 @@
+"""Archives whose names mean something else in generated code, or call what is no graph of the file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.archive_helpers import Spoilt, X
+from torch import Tensor, nn
+
+from partita import Program, capture, plan
+from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
+from partita.graphs.archives import load_exported
+from partita.policies import ByModule
+from partita.treatments import Call, Recompute
+
+
+class Small(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("archives") / "small.pt2"
+    torch.export.save(torch.export.export(Small(), (X,)), path)
+    return path
+
+
+def value(name: str) -> Any:
+    return {"as_tensor": {"name": name}}
+
+
+def node(target: str, args: list[Any], *outputs: str, name: str | None = None, hop: bool | None = None) -> Any:
+    return {
+        "target": target,
+        "inputs": [{"name": "", "arg": arg, "kind": 1} for arg in args],
+        "outputs": list(map(value, outputs)),
+        "metadata": {},
+        "is_hop_single_tensor_return": hop,
+        "name": name or outputs[0],
+    }
+
+
+def graph(inputs: list[str], nodes: list[Any], outputs: list[str]) -> Any:
+    names = {*inputs, *(given["as_tensor"]["name"] for one in nodes for given in one["outputs"])}
+    meta = {
+        "dtype": 7,
+        "sizes": [{"as_int": 6}, {"as_int": 4}],
+        "requires_grad": False,
+        "device": {"type": "cpu", "index": None},
+        "strides": [{"as_int": 4}, {"as_int": 1}],
+        "storage_offset": {"as_int": 0},
+        "layout": 7,
+    }
+    return {
+        "inputs": list(map(value, inputs)),
+        "outputs": list(map(value, outputs)),
+        "nodes": nodes,
+        "tensor_values": dict.fromkeys(names, meta),
+        "sym_int_values": {},
+        "sym_bool_values": {},
+        "sym_float_values": {},
+        "custom_obj_values": {},
+        "is_single_tensor_return": False,
+    }
+
+
+def body(name: str, content: Any) -> Any:
+    return {"as_graph": {"name": name, "graph": content}}
+
+
+def sine(given: str, result: str) -> Any:
+    made = node("torch.ops.aten.sin.default", [value(given)], result)
+    made["inputs"][0]["name"] = "self"
+    return made
+
+
+SINE = graph(["p"], [sine("p", "q")], ["q"])
+EMPTY = graph([], [], [])
+WRAP, ITE, ITEM = "torch.ops.higher_order.wrap", "torch.sym_ite", "_operator.getitem"
+TRUE = {"as_bool": True}
+
+
+def written(small: Path, path: Path, nodes: list[Any], result: str = "r") -> Path:
+    """A program of one input `x` that runs these nodes."""
+    spoilt = Spoilt(small)
+
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"] = graph(["x"], nodes, [result])
+        program["graph_module"]["signature"]["output_specs"] = [{"user_output": {"arg": value(result)}}]
+
+    spoilt.program(change)
+    return spoilt.write(path)
+
+
+def test_a_graph_that_is_wrapped_is_loaded(small: Path, tmp_path: Path) -> None:
+    path = written(small, tmp_path / "m.pt2", [node(WRAP, [body("own", SINE), value("x")], "r", hop=False)])
+    assert torch.equal(load_exported(path).module()(X), X.sin())
+
+
+def attribute_of(name: str) -> Any:
+    """A graph that gives an attribute of its input, once a value called `self` hides the module."""
+    hidden = node(ITE, [TRUE, value("p"), value("p")], "self")
+    return graph(["p"], [hidden, node(ITE, [TRUE, body(name, EMPTY), body(name, EMPTY)], "q")], ["q", "self"])
+
+
+def reaching_for_the_system(canary: Path) -> list[Any]:
+    """From a tensor to `os.system`, attribute by attribute, and a call of it."""
+    nodes, last = [], "x"
+    for place, name in enumerate(("split", "__globals__", "torch", "os", "system")):
+        if name == "torch":
+            nodes.append(node(ITEM, [value(last), {"as_string": name}], f"v{place}"))
+        else:
+            args = [body(f"b{place}", attribute_of(name)), value(last)]
+            nodes.append(node(WRAP, args, f"v{place}", f"w{place}", name=f"c{place}", hop=False))
+        last = f"v{place}"
+    return [*nodes, node(WRAP, [value(last), {"as_string": f"touch {canary.name}"}], "called"), sine("x", "r")]
+
+
+def test_no_way_leads_from_a_tensor_to_the_system(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = written(small, tmp_path / "m.pt2", reaching_for_the_system(tmp_path / "canary"))
+    with pytest.raises(UntrustedArchiveError):
+        Program.of(path)
+    assert not (tmp_path / "canary").exists()
+
+
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "a value called self": ([sine("x", "self"), sine("self", "r")], "'self' means something else"),
+    "a value called torch": ([sine("x", "torch"), sine("torch", "r")], "'torch' means something else"),
+    "a graph called __globals__": ([node(WRAP, [body("__globals__", SINE), value("x")], "r")], "another attribute"),
+    "a graph called recompile": ([node(WRAP, [body("recompile", SINE), value("x")], "r")], "another attribute"),
+    "a graph called _guards_fn": ([node(WRAP, [body("_guards_fn", SINE), value("x")], "r")], "another attribute"),
+    "a graph as a number": ([node(ITE, [TRUE, body("b", SINE), body("b", SINE)], "r")], "it is no number"),
+    "a graph as an operand": ([node(WRAP, [body("b", SINE), body("c", SINE)], "r")], "no argument of this kind"),
+    "a call of a value": ([node(WRAP, [value("x"), value("x")], "r")], "it calls what is no graph"),
+    "a call of an operator": ([node(WRAP, [{"as_operator": "torch.ops.aten.sin.default"}], "r")], "no graph"),
+    "an operator that runs graphs": (
+        [node("torch.ops.higher_order.out_dtype", [{"as_operator": WRAP}, value("x")], "r")],
+        "no single operator",
+    ),
+    "an item by a text": ([node(ITEM, [value("x"), {"as_string": "torch"}], "r")], "takes no item out of a list"),
+    "an item of a tensor": ([node(ITEM, [value("x"), {"as_int": 0}], "r")], "takes no item out of a list"),
+    "a level left open": (
+        [
+            node("torch._functorch.predispatch._vmap_increment_nesting", [{"as_int": 6}, {"as_string": "error"}], "l"),
+            sine("x", "r"),
+        ],
+        "enters a level that the graph does not leave",
+    ),
+    "a level left twice": (
+        [node("torch._functorch.predispatch._vmap_decrement_nesting", [], "l"), sine("x", "r")],
+        "leaves a level that was not entered",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_means_more_than_it_says_is_refused(small: Path, tmp_path: Path, case: str) -> None:
+    nodes, words = REFUSED[case]
+    with pytest.raises(UntrustedArchiveError, match=words):
+        load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+@pytest.mark.parametrize("name", ["device", "input", "type", "print", "inf", "args", "x_007", "output"])
+def test_other_names_are_just_names(small: Path, tmp_path: Path, name: str) -> None:
+    path = written(small, tmp_path / "m.pt2", [sine("x", name), sine(name, "r")])
+    loaded = load_exported(path)
+    assert torch.equal(loaded.module()(X), X.sin().sin())
+    assert name in {one.name for one in loaded.graph.nodes}
+    loaded.graph.lint()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/tmp/outside.weight", "_guards_fn", "self.weight", "training", "a._modules", "a.training", "_in_spec", "meta"],
+)
+def test_paths_that_are_something_else_are_refused(tmp_path: Path, path: str) -> None:
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")
+    spoilt = Spoilt(tmp_path / "linear.pt2")
+    for member in ("models/model.json", "data/weights/model_weights_config.json"):
+        spoilt.members[member] = spoilt.members[member].replace(b'"weight"', f'"{path}"'.encode())
+    with pytest.raises(UntrustedArchiveError, match="is no path of a parameter"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_a_tensor_inside_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")
+    spoilt = Spoilt(tmp_path / "linear.pt2")
+    for member in ("models/model.json", "data/weights/model_weights_config.json"):
+        spoilt.members[member] = spoilt.members[member].replace(b'"weight"', b'"bias.weight"')
+    with pytest.raises(ArchiveError, match=r"'bias' is a tensor, and so is 'bias.weight' in it"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+@pytest.mark.parametrize("path", ["a\0b", 3])
+def test_what_is_no_path_is_refused_in_words(path: Any) -> None:
+    with pytest.raises(OptionError, match="an archive is loaded from a path"):
+        load_exported(path)
+
+
+def test_names_that_count_backwards_cost_no_more_than_others(small: Path, tmp_path: Path) -> None:
+    """torch.fx starts counting where the last name ended, so that a file could make it count for hours."""
+
+    def work(name: Callable[[int, int], str], count: int) -> int:
+        nodes, last = [], "x"
+        for place in range(count):
+            nodes.append(sine(last, f"n{place}"))
+            nodes[-1]["name"] = name(place, count)
+            last = f"n{place}"
+        return lines_of_create_name(written(small, tmp_path / "m.pt2", [*nodes, sine(last, "r")]))
+
+    plain = work(lambda place, count: f"k_{place}", 100)
+    assert work(lambda place, count: f"k_{count - place}" if place % 2 else "k_1", 100) < 1.1 * plain
+
+
+def lines_of_create_name(path: Path) -> int:
+    """How many lines of the function by which torch.fx finds free names a load runs."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line" and frame.f_code.co_name == "create_name"
+        return note if frame.f_code.co_name == "create_name" else None
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        load_exported(path)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_module_called_self_can_be_cut(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("self", nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner: Tensor = self.get_submodule("self")(x)
+            return inner.sin()
+
+    model = Model()
+    for treatment in (Call(), Recompute()):
+        cut = plan(capture(model, (X,)), ByModule("self"), treatment).apply().module()
+        assert torch.equal(cut(X), model(X))
