@@ -29,6 +29,7 @@ from tests.fuser_helpers import described, fused_modules, named
 from tests.split_helpers import Draft, ambient, dump, same
 from tests.test_split_parity import random_graph
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.export import _swap
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -789,6 +790,33 @@ def test_fusing_puts_a_graph_that_is_being_edited_in_order_as_torchs_does() -> N
         assert same(module(X), X.exp().cos().tan().relu())
 
 
+def test_a_graph_that_was_edited_is_put_in_order_and_keeps_its_nodes() -> None:
+    module, others = swapped()
+    assert ours.legalize_graph(module) is module
+    module.graph.lint()
+    assert [node.name for node in module.graph.nodes] == ["x", "exp", "cos", "tan", "relu", "output"]
+    assert named(module, ["cos", "tan", "relu"]) == others
+    assert same(module(X), X.exp().cos().tan().relu())
+
+
+def test_putting_a_graph_in_order_keeps_writes_in_theirs() -> None:
+    draft = Draft()
+    x = draft.input("x")
+    first = draft.call(torch.sin, draft.call(torch.neg, x))
+    draft.method("add_", x, 1)
+    module = draft.done((first, draft.call(torch.cos, x)))
+    expected = [node.name for node in module.graph.nodes]
+    assert [node.name for node in ours.legalize_graph(module).graph.nodes] == expected
+
+
+def test_a_cycle_cannot_be_put_in_order() -> None:
+    module = chain()
+    sine, cosine = named(module, ["sin", "cos"])
+    sine.args = (cosine,)
+    with pytest.raises(RuntimeError, match=r"'sin' reads 'cos' before it is computed"):
+        ours.legalize_graph(module)
+
+
 def test_a_call_is_inserted_into_a_graph_that_is_being_edited() -> None:
     module, others = swapped()
     body, inputs, outputs = ours.fuse_as_graphmodule(module, others[:2], "Body")
@@ -872,3 +900,30 @@ def test_torchs_swapping_of_modules_works_with_our_fuser(monkeypatch: pytest.Mon
         module.load_state_dict(net.get_submodule(name).state_dict())
     result = _swap._swap_modules(exported, dict(swapped_in))
     assert same(result(X), net(X))
+
+
+class CallDelegate(HigherOrderOperator):
+    """An operator like ExecuTorch's, which calls a module that is no graph."""
+
+    def __init__(self) -> None:
+        super().__init__("executorch_call_delegate")
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        return super().__call__(module, *args)
+
+
+def test_what_stands_around_the_call_of_a_delegate_can_be_fused_as_in_torch() -> None:
+    def make() -> GraphModule:
+        draft = Draft(lowered=nn.Identity())
+        x, y, lowered = draft.input("x"), draft.input("y"), draft.attr("lowered")
+        first = draft.call(torch.ops.aten.add.Tensor, x, y)
+        called = draft.call(delegate, lowered, x)
+        return draft.done((draft.call(torch.ops.aten.mul.Tensor, first, x), called))
+
+    delegate, found = CallDelegate(), []
+    for fuser in (ours, theirs):
+        module = make()
+        nodes = [node for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        body, inputs, outputs = fuser.fuse_as_graphmodule(module, nodes, "Body")
+        found.append((body.code, [node.name for node in inputs], [node.name for node in outputs]))
+    assert found[0] == found[1]

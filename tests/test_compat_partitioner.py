@@ -33,8 +33,11 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra import partitioner as theirs
 from torch.fx.passes.operator_support import OperatorSupport, create_op_support
+from torch.fx.passes.tools_common import legalize_graph
+from torch.fx.passes.utils import fuser_utils as their_fuser
 
 from partita import Program, compare
+from partita.compat import fuser_utils as our_fuser
 from partita.compat import partitioner as ours
 from partita.errors import CallbackError, OptionError
 from partita.graphs.summation import summation_tolerance
@@ -629,3 +632,44 @@ def test_a_graph_without_an_output_is_proposed_as_torch_does() -> None:
 
     (_, partitions), (_, expected) = both(open_chain, calls_but("tan"), allows_single_node_partition=True)
     assert proposed(partitions) == proposed(expected)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.erfinv(self.one(x).tanh())) + x
+
+
+def delegated(partitioning: Any, fusing: Any) -> list[tuple[Any, ...]]:
+    """An exported program whose partitions own their parameters, cut out one by one as ExecuTorch does."""
+    gm = torch.export.export(TwoLayers(), (X,)).graph_module
+    support = Supported(
+        lambda node: node.name.startswith("p_") or (node.op == "call_function" and node.name != "erfinv")
+    )
+    partitioner = partitioning.CapabilityBasedPartitioner(gm, support, allows_single_node_partition=True)
+    found: list[tuple[Any, ...]] = []
+    groups = [[node.name for node in partition.nodes] for partition in partitioner.propose_partitions()]
+    for number, names in enumerate(groups):
+        nodes = fusing.topo_sort(named(gm, names))
+        body, inputs, outputs = fusing.fuse_as_graphmodule(gm, nodes, f"Delegate{number}")
+        fusing.insert_subgm(gm, body, inputs, outputs)
+        fusing.erase_nodes(gm, nodes)
+        legalize_graph(gm)
+        called = [node.name for node in gm.graph.nodes if node.op == "call_module"]
+        taken = sorted(node.name for node in body.graph.find_nodes(op="placeholder"))
+        calls = [node.name for node in body.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)]
+        found.append((taken, calls, list(map(str, inputs)), list(map(str, outputs)), called, str(gm.graph)))
+    return found
+
+
+@AS_IN_TORCH_2_13
+def test_partitions_of_an_exported_program_take_their_parameters_along_as_in_torch() -> None:
+    found = delegated(ours, our_fuser)
+    assert found == delegated(theirs, their_fuser)
+    assert [taken for taken, *_ in found] == [
+        ["erfinv", "p_two_bias", "p_two_weight", "x"],
+        ["p_one_bias", "p_one_weight", "x"],
+    ]

@@ -21,6 +21,7 @@ from partita.compat._fused_groups import (
 from partita.compat._node_order import is_convex, sorted_nodes
 from partita.errors import BrokenGraphError, ModeError
 from partita.graphs.followers import followers_of
+from partita.graphs.index import index_of_edited
 from partita.graphs.program import program_being_edited
 from partita.rewrite.fuse import fuse
 from partita.rewrite.fused_bodies import FusedStyle, fused_body, is_idle, mode_of_call
@@ -31,6 +32,7 @@ __all__ = [
     "fuse_as_graphmodule",
     "fuse_by_partitions",
     "insert_subgm",
+    "legalize_graph",
     "topo_sort",
     "validate_partition",
 ]
@@ -125,6 +127,25 @@ def erase_nodes(gm: GraphModule, nodes: NodeList) -> None:
             )
     for node in reversed(sorted_nodes(sorted(held), {})):
         gm.graph.erase_node(node)
+
+
+def legalize_graph(gm: GraphModule) -> GraphModule:
+    """`gm` with its nodes in an order in which they can run; in place.
+
+    A node moves only if it stands before what it reads, or behind the output. Nodes that write or draw stay in their
+    order as far as data lets them; torch puts all nodes in an order of its own, which forgets about that.
+    """
+    nodes = index_of_edited(checked_module(gm).graph).nodes
+    before: Node | None = None
+    for node in nodes:
+        first = next(iter(gm.graph.nodes))
+        if before is None and node is not first:
+            first.prepend(node)
+        elif before is not None and before.next is not node:
+            before.append(node)
+        before = node
+    gm.recompile()
+    return gm
 
 
 @gc_paused()

@@ -66,6 +66,8 @@ def behaviour_of_call(
     """What the call `node` of these modules may do, its slots by the place of each argument."""
     if isinstance(modules, nn.Module):
         return of_module(modules)
+    if getattr(node.target, "__name__", "") == _DELEGATE:
+        return Behaviour(impure=True)
     if not modules:
         return _of_bare_operator(node)
     return merged(_as_seen_by_operator(node, body, of_module(body)) for body in modules)
@@ -147,6 +149,9 @@ def _of_bare_operator(node: Node) -> Behaviour:
     return merged((replace(told, writes=(EVERY,) if told.writes else (), aliases=(EVERY,)), ordered))
 
 
+#: ExecuTorch's operator, which runs what a delegate made of a functional graph: it gives new tensors and writes none of
+#: its arguments. It may own buffers, so that calls keep their order.
+_DELEGATE = "executorch_call_delegate"
 _FUNCTIONAL = frozenset(
     ("auto_functionalized", "auto_functionalized_v2", "out_dtype", "triton_kernel_wrapper_functional")
 )
