@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor.output_code import RegionalOutputCode
+from torch._inductor import output_code
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx._graph_pickler import GraphPickler
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.traceback import annotate
+from torch.fx.traceback import annotate, preserve_node_meta
 
 import partita
 from partita import Program
@@ -46,6 +47,9 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 quick = pytest.mark.usefixtures("_no_compiler")
+can_be_kept = pytest.mark.skipif(
+    not hasattr(output_code, "RegionalOutputCode"), reason="this torch cannot keep a graph with compiled regions"
+)
 
 
 def marked(value: object = 0) -> Any:
@@ -446,6 +450,7 @@ def pickled(gm: GraphModule, inputs: Sequence[Any]) -> Any:
     return result
 
 
+@can_be_kept
 @quick
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -463,6 +468,7 @@ def test_what_torchs_pickler_gives_back_trains_as_before(
             torch.testing.assert_close(*[torch.autograd.grad(result.sum(), x)[0] for result in (found, expected)])
 
 
+@can_be_kept
 @quick
 def test_a_region_that_torchs_pickler_gave_back_can_run_its_body() -> None:
     gm = regional_inductor(traced(scaled, torch.randn(4)))
@@ -473,6 +479,7 @@ def test_a_region_that_torchs_pickler_gave_back_can_run_its_body() -> None:
     assert torch.equal(found, x.sin() * 2.5)
 
 
+@can_be_kept
 @quick
 def test_what_is_kept_is_compiled_at_once_and_not_again(caplog: pytest.LogCaptureFixture) -> None:
     def model(x: Tensor, weight: Tensor) -> Tensor:
@@ -486,7 +493,7 @@ def test_what_is_kept_is_compiled_at_once_and_not_again(caplog: pytest.LogCaptur
         with caplog.at_level(logging.INFO, "partita.runtime"):
             result = regional_inductor(gm, *inputs)
         counts.append(sum(record.getMessage().startswith("compiled") for record in caplog.records))
-        assert isinstance(result, RegionalOutputCode)
+        assert isinstance(result, output_code.RegionalOutputCode)
         return result
 
     call = torch.compile(model, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True)
@@ -497,6 +504,7 @@ def test_what_is_kept_is_compiled_at_once_and_not_again(caplog: pytest.LogCaptur
     assert sum(record.getMessage().startswith("compiled") for record in caplog.records) == 2
 
 
+@can_be_kept
 @quick
 def test_a_region_of_sizes_that_depend_on_data_is_kept_too() -> None:
     def model(x: Tensor) -> Tensor:
@@ -509,6 +517,24 @@ def test_a_region_of_sizes_that_depend_on_data_is_kept_too() -> None:
         assert torch.equal(compiled(model)(x), model(x))
 
 
+@quick
+@can_be_kept
+def test_what_is_kept_can_be_stored_under_a_fake_mode_and_trains_where_it_is_called_with_gradients() -> None:
+    mode, x = FakeTensorMode(), torch.randn(4, requires_grad=True)
+    with kept(), mode, preserve_node_meta():
+        fake = mode.from_tensor(x)
+        result: Any = regional_inductor(make_fx(scaled)(fake), fake)
+    result.prepare_for_serialization()
+    assert result._graph_module is None
+    result.post_compile([fake], output_code.CompiledFxGraphConstants(), {"is_backward": False})
+    with mode:
+        assert result([fake]).shape == (4,)
+    found = result([x])
+    assert torch.equal(found, scaled(x))
+    assert torch.equal(*[torch.autograd.grad(each.sum(), x)[0] for each in (found, scaled(x))])
+
+
+@can_be_kept
 def test_a_model_is_compiled_ahead_of_time_and_loaded_without_compiling_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
