@@ -799,6 +799,13 @@ def test_a_graph_that_was_edited_is_put_in_order_and_keeps_its_nodes() -> None:
     assert same(module(X), X.exp().cos().tan().relu())
 
 
+def test_fusing_nothing_puts_a_graph_that_is_being_edited_in_order_too() -> None:
+    module, _ = swapped()
+    ours.fuse_by_partitions(module, [])
+    module.graph.lint()
+    assert same(module(X), X.exp().cos().tan().relu())
+
+
 def test_putting_a_graph_in_order_keeps_writes_in_theirs() -> None:
     draft = Draft()
     x = draft.input("x")

@@ -673,3 +673,24 @@ def test_partitions_of_an_exported_program_take_their_parameters_along_as_in_tor
         ["erfinv", "p_two_bias", "p_two_weight", "x"],
         ["p_one_bias", "p_one_weight", "x"],
     ]
+
+
+def edited(seed: int) -> GraphModule:
+    """A graph of functions in which nodes behind the output have taken the place of others."""
+    module, dice = pure_graph(seed, 12), random.Random(seed)
+    for _ in range(2):
+        old = dice.choice([node for node in module.graph.nodes if node.op == "call_function"])
+        old.replace_all_uses_with(module.graph.call_function(torch.exp, (old.args[0],)))
+        module.graph.erase_node(old)
+    return module
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_graphs_that_are_being_edited_are_partitioned_and_fused(seed: int) -> None:
+    refused = some_names(edited(seed), seed, 0.3)
+    support = Supported(lambda node: node.op != "output" and node.name not in refused)
+    options = {"allows_single_node_partition": True, "skip_horizontal_fusion": seed % 3 == 0}
+    partitioner = ours.CapabilityBasedPartitioner(edited(seed), support, **options)
+    fused = partitioner.partition_and_fuse()
+    fused.graph.lint()
+    assert same(fused(X, X + 1), legalize_graph(edited(seed))(X, X + 1))

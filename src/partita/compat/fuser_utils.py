@@ -170,7 +170,7 @@ def fuse_by_partitions(
         if any(not is_idle(program, number[node]) for node in held):
             groups[name] = held
     if not groups:
-        return gm
+        return gm if program.index.nodes == list(gm.graph.nodes) else legalize_graph(gm)
     check_together(program, list(groups.values()), list(groups))
     followers = followers_of(program)
     numbers = [[number[node] for node in sorted_nodes(group, followers)] for group in groups.values()]
