@@ -6,8 +6,9 @@ Where ours differs on purpose:
 |---|---|
 | effects and modes count as dependencies | torch moves reads past writes and draws past draws, and mixes modes |
 | getitem follows only what makes a container, by a constant | torch forces slices in, or never ends |
-| inputs and outputs are never in a partition | torch fails later |
-| a read of an attribute goes to the one partition that reads it, or stays outside | torch puts it anywhere |
+| outputs are never in a partition | torch fails later |
+| inputs and attributes go to the one partition that reads them, or stay outside | torch puts them anywhere |
+| modules and methods count as compute | torch leaves graphs of modules out |
 | the name of an operator stands for its overloads | the default list of torch names `aten.view`, which no node calls |
 | without horizontal fusion, partitions are legal together | torch's are not always |
 """
