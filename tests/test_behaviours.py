@@ -286,6 +286,42 @@ def test_a_module_with_a_hook_is_unknown():
     assert told("call_module", "child", X, root=root)[1].unknown
 
 
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x.sin()
+
+
+class _Sine(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+
+def _exported(model: nn.Module, **options: bool) -> nn.Module:
+    root = nn.Module()
+    root.child = torch.export.export(model, (torch.ones(3),)).module(**options)
+    return root
+
+
+@pytest.mark.parametrize("check_guards", [True, False])
+def test_the_module_of_an_exported_program_does_what_its_graph_does(check_guards):
+    assert not told("call_module", "child", X, root=_exported(_Sine(), check_guards=check_guards))[1].acts
+    root = _exported(_Counting(), check_guards=check_guards)
+    behaviour = told("call_module", "child", X, root=root)[1]
+    assert not behaviour.unknown
+    assert [tensor is root.child.calls for tensor in behaviour.state_writes] == [True]
+
+
+def test_a_hook_of_the_user_on_the_module_of_an_exported_program_is_unknown():
+    root = _exported(_Sine())
+    root.child.register_forward_hook(lambda module, args, output: None)
+    assert told("call_module", "child", X, root=root)[1].unknown
+
+
 def _body(write: str | None, returned: int) -> GraphModule:
     graph = Graph()
     inputs = [graph.placeholder("a"), graph.placeholder("b")]

@@ -98,6 +98,54 @@ def test_the_mode_while_the_pass_runs_does_not_matter() -> None:
                 assert [*described(OURS[name](module, None)[0])] == expected
 
 
+class Forces(nn.Module):
+    """Computes with gradients, whoever calls it, then as the caller does, then without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            forced = (x * self.weight).sum()
+        return forced, (forced * self.weight).exp()
+
+
+@pytest.mark.parametrize("called_with", [True, False])
+@pytest.mark.parametrize("exported_with", [True, False])
+def test_an_export_without_gradients_keeps_what_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch, exported_with: bool, called_with: bool
+) -> None:
+    monkeypatch.setattr(torch_set_grad, "replace_set_grad_with_hop_pass", OURS["grad"])
+    with torch.set_grad_enabled(exported_with):
+        module = torch.export.export(Forces(), (torch.randn(3),)).module()
+    with torch.set_grad_enabled(called_with):
+        found = [value.requires_grad for value in module(torch.randn(3))]
+    # As in torch, an export with gradients says nothing about a block that changes nothing then.
+    assert found == [called_with or not exported_with, called_with]
+
+
+def test_a_graph_of_an_export_without_gradients_keeps_its_toggles_under_gradients() -> None:
+    with no_grad():
+        module, signature = raw_export(Forces(), torch.randn(3))
+    result, _ = OURS["grad"](module, signature)
+    assert tree(result).split() == text("enable_grad\n    mul\n    sum_1\nno_grad\n    mul_1\n    exp").split()
+
+
+def test_switches_that_are_no_blocks_are_all_kept() -> None:
+    graph = Graph()
+    value = graph.placeholder("x")
+    for enabled, function in ((False, torch.sin), (True, torch.cos), (False, torch.tan)):
+        graph.call_function(SET_GRAD, (enabled,))
+        value = graph.call_function(function, (value,))
+    graph.output(value)
+    module = GraphModule(nn.Module(), graph)
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            result, _ = OURS["grad"](module, None)
+        assert tree(result).split() == text("no_grad\n    sin\nenable_grad\n    cos\nno_grad\n    tan").split()
+
+
 def owner() -> tuple[GraphModule, nn.Module]:
     root = nn.Module()
     root.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])

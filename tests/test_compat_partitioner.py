@@ -6,8 +6,9 @@ Where ours differs on purpose:
 |---|---|
 | effects and modes count as dependencies | torch moves reads past writes and draws past draws, and mixes modes |
 | getitem follows only what makes a container, by a constant | torch forces slices in, or never ends |
-| inputs and outputs are never in a partition | torch fails later |
-| a read of an attribute goes to the one partition that reads it, or stays outside | torch puts it anywhere |
+| outputs are never in a partition | torch fails later |
+| inputs and attributes go to the one partition that reads them, or stay outside | torch puts them anywhere |
+| modules and methods count as compute | torch leaves graphs of modules out |
 | the name of an operator stands for its overloads | the default list of torch names `aten.view`, which no node calls |
 | without horizontal fusion, partitions are legal together | torch's are not always |
 """
@@ -33,8 +34,11 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra import partitioner as theirs
 from torch.fx.passes.operator_support import OperatorSupport, create_op_support
+from torch.fx.passes.tools_common import legalize_graph
+from torch.fx.passes.utils import fuser_utils as their_fuser
 
 from partita import Program, compare
+from partita.compat import fuser_utils as our_fuser
 from partita.compat import partitioner as ours
 from partita.errors import CallbackError, OptionError
 from partita.graphs.summation import summation_tolerance
@@ -402,7 +406,7 @@ def test_an_unsupported_slice_of_a_tensor_stays_outside() -> None:
 def test_a_support_that_takes_inputs_and_outputs_is_handled(support: OperatorSupport) -> None:
     module = symbolic_trace(lambda x, y: (x + y) + y)
     partitioner = ours.CapabilityBasedPartitioner(module, support)
-    assert sets(partitioner.propose_partitions()) == [{"add", "add_1"}]
+    assert sets(partitioner.propose_partitions()) == [{"x", "y", "add", "add_1"}]
     assert same(partitioner.partition_and_fuse()(X, X), X + X + X)
 
 
@@ -438,7 +442,7 @@ def test_an_attribute_goes_to_the_one_partition_that_reads_it() -> None:
     partitioner = ours.CapabilityBasedPartitioner(module, support)
     assert sets(partitioner.propose_partitions()) == [
         {"add_1", "sin"},
-        {"one", "body", "add", "mul", "cond", "getitem"},
+        {"x", "one", "body", "add", "mul", "cond", "getitem"},
     ]
     fused = partitioner.partition_and_fuse()
     assert [node.name for node in fused.graph.find_nodes(op="get_attr")] == ["two"]
@@ -543,3 +547,151 @@ def test_a_target_of_another_dialect_is_as_pure_as_its_schema_says(between: str,
     graph.output((second, other))
     found = propose(GraphModule(nn.Module(), graph), calls_but("other"))
     assert len(found) == (1 if together else 2)
+
+
+# Placeholders, subclasses, and graphs that are being edited -----------------------------------------------------------
+
+
+def with_constants(seed: int) -> GraphModule:
+    """A graph in which every other value is scaled by a constant of its own."""
+    dice, graph = random.Random(seed), Graph()
+    constants = [graph.placeholder(f"p_{at}") for at in range(6)]
+    made = [graph.placeholder("x")]
+    for constant in constants:
+        made.append(graph.call_function(torch.mul, (dice.choice(made[-3:]), constant)))
+        made.append(graph.call_function(dice.choice([torch.sin, torch.neg]), (dice.choice(made[-3:]),)))
+    graph.output(tuple(node for node in made if not node.users))
+    return GraphModule(nn.Module(), graph)
+
+
+@AS_IN_TORCH_2_13
+@pytest.mark.parametrize("seed", range(20))
+def test_supported_placeholders_of_one_partition_are_proposed_as_torch_does(seed: int) -> None:
+    refused = {name for name in some_names(with_constants(seed), seed, 0.3) if name.startswith(("sin", "neg"))}
+    support = Supported(
+        lambda node: node.name.startswith("p_") or (node.op == "call_function" and node.name not in refused)
+    )
+    (mine, partitions), (_, expected) = both(lambda: with_constants(seed), support, allows_single_node_partition=True)
+    assert proposed(partitions) == proposed(expected)
+    inputs = [X + at for at in range(7)]
+    assert same(mine.fuse_partitions(partitions)(*inputs), with_constants(seed)(*inputs))
+
+
+def test_a_placeholder_that_two_partitions_read_stays_outside() -> None:
+    draft = Draft()
+    weight, x = draft.input("p_weight"), draft.input("x")
+    refused = draft.call(torch.neg, draft.call(torch.mul, x, weight))
+    module = draft.done(draft.call(torch.add, refused, weight))
+    support = Supported(lambda node: node.name == "p_weight" or (node.op == "call_function" and node.name != "neg"))
+    assert sets(propose(module, support)) == [{"add"}, {"mul"}]
+
+
+def test_a_subclass_may_set_all_that_torchs_partitioner_sets_and_leave_its_init_out() -> None:
+    class Own(ours.CapabilityBasedPartitioner):
+        def __init__(self, graph_module: GraphModule) -> None:
+            self.graph_module, self.operator_support = graph_module, calls_but("tan")
+            self.allows_single_node_partition = False
+            self.non_compute_ops = self.allowed_single_node_partition_ops = []
+            self.skip_horizontal_fusion = False
+
+    own = Own(chain())
+    assert sets(own.propose_partitions()) == [{"sin", "cos"}]
+    own.allowed_single_node_partition_ops = ["torch.relu"]
+    assert sets(own.propose_partitions()) == [{"relu"}, {"sin", "cos"}]
+    own.operator_support, own.graph_module = calls_but(), chain()
+    assert len(own.partition_and_fuse().graph.find_nodes(op="call_module")) == 1
+
+
+def test_every_attribute_of_torchs_partitioner_can_be_set() -> None:
+    mine, other = (
+        ours.CapabilityBasedPartitioner(chain(), calls_but()),
+        theirs.CapabilityBasedPartitioner(chain(), calls_but()),
+    )
+    for name in vars(other):
+        setattr(mine, name, mark := object())
+        assert getattr(mine, name) is mark
+
+
+def test_modules_and_methods_count_as_compute() -> None:
+    draft = Draft(one=nn.ReLU(), two=nn.Tanh())
+    x = draft.input("x")
+    modules = draft.module("two", draft.module("one", x))
+    methods = draft.method("cos", draft.method("sin", draft.call(torch.neg, modules)))
+    single = draft.module("one", draft.call(torch.neg, methods))
+    viewed = draft.method("view", draft.method("exp", draft.call(torch.neg, single)), 4)
+    module = draft.done(viewed)
+    refused = [node.name for node in module.graph.nodes if node.target is torch.neg]
+    found = sets(propose(module, calls_but(*refused), allows_single_node_partition=False))
+    assert found == [{"sin", "cos"}, {"one", "two"}]
+
+
+def test_a_graph_without_an_output_is_proposed_as_torch_does() -> None:
+    def open_chain() -> GraphModule:
+        module = chain()
+        module.graph.erase_node(module.graph.output_node())
+        return module
+
+    (_, partitions), (_, expected) = both(open_chain, calls_but("tan"), allows_single_node_partition=True)
+    assert proposed(partitions) == proposed(expected)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.erfinv(self.one(x).tanh())) + x
+
+
+def delegated(partitioning: Any, fusing: Any) -> list[tuple[Any, ...]]:
+    """An exported program whose partitions own their parameters, cut out one by one as ExecuTorch does."""
+    gm = torch.export.export(TwoLayers(), (X,)).graph_module
+    support = Supported(
+        lambda node: node.name.startswith("p_") or (node.op == "call_function" and node.name != "erfinv")
+    )
+    partitioner = partitioning.CapabilityBasedPartitioner(gm, support, allows_single_node_partition=True)
+    found: list[tuple[Any, ...]] = []
+    groups = [[node.name for node in partition.nodes] for partition in partitioner.propose_partitions()]
+    for number, names in enumerate(groups):
+        nodes = fusing.topo_sort(named(gm, names))
+        body, inputs, outputs = fusing.fuse_as_graphmodule(gm, nodes, f"Delegate{number}")
+        fusing.insert_subgm(gm, body, inputs, outputs)
+        fusing.erase_nodes(gm, nodes)
+        legalize_graph(gm)
+        called = [node.name for node in gm.graph.nodes if node.op == "call_module"]
+        taken = sorted(node.name for node in body.graph.find_nodes(op="placeholder"))
+        calls = [node.name for node in body.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)]
+        found.append((taken, calls, list(map(str, inputs)), list(map(str, outputs)), called, str(gm.graph)))
+    return found
+
+
+@AS_IN_TORCH_2_13
+def test_partitions_of_an_exported_program_take_their_parameters_along_as_in_torch() -> None:
+    found = delegated(ours, our_fuser)
+    assert found == delegated(theirs, their_fuser)
+    assert [taken for taken, *_ in found] == [
+        ["erfinv", "p_two_bias", "p_two_weight", "x"],
+        ["p_one_bias", "p_one_weight", "x"],
+    ]
+
+
+def edited(seed: int) -> GraphModule:
+    """A graph of functions in which nodes behind the output have taken the place of others."""
+    module, dice = pure_graph(seed, 12), random.Random(seed)
+    for _ in range(2):
+        old = dice.choice([node for node in module.graph.nodes if node.op == "call_function"])
+        old.replace_all_uses_with(module.graph.call_function(torch.exp, (old.args[0],)))
+        module.graph.erase_node(old)
+    return module
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_graphs_that_are_being_edited_are_partitioned_and_fused(seed: int) -> None:
+    refused = some_names(edited(seed), seed, 0.3)
+    support = Supported(lambda node: node.op != "output" and node.name not in refused)
+    options = {"allows_single_node_partition": True, "skip_horizontal_fusion": seed % 3 == 0}
+    partitioner = ours.CapabilityBasedPartitioner(edited(seed), support, **options)
+    fused = partitioner.partition_and_fuse()
+    fused.graph.lint()
+    assert same(fused(X, X + 1), legalize_graph(edited(seed))(X, X + 1))

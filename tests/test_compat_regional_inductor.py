@@ -5,14 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import output_code
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
-from torch.fx.traceback import annotate
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import annotate, preserve_node_meta
 
 import partita
 from partita import Program
@@ -40,6 +47,9 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 quick = pytest.mark.usefixtures("_no_compiler")
+can_be_kept = pytest.mark.skipif(
+    not hasattr(output_code, "RegionalOutputCode"), reason="this torch cannot keep a graph with compiled regions"
+)
 
 
 def marked(value: object = 0) -> Any:
@@ -404,6 +414,144 @@ def test_what_inductor_refuses_runs_between_marked_regions(
 def test_only_graph_modules_are_taken() -> None:
     with pytest.raises(OptionError, match="not Linear"):
         regional_inductor(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+# Kept by AOTAutograd, pickled, compiled ahead of time -----------------------------------------------------------------
+
+
+@torch.compiler.nested_compile_region
+def nested(x: Tensor) -> Tensor:
+    with marked():
+        return x.sin()
+
+
+def scaled(x: Tensor) -> Tensor:
+    with marked():
+        x = x.sin() * 2.5
+    return x.cos()
+
+
+def twice_nested(x: Tensor) -> Tensor:
+    return nested(nested(x + 1) + 1).sigmoid()
+
+
+def kept() -> Any:
+    return torch._functorch.config.patch(force_autograd_cache=True)
+
+
+def pickled(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+    """A compiler whose result has been through a pickle."""
+    data = GraphPickler.dumps(regional_inductor(gm, *inputs))
+    mode = detect_fake_mode(inputs)
+    assert mode is not None
+    with tracing(TracingContext(mode)):
+        result: Any = GraphPickler.loads(data, mode)
+        getattr(result, "_graph_module", result).recompile()
+    return result
+
+
+@can_be_kept
+@quick
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("model", [scaled, branching, twice_nested])
+def test_what_torchs_pickler_gives_back_trains_as_before(
+    model: Callable[[Tensor], Tensor], dynamic: bool, is_kept: bool
+) -> None:
+    backend = aot_autograd(fw_compiler=pickled, bw_compiler=pickled)
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    with torch._functorch.config.patch(force_autograd_cache=is_kept):
+        for size in (4, 4, 6):
+            x = torch.randn(size, requires_grad=True)
+            found, expected = call(x), model(x)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(*[torch.autograd.grad(result.sum(), x)[0] for result in (found, expected)])
+
+
+@can_be_kept
+@quick
+def test_a_region_that_torchs_pickler_gave_back_can_run_its_body() -> None:
+    gm = regional_inductor(traced(scaled, torch.randn(4)))
+    loaded: Any = GraphPickler.loads(GraphPickler.dumps(gm), FakeTensorMode(shape_env=ShapeEnv()))
+    (region,) = (child for child in loaded.children() if isinstance(child, Lowered))
+    x = torch.randn(4)
+    (found,) = region.body(x)
+    assert torch.equal(found, x.sin() * 2.5)
+
+
+@can_be_kept
+@quick
+def test_what_is_kept_is_compiled_at_once_and_not_again(caplog: pytest.LogCaptureFixture) -> None:
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        with marked():
+            x = (x @ weight).sin() * 9.375  # No other test has such a region, so that none is shared.
+        return torch.cumsum(x, 0).sum()
+
+    counts = []
+
+    def compiler(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        with caplog.at_level(logging.INFO, "partita.runtime"):
+            result = regional_inductor(gm, *inputs)
+        counts.append(sum(record.getMessage().startswith("compiled") for record in caplog.records))
+        assert isinstance(result, output_code.RegionalOutputCode)
+        return result
+
+    call = torch.compile(model, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True)
+    weight = torch.randn(4, 4, requires_grad=True)
+    with kept(), torch.autocast("cpu", enabled=False), caplog.at_level(logging.INFO, "partita.runtime"):
+        call(torch.randn(4, 4), weight).backward()
+    assert counts == [1, 2]
+    assert sum(record.getMessage().startswith("compiled") for record in caplog.records) == 2
+
+
+@can_be_kept
+@quick
+def test_a_region_of_sizes_that_depend_on_data_is_kept_too() -> None:
+    def model(x: Tensor) -> Tensor:
+        found = x.nonzero()
+        with marked():
+            return (found * 2).sum() + 1.5
+
+    x = torch.tensor([1.0, 0.0, 2.0])
+    with kept(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert torch.equal(compiled(model)(x), model(x))
+
+
+@quick
+@can_be_kept
+def test_what_is_kept_can_be_stored_under_a_fake_mode_and_trains_where_it_is_called_with_gradients() -> None:
+    mode, x = FakeTensorMode(), torch.randn(4, requires_grad=True)
+    with kept(), mode, preserve_node_meta():
+        fake = mode.from_tensor(x)
+        result: Any = regional_inductor(make_fx(scaled)(fake), fake)
+    result.prepare_for_serialization()
+    assert result._graph_module is None
+    result.post_compile([fake], output_code.CompiledFxGraphConstants(), {"is_backward": False})
+    with mode:
+        assert result([fake]).shape == (4,)
+    found = result([x])
+    assert torch.equal(found, scaled(x))
+    assert torch.equal(*[torch.autograd.grad(each.sum(), x)[0] for each in (found, scaled(x))])
+
+
+@can_be_kept
+def test_a_model_is_compiled_ahead_of_time_and_loaded_without_compiling_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    with (
+        torch._dynamo.config.patch(enable_aot_compile=True),
+        torch._functorch.config.patch(bundled_autograd_cache=True, force_autograd_cache=True),
+    ):
+        made = compiled(waves).aot_compile(((x, weight), {}))
+        made.save_compiled_function(str(tmp_path / "waves.pt"))
+    with caplog.at_level(logging.INFO, "partita.runtime"):
+        with open(tmp_path / "waves.pt", "rb") as file:
+            loaded: Any = torch.compiler.load_compiled_function(file)
+        (found,) = torch.autograd.grad(loaded(x, weight), weight)
+    (expected,) = torch.autograd.grad(waves(x, weight), weight)
+    torch.testing.assert_close(found, expected)
+    assert not [record for record in caplog.records if record.name.startswith("partita")]
 
 
 # The same natively ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 import torch.fx.passes.split_module
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter
+from torch.fx.graph import CodeGen
 
 from partita.compat import split_module as ours
 
@@ -62,6 +63,9 @@ def test_pipeline_stages_in_sequence_are_the_model(monkeypatch: pytest.MonkeyPat
     assert piped.num_stages == torchs.num_stages == 3
     assert torch.equal(piped(*args), model(*args))
     assert torch.equal(_run_stages(piped, args), model(*args))
+    piped.split_gm.graph.set_codegen(CodeGen())
+    assert isinstance(torchs(*args), tuple)
+    assert torch.equal(*(result[0] for result in (piped(*args), torchs(*args))))
     for number in range(3):
         stage, expected = piped.get_stage_module(number), torchs.get_stage_module(number)
         assert list(stage.state_dict()) == list(expected.state_dict())

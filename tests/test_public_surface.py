@@ -136,6 +136,7 @@ PUBLIC = {
         "fuse_as_graphmodule",
         "fuse_by_partitions",
         "insert_subgm",
+        "legalize_graph",
         "topo_sort",
         "validate_partition",
     },

@@ -31,9 +31,11 @@ from tests.split_helpers import (
 )
 from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node, symbolic_trace
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import has_side_effect
+from torch.fx.passes.split_module import split_module as torch_split
 
 import partita
 from partita.compat.split_module import split_module, split_module_simple
@@ -207,6 +209,66 @@ def test_a_parameter_called_like_a_part_stays_reachable(cut: Cut) -> None:
     x = draft.input("x")
     module = draft.done(draft.call(torch.relu, draft.call(torch.add, x, draft.attr("submod_0"))))
     check(module, cut(module, every(1)), x4())
+
+
+MODE_CUTS = {"off": 0, "a": 0, "b": 1, "on": 1, "enter": 1, "c": 1, "d": 2, "leave": 2, "z": 2}
+
+
+def switching() -> GraphModule:
+    """A no_grad block and an autocast block, each across two parts."""
+    graph = Graph()
+
+    def call(name: str, target: Any, *args: Any) -> Node:
+        node = graph.create_node("call_function", target, args, name=name)
+        node.meta["said"] = name
+        return node
+
+    x = graph.placeholder("x")
+    call("off", torch._C._set_grad_enabled, False)
+    a = call("a", torch.sin, x)
+    b = call("b", torch.cos, a)
+    call("on", torch._C._set_grad_enabled, True)
+    entered = call("enter", _enter_autocast, "cpu", torch.bfloat16, True, None)
+    c = call("c", torch.tan, b)
+    d = call("d", torch.exp, c)
+    call("leave", _exit_autocast, entered)
+    graph.output(call("z", torch.exp, d))
+    return GraphModule(nn.Module(), graph)
+
+
+def toggles_in(result: GraphModule) -> list[list[tuple[str, str, Any]]]:
+    """The switches of each part that are named as they were, with what they do and what is noted of them."""
+    return [
+        [(n.name, n.target.__name__, n.meta["said"]) for n in part.graph.nodes if n.name in MODE_CUTS and n.name > "d"]
+        for part in parts(result).values()
+    ]
+
+
+def test_mode_switches_keep_their_names_in_the_parts_they_are_given_to() -> None:
+    splits = (split_module, torch_split)
+    found = [
+        toggles_in(split(switching(), None, lambda node: MODE_CUTS[node.name], keep_original_node_name=True))
+        for split in splits
+    ]
+    assert found[0] == found[1]
+    result = split_module(switching(), None, lambda node: MODE_CUTS[node.name], keep_original_node_name=True)
+    check(switching(), result, x4())
+
+
+def test_one_part_keeps_all_names_of_its_mode_switches() -> None:
+    (part,) = parts(split_module(switching(), None, lambda node: 0, keep_original_node_name=True)).values()
+    names = [node.name for node in part.graph.nodes if node.op == "call_function"]
+    assert [name for name in names if name in MODE_CUTS] == list(MODE_CUTS)
+
+
+def test_keeping_the_order_leaves_no_dead_read_of_a_module() -> None:
+    draft = Draft(branch=symbolic_trace(lambda x: (x.sin(),)), weight=nn.Parameter(torch.ones(4)))
+    x, branch, weight = draft.input("x"), draft.attr("branch"), draft.attr("weight")
+    first = draft.call(GETITEM, draft.call(torch.ops.higher_order.cond, True, branch, branch, [x]), 0)
+    module = draft.done((draft.call(torch.mul, first, weight), weight))
+    result = split_module(module, None, by_name({"mul": 1}), keep_original_order=True)
+    assert [node.name for node in result.graph.find_nodes(op="get_attr")] == ["weight"]
+    check(module, result, x4())
 
 
 # Order: memory ---------------------------------------------------------------------------------------------------

@@ -21,22 +21,19 @@ def take_inputs_in_a_list(graph: Graph) -> None:
     inputs = graph.find_nodes(op="placeholder")
     is_plain = type(graph._codegen) is torch.fx.graph.CodeGen
     if _BoxedCodeGen is not None and is_plain and not any(node.args or str(node.target)[0] == "*" for node in inputs):
-        graph.set_codegen(_boxed(_BoxedCodeGen))
+        graph.set_codegen(_ListOrInputs())
 
 
-def _boxed(base: Any) -> Any:
-    class BoxedCodeGen(base):  # type: ignore[misc]
-        """Torch's own takes nothing but a list, so that whoever calls the graph by hand has to know about it."""
+class _ListOrInputs(_BoxedCodeGen or torch.fx.graph.CodeGen):  # type: ignore[misc]
+    """Torch's own takes nothing but a list, so that whoever calls the graph by hand has to know about it."""
 
-        def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-            names = [text.partition(":")[0].partition("=")[0].strip() for text in free_vars if text != "self"]
-            lines = [f"def {self._func_name}(self, *given_){maybe_return_annotation}:"]
-            if names:
-                lines += [
-                    "    given_ = given_[0] if len(given_) == 1 and type(given_[0]) is list else list(given_)",
-                    f"    [{', '.join(names)}] = given_",
-                    "    given_.clear()",
-                ]
-            return "\n".join(lines)
-
-    return BoxedCodeGen()
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [text.partition(":")[0].partition("=")[0].strip() for text in free_vars if text != "self"]
+        lines = [f"def {self._func_name}(self, *given_){maybe_return_annotation}:"]
+        if names:
+            lines += [
+                "    given_ = given_[0] if len(given_) == 1 and type(given_[0]) is list else list(given_)",
+                f"    [{', '.join(names)}] = given_",
+                "    given_.clear()",
+            ]
+        return "\n".join(lines)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["drop_fleeting_hooks"]
+from partita._torch.interposed import hooks_of
+
+__all__ = ["drop_fleeting_hooks", "has_only_export_hooks"]
+
+
+def has_only_export_hooks(module: nn.Module) -> bool:
+    """Whether a module has the hooks by which torch.export checks its inputs, and nothing else that a call runs."""
+    hooks = [hook for table in hooks_of(module) for hook in table.values()]
+    is_plain = "forward" not in vars(module) and module._compiled_call_impl is None
+    return is_plain and bool(hooks) and all(getattr(hook, "__module__", "") == "torch.export._unlift" for hook in hooks)
 
 
 def drop_fleeting_hooks(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ from partita._torch.pause_gc import gc_paused
 from partita._torch.torch_operators import WRAP_WITH_SET_GRAD_ENABLED
 from partita._torch.unread_nodes import keep_unread_nodes, keeps_unread_nodes
 
-__all__ = ["LazyModule", "generate_code", "lazy_module"]
+__all__ = ["LazyModule", "generate_code", "lazy_module", "make_lazy_again"]
 
 # The specification of a leaf is an instance of a class that torch 2.13 deprecates, so that every copy and pickle of a
 # module with one would warn. Copied as what `treespec_leaf` gives, it is the same and says nothing.
@@ -147,10 +147,25 @@ def generate_code(attributes: Iterable[object]) -> None:
                 module.real_recompile()
 
 
+def make_lazy_again(module: nn.Module) -> None:
+    """Gives lazy modules their class back, which torch's GraphPickler makes plain graph modules without code.
+
+    It reduces every graph module in its own way (torch 2.13), whatever the module says of itself.
+    """
+    for each in module.modules():
+        if type(each).forward is nn.Module.forward and "_restores_modes" in each.__dict__:
+            each.__class__ = _lazy_class(type(each).__name__)
+
+
 def _blank(class_name: str) -> LazyModule:
+    return object.__new__(_lazy_class(class_name))
+
+
+def _lazy_class(name: str) -> type[LazyModule]:
+    """A class for one module, into which its code will go."""
     cls = type("GraphModuleImpl", (LazyModule,), {"forward": LazyModule._lazy_forward})
-    cls.__name__ = class_name
-    return object.__new__(cls)
+    cls.__name__ = name
+    return cls
 
 
 def _call_as_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

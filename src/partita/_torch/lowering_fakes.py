@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["FakeInputs", "Size", "strides_of"]
+__all__ = ["FakeInputs", "Size", "stand_ins", "strides_of"]
 
 #: A size, a stride or an integer: known, or a symbol.
 Size: TypeAlias = int | torch.SymInt
@@ -67,6 +67,43 @@ class FakeInputs:
             known = self.env.create_symintnode(symbol, hint=value, source=source)
             self._symbols[key] = known
         return known
+
+
+def stand_ins(values: Sequence[Any]) -> list[Any] | None:
+    """What looks like these traced values for the sizes that they were traced with; None where a size is not known."""
+    fakes = FakeInputs()
+    try:
+        return [_stand_in(value, fakes) for value in values]
+    except _UnknownSizeError:
+        return None
+
+
+def _stand_in(value: Any, fakes: FakeInputs) -> Any:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return _known(value)
+    if not isinstance(value, Tensor):
+        return value
+    return fakes.tensor(
+        [_known(size) for size in value.shape],
+        [_known(stride) for stride in value.stride()],
+        dtype=value.dtype,
+        device=value.device,
+        requires_grad=False,
+        is_leaf=True,
+    )
+
+
+def _known(number: Any) -> Any:
+    node = getattr(number, "node", None)
+    if node is None:
+        return number
+    if not node.has_hint():
+        raise _UnknownSizeError
+    return node.hint
+
+
+class _UnknownSizeError(Exception):
+    """A size that depends on data."""
 
 
 def strides_of(sizes: Sequence[int], strides: Sequence[int], symbolic: Sequence[Size]) -> tuple[Size, ...]:

@@ -14,7 +14,6 @@ from torch.fx.graph import CodeGen
 from partita.errors import CycleError, OptionError, RegionError
 from partita.graphs.attributes import find
 from partita.graphs.program import Program
-from partita.regions import Region
 from partita.regions.cycles import cycle_error
 from partita.rewrite.fused_bodies import names_module
 from partita.solvers.quotient import ALONE, NOWHERE, quotient
@@ -29,11 +28,17 @@ __all__ = [
     "checked_nodes",
     "free_name",
     "free_names",
+    "note_owned",
 ]
 
 
+#: Where the metadata of a fused module names the placeholders that went into it. Nobody passes them to the call: who
+#: gives a module its constants (ExecuTorch's delegates) gives them by a signature of its own.
+_OWNED = "owned_placeholders"
+
+
 class FusionError(RegionError, AssertionError):
-    """Nodes that cannot be fused: of another graph, erased, named twice, or inputs and outputs."""
+    """Nodes that cannot be fused: of another graph, erased, named twice, or an output."""
 
 
 class FusionCycleError(CycleError, AssertionError):
@@ -56,10 +61,8 @@ def checked_nodes(gm: GraphModule, nodes: Iterable[Node], called: str) -> list[N
         if not isinstance(node, Node):
             raise FusionError(f"{called} holds {node!r}, which is no node; take the nodes from `gm.graph`")
         check_node(gm, node, called)
-        if node.op in ("placeholder", "output"):
-            raise FusionError(
-                f"{called} holds {node.name!r} ({node.op}): inputs and outputs of a graph cannot be fused; leave it out"
-            )
+        if node.op == "output":
+            raise FusionError(f"{called} holds {node.name!r}: the output of a graph cannot be fused; leave it out")
     if len(set(held)) != len(held):
         twice = next(node for place, node in enumerate(held) if node in held[:place])
         raise FusionError(f"{called} holds {twice.name!r} twice; name it once")
@@ -77,15 +80,23 @@ def check_node(gm: GraphModule, node: Node, called: str) -> None:
         raise FusionError(f"{node} doesn't belong to passed in graph module {gm._get_name()}: {called}; {advice}")
 
 
+def note_owned(body: GraphModule, nodes: Iterable[Node]) -> None:
+    """Notes on `body` which of its inputs it owns: those that were placeholders among the fused nodes."""
+    owned = tuple(node.name for node in nodes if node.op == "placeholder")
+    if owned:
+        body.meta[_OWNED] = owned
+
+
 def check_call(body: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
-    """Raises unless `body` takes so many inputs, and gives so many outputs."""
+    """Raises unless `body` takes so many inputs, beside placeholders that it owns, and gives so many outputs."""
     given = body.graph.output_node().args[0]
     if isinstance(given, tuple) and len(given) < len(outputs):
         raise FusionError(f"{len(outputs)} nodes are to be replaced, but the inserted module gives {len(given)} values")
     taken = body.graph.find_nodes(op="placeholder")
     if type(body.graph._codegen) is not CodeGen or any(str(node.target).startswith("*") for node in taken):
         return
-    needed = sum(not node.args for node in taken)
+    owned = body.meta.get(_OWNED, ())
+    needed = sum(not node.args and node.name not in owned for node in taken)
     if not needed <= len(inputs) <= len(taken):
         raise FusionError(f"the inserted module takes {len(taken)} inputs, but orig_inputs are {len(inputs)}")
 
@@ -110,8 +121,7 @@ def check_together(program: Program, groups: Sequence[Sequence[Node]], names: Se
             owner[index.number[node]] = ALONE
     found = quotient(owner, len(groups), chain(index.edges(), program.effects.edges()))
     if found.stable_order() is None:
-        regions = [Region(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
-        raise FusionCycleError(f"Invalid partition, found dependency cycles: {cycle_error(program, regions, found)}")
+        raise FusionCycleError(f"Invalid partition, found dependency cycles: {cycle_error(program, names, found)}")
 
 
 def free_names(root: nn.Module, prefix: str, count: int) -> list[str]:

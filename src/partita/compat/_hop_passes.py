@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
+import torch
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
 
+from partita._torch import toggles
 from partita.errors import OptionError
 from partita.graphs.exported import check_signature, following
 from partita.graphs.mode import AMBIENT, Grad, Mode
 from partita.graphs.mode_runs import ModeRun
+from partita.graphs.mode_switches import only_argument
 from partita.graphs.program import Program
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 
@@ -38,9 +41,8 @@ def replace_with_operators(
         pieces = list(accumulate(map(int, openings(program.index.nodes))))
         return [f"submod_{pieces[run.numbers[0]]}" for run in runs]
 
-    # Torch compares with the mode of whoever runs the pass; what counts is how the program will be called. The autocast
-    # pass leaves grad modes as they are, so there it makes no difference.
-    program = Program(gm, caller=Mode(grad=True) if kind is Grad else AMBIENT)
+    # The autocast pass leaves grad modes as they are, so there the caller makes no difference.
+    program = Program(gm, caller=_caller(gm) if kind is Grad else AMBIENT)
     style = WrapStyle("torch", frozenset((kind,)), names, named_by_operator=True, passes_symbols=False)
     result = wrap_modes(program, style)
     if result is program:
@@ -49,3 +51,18 @@ def replace_with_operators(
     module.recompile()
     module.graph.lint()
     return module, None if graph_signature is None else following(graph_signature, module.graph)
+
+
+def _caller(gm: GraphModule) -> Mode:
+    """The grad mode that a graph is taken to be called in, to which its toggles are compared.
+
+    Torch takes the mode of whoever runs the pass; what counts is how the program will be called, with gradients as a
+    rule. A graph that switches gradients on and ends with them off was traced with them off, where torch.export runs
+    the pass as well: its blocks say what the caller's mode does not. Run in another mode, or with toggles that are no
+    blocks, all of them are kept.
+    """
+    found = gm.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
+    values = [only_argument(node, "enabled") for node in found]
+    if True not in values or values[-1] is not False:
+        return Mode(grad=True)
+    return AMBIENT if torch.is_grad_enabled() or len(values) % 2 else Mode(grad=False)

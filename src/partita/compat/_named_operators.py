@@ -38,6 +38,10 @@ class NamedOperators:
             self._known[key] = not self.names.isdisjoint(qualified_names(node.target))
         return self._known[key]
 
+    def names_call(self, node: Node) -> bool:
+        """Whether `node` calls one of the functions, as a function or as a method of a tensor."""
+        return node in self or (node.op == "call_method" and f"torch.ops.aten.{node.target}" in self.names)
+
 
 def bookends(nodes: Collection[Node], idle: NamedOperators) -> set[Node]:
     """The idle nodes that read nothing in `nodes` but such nodes, and those that nothing else in `nodes` reads."""

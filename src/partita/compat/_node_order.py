@@ -12,7 +12,7 @@ from partita._torch.nodes import input_nodes
 from partita.compat._fused_groups import FusionError
 from partita.errors import BrokenGraphError
 from partita.graphs.followers import Followers, followers_of
-from partita.graphs.program import Program
+from partita.graphs.program import program_being_edited
 
 __all__ = ["is_convex", "sorted_nodes"]
 
@@ -78,7 +78,7 @@ def _followers_in(graph: Graph) -> Followers:
     if not isinstance(root, GraphModule) or root.graph is not graph:
         return {}
     try:
-        return followers_of(Program.of(root))
+        return followers_of(program_being_edited(root))
     except BrokenGraphError:
         return {}
 

@@ -34,7 +34,7 @@ def proposal(program: Program, supported: Mapping[Node, bool], *, connected: boo
         parts = _parts(program, supported, possible_items(program), connected=connected)
     except CycleError:  # Something must run between a node and what takes an item out of what it gives.
         parts = _parts(program, supported, {}, connected=connected)
-    _take_attributes(program, supported, parts)
+    _take_inputs(program, supported, parts)
     ids, nodes = _ids(program, supported), program.index.nodes
     found = []
     for part in parts:
@@ -166,12 +166,12 @@ def _refusal(supported: Mapping[Node, bool]) -> Callable[[Node], str | None]:
     return not_supported
 
 
-def _take_attributes(program: Program, supported: Mapping[Node, bool], parts: Sequence[_Part]) -> None:
-    """Adds each supported read of an attribute to the one part that holds all who read it; others stay outside."""
+def _take_inputs(program: Program, supported: Mapping[Node, bool], parts: Sequence[_Part]) -> None:
+    """Adds each supported placeholder and attribute to the one part that holds all its readers; others stay outside."""
     number = program.index.number
     owner = {at: place for place, part in enumerate(parts) for at in part.held}
     taken: set[int] = set()
-    for node in program.graph.find_nodes(op="get_attr"):
+    for node in (*program.graph.find_nodes(op="placeholder"), *program.graph.find_nodes(op="get_attr")):
         readers = {owner.get(number[user], -1) for user in node.users}
         if supported[node] and len(readers) == 1 and -1 not in readers:
             place = readers.pop()

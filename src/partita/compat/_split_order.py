@@ -35,9 +35,11 @@ def original_order(partition: Partition) -> list[int]:
             order.setdefault(vertex)
         elif nodes[vertex - parts].op != "get_attr":
             order.setdefault(vertex)
-    # An attribute that only the output reads comes last; one that nobody reads is dropped, as torch drops it.
-    late = (vertex for vertex in partition.order if vertex not in order and nodes[vertex - parts].users)
-    return [*order, *late]
+    # An attribute that only the output reads comes last; one that nobody outside reads is dropped, as torch drops it:
+    # parts have modules of their own.
+    number, owner = partition.program.index.number, partition.owner
+    late = (vertex for vertex in partition.order if vertex not in order)
+    return [*order, *(at for at in late if any(owner[number[user]] < 0 for user in nodes[at - parts].users))]
 
 
 def alone_first(partition: Partition, order: Iterable[int]) -> list[int]:

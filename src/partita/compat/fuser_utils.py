@@ -16,11 +16,13 @@ from partita.compat._fused_groups import (
     checked_nodes,
     free_name,
     free_names,
+    note_owned,
 )
 from partita.compat._node_order import is_convex, sorted_nodes
 from partita.errors import BrokenGraphError, ModeError
 from partita.graphs.followers import followers_of
-from partita.graphs.program import Program
+from partita.graphs.index import index_of_edited
+from partita.graphs.program import program_being_edited
 from partita.rewrite.fuse import fuse
 from partita.rewrite.fused_bodies import FusedStyle, fused_body, is_idle, mode_of_call
 from partita.rewrite.insert_call import insert_call
@@ -30,6 +32,7 @@ __all__ = [
     "fuse_as_graphmodule",
     "fuse_by_partitions",
     "insert_subgm",
+    "legalize_graph",
     "topo_sort",
     "validate_partition",
 ]
@@ -58,9 +61,10 @@ def fuse_as_graphmodule(
 ) -> tuple[GraphModule, tuple[Node, ...], tuple[Node, ...]]:
     """The nodes as a module whose class is called `module_name`, its inputs, and the nodes that it stands for.
 
-    `gm` is not changed. The nodes run in one mode, which is that of the place where the module will be called.
+    `gm` is not changed. The nodes run in one mode, which is that of the place where the module will be called. A
+    placeholder among the nodes becomes an input that the module owns, as in torch: it is not among the inputs here.
     """
-    program = Program.of(checked_module(gm))
+    program = program_being_edited(checked_module(gm))
     held = checked_nodes(gm, nodes, f"the partition {module_name!r}")
     if partition_lookup_table is not None and set(partition_lookup_table) != set(held):
         odd = set(partition_lookup_table).symmetric_difference(held)
@@ -74,6 +78,7 @@ def fuse_as_graphmodule(
             "be called; leave toggles out and fuse each mode apart, or use `fuse_by_partitions`, which sets modes anew"
         )
     body = fused_body(program, numbers, FusedStyle(module_name, mode, returns_tuple=always_return_tuple))
+    note_owned(body.module, held)
     return body.module, body.inputs, body.outputs
 
 
@@ -120,8 +125,27 @@ def erase_nodes(gm: GraphModule, nodes: NodeList) -> None:
                 f"Tried to erase Node {node} but it still had {len(others)} users in the graph: {', '.join(others)}; "
                 "replace it there first, or erase them too"
             )
-    for node in sorted(held, reverse=True):
+    for node in reversed(sorted_nodes(sorted(held), {})):
         gm.graph.erase_node(node)
+
+
+def legalize_graph(gm: GraphModule) -> GraphModule:
+    """`gm` with its nodes in an order in which they can run; in place.
+
+    A node moves only if it stands before what it reads, or behind the output. Nodes that write or draw stay in their
+    order as far as data lets them; torch puts all nodes in an order of its own, which forgets about that.
+    """
+    nodes = index_of_edited(checked_module(gm).graph).nodes
+    before: Node | None = None
+    for node in nodes:
+        first = next(iter(gm.graph.nodes))
+        if before is None and node is not first:
+            first.prepend(node)
+        elif before is not None and before.next is not node:
+            before.append(node)
+        before = node
+    gm.recompile()
+    return gm
 
 
 @gc_paused()
@@ -136,16 +160,17 @@ def fuse_by_partitions(
     Works in place: all partitions are fused, or, where one cannot be, none. Empty ones are passed over. Where a module
     of an earlier run has one of the names, numbering goes on after the highest.
     """
-    program = Program.of(checked_module(gm))
+    program = program_being_edited(checked_module(gm))
     given, number = list(partitions), program.index.number
     names = free_names(gm, prefix, len(given))
     groups: dict[str, list[Node]] = {}
     for name, partition in zip(names, given, strict=True):
-        held = checked_nodes(gm, partition, f"the partition {name!r}")
+        # An input of the graph stays one, and is passed to whoever owns it.
+        held = [node for node in checked_nodes(gm, partition, f"the partition {name!r}") if node.op != "placeholder"]
         if any(not is_idle(program, number[node]) for node in held):
             groups[name] = held
     if not groups:
-        return gm
+        return gm if program.index.nodes == list(gm.graph.nodes) else legalize_graph(gm)
     check_together(program, list(groups.values()), list(groups))
     followers = followers_of(program)
     numbers = [[number[node] for node in sorted_nodes(group, followers)] for group in groups.values()]

@@ -16,7 +16,7 @@ from partita.compat._named_operators import NamedOperators, bookends, checked_na
 from partita.compat._proposal import proposal
 from partita.compat.fuser_utils import fuse_by_partitions
 from partita.errors import OptionError
-from partita.graphs.program import Program
+from partita.graphs.program import Program, program_being_edited
 from partita.policies.asking import asked
 
 __all__ = ["CapabilityBasedPartitioner", "Partition"]
@@ -64,9 +64,13 @@ class CapabilityBasedPartitioner:
     """Finds the fewest partitions that hold all supported nodes, and fuses each into a submodule.
 
     `non_compute_ops` and `allowed_single_node_partition_ops` name functions as torch does; the name of an operator
-    without an overload stands for all of its overloads. As in torch, only functions count as compute: set
-    `allows_single_node_partition` for graphs that call modules or methods.
+    without an overload stands for all of its overloads, and for the method of tensors that calls it. Unless
+    `allows_single_node_partition` is set, a partition with a single call that computes is left out.
     """
+
+    # Here and not in `__init__`, which a subclass may leave out when it sets all that torch's sets.
+    _submodules: dict[str, nn.Module] | None = None
+    _dependency_viewer: Any = None
 
     def __init__(
         self,
@@ -85,8 +89,6 @@ class CapabilityBasedPartitioner:
             allowed_single_node_partition_ops, "allowed_single_node_partition_ops"
         )
         self.skip_horizontal_fusion = skip_horizontal_fusion
-        self._submodules: dict[str, nn.Module] | None = None
-        self._dependency_viewer: Any = None
 
     @property
     def dependency_viewer(self) -> Any:
@@ -103,7 +105,7 @@ class CapabilityBasedPartitioner:
 
         No partition holds nodes that must run in different modes, or nodes between which something else must run.
         """
-        program = Program.of(self.graph_module)
+        program = program_being_edited(self.graph_module)
         supported = self._supported(program)
         place = {node: at for at, node in enumerate(reversed(program.index.nodes))}
         proposed = []
@@ -150,13 +152,18 @@ class CapabilityBasedPartitioner:
             self._submodules = None
 
     def _without_single_nodes(self, partitions: list[Partition]) -> list[Partition]:
-        """The partitions with more than one function that computes; one that may be alone counts twice."""
+        """The partitions with more than one call that computes; one that may be alone counts twice."""
         idle = NamedOperators((*_IDLE_BY_DEFAULT, *self.non_compute_ops))
         alone = NamedOperators(self.allowed_single_node_partition_ops)
         return [
             partition
             for partition in partitions
-            if sum((node not in idle) + (node in alone) for node in partition.nodes if node.op == "call_function") > 1
+            if sum(
+                (not idle.names_call(node)) + alone.names_call(node)
+                for node in partition.nodes
+                if node.op.startswith("call_")
+            )
+            > 1
         ]
 
 

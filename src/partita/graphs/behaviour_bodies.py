@@ -9,9 +9,11 @@ from typing import Any, Protocol
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.export_hooks import has_only_export_hooks
 from partita._torch.schemas import flattens_inputs, is_higher_order, signatures_of
 from partita.graphs.aliasing import NodeBehaviours, storages_of, written_classes
 from partita.graphs.attributes import find
+from partita.graphs.behaviour_modules import is_check
 from partita.graphs.behaviour_operators import rule_of_operator
 from partita.graphs.behaviour_terms import ALIASING, EVERY, PURE, UNKNOWN, Behaviour, Slot, merged
 from partita.graphs.faithful import runs_its_graph
@@ -28,11 +30,18 @@ class ActingNodes(NodeBehaviours, Protocol):
 
 
 def behaviour_of_body(body: GraphModule, behaviours: ActingNodes) -> Behaviour:
-    """What a call of `body` may do, its slots by the place of each placeholder."""
-    if not runs_its_graph(body):
+    """What a call of `body` may do, its slots by the place of each placeholder.
+
+    The module of an exported program checks its own inputs. That can raise, as any operator can that is given what it
+    does not take, and is no act of its own.
+    """
+    is_exported = has_only_export_hooks(body)
+    if not is_exported and not runs_its_graph(body):
         return UNKNOWN
     index = Index(body.graph)
     acting = behaviours.acting(body.graph)
+    if is_exported:
+        acting = {node: told for node, told in acting.items() if not _checks_inputs(node, body)}
     storages = storages_of(index, behaviours, acting)
     written = set().union(*written_classes(index, storages, acting).values())
     returned = {storages.find(i) for i in index.inputs(len(index) - 1)}
@@ -57,9 +66,16 @@ def behaviour_of_call(
     """What the call `node` of these modules may do, its slots by the place of each argument."""
     if isinstance(modules, nn.Module):
         return of_module(modules)
+    if getattr(node.target, "__name__", "") == _DELEGATE:
+        return Behaviour(impure=True)
     if not modules:
         return _of_bare_operator(node)
     return merged(_as_seen_by_operator(node, body, of_module(body)) for body in modules)
+
+
+def _checks_inputs(node: Node, body: GraphModule) -> bool:
+    called = find(body, str(node.target)) if node.op == "call_module" else None
+    return isinstance(called, nn.Module) and is_check(called)
 
 
 def _placeholders(index: Index) -> Iterator[tuple[int, Node]]:
@@ -133,6 +149,9 @@ def _of_bare_operator(node: Node) -> Behaviour:
     return merged((replace(told, writes=(EVERY,) if told.writes else (), aliases=(EVERY,)), ordered))
 
 
+#: ExecuTorch's operator, which runs what a delegate made of a functional graph: it gives new tensors and writes none of
+#: its arguments. It may own buffers, so that calls keep their order.
+_DELEGATE = "executorch_call_delegate"
 _FUNCTIONAL = frozenset(
     ("auto_functionalized", "auto_functionalized_v2", "out_dtype", "triton_kernel_wrapper_functional")
 )

@@ -11,20 +11,25 @@ from torch.nn import functional
 
 from partita.graphs.behaviour_terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, Behaviour, merged
 
-__all__ = ["behaviour_of_module", "may_draw"]
+__all__ = ["behaviour_of_module", "is_check", "may_draw"]
 
 
 def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> Behaviour:
     """What a call of `module` may do, children included; `pure` may name modules or their classes."""
     if module in pure or type(module) in pure:
         return replace(ALIASING, shares_state=True)
-    if (type(module).__module__, type(module).__name__) in _ASSERTING:
+    if is_check(module):
         return Behaviour(impure=True)
     parts = list(module.modules())
     if not all(map(_is_torch_own, parts)):
         return UNKNOWN
     told = merged(map(_of_one, parts))
     return told if len(parts) == 1 else replace(told, aliases=(EVERY,), shares_state=True)
+
+
+def is_check(module: nn.Module) -> bool:
+    """Whether a module only checks the inputs of an exported program."""
+    return (type(module).__module__, type(module).__name__) in _ASSERTING
 
 
 def may_draw(module: nn.Module) -> bool:

@@ -172,11 +172,13 @@ def _touch_inputs(
 ) -> None:
     """Every node reads its inputs; it matters where some node writes them.
 
-    Taking an item out of a container reads no memory, and the output node is last anyway.
+    Taking an item out of a container reads no memory, and the output node comes last anyway.
     """
     is_hot = bytearray(map(hot.__contains__, roots))
     edges = compress(index.edges(), map(is_hot.__getitem__, index.sources))
-    reads, idle = touches.reads, {*projections, len(index) - 1}
+    reads, idle = touches.reads, {*projections}
+    if index.nodes[-1].op == "output":
+        idle.add(len(index) - 1)
     for source, target in edges:
         if target not in idle:
             reads.setdefault(target, []).append((roots[source], source))

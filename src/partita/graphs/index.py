@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain, repeat
 from operator import ge
 from typing import final
@@ -11,9 +12,10 @@ from typing import final
 from torch.fx import Graph, Node
 
 from partita._torch.nodes import input_nodes
+from partita._torch.toggles import TOGGLES
 from partita.errors import BrokenGraphError
 
-__all__ = ["Index"]
+__all__ = ["Index", "index_of_edited"]
 
 
 @final
@@ -26,10 +28,13 @@ class Index:
 
     __slots__ = ("graph", "nodes", "number", "sources", "starts", "targets")
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, nodes: Sequence[Node] | None = None) -> None:
+        """The index of a graph as it stands, or with its `nodes` in another order, where an output may be missing."""
         self.graph = graph
-        self.nodes: Sequence[Node] = list(graph.nodes)
-        _check_output(graph, self.nodes)
+        if nodes is None:
+            nodes = list(graph.nodes)
+            _check_output(graph, nodes)
+        self.nodes: Sequence[Node] = nodes
         self.number: dict[Node, int] = {}
         self.sources, counts = array("i"), array("i")
         # A node mostly reads what stands shortly before it. Looked up block by block, that is found in the cache of the
@@ -60,8 +65,46 @@ class Index:
         return zip(self.sources, self.targets, strict=True)
 
 
+def index_of_edited(graph: Graph) -> Index:
+    """The index of a graph that may be in the middle of an edit: its nodes in the order in which they could run.
+
+    A node that stands before what it reads comes right behind it, and the output, if there is one, last. Where that
+    would move a node into another mode, the graph is refused as it would be anywhere else.
+    """
+    try:
+        return Index(graph)
+    except BrokenGraphError:
+        nodes = list(graph.nodes)
+        outputs = [node for node in nodes if node.op == "output"]
+        calls = [node for node in nodes if node.op != "output"]
+        order = _earliest_first(calls)
+        if len(outputs) > 1 or len(order) != len(calls):
+            raise
+        if order != calls and any(node.target in TOGGLES for node in calls if node.op == "call_function"):
+            raise
+        return Index(graph, [*order, *outputs])
+
+
 #: How many nodes are numbered before their inputs are looked up.
 _BLOCK = 256
+
+
+def _earliest_first(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that can run, each after all that it reads; else in the order in which they came."""
+    place = {node: at for at, node in enumerate(nodes)}
+    waits = [len(input_nodes(node)) for node in nodes]
+    ready = [at for at, count in enumerate(waits) if not count]
+    heapify(ready)
+    order: list[Node] = []
+    while ready:
+        node = nodes[heappop(ready)]
+        order.append(node)
+        for user in node.users:
+            if user in place:
+                waits[place[user]] -= 1
+                if not waits[place[user]]:
+                    heappush(ready, place[user])
+    return order
 
 
 def _check_output(graph: Graph, nodes: Sequence[Node]) -> None:

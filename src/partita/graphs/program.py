@@ -19,7 +19,7 @@ from partita.graphs.body_modes import check_bodies
 from partita.graphs.effects import Effects, effects_of
 from partita.graphs.exported import ExportRecord
 from partita.graphs.hooks import HookedTensor, hooked_tensors
-from partita.graphs.index import Index
+from partita.graphs.index import Index, index_of_edited
 from partita.graphs.joint import Joint
 from partita.graphs.joint_halves import checked_count, joint_of
 from partita.graphs.later_writes import forget_writers
@@ -31,7 +31,7 @@ from partita.graphs.state_keys import UNMOVED, StateKeys
 from partita.graphs.symbolic_scalars import symbolic_scalars_of
 from partita.graphs.tolerance import EXACT, Tolerance
 
-__all__ = ["Program"]
+__all__ = ["Program", "program_being_edited"]
 
 
 @final
@@ -52,8 +52,11 @@ class Program:
         caller: Mode = AMBIENT,
         export: ExportRecord | None = None,
         forward_outputs: int | None = None,
+        index: Index | None = None,
     ) -> None:
         self._graph_module = graph_module
+        if index is not None:
+            self.index = index
         self.pure = _trusted(pure)
         #: How the names in the state dict relate to those of the program that this one was made from.
         self.state_keys = state_keys
@@ -256,6 +259,11 @@ class Program:
 
     def __repr__(self) -> str:
         return f"Program({type(self._graph_module).__name__}, {len(self.index)} nodes)"
+
+
+def program_being_edited(graph_module: GraphModule) -> Program:
+    """The program of a graph that may lack its output node, or stand in another order than it could run in."""
+    return Program(graph_module, index=index_of_edited(graph_module.graph))
 
 
 def _trusted(pure: Iterable[Callable[..., Any]]) -> frozenset[Callable[..., Any]]:

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 
 from partita.errors import CycleError
 from partita.graphs.program import Program
-from partita.regions.region import Region
 from partita.solvers.quotient import Quotient
 
 __all__ = ["cycle_error"]
 
 
-def cycle_error(program: Program, regions: Sequence[Region], quotient: Quotient) -> CycleError:
-    """An error that names the shortest cycle, the nodes that cause it, and a repair."""
+def cycle_error(program: Program, regions: Sequence[str], quotient: Quotient) -> CycleError:
+    """An error that names the shortest cycle between the regions of these names, its nodes, and a repair."""
     cycle = quotient.shortest_cycle()
     steps = "; ".join(_step(edge, program, regions, quotient) for edge in cycle)
     repair = _repair(cycle, program, regions, quotient)
     return CycleError(f"cycle exists between partitions! Needed: {steps}. To repair it, {repair}")
 
 
-def _step(edge: tuple[int, int], program: Program, regions: Sequence[Region], quotient: Quotient) -> str:
+def _step(edge: tuple[int, int], program: Program, regions: Sequence[str], quotient: Quotient) -> str:
     nodes, (before, after) = program.index.nodes, quotient.causes[edge]
     one, other = (_called(vertex, program, regions) for vertex in edge)
     link = f"{nodes[before].name} -> {nodes[after].name}"
@@ -29,14 +28,14 @@ def _step(edge: tuple[int, int], program: Program, regions: Sequence[Region], qu
     return f"{one} before {other} ({link})"
 
 
-def _called(vertex: int, program: Program, regions: Sequence[Region]) -> str:
+def _called(vertex: int, program: Program, regions: Sequence[str]) -> str:
     alone = vertex - len(regions)
-    return f"node {program.index.nodes[alone].name!r}" if alone >= 0 else f"region {regions[vertex].name!r}"
+    return f"node {program.index.nodes[alone].name!r}" if alone >= 0 else f"region {regions[vertex]!r}"
 
 
-def _repair(cycle: Sequence[tuple[int, int]], program: Program, regions: Sequence[Region], quotient: Quotient) -> str:
+def _repair(cycle: Sequence[tuple[int, int]], program: Program, regions: Sequence[str], quotient: Quotient) -> str:
     nodes = program.index.nodes
-    names = [regions[vertex].name for vertex, _ in cycle if vertex < len(regions)]
+    names = [regions[vertex] for vertex, _ in cycle if vertex < len(regions)]
     loose = [nodes[vertex - len(regions)].name for vertex, _ in cycle if vertex >= len(regions)]
     advice = []
     if loose:
@@ -47,7 +46,7 @@ def _repair(cycle: Sequence[tuple[int, int]], program: Program, regions: Sequenc
         entered, left = quotient.causes[came][1], quotient.causes[vertex, _][0]
         if vertex < len(regions) and entered != left:
             apart = f"{nodes[left].name!r} and {nodes[entered].name!r}"
-            advice.append(f"put {apart} of {regions[vertex].name!r} into different regions")
+            advice.append(f"put {apart} of {regions[vertex]!r} into different regions")
             break
     unknown = {number for edge in cycle for number in quotient.causes[edge]} & set(program.effects.barriers)
     if unknown:

@@ -66,7 +66,7 @@ class Partition:
             self.quotient.first.setdefault(place, index.number[region.nodes[0]])
         order = self.quotient.stable_order()
         if order is None:
-            raise cycle_error(self.program, self.regions, self.quotient)
+            raise cycle_error(self.program, [region.name for region in self.regions], self.quotient)
         self.order = order
 
     def __len__(self) -> int:

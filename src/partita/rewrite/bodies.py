@@ -61,19 +61,22 @@ def write_body(
     partition: Partition, place: int, numbers: Sequence[int], style: BodyStyle, *, base: Mode = AMBIENT
 ) -> Body:
     """The body of the region at `place`, whose nodes have these `numbers`, for a call in mode `base`."""
-    return _BodyWriter(partition, partition.borders.of_regions[place], style, base).body(numbers)
+    return _BodyWriter(partition, place, style, base).body(numbers)
 
 
 class _BodyWriter:
     """One body while it is written: `env` gives the new value for each old node."""
 
-    def __init__(self, partition: Partition, border: Border, style: BodyStyle, base: Mode) -> None:
+    def __init__(self, partition: Partition, place: int, style: BodyStyle, base: Mode) -> None:
         program = partition.program
         self.program: Program = program
-        self.border, self.style, self.base = border, style, base
+        self.border: Border = partition.borders.of_regions[place]
+        self.style, self.base = style, base
         self.nodes = program.index.nodes
         self.writer = GraphWriter(program.graph._tracer_cls)
-        self.modes = ModeWriter(self.writer, base, caller=program.caller)
+        kept = _toggles_in(partition, place) if style.keeps_node_names else ()
+        self.writer.names.reserve(node.name for node in kept)
+        self.modes = ModeWriter(self.writer, base, caller=program.caller, originals=kept)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.items: dict[Item, Any] = {}
         self.targets: dict[str, str] = {}
@@ -203,6 +206,15 @@ class _BodyWriter:
             item.meta.update(meta_of_crossing(crossing, source))
             self.items[crossing] = item
         return self.items[crossing]
+
+
+def _toggles_in(partition: Partition, place: int) -> tuple[Node, ...]:
+    """The mode toggles that a region names, which are written anew where its body switches modes."""
+    program = partition.program
+    if not program.modes.toggles:
+        return ()
+    number, toggles = program.index.number, program.modes.toggles
+    return tuple(node for node in partition.regions[place].nodes if number[node] in toggles)
 
 
 def rebuilt(writer: GraphWriter, source: Node, number: int, items: Mapping[Any, Any]) -> Any:

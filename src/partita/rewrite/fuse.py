@@ -108,6 +108,7 @@ class _OuterGraph:
                 self._write_node(self.nodes[step], step)
             else:
                 self._write_call(self.owner[step])
+        self.modes.switch(self.program.modes.final)
         graph = self.writer.close()
         self.modes.close()
         # The code generator carries the calling convention.

@@ -116,11 +116,15 @@ def _read_from_outside(
 
 def _read_outside(program: Program, numbers: Sequence[int], inside: frozenset[int]) -> Iterator[Node]:
     index, root, toggles = program.index, program.graph_module, program.modes.toggles
+    is_open = index.nodes[-1].op != "output"
     for number in numbers:
         node = index.nodes[number]
         if number not in toggles and not names_module(node, root):
             readers = map(index.number.__getitem__, node.users)
-            if any(reader not in inside and reader not in toggles for reader in readers):
+            is_read = any(reader not in inside and reader not in toggles for reader in readers)
+            # A graph without an output is not finished: what nobody reads is what it computes.
+            is_result = is_open and not node.users and number not in program.effects.effectful
+            if is_read or is_result:
                 yield node
 
 
@@ -135,15 +139,22 @@ class _BodyWriter:
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
 
     def write(self, numbers: Sequence[int], inputs: Mapping[Node, str], bodies: Sequence[Node]) -> None:
-        """Writes the inputs under these names, then reads of bodies of operators, then the nodes."""
+        """Writes the inputs under these names, held placeholders beside them, reads of bodies, then the nodes."""
         nodes, toggles, writer = self.program.index.nodes, self.program.modes.toggles, self.writer
         held = [number for number in numbers if number not in toggles]
         writer.names.reserve((*inputs.values(), *(node.name for node in bodies), *(nodes[at].name for at in held)))
+        owned = [nodes[number] for number in held if nodes[number].op == "placeholder"]
+        held = [number for number in held if nodes[number].op != "placeholder"]
+        # What has a default, or takes all that is left, comes last in a signature.
+        late = [node for node in owned if node.args or str(node.target).startswith("*")]
+        early = [node for node in owned if node not in late]
+        writer.copy_run(early, self.env, [node.name for node in early])
         for node, name in inputs.items():
             # A value that another call gives has no type, as the call has none.
             annotation = node.type if name == node.name else None
             self.env[node] = writer.write("placeholder", name, name=name, type_expr=annotation)
             writer.copy_meta(node, self.env[node])
+        writer.copy_run(late, self.env, [node.name for node in late])
         writer.copy_run(bodies, self.env, [node.name for node in bodies])
         for mode, run in _runs(self.program, held):
             if mode is not None:
@@ -175,9 +186,10 @@ def _runs(program: Program, numbers: Sequence[int]) -> Iterator[tuple[Mode | Non
 
 
 def _has_mode(program: Program, number: int) -> bool:
-    """Reading an attribute, or computing with numbers, means the same in every mode."""
-    is_toggle = number in program.modes.toggles
-    return not is_toggle and program.index.nodes[number].op != "get_attr" and number not in program.symbolic_scalars
+    """Reading an input or an attribute, or computing with numbers, means the same in every mode."""
+    if number in program.modes.toggles or number in program.symbolic_scalars:
+        return False
+    return program.index.nodes[number].op not in ("placeholder", "get_attr")
 
 
 def _are_one(mode: Mode, other: Mode) -> bool:

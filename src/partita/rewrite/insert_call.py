@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita.errors import ModeError
 from partita.graphs.followers import followers_of
 from partita.graphs.modes import has_toggles
-from partita.graphs.program import Program
+from partita.graphs.program import Program, program_being_edited
 from partita.rewrite.fused_bodies import values_of_call
 from partita.rewrite.state import place
 
@@ -75,7 +75,7 @@ def _computing(outputs: Iterable[Node], inputs: Iterable[Node]) -> set[Node]:
 
 def _with_followers(root: GraphModule, early: Iterable[Node], last: Node, replaced: set[Node]) -> list[Node]:
     """The early nodes and all that must follow them, as far as it stands before `last`; in graph order."""
-    program = Program.of(root)
+    program = program_being_edited(root)
     followers = followers_of(program)
     found, waiting = set[Node](), list(early)
     while waiting:

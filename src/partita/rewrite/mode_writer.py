@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from torch.fx import Node
@@ -9,6 +10,7 @@ from torch.fx import Node
 from partita._torch import toggles
 from partita._torch.nodes import GraphWriter
 from partita.graphs.mode import AMBIENT, Block, Inference, Mode
+from partita.graphs.mode_switches import only_argument
 
 __all__ = ["ModeWriter"]
 
@@ -18,10 +20,13 @@ class ModeWriter:
 
     The mode of the caller is not known, so it is asked for before it is first changed, and put back by value. `base`
     is what whoever calls the graph has set for it: blocks that are open there stay open. Where `caller`, the mode that
-    all modes are relative to, is known, only who puts back what it found needs the answer.
+    all modes are relative to, is known, only who puts back what it found needs the answer. A toggle that stands for
+    one of the `originals` has its name, which must be reserved, and its metadata.
     """
 
-    def __init__(self, writer: GraphWriter, base: Mode = AMBIENT, *, caller: Mode = AMBIENT) -> None:
+    def __init__(
+        self, writer: GraphWriter, base: Mode = AMBIENT, *, caller: Mode = AMBIENT, originals: Iterable[Node] = ()
+    ) -> None:
         self.mode = self._base = base
         self.has_switched = False
         self._writer = writer
@@ -29,6 +34,7 @@ class ModeWriter:
         self._ambient_grad: Node | None = None
         self._floor = len(base.blocks)
         self._handles: list[tuple[Node, bool | None]] = []
+        self._originals = dict.fromkeys(originals)
 
     def switch(self, wanted: Mode) -> None:
         """Writes what it takes to be in mode `wanted`."""
@@ -66,21 +72,24 @@ class ModeWriter:
         while len(self.mode.blocks) > depth:
             block = self.mode.blocks[-1]
             handle, grad = self._handles.pop()
+            leaves = list(block.key.users) if isinstance(block.key, Node) else []
             if isinstance(block.sets, Inference):
-                self._call(toggles.EXIT_INFERENCE, handle)
+                self._call(toggles.EXIT_INFERENCE, handle, instead_of=leaves)
                 self.mode = replace(self.mode, grad=grad)
             else:
-                self._call(toggles.EXIT_AUTOCAST, handle)
+                self._call(toggles.EXIT_AUTOCAST, handle, instead_of=leaves)
             self.mode = replace(self.mode, blocks=self.mode.blocks[:-1])
 
     def _enter(self, block: Block) -> None:
         before, sets = self.mode.grad, block.sets
+        entered = [block.key] if isinstance(block.key, Node) else []
         if isinstance(sets, Inference):
             self._ask_for_grad()  # Inside the block it is too late: entering it sets the grad mode as well.
-            handle = self._call(toggles.ENTER_INFERENCE, sets.enabled)
+            handle = self._call(toggles.ENTER_INFERENCE, sets.enabled, instead_of=entered)
             self.mode = replace(self.mode, grad=not sets.enabled)
         else:
-            handle = self._call(toggles.ENTER_AUTOCAST, sets.device, sets.dtype, sets.enabled, sets.cache)
+            given = (sets.device, sets.dtype, sets.enabled, sets.cache)
+            handle = self._call(toggles.ENTER_AUTOCAST, *given, instead_of=entered)
         if isinstance(block.key, Node) and "nn_module_stack" in block.key.meta:
             handle.meta["nn_module_stack"] = dict(block.key.meta["nn_module_stack"])
         self._handles.append((handle, before))
@@ -94,8 +103,14 @@ class ModeWriter:
         if value is None:
             value = self._ambient_grad if as_found or self._caller.grad is None else self._caller.grad
         assert value is not None, "the caller's grad mode is out of reach"
-        self._call(toggles.SET_GRAD, value)
+        self._call(toggles.SET_GRAD, value, instead_of=self._setting_grad(value, as_found=as_found))
         self.mode = replace(self.mode, grad=wanted.grad)
+
+    def _setting_grad(self, value: object, *, as_found: bool) -> Iterator[Node]:
+        """The originals that set this grad mode; what puts back the caller's stands for the last, whatever that set."""
+        for node in reversed(self._originals) if as_found else self._originals:
+            if node.target is toggles.SET_GRAD and (as_found or only_argument(node, "enabled") is value):
+                yield node
 
     def _can_find_grad(self) -> bool:
         """Whether the grad mode of the caller is known or can still be asked for."""
@@ -105,6 +120,13 @@ class ModeWriter:
         if self._ambient_grad is None and self.mode.grad is None:
             self._ambient_grad = self._call(toggles.IS_GRAD_ENABLED)
 
-    def _call(self, toggle: object, *arguments: object) -> Node:
+    def _call(self, toggle: object, *arguments: object, instead_of: Iterable[Node] = ()) -> Node:
+        """A call of `toggle`, which stands for the first of these originals that nothing stands for yet."""
         writer = self._writer
-        return writer.write("call_function", toggle, arguments, name=writer.names.fresh_for(toggle))
+        original = next((node for node in instead_of if node in self._originals), None)
+        if original is None:
+            return writer.write("call_function", toggle, arguments, name=writer.names.fresh_for(toggle))
+        del self._originals[original]
+        written = writer.write("call_function", toggle, arguments, name=original.name)
+        writer.copy_meta(original, written)
+        return written

@@ -89,10 +89,26 @@ class Choice:
             return None
         return last.variant, call.values
 
+    def make_for(self, inputs: Sequence[Any]) -> None:
+        """Compiles for calls with inputs that look like these; where that fails, the first such call will say so."""
+        self._found_or_made(self._calls.taken_apart(self._calls.of(inputs)))
+
     def _looked_up(self, call: Call) -> _LastUse | _Trial | None:
         """The variant for these values, found or made; None where the body must run and nobody is to blame."""
         if watched() or not self._is_fit(call):
             return None
+        found = self._found_or_made(call)
+        if found is None or isinstance(found, _Trial):
+            return found
+        variant, written = found
+        if variant.cause is not None:
+            self._lowering.report(variant.cause)
+        guard = variant.fit.guard(call.values, written=written)
+        self._last = _LastUse(guard, variant, call.shapes, call.modules, written)
+        return self._last
+
+    def _found_or_made(self, call: Call) -> tuple[Variant, tuple[int, ...]] | _Trial | None:
+        """The variant for a call, with the places of values that are written."""
         around, lowering = surroundings(), self._lowering
         if call.modules is not None:
             lowering = lowering.for_modules(call.modules.state.key, self._body)
@@ -111,11 +127,7 @@ class Choice:
             return variant
         self._open_sizes = open_sizes
         self._seen.note(signature.kind, signature)
-        if variant.cause is not None:
-            self._lowering.report(variant.cause)
-        guard = variant.fit.guard(call.values, written=written)
-        self._last = _LastUse(guard, variant, call.shapes, call.modules, written)
-        return self._last
+        return variant, written
 
     def _open_sizes_after(self, signature: Signature) -> OpenSizes:
         """With what differs from the last call of its kind; what others that share functions have seen is theirs."""

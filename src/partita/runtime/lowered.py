@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch.fx import GraphModule
 
+from partita._torch.lazy_modules import make_lazy_again
 from partita._torch.lowering_ambient import profiler_runs, watched
 from partita._torch.standing_modules import StandsForBody
 from partita.errors import BackendError
@@ -42,6 +43,14 @@ class Lowered(StandsForBody):
                 return self._in_scope(inputs)
         return self._in_scope(inputs)
 
+    def compile_for(self, inputs: Sequence[Any]) -> None:
+        """Compiles for calls with inputs that look like these, which may be fake, in the modes of now."""
+        scope = self.lowering.scope
+        if scope is None:
+            self._choice.make_for(inputs)
+        else:
+            scope.call(self._choice.make_for, inputs)
+
     def _in_scope(self, inputs: Sequence[Any]) -> Any:
         scope = self.lowering.scope
         if scope is None:
@@ -75,4 +84,5 @@ class Lowered(StandsForBody):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        make_lazy_again(self.body)
         self._choice = Choice(self.body, self.lowering, self._variants)
