@@ -67,7 +67,7 @@ def _nests(small: int, large: int) -> Iterator[Row]:
             other=before * 1e3,
             reading="times as long",
             value=after / before,
-            target=at_most(2 * large / small) if small >= 128 else None,
+            target=at_most(2 * large / small) if small >= 32 else None,
         )
 
 

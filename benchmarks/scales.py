@@ -30,7 +30,7 @@ class Scale:
     #: Graphs that are partitioned by what is supported, beside torch.
     partitioned_nodes: tuple[int, ...] = (1_000, 4_000)
     #: Nests of modes, by their depth.
-    nest_depths: tuple[int, int] = (128, 1_024)
+    nest_depths: tuple[int, int] = (32, 256)
 
 
 _ALL = ("residual", "chain", "fan-out", "random", "writes")
@@ -64,7 +64,7 @@ SCALES = {
         10,
         (1_000, 4_000),
         (1_000,),
-        (32, 128),
+        (16, 64),
     ),
     "default": Scale(
         {1_000: 7, 4_000: 5, 16_000: 3, 64_000: 2},
