@@ -299,3 +299,22 @@ def test_a_function_that_is_declared_pure_may_run_again() -> None:
     program = Program.of(program.graph_module, pure=[_double])
     after = partita.plan(program, ByLabel(lambda node: "all"), Recompute()).apply()
     partita.verify(program, after, (torch.ones(3, requires_grad=True),))
+
+
+def test_a_write_that_no_operator_declares_is_refused_with_a_way_out_of_a_plan() -> None:
+    library = torch.library.Library("partita_undeclared", "DEF")
+    try:
+        library.define("scale(Tensor x) -> Tensor")
+        library.impl("scale", lambda x: x.mul_(2).clone(), "CPU")
+
+        def forward(x: Tensor) -> Tensor:
+            return torch.ops.partita_undeclared.scale(x.sin()).cos().sum()  # type: ignore[no-any-return]
+
+        program = Program.of(torch.fx.symbolic_trace(forward))
+        policy = ByLabel(lambda node: "scaled" if node.name == "scale" else None)
+        after = partita.plan(program, policy, Recompute()).apply()
+        with pytest.raises(RecomputeError, match="one region with the collective") as caught:
+            after.module()(torch.randn(3, requires_grad=True))
+        assert "by a plan" not in str(caught.value)
+    finally:
+        library._destroy()
