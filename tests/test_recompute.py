@@ -305,7 +305,7 @@ def test_a_write_that_no_operator_declares_is_refused_with_a_way_out_of_a_plan()
     library = torch.library.Library("partita_undeclared", "DEF")
     try:
         library.define("scale(Tensor x) -> Tensor")
-        library.impl("scale", lambda x: x.mul_(2).clone(), "CPU")
+        library.impl("scale", lambda x: x.mul_(2).clone(), "CompositeImplicitAutograd")
 
         def forward(x: Tensor) -> Tensor:
             return torch.ops.partita_undeclared.scale(x.sin()).cos().sum()  # type: ignore[no-any-return]
