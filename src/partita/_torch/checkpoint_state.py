@@ -132,8 +132,8 @@ def refuse_writes(names: Sequence[str], *, is_graph: bool, is_planned: bool = Fa
         return
     if is_planned:
         way = (
-            "no operator in it says that it does, so that the plan made no copy. `wait_tensor` may be one: put it into "
-            "one region with the collective that it waits for"
+            "the plan has no copy of that. If `wait_tensor` is in the body, put it into one region with the collective "
+            "that it waits for"
         )
     elif is_graph:
         way = "recompute it by a plan, which knows what a graph writes"
