@@ -10,7 +10,7 @@ from torch._C import _set_grad_enabled
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 
-__all__ = ["build_with_modes"]
+__all__ = ["build_nest", "build_with_modes"]
 
 
 def build_with_modes(kind: str, nodes: int, share: float) -> GraphModule:
@@ -30,6 +30,22 @@ def build_with_modes(kind: str, nodes: int, share: float) -> GraphModule:
     if block is not None:
         _toggled(graph, kind, block)
     graph.output((written[-1],))
+    return GraphModule(nn.Module(), graph)
+
+
+def build_nest(depth: int) -> GraphModule:
+    """A graph of so many autocast blocks, each inside the one before, with two operators in each."""
+    graph = Graph()
+    value = graph.placeholder("x")
+    blocks = []
+    for level in range(depth):
+        dtype = torch.bfloat16 if level % 2 else torch.float16
+        blocks.append(graph.call_function(_enter_autocast, ("cpu", dtype, True, None)))
+        value = graph.call_function(torch.ops.aten.sin.default, (value,))
+    for block in reversed(blocks):
+        value = graph.call_function(torch.ops.aten.cos.default, (value,))
+        graph.call_function(_exit_autocast, (block,))
+    graph.output((value,))
     return GraphModule(nn.Module(), graph)
 
 

@@ -9,11 +9,11 @@ from torch._export.passes import replace_autocast_with_hop_pass as torch_autocas
 from torch._export.passes import replace_set_grad_with_hop_pass as torch_grad
 from torch.fx import GraphModule
 
-from benchmarks.mode_graphs import build_with_modes
+from benchmarks.mode_graphs import build_nest, build_with_modes
 from benchmarks.rows import Row, at_least, at_most
 from benchmarks.scales import Scale
 from benchmarks.timing import interleaved, median, within
-from partita import Program, inline, plan
+from partita import Program, inline, mode_tree, plan
 from partita.compat import replace_autocast_with_hop_pass as our_autocast
 from partita.compat import replace_set_grad_with_hop_pass as our_grad
 from partita.policies import ByMode
@@ -30,7 +30,7 @@ _LIMIT_S = 20.0
 
 
 def rows(scale: Scale) -> Iterator[Row]:
-    """Each kind of mode, with few toggles and with many, up to the largest graph; then how ours grows."""
+    """Each kind of mode, with few toggles and with many, up to the largest graph; then how ours and nests grow."""
     for kind in _PASSES:
         for share in (0.01, 0.2):
             ours = {}
@@ -50,6 +50,38 @@ def rows(scale: Scale) -> Iterator[Row]:
                 value=ours[large] / ours[small],
                 target=at_most(1.25 * large / small) if small >= 16_000 else None,
             )
+    yield from _nests(*scale.nest_depths)
+
+
+def _nests(small: int, large: int) -> Iterator[Row]:
+    """How what is done to a nest of blocks grows with its depth; eight times as deep is ten times as much, n log n."""
+    taken = {depth: _nest_taken(depth) for depth in (small, large)}
+    for way, times in taken[large].items():
+        before, after = median(taken[small][way]), median(times)
+        yield Row(
+            section=f"growth with the depth of a nest: {way}",
+            case=f"autocast, {large:,} blocks",
+            unit="ms",
+            ours=after * 1e3,
+            beside=f"ours at {small:,}",
+            other=before * 1e3,
+            reading="times as long",
+            value=after / before,
+            target=at_most(2 * large / small) if small >= 32 else None,
+        )
+
+
+def _nest_taken(depth: int) -> dict[str, list[float]]:
+    module = build_nest(depth)
+    nested = _wrapped(module)
+    return interleaved(
+        {
+            "plan": lambda: _wrapped(module),
+            "inline": lambda: inline(nested),
+            "mode_tree": lambda: mode_tree(module),
+        },
+        repeats=3,
+    )
 
 
 def _beside_torch(kind: str, case: str, nodes: int, module: GraphModule) -> Generator[Row, None, float]:

@@ -29,13 +29,27 @@ class Scale:
     mode_nodes: tuple[int, ...]
     #: Graphs that are partitioned by what is supported, beside torch.
     partitioned_nodes: tuple[int, ...] = (1_000, 4_000)
+    #: Nests of modes, by their depth.
+    nest_depths: tuple[int, int] = (32, 256)
 
 
 _ALL = ("residual", "chain", "fan-out", "random", "writes")
 
 SCALES = {
     "tiny": Scale(
-        {200: 1}, (), False, ("residual", "writes"), 0, 200, (200, 400), ("residual",), 400, 2, (50, 100), (100,)
+        {200: 1},
+        (),
+        False,
+        ("residual", "writes"),
+        0,
+        200,
+        (200, 400),
+        ("residual",),
+        400,
+        2,
+        (50, 100),
+        (100,),
+        (8, 32),
     ),
     "quick": Scale(
         {1_000: 3, 4_000: 3},
@@ -50,6 +64,7 @@ SCALES = {
         10,
         (1_000, 4_000),
         (1_000,),
+        (16, 64),
     ),
     "default": Scale(
         {1_000: 7, 4_000: 5, 16_000: 3, 64_000: 2},

@@ -89,6 +89,15 @@ def writing_data(model: Model, x: Tensor) -> Tensor:
     return model.first(x)
 
 
+def mapping_to_another_axis(model: Model, x: Tensor) -> Tensor:
+    return torch.vmap(torch.sin, out_dims=1)(model.first.weight) + x.sum()
+
+
+def going_backward_by_a_transform(model: Model, x: Tensor) -> Tensor:
+    _, gradient = torch.func.vjp(model.first, x)
+    return gradient(model.first(x))[0]  # type: ignore[no-any-return]
+
+
 KEPT_ALIVE: list[Iterator[Tensor]] = []
 
 
@@ -102,7 +111,9 @@ REFUSED: dict[Callable[..., Any], str] = {
     with_a_parameter_from_outside: "neither an argument nor in its state.*register it",
     with_the_callers_dtype_inside_another: "takes its dtype from the caller",
     crossing_blocks: "'_enter_autocast' crosses the inference block",
-    writing_data: r"through `\.data`; write under torch\.no_grad\(\)",
+    writing_data: r"no trace can follow\. `\.data` does: write under torch\.no_grad\(\)",
+    mapping_to_another_axis: r"torch\.vmap with `out_dims` other than 0: leave that at 0.*movedim",
+    going_backward_by_a_transform: "it runs a gradient transform such as torch.func.grad",
 }
 
 

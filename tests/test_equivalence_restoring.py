@@ -293,10 +293,31 @@ def _leaves_precision(x: Tensor) -> Tensor:
     return x * 2
 
 
+def _leaves_default_device(x: Tensor) -> Tensor:
+    torch.set_default_device("meta")
+    return x * 2
+
+
+def _leaves_memory_unfilled(x: Tensor) -> Tensor:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return x * 2
+
+
+def _leaves_cudnn_deterministic(x: Tensor) -> Tensor:
+    torch.backends.cudnn.deterministic = True
+    return x * 2
+
+
 SETTINGS = {
     "default dtype": (_leaves_default_dtype, torch.get_default_dtype),
     "deterministic": (_leaves_determinism, torch.are_deterministic_algorithms_enabled),
     "matmul precision": (_leaves_precision, torch.get_float32_matmul_precision),
+    "default device": (_leaves_default_device, torch.get_default_device),
+    "fills uninitialized memory": (
+        _leaves_memory_unfilled,
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+    ),
+    "cudnn deterministic": (_leaves_cudnn_deterministic, lambda: torch.backends.cudnn.deterministic),
 }
 
 
@@ -320,6 +341,50 @@ def test_numbers_that_are_drawn_from_numpy_are_seen_and_put_back() -> None:
     found = compare(lambda x: x * 2, draws, (torch.randn(3),)).differences
     assert "NumPy's random after the call" in {difference.where for difference in found}
     assert str(numpy.random.get_state()) == before
+
+
+class Drawing(nn.Module):
+    """Draws a factor from a generator of its own, and perhaps a number for nothing."""
+
+    def __init__(self, generator: Any, spare: int = 0) -> None:
+        super().__init__()
+        self.generator, self.spare = generator, spare
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = float(self.generator.random())
+        for _ in range(self.spare):
+            self.generator.random()
+        return x * factor
+
+
+@pytest.mark.parametrize("kind", ["Random", "default_rng", "RandomState"])
+def test_generators_that_a_module_holds_start_anew_for_each_program(kind: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    generator = random.Random(3) if kind == "Random" else getattr(numpy.random, kind)(3)
+    untouched = random.Random(3) if kind == "Random" else getattr(numpy.random, kind)(3)
+    model = Drawing(generator)
+    verify(model, model, (torch.randn(3),))
+    assert not compare(model, Drawing(generator, spare=1), (torch.randn(3),)).equal
+    assert generator.random() == untouched.random()
+
+
+def test_settings_that_a_backward_leaves_changed_are_seen_and_put_back() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            torch.set_default_dtype(torch.float64)
+            random.random()
+            return gradient * 2
+
+    state = random.getstate()
+    found = compare(lambda x: x * 2, Doubled.apply, (torch.randn(3, requires_grad=True),)).differences
+    assert {"default dtype after backward", "Python's random after backward"} <= {one.where for one in found}
+    assert torch.get_default_dtype() is torch.float32
+    assert random.getstate() == state
 
 
 @pytest.mark.parametrize("bit", ["conjugate", "negative"])

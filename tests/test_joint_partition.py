@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,11 +23,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import partita
 from partita import Region
-from partita.errors import OptionError
+from partita.errors import OptionError, RecomputeError, SignatureError
 from partita.policies import ByLabel, ByModule, BySize
 from partita.tracing import joint_partition
 from partita.tracing.joint_identity import identity_of
-from partita.treatments import Call, KeepNothing, KeepOperators, Mark, Recompute
+from partita.treatments import Call, KeepEverything, KeepNodes, KeepNothing, KeepOperators, Mark, Recompute
 
 ATEN = torch.ops.aten
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
@@ -329,3 +330,202 @@ def test_marks_on_a_captured_joint_graph_save_what_regions_give_to_the_forward()
     inputs = [node.meta["val"] for node in (*marked.joint.inputs, *marked.joint.tangents)]
     saved(marked.graph_module, inputs, num_fwd_outputs=len(marked.joint.forward_outputs))
     assert saved.tensors == ("add", "add_1", "add_2")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.project(self.norm(x)).view(2, 8, 2, 4).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return (x + mixed.transpose(1, 2).reshape(2, 8, 8)).sum()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attention()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x.view(2, 8, 8))  # type: ignore[no-any-return]
+
+
+FLASH = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@pytest.mark.parametrize(
+    ("keep", "operator"),
+    [
+        (KeepOperators(FLASH), FLASH),
+        (KeepNodes("getitem_4"), FLASH),
+        (KeepOperators(ATEN.native_layer_norm.default), ATEN.native_layer_norm.default),
+    ],
+    ids=["attention", "an item of attention", "norm"],
+)
+def test_an_operator_with_several_results_is_kept_whole(keep: Any, operator: Any) -> None:
+    model, halves = Blocks(), list[GraphModule]()
+
+    def look(joint: GraphModule, inputs: Any, **options: Any) -> Any:
+        halves.extend(min_cut_rematerialization_partition(joint, inputs, **options))
+        return tuple(halves)
+
+    found = _aot(model, joint_partition(ByModule("blocks.?"), Recompute(keep), then=look))
+    assert _same(found, _step(model, model, X))
+    calls = [half.graph.find_nodes(op="call_function", target=operator) for half in halves]
+    assert [len(nodes) for nodes in calls] == [1, 0]
+
+
+def test_a_joint_graph_without_tangents_is_partitioned() -> None:
+    def function(x: Tensor, _: Tensor) -> Tensor:
+        return x.view(-1).requires_grad_()
+
+    policy = ByLabel(lambda node: "all_0")
+    trained = torch.randn(3, requires_grad=True)
+    found = aot_function(function, nop, nop, partition_fn=joint_partition(policy, Recompute()))(X.clone(), trained)
+    assert found.requires_grad
+    assert torch.equal(found, X.view(-1))
+
+
+def test_gradients_that_no_tangent_leads_to_are_no_joint_graph() -> None:
+    traced = partita.capture(lambda x: (x.sin(), x.cos()), (X,)).module()
+    with pytest.raises(SignatureError, match="is a tangent"):
+        partita.Program.of(traced, forward_outputs=1)
+
+
+class MutatingBothWays(torch.autograd.Function):
+    """Mutates an input and what it saves in the forward, and that again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Tensor) -> Tensor:
+        state.mul_(2.0)
+        scale = state + 1
+        torch._foreach_mul_([scale], [3.0])
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (scale,) = ctx.saved_tensors
+        torch._foreach_mul_([scale], [4.0])
+        return gradient * scale, None
+
+
+class MutatingTheSaved(torch.autograd.Function):
+    """Reads what it saved before and after the backward mutates it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Tensor) -> Tensor:
+        scale = state.clone().add_(1.0)
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (scale,) = ctx.saved_tensors
+        before = scale + 1
+        scale.mul_(3.0)
+        return gradient * before * (scale + 1), None
+
+
+class MutatingAnInputLate(torch.autograd.Function):
+    """Mutates an input in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Tensor) -> Tensor:
+        ctx.save_for_backward(state)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (state,) = ctx.saved_tensors
+        state.mul_(2.0)
+        return gradient * state, None
+
+
+def _through_a_view(x: Tensor, state: Tensor) -> Tensor:
+    product = x * state
+    product[0].mul_(2.0)
+    return product.sin() * product
+
+
+def _between_equal_reads(x: Tensor, state: Tensor) -> Tensor:
+    before = state.sin()
+    state.add_(1.0)
+    return x * before * state.sin()
+
+
+def _copied_over(x: Tensor, state: Tensor) -> Tensor:
+    early = x.sin()
+    state.copy_(x.detach() * 2)
+    return early * state.cos()
+
+
+def _in_place(x: Tensor, state: Tensor) -> Tensor:
+    for _ in range(3):
+        x = (x * state).sin().relu_()
+    return x
+
+
+MUTATING: dict[str, Callable[..., Any]] = {
+    "both ways": MutatingBothWays.apply,
+    "the saved": MutatingTheSaved.apply,
+    "an input late": MutatingAnInputLate.apply,
+    "through a view": _through_a_view,
+    "between equal reads": _between_equal_reads,
+    "copied over": _copied_over,
+    "in place": _in_place,
+}
+
+
+def _mutating_step(function: Callable[..., Any]) -> list[Tensor]:
+    """The result, the gradient and the state of one step."""
+    x, state = X.detach().clone().requires_grad_(), X.cos()
+    result = function(x, state)
+    result.sum().backward()
+    assert x.grad is not None
+    return [result.detach(), x.grad, state]
+
+
+def _not_functionalized(function: Callable[..., Any], partitioner: Any) -> Callable[..., Any]:
+    return aot_function(  # type: ignore[no-any-return]
+        function,
+        nop,
+        nop,
+        partition_fn=partitioner,
+        keep_inference_input_mutations=True,
+        disable_functionalization=True,
+    )
+
+
+@pytest.mark.parametrize("name", MUTATING)
+def test_without_functionalization_a_graph_with_marks_mutates_as_it_did(name: str) -> None:
+    function, partitioner = MUTATING[name], joint_partition(ByLabel(lambda node: "all_0"), Mark("region"))
+    assert _same(_mutating_step(_not_functionalized(function, partitioner)), _mutating_step(function))
+
+
+@pytest.mark.filterwarnings("ignore:Trying to unsafely apply AC")
+@pytest.mark.parametrize("then", [None, min_cut_rematerialization_partition, default_partition])
+@pytest.mark.parametrize("treatment", [Recompute(), Recompute(KeepEverything()), Mark("region")], ids=repr)
+@pytest.mark.parametrize("name", MUTATING)
+def test_without_functionalization_gradients_are_right_or_refused(name: str, treatment: Any, then: Any) -> None:
+    function, partitioner = MUTATING[name], joint_partition(ByLabel(lambda node: "all_0"), treatment, then=then)
+    expected = found = _mutating_step(function)
+    with suppress(RecomputeError):
+        found = _mutating_step(_not_functionalized(function, partitioner))
+    assert _same(found, expected)
+
+
+def test_a_lost_mutation_is_named() -> None:
+    partitioner = joint_partition(ByLabel(lambda node: "all_0"), Recompute())
+    with pytest.raises(RecomputeError, match=r"loses the mutation '_foreach_mul__1' .*disable_functionalization=False"):
+        _mutating_step(_not_functionalized(MutatingBothWays.apply, partitioner))
+
+
+def test_functionalized_mutations_of_both_halves_are_partitioned() -> None:
+    partitioner = joint_partition(ByLabel(lambda node: "all_0"), Recompute())
+    compiled = aot_function(
+        MutatingAnInputLate.apply, nop, nop, partition_fn=partitioner, keep_inference_input_mutations=True
+    )
+    assert _same(_mutating_step(compiled), _mutating_step(MutatingAnInputLate.apply))

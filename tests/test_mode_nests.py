@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from tests.core_helpers import text
 from tests.modes_helpers import BRAIN, HALF, Script, observed
 from tests.test_modes_running import random_script, refused_for_crossing
+from tests.work_helpers import calls_during
 from tests.wrapping_helpers import has_toggles_anywhere, tree, wrapped
-from torch.fx import Node
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
 
-from partita import Program, compare, fingerprint, inline
+import partita.rewrite.wrap_modes as wrap_modes_module
+from partita import Program, compare, fingerprint, inline, mode_tree, plan
 from partita._torch.ambient import Ambient, read_ambient
 from partita._torch.toggles import (
     ENTER_AUTOCAST,
@@ -28,7 +32,9 @@ from partita._torch.toggles import (
 )
 from partita.errors import ModeError, PartitaError
 from partita.graphs.mode import AMBIENT, Mode
+from partita.policies import ByMode
 from partita.rewrite.wrap_modes import wrap_modes
+from partita.treatments import Mode as ModeTreatment
 
 
 def told(found: Mapping[int, Ambient]) -> dict[int, tuple[Any, ...]]:
@@ -270,3 +276,72 @@ def test_what_nobody_leaves_is_put_back_by_the_operators() -> None:
             assert read_ambient() == found
     difference = compare(script.program(), after, (torch.ones(2),))
     assert {entry.kind for entry in difference.differences} == {"mode"}
+
+
+@given(st.integers(0, 2**32), st.integers(0, 14))
+@settings(max_examples=60)
+def test_nests_that_are_cut_in_half_first_give_every_node_its_modes(seed: int, length: int) -> None:
+    program = random_script(Random(seed), length).program()
+    if refused_for_crossing(program):
+        return
+    with mock.patch.object(wrap_modes_module, "_DEEP", 1):
+        cut = or_refused(wrap_modes, program)
+    usual = or_refused(wrap_modes, program)
+    assert (cut is None) == (usual is None)
+    if cut is not None and usual is not None:
+        assert told(observed(cut)) == told(observed(usual)) == told(observed(program))
+        assert not has_toggles_anywhere(cut.graph_module)
+
+
+def deep_nest(depth: int, kinds: str) -> Program:
+    """Blocks of these kinds in turn, each inside the one before, with a layer before the next and a cosine after it."""
+    graph = Graph()
+    value, grads, handles = graph.placeholder("x"), [True], []
+    for level in range(depth):
+        turn, kind = divmod(level, len(kinds))
+        toggle, arguments, grad = BLOCKS[kinds[kind]][turn % 2]
+        handles.append(graph.call_function(toggle, arguments))
+        grads.append(grads[-1] if grad is None else grad)
+        value = graph.call_module(f"layers.{level % 4}", (value,))
+    for handle in reversed(handles):
+        value = graph.call_function(torch.cos, (value,))
+        grads.pop()
+        leave = {ENTER_AUTOCAST: EXIT_AUTOCAST, ENTER_INFERENCE: EXIT_INFERENCE}.get(handle.target)  # type: ignore[call-overload]
+        graph.call_function(*((SET_GRAD, (grads[-1],)) if leave is None else (leave, (handle,))))
+    graph.output(value)
+    root = nn.Module()
+    root.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+    return Program.of(GraphModule(root, graph))
+
+
+#: What enters a block of each kind, in turn, and the grad mode that it sets.
+BLOCKS: dict[str, list[tuple[Callable[..., Any], tuple[Any, ...], bool | None]]] = {
+    "a": [(ENTER_AUTOCAST, ("cpu", dtype, True, None), None) for dtype in (BRAIN, HALF)],
+    "e": [(SET_GRAD, (True,), True)] * 2,
+    "i": [(ENTER_INFERENCE, (enabled,), not enabled) for enabled in (True, False)],
+    "n": [(SET_GRAD, (False,), False)] * 2,
+}
+KINDS = ["a", "i", "an", "ai", "ane"]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_deep_nest_is_wrapped_and_inlined_again(kinds: str) -> None:
+    program = deep_nest(40, kinds)
+    cut = plan(program, ByMode(), ModeTreatment()).apply()
+    assert compare(program, cut, (torch.randn(2, 3),)).equal
+    assert cut.original_state().keys() == program.original_state().keys()
+    assert program.modes.final != AMBIENT or fingerprint(inline(cut)) == fingerprint(program)
+    assert mode_tree(cut) == mode_tree(program.under(cut.caller))
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_work_on_a_nest_grows_hardly_faster_than_its_depth(kinds: str) -> None:
+    def work(depth: int) -> list[float]:
+        program = deep_nest(depth, kinds)
+        decided = plan(program, ByMode(), ModeTreatment())
+        nested = decided.apply()
+        acts = (decided.apply, lambda: inline(nested), lambda: mode_tree(program), lambda: mode_tree(nested))
+        return [calls_during(act) / depth for act in acts]
+
+    # n log n: four times as deep is as much for each block, and a little more for being cut in half twice more.
+    assert all(deep < 1.7 * flat for flat, deep in zip(work(40), work(160), strict=True))

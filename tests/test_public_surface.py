@@ -215,6 +215,7 @@ PUBLIC = {
         "labellings",
         "programs",
         "random_case",
+        "random_crossing",
         "random_labelling",
         "random_labels",
         "random_nest",

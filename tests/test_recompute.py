@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita
 from partita import Program, Region
+from partita._torch.checkpoint_state import refuse_writes
 from partita.errors import OptionError, RecomputeError, TreatmentError
 from partita.policies import ByLabel, ByModule, BySize
 from partita.testing.models import Attention, Buffered, Casting, Frozen, Mixer, Structured
@@ -299,3 +300,17 @@ def test_a_function_that_is_declared_pure_may_run_again() -> None:
     program = Program.of(program.graph_module, pure=[_double])
     after = partita.plan(program, ByLabel(lambda node: "all"), Recompute()).apply()
     partita.verify(program, after, (torch.ones(3, requires_grad=True),))
+
+
+@pytest.mark.parametrize(
+    ("is_graph", "is_planned", "words"),
+    [
+        (False, False, "trace it into a graph"),
+        (True, False, "recompute it by a plan"),
+        (True, True, "`wait_tensor` is in the body, put it into one region with the collective"),
+    ],
+)
+def test_a_write_without_a_copy_is_refused_with_a_way_out(is_graph: bool, is_planned: bool, words: str) -> None:
+    with pytest.raises(RecomputeError, match=words) as caught:
+        refuse_writes(["argument 0"], is_graph=is_graph, is_planned=is_planned)
+    assert ("by a plan" in str(caught.value)) == (is_graph and not is_planned)

@@ -16,7 +16,7 @@ from partita.testing.mode_oracle import leaves_modes
 from partita.testing.recompute_laws import check_recompute_laws
 from partita.treatments import KeepEverything, KeepNothing, Recompute
 
-KNOWN = replace(ALL, unknown=False)
+KNOWN = replace(ALL, unknown=False, hooks=False)
 
 
 #: Among the programs from here on, those with a region that draws from a generator of its own.

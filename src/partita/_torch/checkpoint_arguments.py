@@ -48,6 +48,7 @@ class RunInputs:
         self._leaves = [_Number(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._state = state
         self._is_graph = facts is not None
+        self._is_planned = facts is not None and facts.knows_written
         self._copies = InputCopies(facts, state, arguments, operands)
         self._given: dict[int, GivenTensor] = {}
         self._is_handed_over = False
@@ -76,7 +77,7 @@ class RunInputs:
         """The first run is over; `before` is how everything was that it could write."""
         changed = before.changed()
         uncopied = [name for name in changed if not self._copies.have(before.tensors[name])]
-        refuse_writes(uncopied, is_graph=self._is_graph)
+        refuse_writes(uncopied, is_graph=self._is_graph, is_planned=self._is_planned)
         if self._is_handed_over or self._copies.are_all_told:
             return
         self._copies.let_go(before.tensors.values(), [before.tensors[name] for name in changed])

@@ -126,15 +126,19 @@ class GradientFlags:
                 tensor.requires_grad_(not flag)
 
 
-def refuse_writes(names: Sequence[str], *, is_graph: bool) -> None:
+def refuse_writes(names: Sequence[str], *, is_graph: bool, is_planned: bool = False) -> None:
     """Raises if anything was written, or will be, of which there is no copy."""
     if not names:
         return
-    way = (
-        "recompute it by a plan, which knows what a graph writes"
-        if is_graph
-        else "trace it into a graph, so that writes to what it is given and to its buffers can be undone"
-    )
+    if is_planned:
+        way = (
+            "the plan has no copy of that. If `wait_tensor` is in the body, put it into one region with the collective "
+            "that it waits for"
+        )
+    elif is_graph:
+        way = "recompute it by a plan, which knows what a graph writes"
+    else:
+        way = "trace it into a graph, so that writes to what it is given and to its buffers can be undone"
     raise RecomputeError(
         f"the body writes to {listed(names)}, which recomputing it would do again; {way}, or leave what writes out of "
         "the region"

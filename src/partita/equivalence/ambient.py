@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 
 from partita._torch.ambient import read_ambient, restore_autocast
 
 __all__ = ["Settings", "read_settings", "restored_ambient"]
+
+
+#: A module whose attributes are settings, which it has no types for.
+_DETERMINISTIC: Any = torch.utils.deterministic
 
 
 @final
@@ -23,6 +27,10 @@ class Settings:
     deterministic: bool
     deterministic_warns: bool
     matmul_precision: str
+    default_device: torch.device
+    fills_uninitialized_memory: bool
+    cudnn_deterministic: bool
+    cudnn_benchmark: bool
 
     def restore(self) -> None:
         """Puts them back where they were changed."""
@@ -33,6 +41,12 @@ class Settings:
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
         if found.matmul_precision != self.matmul_precision:
             torch.set_float32_matmul_precision(self.matmul_precision)
+        if found.default_device != self.default_device:
+            # None is the CPU, without a mode that every factory function then goes through.
+            torch.set_default_device(None if self.default_device == torch.device("cpu") else self.default_device)
+        _DETERMINISTIC.fill_uninitialized_memory = self.fills_uninitialized_memory
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
 
 
 def read_settings() -> Settings:
@@ -42,6 +56,10 @@ def read_settings() -> Settings:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.get_default_device(),
+        _DETERMINISTIC.fill_uninitialized_memory,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
     )
 
 

@@ -30,9 +30,12 @@ _PROPERTIES = (
     "inference",
     "conjugate",
     "negative",
+    "placements",
 )
 #: Autograd chooses how it lays out a gradient, and a gradient is a leaf of its own.
 _GRADIENT_PROPERTIES = ("dtype", "shape", "device", "layout")
+#: What else there is to a tensor inside another is told of the other.
+_INNER_PROPERTIES = ("type", "dtype", "shape", "device", "layout")
 
 
 def differences(before: Observation, after: Observation, tolerance: Tolerance) -> Iterator[Difference]:
@@ -126,6 +129,12 @@ def _tensors(
         # Strides have nothing to say where there are other axes, or none.
         if one != other and (alike or name != "stride"):
             yield Difference(name, where, f"{one} != {other}")
+    if before.inner or after.inner:
+        others = dict(after.inner)
+        for name, one in before.inner:
+            if name in others:
+                yield from _tensors(one, others[name], f"{where}.{name}", tolerance, _INNER_PROPERTIES)
+        return
     if (before.shape, before.dtype) == (after.shape, after.dtype) and not _has_no_values(before, after):
         detail = value_difference(before.value, after.value, tolerance)
         if detail is not None:
@@ -178,6 +187,8 @@ def _rounding(gradient: TensorRecord, unit: float, widest: float) -> Tolerance:
 
 def _largest(gradient: TensorRecord) -> float:
     """The largest magnitude of an element, infinities aside."""
+    if gradient.inner:
+        return max(_largest(inner) for _, inner in gradient.inner)
     if not _has_rounding(gradient):
         return 0.0
     value = gradient.value

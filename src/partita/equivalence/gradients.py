@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from partita._torch.wrapper_tensors import inner_tensors, plain_tensors
 from partita.equivalence.observation import Raised, TensorRecord, record_of
 
 __all__ = ["gradients_of", "kept_gradient_fields"]
@@ -71,6 +72,12 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
 
 def _weights(number: int, result: Tensor) -> Tensor:
     """Weights between 0.5 and 1.5, the same in every run, none of which hides another's mistake."""
+    if inner_tensors(result):
+        # Every process weighs its own part, so that nobody waits for another.
+        wrapper = result.detach().clone()
+        for inner in plain_tensors(wrapper):
+            inner.copy_(_weights(number, inner))
+        return wrapper
     generator = torch.Generator().manual_seed(number + 1)
     weights = torch.rand(result.shape, generator=generator, dtype=torch.float32) + 0.5
     return weights.to(device=result.device, dtype=result.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from partita._torch.ambient import Ambient
 from partita._torch.trees import flatten
+from partita._torch.wrapper_tensors import inner_tensors, placements_of
 from partita.equivalence.aliasing import Home
 from partita.equivalence.ambient import Settings
 from partita.equivalence.randomness import RandomState
@@ -37,6 +38,10 @@ class TensorRecord:
     conjugate: bool
     negative: bool
     value: Tensor
+    #: How a DTensor is spread over devices.
+    placements: tuple[object, ...] | None = None
+    #: The tensors inside one that wraps others, which hold its values.
+    inner: tuple[tuple[str, TensorRecord], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ def record_of(leaf: object, *, restored: frozenset[int] = frozenset()) -> object
         return leaf
     value = _rows(leaf.detach()) if leaf.is_nested else leaf.detach()
     strided = leaf.layout is torch.strided and not leaf.is_nested
+    held = {name: record_of(inner, restored=restored) for name, inner in inner_tensors(leaf).items()}
     return TensorRecord(
         type=type(leaf).__name__,
         dtype=leaf.dtype,
@@ -97,7 +103,9 @@ def record_of(leaf: object, *, restored: frozenset[int] = frozenset()) -> object
         inference=leaf.is_inference(),
         conjugate=strided and leaf.is_conj(),
         negative=strided and leaf.is_neg(),
-        value=value.clone() if storage_key(leaf) in restored else value,
+        value=value.clone() if not held and storage_key(leaf) in restored else value,
+        placements=placements_of(leaf),
+        inner=tuple((name, record) for name, record in held.items() if isinstance(record, TensorRecord)),
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from partita._torch.wrapper_tensors import plain_tensors
+
 __all__ = ["fill_with_other_data"]
 
 
@@ -17,8 +19,10 @@ def fill_with_other_data(leaves: Sequence[object]) -> None:
     negative, change sign, so that probabilities stay probabilities.
     """
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and _is_fillable(leaf):
-            _fill(leaf.detach())
+        inside = [tensor for tensor in plain_tensors(leaf) if _is_fillable(tensor)] if isinstance(leaf, Tensor) else []
+        for tensor in inside:
+            _fill(tensor.detach())
+        if inside:
             # The others look at the same memory, which has been changed by now.
             return
 

@@ -23,12 +23,12 @@ class RandomState:
     numpy: Any
     cpu: Tensor
     cuda: tuple[Tensor, ...]
-    owned: tuple[tuple[torch.Generator, Tensor], ...] = ()
+    owned: tuple[tuple[Any, Any], ...] = ()
 
     def restore(self) -> None:
         """Puts every generator back to where it stood."""
         for generator, state in self.owned:
-            generator.set_state(state)
+            _put(generator, state)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -48,10 +48,10 @@ class RandomState:
         return tuple(name for name, same in named.items() if not same)
 
 
-def random_state(owned: Iterable[torch.Generator] = ()) -> RandomState:
+def random_state(owned: Iterable[object] = ()) -> RandomState:
     """The random state now, that of the `owned` generators included."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    states = tuple((generator, generator.get_state()) for generator in owned)
+    states = tuple((generator, _read(generator)) for generator in owned)
     return RandomState(random.getstate(), _numpy_state(), torch.get_rng_state(), tuple(cuda), states)
 
 
@@ -63,8 +63,31 @@ def _numpy_state() -> Any:
     return (name, keys.tolist(), *rest)
 
 
-def generators_of(roots: Iterable[nn.Module], values: Iterable[object]) -> list[torch.Generator]:
-    """The generators that modules hold as attributes, or that are among `values`."""
+def generators_of(roots: Iterable[nn.Module], values: Iterable[object]) -> list[object]:
+    """The generators of torch, Python and NumPy that modules hold as attributes, or that are among `values`."""
     held = (value for root in roots for module in root.modules() for value in vars(module).values())
-    found = {id(value): value for value in (*held, *values) if isinstance(value, torch.Generator)}
+    found = {id(value): value for value in (*held, *values) if _read(value) is not None}
     return list(found.values())
+
+
+def _read(value: Any) -> Any:
+    """The state of a generator; None for anything else, and for a generator without a state."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return value.get_state()
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    return None
+
+
+def _put(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

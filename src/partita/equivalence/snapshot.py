@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage
 from torch.fx import GraphModule
 from torch.nn import Module
 
+from partita._torch.wrapper_tensors import inner_tensors, plain_tensors
 from partita.equivalence.detaching import detach_in_place
 from partita.equivalence.state import Slot
 from partita.equivalence.storages import storage_key, storage_of
@@ -28,7 +29,7 @@ class Snapshot:
     """Copies of the memory that may be written, and for all tensors and modules what else could change."""
 
     memory: tuple[tuple[UntypedStorage, UntypedStorage], ...]
-    layouts: tuple[_Layout, ...]
+    layouts: tuple[_Layout | _Wrapper, ...]
     attributes: tuple[_Attributes, ...]
 
     def restore(self) -> None:
@@ -45,7 +46,9 @@ class Snapshot:
 
 def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, written: frozenset[int]) -> Snapshot:
     """A snapshot of these modules that copies no other memory than what `written` names by storage key."""
-    tensors = {id(slot.tensor): slot.tensor for slot in slots}.values()
+    held = {id(slot.tensor): slot.tensor for slot in slots}.values()
+    wrappers = [tensor for tensor in held if inner_tensors(tensor)]
+    tensors = {id(plain): plain for tensor in held for plain in plain_tensors(tensor)}.values()
     memory: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         key, storage = storage_key(tensor), storage_of(tensor)
@@ -54,7 +57,7 @@ def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, written: froz
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     return Snapshot(
         memory=tuple((storage, storage.clone()) for storage in memory.values()),
-        layouts=tuple(map(_layout_of, tensors)),
+        layouts=(*map(_wrapper_of, wrappers), *map(_layout_of, tensors)),
         # A graph writes tensors, never attributes; what changes in its module is code that is made when first needed.
         attributes=tuple(_attributes_of(module) for module in modules if not isinstance(module, GraphModule)),
     )
@@ -79,6 +82,32 @@ class _Layout:
                 tensor.set_(self.storage, *self.place)
             if tensor.requires_grad != self.requires_grad:
                 tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapper:
+    """A tensor that wraps others, which have layouts of their own."""
+
+    tensor: Tensor
+    inner: dict[str, Tensor]
+    requires_grad: bool
+    in_graph: bool
+
+    def restore(self) -> None:
+        tensor = self.tensor
+        if self.in_graph:
+            return
+        if tensor.grad_fn is not None:
+            detach_in_place(tensor)
+        for name, inner in self.inner.items():
+            if getattr(tensor, name) is not inner:
+                setattr(tensor, name, inner)
+        if tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
+
+
+def _wrapper_of(tensor: Tensor) -> _Wrapper:
+    return _Wrapper(tensor, inner_tensors(tensor), tensor.requires_grad, tensor.grad_fn is not None)
 
 
 def _layout_of(tensor: Tensor) -> _Layout:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from partita._torch.wrapper_tensors import plain_tensors
+
 __all__ = ["storage_key", "storage_of"]
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage | None:
-    """The memory of a tensor; None where it has none of its own to read (sparse, fake, meta, some subclasses)."""
+    """The memory of a tensor; None where it has none of its own to read (sparse, fake, meta, some subclasses).
+
+    That of a wrapper, such as a DTensor, is the memory of the first tensor inside it.
+    """
     try:
-        storage = tensor.untyped_storage()
+        storage = plain_tensors(tensor)[0].untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
     return None if storage.device.type == "meta" else storage

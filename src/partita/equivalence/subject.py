@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import Module
 
 from partita._torch.trees import flatten
+from partita._torch.wrapper_tensors import plain_tensors
 from partita.equivalence.inputs import Arguments
 from partita.equivalence.state import Slot, slots_of
 from partita.equivalence.storages import storage_key
@@ -103,4 +104,5 @@ def _held_by(root: Module, target: str) -> object:
 
 
 def _keys(tensors: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset(key for key in map(storage_key, tensors) if key is not None)
+    plain = (held for tensor in tensors for held in plain_tensors(tensor))
+    return frozenset(key for key in map(storage_key, plain) if key is not None)

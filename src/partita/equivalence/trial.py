@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from partita._torch.symbolic import symbols_in
+from partita._torch.wrapper_tensors import plain_tensors
 from partita.equivalence.differences import differences
 from partita.equivalence.findings import Comparison, Difference
 from partita.equivalence.inputs import Arguments
@@ -40,7 +41,8 @@ def pair_of(before: Subject, after: Subject, arguments: Arguments, *, tolerance:
     """A pair ready to run; without a tolerance, the one that the programs themselves declare."""
     restored = before.written | after.written
     slots = (*before.slots, *after.slots)
-    keys = frozenset(key for slot in slots if (key := storage_key(slot.tensor)) is not None)
+    plain = (tensor for slot in slots for tensor in plain_tensors(slot.tensor))
+    keys = frozenset(key for tensor in plain if (key := storage_key(tensor)) is not None)
     roots = [subject.root for subject in (before, after) if subject.root is not None]
     pairing = paired(before.slots, after.slots)
     one, other = _watched(pairing, restored)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from partita._torch.schemas import storage_key
-from partita.graphs.attributes import find
+from partita.graphs.attributes import find, modules_in
 from partita.graphs.behaviour_terms import Behaviour, nodes_in_slots
 from partita.graphs.index import Index
 from partita.graphs.values import tensors_in, value_of
@@ -138,7 +138,6 @@ def _join_traced_values(index: Index, storages: Storages) -> None:
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """The parameters, buffers and other tensors that `module` and its children hold."""
-    yield from module.parameters()
-    yield from module.buffers()
-    for part in module.modules():
-        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
+    parts = list(modules_in(module))
+    for tables in ([part._parameters for part in parts], [part._buffers for part in parts], map(vars, parts)):
+        yield from (value for table in tables for value in table.values() if isinstance(value, Tensor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch.fx import Node
 
 from partita.errors import MissingTargetError
 
-__all__ = ["attribute_of", "find"]
+__all__ = ["attribute_of", "find", "modules_in"]
 
 
 def attribute_of(root: nn.Module, node: Node) -> Any:
@@ -31,6 +32,18 @@ def find(root: nn.Module, path: str) -> Any:
         inner = value._modules.get(part) if isinstance(value, nn.Module) else None
         value = getattr(value, part, None) if inner is None else inner
     return value
+
+
+def modules_in(root: nn.Module) -> Iterator[nn.Module]:
+    """`root` and all modules inside it, each once, as `root.modules()` has them, in linear time in deep nests too."""
+    seen: set[nn.Module] = set()
+    found = [root]
+    while found:
+        module = found.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            found += [child for child in reversed(module._modules.values()) if child is not None]
 
 
 def _exists(root: nn.Module, path: str) -> bool:

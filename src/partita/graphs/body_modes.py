@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -33,6 +33,18 @@ class _Checking:
         self.checked: set[tuple[GraphModule, bool | None]] = set()
 
     def check(self, index: Index, root: nn.Module, modes: Modes, *, grad: bool | None) -> None:
+        waiting: list[tuple[Index, nn.Module, Modes, bool | None]] = [(index, root, modes, grad)]
+        while waiting:  # No recursion, since nests may be deep.
+            waiting += self._check_one(*waiting.pop())
+
+    def _check_one(
+        self,
+        index: Index,
+        root: nn.Module,
+        modes: Modes,
+        grad: bool | None,  # noqa: FBT001
+    ) -> Iterator[tuple[Index, GraphModule, Modes, bool | None]]:
+        """Checks the calls of one graph, and gives the bodies that are still to be looked into."""
         graph = index.graph
         for node in (*graph.find_nodes(op="call_module", sort=False), *graph.find_nodes(op="get_attr", sort=False)):
             body = find(root, str(node.target))
@@ -50,7 +62,7 @@ class _Checking:
             known = found.pop() if len(found) == 1 else None
             if (body, known) not in self.checked:
                 self.checked.add((body, known))
-                self.check(inner, body, inside, grad=known)
+                yield inner, body, inside, known
 
     def _analysed(self, body: GraphModule) -> tuple[Index, Modes]:
         if body not in self.known:

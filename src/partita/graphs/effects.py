@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
-from torch import SymBool, SymFloat, SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.toggles import IS_GRAD_ENABLED, TOGGLES
@@ -53,12 +53,19 @@ class Effects:
         return zip(self.before, self.after, strict=True)
 
 
-def effects_of(index: Index, root: GraphModule, *, pure: frozenset[Callable[..., Any]] = frozenset()) -> Effects:
+def effects_of(
+    index: Index,
+    root: GraphModule,
+    *,
+    pure: frozenset[Callable[..., Any]] = frozenset(),
+    known_modules: dict[nn.Module, Behaviour] | None = None,
+) -> Effects:
     """The effects of a graph; functions in `pure` are taken at the caller's word to have none.
 
+    `known_modules` is what calls of modules and bodies may do, as far as it is known; what is found out is added.
     Costs next to nothing where no target of the graph can have an effect, else time linear in nodes and edges.
     """
-    behaviours = Behaviours(root, pure)
+    behaviours = Behaviours(root, pure, known_modules)
     acting = behaviours.acting(index.graph)
     if not acting:
         return Effects(array("i"), array("i"))

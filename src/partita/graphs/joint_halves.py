@@ -22,13 +22,13 @@ def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
     _check_outputs(outputs, forward_outputs)
     placeholders = [node for node in index.nodes if node.op == "placeholder"]
     tangents = tuple(filter(_is_tangent, placeholders))
-    if not tangents:
+    given, gradients = outputs[:forward_outputs], outputs[forward_outputs:]
+    backward = _backward(index, given)
+    if not tangents and any(isinstance(node, Node) and not backward[index.number[node]] for node in gradients):
         raise SignatureError(
             f"none of the inputs {_listed(placeholders)} is a tangent: in a joint graph the inputs of the backward are "
             "called 'tangents_1' and so on, as AOTAutograd does; trace one with partita.capture_joint(model, args)"
         )
-    given, gradients = outputs[:forward_outputs], outputs[forward_outputs:]
-    backward = _backward(index, given)
     inputs = tuple(node for node in placeholders if not _is_tangent(node))
     forward_part, backward_part = (
         tuple(

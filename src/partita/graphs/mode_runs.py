@@ -19,7 +19,7 @@ from partita.errors import ModeError
 from partita.graphs.mode import AMBIENT, EVERY_SETTING, Block, Grad, Inference, Mode, Setting
 from partita.graphs.program import Program
 
-__all__ = ["ModeRun", "mode_runs", "openers_of"]
+__all__ = ["ModeRun", "mode_runs", "nested_mode_runs", "openers_of"]
 
 
 @final
@@ -47,14 +47,73 @@ def mode_runs(program: Program, kinds: Collection[type] = EVERY_SETTING) -> list
     modes = program.modes
     if modes.by_number is None:
         return []
+    return list(_Finder(program, modes.by_number, kinds).runs(_numbers(program), 0, AMBIENT))
+
+
+def nested_mode_runs(program: Program, kinds: Collection[type], *, deeper_than: int) -> list[ModeRun]:
+    """Runs of whole blocks about half-way down a nest of more than so many blocks; none where there is no such nest.
+
+    If a call takes the place of each, the program around is wrapped as it would have been, and both halves are small.
+    """
+    by_number = program.modes.by_number
+    depth = 0 if by_number is None else max((len(mode.blocks) for mode in by_number), default=0)
+    if by_number is None or depth <= deeper_than:
+        return []
+    numbers = _numbers(program)
+    for place in range(depth // 2, depth // 2 + _TRIES):
+        found = list(_runs_at_depth(program, by_number, numbers, place))
+        if None not in found:
+            return [run for run in found if run is not None and type(run.sets) in kinds]
+    return []
+
+
+#: In how many neighbouring depths a place is looked for at which a nest can be taken apart.
+_TRIES = 3
+
+
+def _numbers(program: Program) -> list[int]:
     # What takes an item out of a container runs beside whatever made the container.
-    apart = modes.toggles.union(program.projections)
-    numbers = [
+    apart = program.modes.toggles.union(program.projections)
+    return [
         number
         for number, node in enumerate(program.index.nodes)
         if node.op not in ("placeholder", "get_attr", "output") and number not in apart
     ]
-    return list(_Finder(program, modes.by_number, kinds).runs(numbers, 0, AMBIENT))
+
+
+def _runs_at_depth(
+    program: Program, modes: tuple[Mode, ...], numbers: Iterable[int], depth: int
+) -> Iterator[ModeRun | None]:
+    """The runs of nodes in one block at this depth; None for one that must not be taken out by itself."""
+
+    def block_of(number: int) -> Block | None:
+        blocks = modes[number].blocks
+        return blocks[depth] if depth < len(blocks) else None
+
+    number_of = program.index.number
+    for block, members in groupby(numbers, block_of):
+        if block is None:
+            continue
+        held = tuple(members)
+        entered = number_of.get(block.key) if isinstance(block.key, Node) else None
+        if entered is None:
+            yield None  # Blocks that crossed have no place of their own.
+            continue
+        around = _mode_before(program, modes, entered)
+        # Who asks for the grad mode of the caller must still be seen to do so by whoever looks at what is around; and
+        # around an inference block that sets the same, a grad mode is no run.
+        hides_grad = around.grad is not None and any(modes[number].grad is None for number in held)
+        is_set_inside = isinstance(block.sets, Inference) and around.grad is (not block.sets.enabled)
+        yield None if hides_grad or is_set_inside else ModeRun(block.sets, around, modes[entered], held)
+
+
+def _mode_before(program: Program, modes: tuple[Mode, ...], number: int) -> Mode:
+    """The mode in force right before a node; what takes an item has that of what made the container."""
+    apart = frozenset(program.projections)
+    number -= 1
+    while number in apart:
+        number -= 1
+    return modes[number] if number >= 0 else AMBIENT
 
 
 def openers_of(program: Program, runs: Iterable[ModeRun]) -> list[Node | None]:

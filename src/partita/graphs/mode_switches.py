@@ -107,7 +107,10 @@ class ModeSwitches:
             blocks = self._settled(node)
         elif blocks and blocks[-1].key is opener:
             blocks = blocks[:-1]
-        self.order.remove(opener)
+        if self.order[-1] is opener:
+            self.order.pop()
+        else:
+            self.order.remove(opener)
         self.has_crossed = self.has_crossed and bool(self.open_autocasts)
         self.mode = replace(self.mode, autocast=with_cache(self.active.values(), self.cache), blocks=blocks)
 

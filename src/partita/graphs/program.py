@@ -9,12 +9,14 @@ from functools import cached_property
 from itertools import chain, compress
 from typing import Any, Never, final
 
+from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.checkpoint_facts import carry_facts
 from partita.errors import OptionError, UnknownNodeError
 from partita.graphs.archives import load_exported
+from partita.graphs.behaviours import Behaviour, Behaviours
 from partita.graphs.body_modes import check_bodies
 from partita.graphs.effects import Effects, effects_of
 from partita.graphs.exported import ExportRecord
@@ -53,6 +55,7 @@ class Program:
         export: ExportRecord | None = None,
         forward_outputs: int | None = None,
         index: Index | None = None,
+        body_of: Program | None = None,
     ) -> None:
         self._graph_module = graph_module
         if index is not None:
@@ -67,6 +70,10 @@ class Program:
         #: What an exported program holds beside its graph; None for a graph module.
         self.export = export
         self._forward_outputs = forward_outputs
+        #: Whether it is a body of another program, which has checked the modes of all its bodies, at any depth.
+        self.is_body = body_of is not None
+        #: What calls of bodies may do, which a program finds out together with its bodies.
+        self._known_modules: dict[nn.Module, Behaviour] = {} if body_of is None else body_of._known_modules
         forget_writers(graph_module)
 
     @classmethod
@@ -119,10 +126,14 @@ class Program:
         pure: Iterable[Callable[..., Any]] = (),
         state_keys: StateKeys | None = None,
         tolerance: Tolerance = EXACT,
+        knows_bodies: bool = False,
     ) -> Program:
-        """This program with another graph: `tolerance` is what that adds."""
+        """This program with another graph: `tolerance` is what that adds.
+
+        With `knows_bodies`, what was found out about bodies, which are the same and as they were, is not asked again.
+        """
         carry_facts(self._graph_module, graph_module)
-        return Program(
+        made = Program(
             graph_module,
             pure=self.pure | _trusted(pure),
             state_keys=self.state_keys if state_keys is None else state_keys,
@@ -130,7 +141,11 @@ class Program:
             caller=self.caller,
             export=None if self.export is None else self.export.following(graph_module.graph),
             forward_outputs=self._forward_outputs,
+            body_of=self if self.is_body else None,
         )
+        if knows_bodies and not made.pure - self.pure:
+            made._known_modules = self._known_modules
+        return made
 
     def under(self, caller: Mode) -> Program:
         """The same program, when this is known of the modes that it is called under."""
@@ -139,6 +154,18 @@ class Program:
         view = self.rewritten(self._graph_module)
         view.caller = caller
         return view
+
+    def body(self, graph_module: GraphModule, caller: Mode = AMBIENT) -> Program:
+        """One of the bodies that this program runs, called under `caller`, as a program of its own.
+
+        Its own bodies were checked together with those of this program, and are not looked at again.
+        """
+        _ = self.modes  # Raises where a body leaves a mode switched, at any depth.
+        return Program(graph_module, pure=self.pure, caller=caller, body_of=self)
+
+    def look_into(self, body: GraphModule) -> None:
+        """Finds out what calls of a body may do: innermost first, a deep nest of bodies takes no deep recursion."""
+        Behaviours(self._graph_module, self.pure, self._known_modules).of_module(body)
 
     @property
     def graph(self) -> Graph:
@@ -187,7 +214,8 @@ class Program:
         """The grad, inference and autocast state that each node runs under."""
         index = self.index
         found = modes_of(index, self.caller)
-        check_bodies(index, self._graph_module, found, grad=self.caller.grad)
+        if not self.is_body:
+            check_bodies(index, self._graph_module, found, grad=self.caller.grad)
         sources = {number: index.sources[index.starts[number]] for number in self.projections}
         return found.with_projections(sources)
 
@@ -204,7 +232,7 @@ class Program:
     @cached_property
     def effects(self) -> Effects:
         """What must keep its order although no data flows."""
-        return effects_of(self.index, self._graph_module, pure=self.pure)
+        return effects_of(self.index, self._graph_module, pure=self.pure, known_modules=self._known_modules)
 
     @cached_property
     def hooked_tensors(self) -> tuple[HookedTensor, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from partita.graphs.aliasing import tensors_of
 from partita.graphs.program import Program
 from partita.graphs.tolerance import Tolerance
 from partita.graphs.values import value_of
@@ -35,6 +36,6 @@ def _cast_dtypes(program: Program) -> Iterator[torch.dtype]:
 
 def _known_dtypes(program: Program) -> Iterator[torch.dtype]:
     values = [value_of(node) for node in program.index.nodes]
-    for tensor in (*values, *program.graph_module.parameters(), *program.graph_module.buffers()):
+    for tensor in (*values, *tensors_of(program.graph_module)):
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             yield tensor.dtype

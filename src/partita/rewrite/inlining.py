@@ -108,7 +108,7 @@ class Inlining:
 
     def _write_body(self, node: Node, call: BodyCall, scope: _Scope, number: int) -> Any:
         """Writes the nodes of the body that `node` calls; what it gives."""
-        inner = Program.of(call.body)
+        inner = scope.program.body(call.body)
         given = bound_arguments(node, call.body.graph, call.operands, call.keywords)
         env = {placeholder: map_nodes(value, scope.env.__getitem__) for placeholder, value in given.items()}
         env.update(dict.fromkeys(inner.modes.read))

@@ -41,10 +41,7 @@ class ModeWriter:
         if wanted is self.mode or (wanted == self.mode and wanted.blocks == self.mode.blocks):
             return
         self.has_switched = True
-        here = self.mode.blocks
-        shared = 0
-        while shared < min(len(wanted.blocks), len(here)) and wanted.blocks[shared] == here[shared]:
-            shared += 1
+        shared = _shared(wanted.blocks, self.mode.blocks)
         assert shared >= self._floor, "a body cannot leave the block that it is called in"
         self._leave(shared)
         for block in wanted.blocks[shared:]:
@@ -130,3 +127,11 @@ class ModeWriter:
         written = writer.write("call_function", toggle, arguments, name=original.name)
         writer.copy_meta(original, written)
         return written
+
+
+def _shared(some: tuple[Block, ...], others: tuple[Block, ...]) -> int:
+    """How many of the outermost blocks are the same; nearly all as a rule, and whole tuples are soon compared."""
+    shared = min(len(some), len(others))
+    while some[:shared] != others[:shared]:
+        shared -= 1
+    return shared

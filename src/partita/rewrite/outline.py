@@ -79,7 +79,8 @@ def outlined(
             for local, original in body.targets.items()
         }
         _place_state(program.graph_module, base, parts, moved, keeps_unused=style.keeps_unused_state)
-    moves_sums = uses_autocast(program) or _is_reordered(partition, numbers, order)
+    # What a body may change is told by the program that runs it.
+    moves_sums = not program.is_body and (uses_autocast(program) or _is_reordered(partition, numbers, order))
     tolerance = summation_tolerance(program) if moves_sums else EXACT
     return Outlined(base, tuple(names), tuple(parts.values()), moved, tolerance)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,10 +49,22 @@ class MovedByPart:
             local = path[len(part) + 1 :]
             names[id(find(body, local))][local] = original
         self.settled |= {
-            f"{part}.{path}": _name_at(path, names[id(module)])
-            for path, module in called.named_modules(remove_duplicate=False)
-            if id(module) in names
+            f"{part}.{path}": _name_at(path, names[id(module)]) for path, module in _outermost(called, names)
         }
+
+
+def _outermost(root: nn.Module, wanted: Container[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The paths of the modules with these ids, but not of what is inside them, whose path follows from theirs."""
+    found = [("", root)]
+    while found:
+        path, module = found.pop()
+        if id(module) in wanted:
+            yield path, module
+            continue
+        below = [
+            (f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None
+        ]
+        found += reversed(below)
 
 
 def _name_at(path: str, names: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from partita._torch.pause_gc import gc_paused
 from partita.graphs.attributes import find
 from partita.graphs.mode import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, identifier_of
-from partita.graphs.mode_runs import ModeRun, mode_runs, openers_of
+from partita.graphs.mode_runs import ModeRun, mode_runs, nested_mode_runs, openers_of
 from partita.graphs.modes import has_toggles
 from partita.graphs.program import Program
 from partita.regions import Partition, Region
@@ -56,21 +56,31 @@ def wrap_modes(program: Program, style: WrapStyle | None = None) -> Program:
 _OUTLINE_STYLE = OutlineStyle(replace(PLAIN_BODY, returns_something=True))
 
 
+#: Nests of more blocks than that are cut in half.
+_DEEP = 16
+
+
 class _Wrapper:
     """What is the same at every level."""
 
     def __init__(self, style: WrapStyle) -> None:
         self.style, self.kinds = style, style.kinds
+        #: Bodies that are wrapped inside: nobody looks at them again.
+        self.finished: set[GraphModule] = set()
+        self.is_deep = False
 
     def wrapped(self, program: Program) -> Program:
-        if not has_toggles(program.graph, self.kinds):
-            return self._with_wrapped_bodies(program, without=())
-        result, names = self._with_calls(program)
-        return self._with_wrapped_bodies(result, without=names)
+        # Every cut copies what it takes out, so that a deep nest is cut in half first: outermost first, the innermost
+        # nodes would be copied once for every block around them.
+        while runs := nested_mode_runs(program, self.kinds, deeper_than=_DEEP):
+            self.is_deep = True
+            program = self._with_calls(program, runs)
+        if has_toggles(program.graph, self.kinds):
+            program = self._with_calls(program, mode_runs(program, self.kinds))
+        return self._with_wrapped_bodies(program)
 
-    def _with_calls(self, program: Program) -> tuple[Program, Collection[str]]:
-        """`program` with a call for each of its outermost runs, and the names of their bodies."""
-        runs = mode_runs(program, self.kinds)
+    def _with_calls(self, program: Program, runs: Sequence[ModeRun]) -> Program:
+        """`program` with a call for each of these runs, none of which is inside another."""
         nodes = program.index.nodes
         names = self._names(program, runs)
         regions = [
@@ -86,8 +96,11 @@ class _Wrapper:
         cut = outlined(partition, names=names, style=_OUTLINE_STYLE, surroundings=surroundings)
         module, moved = cut.graph_module, MovedByPart(cut.moved)
         for name, body, run in zip(cut.names, cut.bodies, runs, strict=True):
-            caller = replace(run.inside.within(program.caller), blocks=())
-            inside = self.wrapped(Program(body, pure=program.pure, caller=caller)).graph_module
+            caller = _without_blocks(run.inside).within(_without_blocks(program.caller))
+            inside = self.wrapped(program.body(body, caller)).graph_module
+            self.finished.add(inside)
+            if self.is_deep:
+                program.look_into(inside)
             module._modules[name] = inside
             moved.settle(name, body, inside)
         operators = (operator_for(run.sets, self.style.operators) for run in runs)
@@ -95,7 +108,7 @@ class _Wrapper:
         openers = dict(zip(cut.names, openers_of(program, runs), strict=True))
         call_through(module, calls, openers=openers, named_by_operator=self.style.named_by_operator)
         keys = program.state_keys.then(moved.settled)
-        return program.rewritten(module, state_keys=keys, tolerance=cut.tolerance), frozenset(cut.names)
+        return program.rewritten(module, state_keys=keys, tolerance=cut.tolerance, knows_bodies=True)
 
     def _names(self, program: Program, runs: Sequence[ModeRun]) -> Sequence[str]:
         wanted = self.style.names(program, runs) if self.style.names else [identifier_of(run.sets) for run in runs]
@@ -113,7 +126,7 @@ class _Wrapper:
             blocks,
         )
 
-    def _with_wrapped_bodies(self, program: Program, *, without: Collection[str]) -> Program:
+    def _with_wrapped_bodies(self, program: Program) -> Program:
         """`program` with the bodies of its operators wrapped inside, but for those that are already."""
         calls: dict[str, list[Node]] = {}
         for node in program.graph.find_nodes(op="get_attr"):
@@ -122,9 +135,9 @@ class _Wrapper:
             calls.setdefault(str(node.target), []).append(node)
         changed: dict[str, GraphModule] = {}
         for path, nodes in calls.items():
-            body = None if path in without else find(program.graph_module, path)
-            if isinstance(body, GraphModule):
-                inner = Program(body, pure=program.pure, caller=_caller_of_body(program, nodes))
+            body = find(program.graph_module, path)
+            if isinstance(body, GraphModule) and body not in self.finished:
+                inner = program.body(body, _caller_of_body(program, nodes))
                 wrapped = self.wrapped(inner)
                 if wrapped is not inner:
                     changed[path] = wrapped.graph_module
@@ -136,8 +149,13 @@ def _caller_of_body(program: Program, calls: Sequence[Node]) -> Mode:
     modes = []
     for call in calls:
         mode, setting = program.modes.at(program.index.number[call]), setting_of(call)
-        modes.append((mode if setting is None else mode.setting(setting)).within(program.caller))
+        mode = _without_blocks(mode if setting is None else mode.setting(setting))
+        modes.append(mode.within(program.caller))
     return reduce(_in_common, modes, modes[0]) if modes else AMBIENT
+
+
+def _without_blocks(mode: Mode) -> Mode:
+    return replace(mode, blocks=()) if mode.blocks else mode
 
 
 def _in_common(one: Mode, other: Mode) -> Mode:

@@ -2,7 +2,7 @@
 
 from partita.testing.backend_laws import check_backend
 from partita.testing.backend_report import BackendReport, BrokenLaw
-from partita.testing.build import build, random_case, random_nest
+from partita.testing.build import build, random_case, random_crossing, random_nest
 from partita.testing.captured import CAPTURES, captured_case
 from partita.testing.case import Case
 from partita.testing.export_laws import EXPORTABLE, check_export_laws
@@ -43,6 +43,7 @@ __all__ = [
     "nests",
     "programs",
     "random_case",
+    "random_crossing",
     "random_labelling",
     "random_labels",
     "random_nest",

@@ -14,17 +14,22 @@ from partita.testing.inputs import arguments_of, in_order, new_graph, receive_in
 from partita.testing.metadata import annotate
 from partita.testing.outputs import place_output
 from partita.testing.recipe import Input, Recipe
-from partita.testing.seeds import random_nest_recipe, random_recipe
+from partita.testing.seeds import random_crossing_recipe, random_nest_recipe, random_recipe
 from partita.testing.state import State, forget
 from partita.testing.steps.modes import close_modes
-from partita.testing.steps.table import NEST_STEPS, STEPS
+from partita.testing.steps.table import CROSSING_STEPS, NEST_STEPS, STEPS
 
-__all__ = ["build", "random_case", "random_nest"]
+__all__ = ["build", "random_case", "random_crossing", "random_nest"]
 
 
 def random_case(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> Case:
     """The case of that number, without hypothesis: some milliseconds each."""
     return build(random_recipe(seed, max_nodes=max_nodes, features=features))
+
+
+def random_crossing(seed: int, *, max_nodes: int = 36, features: Features = ALL) -> Case:
+    """The case of that number with hooks on tensors, and writes through views and indices, that cross regions."""
+    return build(random_crossing_recipe(seed, max_nodes=max_nodes, features=features))
 
 
 def random_nest(seed: int, *, max_nodes: int = 48, features: Features = ALL) -> Case:
@@ -48,6 +53,9 @@ def build(recipe: Recipe) -> Case:
     return Case(graph_module, arguments.args, arguments.kwargs, tuple(dict.fromkeys(traits)), str(recipe))
 
 
+_ALL_STEPS = {**STEPS, **NEST_STEPS, **CROSSING_STEPS}
+
+
 def _drafted(recipe: Recipe, inputs: Sequence[Input]) -> tuple[Draft, list[str]]:
     # Autocast keeps the leaves that it has cast until the outermost block is left, and does not notice when they are
     # written. Of blocks that cross no nest is left, so that in these programs leaves are not written.
@@ -69,7 +77,7 @@ def _take_steps(draft: Draft, recipe: Recipe) -> list[str]:
         if len(draft.graph.nodes) + len(draft.open) + 2 >= recipe.max_nodes:
             break
         try:
-            (STEPS.get(step.kind) or NEST_STEPS[step.kind])(draft, step.picks)
+            _ALL_STEPS[step.kind](draft, step.picks)
         except UnfitError:
             continue
         taken.append(step.kind)

@@ -25,7 +25,7 @@ __all__ = ["COMPILABLE", "check_compiled_recompute_law"]
 
 #: What torch.compile takes in one graph, most of the time: no lists that are written, no numbers read from tensors (an
 #: operator's body cannot give them to others), no inference mode (torch fails at views there), nothing unknown.
-COMPILABLE = replace(ALL, containers=False, lists=False, items=False, inference=False, unknown=False)
+COMPILABLE = replace(ALL, containers=False, lists=False, items=False, inference=False, unknown=False, hooks=False)
 
 #: A graph with inputs to train and no result to train with has no backward, and torch takes no random numbers there.
 _WITHOUT_BACKWARD = "does not support RNG ops in recompute regions"

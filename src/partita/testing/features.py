@@ -32,6 +32,7 @@ class Features:
     inference: bool = True
     checks: bool = True
     unknown: bool = True
+    hooks: bool = True
     higher_order: bool = True
     inputs: bool = True
     outputs: bool = True

@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["branches", "bump", "halve", "jitter", "note", "peel", "replace_first"]
+__all__ = [
+    "branches",
+    "bump",
+    "clip_gradient",
+    "halve",
+    "halve_gradient",
+    "jitter",
+    "note",
+    "peel",
+    "replace_first",
+]
 
 
 def halve(x: Tensor) -> Tensor:
@@ -31,6 +41,28 @@ def jitter(x: Tensor) -> Tensor:
 def peel(x: Tensor) -> Tensor:
     """A view of the argument."""
     return x.view(x.shape)[..., :2]
+
+
+def halve_gradient(x: Tensor) -> None:
+    """Nothing, but a hook on the argument halves its gradient. Leaves are left alone: hooks would stay on them."""
+    if x.requires_grad and not x.is_leaf:
+        x.register_hook(_halved)
+
+
+def clip_gradient(x: Tensor) -> Tensor:
+    """The argument itself, with a hook that clips its gradient."""
+    if x.requires_grad and not x.is_leaf:
+        x.register_hook(_clipped)
+    return x
+
+
+def _halved(gradient: Tensor | None) -> Tensor | None:
+    # Autograd calls hooks with None as well, where a function with several inputs has no gradient for one of them.
+    return None if gradient is None else gradient * 0.5
+
+
+def _clipped(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clamp(-0.25, 0.25)
 
 
 def branches(x: Tensor) -> dict[str, object]:

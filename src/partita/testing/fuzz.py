@@ -18,11 +18,14 @@ from multiprocessing import get_context
 import torch
 
 from partita.backends import backend_names
-from partita.testing.build import random_case, random_nest
+from partita.testing.build import random_case, random_crossing, random_nest
+from partita.testing.case import Case
 from partita.testing.compiled_laws import COMPILABLE, check_compiled_recompute_law
 from partita.testing.export_laws import EXPORTABLE, check_export_laws
+from partita.testing.features import ALL, Features
 from partita.testing.laws import check_laws
 from partita.testing.lower_laws import check_lower_laws
+from partita.testing.mixed_laws import check_mixed_law
 from partita.testing.mode_laws import check_mode_laws
 from partita.testing.mode_oracle import leaves_modes
 from partita.testing.recompute_laws import check_recompute_laws
@@ -35,6 +38,8 @@ _CHUNK = 50
 _ENOUGH = 200
 #: One program in so many is a nest of modes; one nest in so many is exported too, which takes a second.
 _NESTS, _EXPORTS = 8, 20
+#: One program in so many has hooks and writes that cross regions.
+_CROSSINGS = 3
 _SEEDS = 6
 _COMPILERS = (_EAGER := "eager", "aot_eager", "inductor")
 
@@ -61,18 +66,26 @@ class Tally:
 
 
 def fuzz(
-    first_seed: int, graphs: int, *, modes: bool = False, lower: str | None = None, recompute: str | None = None
+    first_seed: int,
+    graphs: int,
+    *,
+    modes: bool = False,
+    lower: str | None = None,
+    recompute: str | None = None,
+    mixed: str | None = None,
 ) -> Tally:
     """Checks the laws for `graphs` programs from `first_seed` on.
 
     With `modes`, the laws for modes, on nests only; with `lower`, the name of a backend, the law for lowered programs;
-    with `recompute`, the laws for recomputed ones, run eagerly (`"eager"`) or compiled by a backend of `torch.compile`.
+    with `recompute`, the laws for recomputed ones, run eagerly (`"eager"`) or compiled by a backend of `torch.compile`;
+    with `mixed`, the name of a backend, the law for plans with several treatments.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     check = _check_nest if modes else _check_program
     check = check if lower is None else partial(_check_lowered, lower)
     check = check if recompute is None else partial(_check_recomputed, recompute)
+    check = check if mixed is None else partial(_check_mixed, mixed)
     return sum((_tried(check, seed) for seed in range(first_seed, first_seed + graphs)), Tally())
 
 
@@ -84,10 +97,15 @@ def _tried(check: Callable[[int], Tally], seed: int) -> Tally:
         return Tally(1, broken=(f"seed {seed}: {error}\n  at {os.path.basename(last.filename)}:{last.lineno}",))
 
 
+def _case(seed: int, features: Features = ALL) -> Case:
+    is_crossing = seed % _CROSSINGS == _CROSSINGS - 1
+    return random_crossing(seed, features=features) if is_crossing else random_case(seed, features=features)
+
+
 def _check_program(seed: int) -> Tally:
     """A program with regions; nests that leave modes switched, in an order that no cut can keep, have none."""
     if seed % _NESTS != _NESTS - 3:
-        case = random_case(seed)
+        case = _case(seed)
         return Tally(1, check_laws(case, random_labels(case.graph_module.graph, seed)))
     tally, case = _check_nest(seed), random_nest(seed)
     if tally.refused or leaves_modes(case):
@@ -103,7 +121,7 @@ def _check_nest(seed: int) -> Tally:
 
 
 def _check_lowered(backend: str, seed: int) -> Tally:
-    lowering = check_lower_laws(random_case(seed), backend, seed)
+    lowering = check_lower_laws(_case(seed), backend, seed)
     failed = {failure.region for failure in lowering.failures}
     told = tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in lowering.failures)
     return Tally(1, int(len(failed) < len(lowering.partition)), refused=told)
@@ -111,10 +129,17 @@ def _check_lowered(backend: str, seed: int) -> Tally:
 
 def _check_recomputed(compiler: str, seed: int) -> Tally:
     if compiler == _EAGER:
-        refusal = check_recompute_laws(random_case(seed), seed)
+        refusal = check_recompute_laws(_case(seed), seed)
     else:
-        refusal = check_compiled_recompute_law(random_case(seed, features=COMPILABLE), compiler, seed)
+        refusal = check_compiled_recompute_law(_case(seed, COMPILABLE), compiler, seed)
     return Tally(1, int(refusal is None), refused=() if refusal is None else (f"seed {seed}: {refusal}",))
+
+
+def _check_mixed(backend: str, seed: int) -> Tally:
+    mixture, _ = check_mixed_law(_case(seed), backend, seed)
+    kinds = {type(treatment) for treatment in mixture.treatments}
+    told = tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in mixture.failures)
+    return Tally(1, int(len(kinds) > 1), refused=told)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,13 +157,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=_COMPILERS,
         help="regions that are recomputed in the backward, compiled if a compiler is named",
     )
+    kinds.add_argument(
+        "--mixed", choices=backend_names(), help="regions with several treatments in one plan, some lowered by this"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
     options = parser.parse_args(arguments)
     start, total = time.perf_counter(), Tally()
     starts = range(options.seed, options.seed + options.graphs, _CHUNK)
     sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
-    check = partial(fuzz, modes=options.modes, lower=options.lower, recompute=options.recompute)
+    check = partial(fuzz, modes=options.modes, lower=options.lower, recompute=options.recompute, mixed=options.mixed)
     quiet = partial(logging.disable, logging.WARNING)
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
         for tally in pool.map(check, starts, sizes):
@@ -146,8 +174,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"\n{case}", flush=True)
             total += tally
     _print_kinds("broken", total.broken)
-    _print_kinds("not compiled" if options.lower else "refused", total.refused)
-    legal = "compiled" if options.lower else "recomputed" if options.recompute else "legal partitions"
+    _print_kinds("not compiled" if options.lower or options.mixed else "refused", total.refused)
+    legal = (
+        "compiled"
+        if options.lower
+        else "recomputed"
+        if options.recompute
+        else "with several treatments"
+        if options.mixed
+        else "legal partitions"
+    )
     what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
     seconds = time.perf_counter() - start
     print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")

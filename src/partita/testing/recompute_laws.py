@@ -29,7 +29,7 @@ from partita.treatments import Call, Keep, KeepEverything, KeepExpensive, KeepNo
 from partita.treatments.keep import keepable
 from partita.treatments.recompute_refusals import draws_from_own_generator
 
-__all__ = ["check_recompute_laws", "random_recomputation", "recomputed"]
+__all__ = ["check_recompute_laws", "random_keep", "random_partition", "random_recomputation", "recomputed"]
 
 #: How many roundings a sum in another order may be off, of the size of its largest gradient.
 _ROUNDINGS = 16
@@ -52,8 +52,8 @@ def check_recompute_laws(case: Case, seed: int) -> str | None:
 def random_recomputation(program: Program, seed: int) -> Plan:
     """The plan of that number: some regions are recomputed, keeping something, and some are called."""
     source = Random(seed)
-    partition = _random_partition(program, source, seed)
-    keeps = [_random_keep(program, source) for _ in range(3)]
+    partition = random_partition(program, source, seed)
+    keeps = [random_keep(program, source) for _ in range(3)]
     share = source.choice((0.0, 0.0, 0.3))
     treatments = {region.name: _treatment(source, keeps, share) for region in partition}
     return plan(program, partition, treatments)
@@ -65,7 +65,7 @@ def recomputed(program: Program, seed: int) -> Program:
     return random_recomputation(after, seed + 1).apply() if seed % 3 == 0 else after
 
 
-def _random_partition(program: Program, source: Random, seed: int) -> Partition:
+def random_partition(program: Program, source: Random, seed: int) -> Partition:
     """Regions without what cannot be recomputed, most of the time."""
     refused = set(_refused(program)) if source.random() < 0.8 else set[Node]()
     if source.random() < 0.5:
@@ -87,7 +87,8 @@ def _refused(program: Program) -> Iterator[Node]:
             yield node
 
 
-def _random_keep(program: Program, source: Random) -> Keep:
+def random_keep(program: Program, source: Random) -> Keep:
+    """What a region keeps: nothing, everything, what is expensive, or nodes at random."""
     share = source.choice((0.1, 0.3, 0.6))
     chosen = {node.name for node in program.graph.nodes if source.random() < share}
     return source.choice((KeepNothing(), KeepEverything(), KeepExpensive(1e-9), partial(_chosen, chosen)))

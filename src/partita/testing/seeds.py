@@ -10,9 +10,9 @@ from partita.testing.inputs import INPUT_KINDS, PLAIN_INPUT_KINDS
 from partita.testing.nests import nest_steps
 from partita.testing.outputs import OUTPUT_KINDS, PLAIN_OUTPUT_KINDS
 from partita.testing.recipe import METADATA, Input, Recipe, Step, drawn_pick, drawn_picks
-from partita.testing.steps.table import families_of, kinds_in
+from partita.testing.steps.table import crossing_kinds, families_of, kinds_in
 
-__all__ = ["random_nest_recipe", "random_recipe"]
+__all__ = ["random_crossing_recipe", "random_nest_recipe", "random_recipe"]
 
 
 def random_recipe(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> Recipe:
@@ -25,6 +25,15 @@ def random_recipe(seed: int, *, max_nodes: int = 30, features: Features = ALL) -
     recipe = _recipe(source, _some_kinds(source, features), max_nodes=max_nodes, features=features)
     limits = f", max_nodes={max_nodes}" if max_nodes != 30 else ""
     return replace(recipe, source=f"random_case({seed}{limits}{_features_text(features)})")
+
+
+def random_crossing_recipe(seed: int, *, max_nodes: int = 36, features: Features = ALL) -> Recipe:
+    """The recipe of that number with hooks and writes that reach from one region into another."""
+    source = Random(seed)
+    kinds = (*_some_kinds(source, features), *crossing_kinds(features) * 3)
+    recipe = _recipe(source, kinds, max_nodes=max_nodes, features=features)
+    limits = f", max_nodes={max_nodes}" if max_nodes != 36 else ""
+    return replace(recipe, source=f"random_crossing({seed}{limits}{_features_text(features)})")
 
 
 def random_nest_recipe(seed: int, *, max_nodes: int = 48, features: Features = ALL) -> Recipe:

@@ -46,11 +46,7 @@ def capture(
     except Exception as error:
         raise CaptureError(f"{name_of(model)} cannot be captured: {_reason(error)}") from error
     if is_only_traced((*exported.constants.values(), *exported.state_dict.values())):
-        raise CaptureError(
-            f"{name_of(model)} cannot be captured: it runs a gradient transform such as torch.func.grad, and torch "
-            f"{torch.__version__} exports what that computes as constants; call the transform outside of the model, or "
-            "use partita inside torch.compile"
-        )
+        raise CaptureError(f"{name_of(model)} cannot be captured: {_of_gradient_transform()}")
     return inline(Program.of(exported))
 
 
@@ -69,15 +65,27 @@ def check_options(model: object, args: object, kwargs: object) -> None:
         raise OptionError("`kwargs` maps the names of keyword arguments to their values")
 
 
+def _of_gradient_transform() -> str:
+    return (
+        f"it runs a gradient transform such as torch.func.grad, and torch {torch.__version__} loses what that computes "
+        "where a model is exported; call the transform outside of the model, or use partita inside torch.compile"
+    )
+
+
 def _reason(error: Exception) -> str:
     if _LOST_TENSOR in str(error):
         return (
-            "it reads or writes a tensor that no trace can follow, for example through `.data`; write under "
-            "torch.no_grad() instead, and read what has no gradients with `.detach()`"
+            "it makes a tensor that no trace can follow. `.data` does: write under torch.no_grad() instead, and read "
+            "what has no gradients with `.detach()`. So does torch.vmap with `out_dims` other than 0: leave that at 0, "
+            "and move the axis of the result with `.movedim(0, axis)`"
         )
+    if _FUNCTORCH_TENSOR in str(error):
+        return _of_gradient_transform()
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 #: What torch.export says of it, and that one should file an issue (2.13).
 _LOST_TENSOR = "a fake tensor in the exported program constant's list"
+#: And of what `vjp` and `jacrev` wrap.
+_FUNCTORCH_TENSOR = "meta conversion to view functorch tensor"

@@ -10,7 +10,12 @@ from uuid import uuid4
 
 from torch.fx import GraphModule
 
-from partita._torch.joint_partitioners import let_inductor_take, min_cut_partition
+from partita._torch.joint_partitioners import (
+    is_any_recomputed,
+    let_inductor_take,
+    min_cut_partition,
+    plain_partition,
+)
 from partita.errors import OptionError
 from partita.graphs.joint_forward import forward_part
 from partita.graphs.program import Program
@@ -19,6 +24,7 @@ from partita.plans.treatment import Marks, is_treatment
 from partita.regions import Region
 from partita.rewrite.marking import marked
 from partita.tracing.joint_identity import identity_of
+from partita.tracing.joint_mutations import check_mutations, is_functionalized, not_partitioned
 
 __all__ = ["JointPartition", "Partitioner", "joint_partition"]
 
@@ -35,7 +41,8 @@ def joint_partition(
     """A `partition_fn` for AOTAutograd that marks the regions which `policy` finds in the forward of a joint graph.
 
     The marked graph is cut by `then`, torch's `min_cut_rematerialization_partition` if none is given: it computes again
-    what is marked so. Inductor takes it as `torch._inductor.config.custom_partitioner_fn`.
+    what is marked so. Inductor takes it as `torch._inductor.config.custom_partitioner_fn`. A joint graph that was not
+    functionalized is cut so that it mutates as it did, or refused with a `RecomputeError`.
     """
     made = JointPartition(policy, treatment, then)
     let_inductor_take(JointPartition)
@@ -70,9 +77,20 @@ class JointPartition:
         self, joint_module: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         """The forward and the backward."""
-        marked = self.marked(Program.of(joint_module, forward_outputs=num_fwd_outputs))
-        cut = min_cut_partition if self.then is None else self.then
-        return cut(marked.graph_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        program = Program.of(joint_module, forward_outputs=num_fwd_outputs)
+        marked = self.marked(program).graph_module
+        if is_functionalized(program):
+            cut = min_cut_partition if self.then is None else self.then
+            return cut(marked, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        # torch's min-cut partitioner (2.13) loses mutations; its plain one keeps them, and recomputes nothing here.
+        usual = min_cut_partition if is_any_recomputed(marked) else plain_partition
+        cut = usual if self.then is None else self.then
+        try:
+            forward, backward = cut(marked, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        except AssertionError as error:
+            raise not_partitioned(error) from error
+        check_mutations(program, forward, backward)
+        return forward, backward
 
     def marked(self, program: Program) -> Program:
         """The joint graph with the marks of the plan."""

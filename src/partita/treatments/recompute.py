@@ -19,6 +19,7 @@ from partita.graphs.behaviour_modules import may_draw
 from partita.graphs.later_writes import names_written, readers_before_writes, saved_when_compiled, writers_of
 from partita.graphs.mode import Autocast
 from partita.graphs.program import Program
+from partita.graphs.projections import takes_item
 from partita.graphs.saved_tensors import SavedTensors
 from partita.plans.holding import Holding, holding_of
 from partita.plans.treatment import Called, Site
@@ -96,7 +97,7 @@ class Recompute:
         """What is saved: the kept nodes, what the region gives to others, and what cannot be read again afterwards."""
         saved = (*self.kept(region), *region.outputs(), *saved_when_compiled(region.nodes))
         mark = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE}
-        return dict.fromkeys(saved, mark)
+        return dict.fromkeys(_whole(saved, region), mark)
 
     def holding(self, region: Region, saved: SavedTensors) -> Holding | None:
         """What autograd holds for the region as it is, and recomputed, and what that costs; a plan prints it."""
@@ -137,6 +138,25 @@ def _nodes(keep: Keep, found: object) -> tuple[Node, ...]:
             f"{_named(keep)} gave {type(found).__name__} as what is kept; it gives nodes of the region, in a list"
         )
     return tuple(found)
+
+
+def _whole(nodes: Iterable[Node], region: Region) -> dict[Node, None]:
+    """These nodes of a region; an operator that gives a tuple goes with all its items, and each item with all of it.
+
+    Where only the operator is marked as saved, torch's min-cut partitioner (2.13) finds no cut, and where only items
+    are, it recomputes them with the operator.
+    """
+    inside = set(region.nodes)
+    whole: dict[Node, None] = {}
+    for node in nodes:
+        while takes_item(node) and node.all_input_nodes[0] in inside:
+            node = node.all_input_nodes[0]
+        open_nodes = [] if node in whole else [node]
+        while open_nodes:
+            container = open_nodes.pop()
+            whole[container] = None
+            open_nodes += [user for user in container.users if user in inside and takes_item(user)]
+    return whole
 
 
 def _may_run_foreach(call: Node, root: GraphModule) -> bool:

@@ -1,4 +1,4 @@
-"""Steps with effects that no value shows: checks, unknown Python functions, operators that run a body."""
+"""Steps with effects that no value shows: checks, unknown Python functions, hooks, operators that run a body."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import symbolic_trace
 
 from partita.testing.draft import Draft
-from partita.testing.functions import branches, bump, halve, jitter, note, peel
+from partita.testing.functions import branches, bump, clip_gradient, halve, halve_gradient, jitter, note, peel
 from partita.testing.recipe import Picks
+from partita.testing.steps.views import view_of
 
-__all__ = ["CHECKS", "HIGHER_ORDER", "UNKNOWN"]
+__all__ = ["CHECKS", "HIGHER_ORDER", "HOOKS", "UNKNOWN"]
 
 aten = torch.ops.aten
 
@@ -50,6 +52,28 @@ def unknown_draw(draft: Draft, picks: Picks) -> None:
 def unknown_containers(draft: Draft, picks: Picks) -> None:
     parts = draft.call(operator.getitem, draft.call(branches, draft.tensor(picks[0])), "parts")
     draft.call(operator.getitem, draft.call(operator.getitem, parts, 1), picks[1] % 2)
+
+
+def hook(draft: Draft, picks: Picks) -> None:
+    """A hook that changes the gradient of a result that is there, and may be written or viewed later."""
+    draft.call((halve_gradient, clip_gradient)[picks[1] % 2], draft.tensor(picks[0], _has_history))
+
+
+def hook_on_written(draft: Draft, picks: Picks) -> None:
+    """A hook on a tensor between two writes to it, so that it is about one version of it."""
+    written = draft.tensor(picks[0], lambda value: _has_history(value) and draft.may_write(value))
+    draft.method("mul_", written, 0.5)
+    draft.call((halve_gradient, clip_gradient)[picks[1] % 2], written)
+    draft.method("add_", written, 0.25)
+
+
+def hook_on_view(draft: Draft, picks: Picks) -> None:
+    view = view_of(draft, draft.tensor(picks[0], _has_history), picks[1])
+    draft.call((halve_gradient, clip_gradient)[picks[2] % 2], view)
+
+
+def _has_history(value: Tensor) -> bool:
+    return value.requires_grad and not value.is_leaf
 
 
 def grad_body(draft: Draft, picks: Picks) -> None:
@@ -99,6 +123,11 @@ UNKNOWN: Mapping[str, Callable[[Draft, Picks], None]] = {
     "unknown.write": unknown_write,
     "unknown.draw": unknown_draw,
     "unknown.containers": unknown_containers,
+}
+HOOKS: Mapping[str, Callable[[Draft, Picks], None]] = {
+    "hooks.result": hook,
+    "hooks.written": hook_on_written,
+    "hooks.view": hook_on_view,
 }
 HIGHER_ORDER: Mapping[str, Callable[[Draft, Picks], None]] = {
     "higher_order.grad": grad_body,

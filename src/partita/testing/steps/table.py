@@ -15,13 +15,13 @@ from partita.testing.steps.lists import LISTS
 from partita.testing.steps.modes import AUTOCAST, GRAD, INFERENCE
 from partita.testing.steps.nested_work import NESTED_WORK
 from partita.testing.steps.nests import NESTS
-from partita.testing.steps.opaque import CHECKS, HIGHER_ORDER, UNKNOWN
+from partita.testing.steps.opaque import CHECKS, HIGHER_ORDER, HOOKS, UNKNOWN
 from partita.testing.steps.owned import ATTRIBUTE_READS, MODULES
 from partita.testing.steps.sizes import ITEMS, SIZES
 from partita.testing.steps.views import VIEWS
-from partita.testing.steps.writes import WRITES
+from partita.testing.steps.writes import CROSSING_WRITES, WRITES
 
-__all__ = ["NEST_STEPS", "STEPS", "families_of", "kinds_in"]
+__all__ = ["CROSSING_STEPS", "NEST_STEPS", "STEPS", "crossing_kinds", "families_of", "kinds_in"]
 
 #: What each kind of step does; a kind is called by its family, a dot and its form.
 STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
@@ -48,6 +48,15 @@ STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
 
 #: The kinds that only nests of modes have, and can have besides the others.
 NEST_STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {**NESTS, **NESTED_WORK}
+
+
+#: The kinds that reach from one region into another; apart from the others, whose programs keep their numbers.
+CROSSING_STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {**HOOKS, **CROSSING_WRITES}
+
+
+def crossing_kinds(features: Features) -> tuple[str, ...]:
+    """The kinds of `CROSSING_STEPS` that `features` allow."""
+    return tuple(kind for kind in CROSSING_STEPS if features.has(kind.partition(".")[0]))
 
 
 def families_of(features: Features) -> tuple[str, ...]:

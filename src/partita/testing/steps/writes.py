@@ -14,7 +14,7 @@ from partita.testing.recipe import Picks
 from partita.testing.state import BUFFERS
 from partita.testing.steps.views import view_of
 
-__all__ = ["WRITES"]
+__all__ = ["CROSSING_WRITES", "WRITES"]
 
 aten = torch.ops.aten
 
@@ -71,6 +71,36 @@ def through_view(draft: Draft, picks: Picks) -> None:
     """A write to a view, so that the base changes although nothing names it."""
     view = view_of(draft, draft.writable(picks[0]), picks[1])
     draft.method(("mul_", "add_")[picks[2] % 2], view, 0.5)
+
+
+def through_two_views(draft: Draft, picks: Picks) -> None:
+    """A write to a view of a view: `relu_`, or numbers from elsewhere."""
+    view = view_of(draft, view_of(draft, draft.writable(picks[0]), picks[1]), picks[2])
+    if picks[3] % 2:
+        draft.method("relu_", view)
+    else:
+        draft.method("add_", view, _partner(draft, view, picks[3]))
+
+
+def indexed(draft: Draft, picks: Picks) -> None:
+    """Rows that a tensor of numbers names are written."""
+    written = draft.writable(picks[0])
+    rows = draft.call(torch.tensor, [0, 2] if picks[1] % 2 else [1, 0])
+    values = draft.call(operator.getitem, _partner(draft, written, picks[2]), slice(0, 2))
+    match picks[3] % 3:
+        case 0:
+            draft.call(aten.index_put_.default, written, [rows], values, picks[1] % 4 > 1)
+        case 1:
+            draft.method("index_add_", written, 0, rows, values)
+        case _:
+            draft.method("index_fill_", written, 0, rows, 0.25)
+
+
+def masked(draft: Draft, picks: Picks) -> None:
+    """Elements that a comparison chooses are written."""
+    written = draft.writable(picks[0])
+    mask = draft.call(torch.gt, draft.method("detach", draft.like(written, picks[1])), 0.1)
+    draft.method("masked_fill_", written, mask, 0.25)
 
 
 def through_detached(draft: Draft, picks: Picks) -> None:
@@ -133,4 +163,9 @@ WRITES: Mapping[str, Callable[[Draft, Picks], None]] = {
     "writes.input": input_,
     "writes.foreach": foreach,
     "writes.metadata": metadata,
+}
+CROSSING_WRITES: Mapping[str, Callable[[Draft, Picks], None]] = {
+    "writes.through_two_views": through_two_views,
+    "writes.indexed": indexed,
+    "writes.masked": masked,
 }

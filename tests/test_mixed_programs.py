@@ -1,0 +1,68 @@
+"""Plans with several treatments over generated programs, and what the generator has for them: nothing differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+import partita
+from partita import Program
+from partita.testing import Features, Input, LawError, Recipe, Step, build, random_case, random_crossing
+from partita.testing.fuzz import fuzz
+from partita.testing.mixed_laws import check_mixed_law
+from partita.treatments import Call, Lower, Mode, Recompute
+
+
+@pytest.mark.parametrize("first", [0, 12])
+def test_programs_with_several_treatments_are_the_same(first: int) -> None:
+    tally = fuzz(first, 12, mixed="aot_eager")
+    assert tally.broken == ()
+    assert tally.legal > 3
+
+
+def test_all_treatments_turn_up() -> None:
+    found = [
+        type(one) for seed in range(40) for one in check_mixed_law(random_crossing(seed), "eager", seed)[0].treatments
+    ]
+    assert set(found) == {Call, Lower, Mode, Recompute}
+
+
+def test_a_broken_law_tells_the_program_and_the_treatments() -> None:
+    def check() -> None:
+        for seed in range(60):
+            check_mixed_law(random_case(seed, features=Features.only("methods")), Negating(), seed)
+
+    with pytest.raises(LawError, match=r"several treatments(.|\n)*random_case(.|\n)*Lower(.|\n)*value of"):
+        check()
+
+
+@dataclass(frozen=True)
+class Negating:
+    """Takes everything, and gives zeros and ones that have nothing to do with what the body gives."""
+
+    name: ClassVar[str] = "negating"
+
+    def refusal(self, node: Node) -> str | None:
+        return None
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *values: tuple(value.logical_not().to(value.dtype) for value in body(*values))
+
+
+@pytest.mark.parametrize("kind", ["hooks.result", "hooks.written", "hooks.view"])
+def test_hooks_change_the_gradients_that_a_comparison_sees(kind: str) -> None:
+    steps = (Step("methods.unary", (0, 2, 0, 0)), Step(kind, (0, 1, 0, 0)), Step("methods.unary", (0, 1, 0, 0)))
+    hooked = build(Recipe(inputs=(Input("leaf"),), steps=steps))
+    graph = hooked.copy().graph_module
+    for node in [node for node in graph.graph.nodes if "gradient" in node.name]:
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    args = tuple(torch.randn(4, 6, requires_grad=True) for _ in hooked.args)
+    found = partita.compare(Program.of(hooked.graph_module), graph, args)
+    assert {difference.kind for difference in found.differences} == {"gradient"}
