@@ -10,6 +10,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
 
 from partita.errors import OptionError
+from partita.graphs.body_modes import traced_grad
 from partita.graphs.exported import check_signature, following
 from partita.graphs.mode import AMBIENT, Grad, Mode
 from partita.graphs.mode_runs import ModeRun
@@ -39,8 +40,10 @@ def replace_with_operators(
         return [f"submod_{pieces[run.numbers[0]]}" for run in runs]
 
     # Torch compares with the mode of whoever runs the pass; what counts is how the program will be called. The autocast
-    # pass leaves grad modes as they are, so there it makes no difference.
-    program = Program(gm, caller=Mode(grad=True) if kind is Grad else AMBIENT)
+    # pass leaves grad modes as they are, so there it makes no difference. Traced without gradients, nothing tells a
+    # block that switches them off from the code around it: then constants are what they say.
+    is_known = kind is Grad and traced_grad(gm) is not False
+    program = Program(gm, caller=Mode(grad=True) if is_known else AMBIENT)
     style = WrapStyle("torch", frozenset((kind,)), names, named_by_operator=True, passes_symbols=False)
     result = wrap_modes(program, style)
     if result is program:

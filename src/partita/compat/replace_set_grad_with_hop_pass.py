@@ -16,7 +16,8 @@ __all__ = ["replace_set_grad_with_hop_pass"]
 def replace_set_grad_with_hop_pass(gm: GraphModule, graph_signature: Signature) -> tuple[GraphModule, Signature]:
     """A new module in which what runs with gradients switched off is a call of `wrap_with_set_grad_enabled`.
 
-    The program is taken to be called with gradients on, whatever is on while the pass runs. A region that starts or
+    The program is taken to be called with gradients on, whatever is on while the pass runs; one whose blocks end with
+    gradients off was traced under `no_grad`, and there every region is wrapped in what it sets. A region that starts or
     ends inside an autocast block is wrapped like any other. Neither the module nor the signature is changed; without a
     toggle both come back as they are.
     """
