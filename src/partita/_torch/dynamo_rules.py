@@ -94,9 +94,7 @@ def _checkpoint(module: Any) -> type | None:
                 args, kwargs = operator.bound(args, kwargs)
             except OptionError:
                 return outermost._call_function(self, tx, args, kwargs)  # Ends the graph: the call says what is wrong.
-            reentrant = kwargs.pop("use_reentrant", None)
-            if reentrant is not None and reentrant.realize().as_python_constant():
-                return outermost._call_function(self, tx, args, kwargs)
+            kwargs.pop("use_reentrant", None)  # Never reentrant, whatever it says.
             return super()._call_function(tx, args, kwargs)
 
     return CheckpointOperator

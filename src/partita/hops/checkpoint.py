@@ -70,10 +70,7 @@ class WrapActivationCheckpoint(BodyOperator):
     def own_keywords(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         own, theirs = self.divide_kwargs(keywords)
         if own.pop("use_reentrant", None):
-            raise OptionError(
-                "reentrant checkpoints hide their function from autograd and from every tracer; leave use_reentrant "
-                "out, or say use_reentrant=False"
-            )
+            _warn_of_reentrance()
         _check_options(own)
         return own, theirs
 
@@ -148,6 +145,11 @@ def _warn_of_writes() -> None:
     log.warning(
         "a context function decides what a compiled checkpoint saves; its region must not write in place (relu_, say)"
     )
+
+
+@cache
+def _warn_of_reentrance() -> None:
+    log.warning("a checkpoint operator is never reentrant, here as in torch: use_reentrant=True is taken for False")
 
 
 _HOME = "partita.hops"
