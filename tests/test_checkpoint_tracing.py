@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from partita import Program, hops
+from partita.errors import RecomputeError
 
 every_mode = pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 both_ways = pytest.mark.parametrize("strict", [False, True])
@@ -377,3 +378,47 @@ def test_statistics_of_a_norm_are_updated_once_in_a_step(operator: Any) -> None:
 
     counted = _counted(make_fx(run)(square().detach()))
     assert [count for name, count in counted.items() if name.endswith(("native_batch_norm", "norm_legit"))] == [1]
+
+
+@every_operator
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_transforms_that_let_nobody_save_otherwise_are_traced_as_they_are(operator: Any, transform: Any) -> None:
+    x = square().detach()
+
+    def loss(x: Tensor) -> Tensor:
+        return operator(_twice, x, WEIGHT).sum()
+
+    torch.testing.assert_close(make_fx(transform(loss))(x)(x), transform(lambda x: _twice(x, WEIGHT).sum())(x))
+
+
+@every_operator
+def test_a_step_with_second_derivatives_and_a_retained_graph_is_right(operator: Any) -> None:
+    def run(call: Any) -> Any:
+        def step(x: Tensor) -> Any:
+            x = x.detach().requires_grad_()
+            result = call(x, WEIGHT).sum()
+            (first,) = torch.autograd.grad(result, x, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), x, retain_graph=True), torch.autograd.grad(result * 2, x)
+
+        return make_fx(step)(square().detach())(square().detach())
+
+    torch.testing.assert_close(run(partial(operator, _twice)), run(_twice))
+
+
+@every_operator
+def test_what_changes_before_the_backward_of_a_step_is_refused_or_not_needed(operator: Any) -> None:
+    def run(body: Any, *, call: Any = operator) -> Any:
+        def step(x: Tensor, w: Tensor) -> Any:
+            x, w = x.detach().requires_grad_(), w.clone()
+            result = call(body, x, w)
+            w.zero_()
+            return torch.autograd.grad(result.sum(), x)
+
+        return make_fx(step)(square().detach(), WEIGHT)(square().detach(), WEIGHT)
+
+    def adds(x: Tensor, w: Tensor) -> Tensor:
+        return (x + w).sin().cos()
+
+    assert_bitwise(run(adds), run(adds, call=lambda body, *args: body(*args)))
+    with pytest.raises(RecomputeError, match="changed in place after it was saved"):
+        run(_twice)

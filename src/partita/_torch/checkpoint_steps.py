@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from partita._torch.ambient import read_ambient, restore_autocast
 from partita._torch.body_runs import run_body
 from partita._torch.tracing_state import traces_after_dispatch
+from partita.errors import RecomputeError
 
 __all__ = ["TracedStep", "run_kept_in_step", "traces_whole_step"]
 
@@ -44,11 +45,14 @@ class TracedStep:
         again: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._call = (body, operands, keywords)
-        self._given = frozenset(id(leaf) for leaf in tree_leaves((operands, dict(keywords))))
+        leaves = [leaf for leaf in tree_leaves((operands, dict(keywords))) if isinstance(leaf, Tensor)]
+        self._given = frozenset(map(id, leaves))
+        state = (*body.parameters(), *body.buffers()) if isinstance(body, nn.Module) else ()
+        self._read = [_Held(tensor) for tensor in (*leaves, *state)]
         self._again = again
         self._ambient = read_ambient()
         self._watch = _Effects()
-        self._saved: list[Tensor] = []
+        self._saved: list[_Held] = []
         self._recomputed: list[Tensor] | None = None
         self.kept: list[Any] = []
         #: While it runs again: the kept results that come next.
@@ -62,22 +66,20 @@ class TracedStep:
 
     def _pack(self, tensor: Tensor) -> Any:
         if id(tensor) in self._given or _STEP.get() is not self:  # An input, or inside of what is kept.
-            return tensor
-        self._saved.append(tensor)
+            return _Held(tensor)
+        self._saved.append(_Held(tensor))
         return len(self._saved) - 1
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, _Held):
+            return packed.as_saved()
         number: int = packed
-        if self._watch.seen:
-            return self._saved[number]
-        if self._recomputed is None:
+        if self._recomputed is None and not self._watch.seen and not any(held.is_changed for held in self._read):
             self._recomputed = self._run_again()
-        return self._recomputed[number]
+        return self._recomputed[number] if self._recomputed else self._saved[number].as_saved()
 
     def _run_again(self) -> list[Tensor]:
-        """What autograd saves when the body runs once more, in the order of the first run."""
+        """What autograd saves when the body runs once more, in the order of the first run; nothing if it differs."""
         body, operands, keywords = self._call
         swapped: dict[int, Tensor] = {}
 
@@ -110,8 +112,33 @@ class TracedStep:
             pass  # What the body does after the last result that is needed would be dead code.
         finally:
             self.returned = None
-        # A body that does something else the second time is used as it was the first time.
-        return found if list(map(_kind, found)) == list(map(_kind, self._saved)) else self._saved
+        return found if list(map(_kind, found)) == [_kind(held.tensor) for held in self._saved] else []
+
+
+@final
+class _Held:
+    """A tensor as it was when it was saved or given."""
+
+    __slots__ = ("_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._version = tensor, _version_of(tensor)
+
+    @property
+    def is_changed(self) -> bool:
+        return _version_of(self.tensor) != self._version
+
+    def as_saved(self) -> Tensor:
+        if self.is_changed:
+            raise RecomputeError(
+                "a tensor that the backward of a checkpoint needs was changed in place after it was saved; plain "
+                "autograd refuses that too: write to a copy"
+            )
+        return self.tensor
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # Nobody counts the writes to inference tensors.
 
 
 class _AllIsThereError(Exception):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from partita._torch.body_runs import run_body
-from partita._torch.checkpoint_runs import ContextFunction
+from partita._torch.checkpoint_runs import ContextFunction, saves_as_always
 from partita._torch.checkpoint_steps import TracedStep, run_kept_in_step, traces_whole_step
 from partita._torch.node_tags import SAVED, next_graph_id, node_tags, saving, tagging
 
@@ -40,7 +40,7 @@ def run_tagged(
     first, again = (None, None) if context_fn is None else context_fn()
     number = next_graph_id()
     run: Callable[[], Any] = partial(run_body, nullcontext(), body, operands, keywords)
-    if traces_whole_step():
+    if traces_whole_step() and not saves_as_always():
         run = TracedStep(body, operands, keywords, again).first
     if first is None:
         with tagging({"ac_graph_id": number, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}), saving(saved):
