@@ -235,6 +235,22 @@ def test_constants_are_taken_to_be_traced_with_gradients_on() -> None:
     assert list(regions(program, ByMode(caller_grad=True))) == list(regions(program))
 
 
+def test_blocks_that_end_without_gradients_were_traced_under_no_grad() -> None:
+    script = Script()
+    script.toggle(SET_GRAD, True)
+    script.toggle(SET_GRAD, False)
+    assert regions(script) == {"enable_grad": "probe", "no_grad": "probe_1"}
+    assert wrapped(script.program()).caller == AMBIENT
+
+
+def test_a_block_that_is_never_closed_was_traced_with_gradients_on() -> None:
+    script = Script()
+    script.toggle(SET_GRAD, False)
+    script.toggle(SET_GRAD, True)
+    script.toggle(SET_GRAD, False)
+    assert regions(script) == {"no_grad": "probe", "no_grad_1": "probe_2"}
+
+
 def test_nothing_is_assumed_of_a_program_that_puts_back_what_it_found() -> None:
     script = Script()
     found = script.graph.call_function(IS_GRAD_ENABLED)

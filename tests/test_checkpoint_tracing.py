@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,12 +16,13 @@ import torch
 from tests.checkpoint_helpers import Block, assert_bitwise, calls_in_backward, every_operator, square, step
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, symbolic_trace
+from torch.fx import Graph, GraphModule, Interpreter, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from partita import Program, hops
+from partita.errors import RecomputeError
 
 every_mode = pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 both_ways = pytest.mark.parametrize("strict", [False, True])
@@ -254,3 +258,167 @@ def test_effects_see_what_a_body_writes(operator: Any) -> None:
     pure = Program.of(_program(operator))
     assert pure.effects.draws
     assert not pure.effects.written_inputs
+
+
+# A training step that is traced whole ------------------------------------------------------------------------------
+
+
+WEIGHT = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+def _twice(x: Tensor, w: Tensor) -> Tensor:
+    return ((x @ w).sin() @ w).tanh()
+
+
+def _changes_its_own(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).sin().clone().mul_(2).exp().tanh()
+
+
+def _keeps(x: Tensor, w: Tensor) -> Tensor:
+    return (hops.keep(torch.mm, x, w).sin() @ w).tanh()
+
+
+def _casts(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        return ((x @ w).sin() @ w).float()
+
+
+def _nests(x: Tensor, w: Tensor) -> Tensor:
+    return hops.wrap_activation_checkpoint(_twice, (x @ w).tanh(), w).exp().tanh()
+
+
+def _draws(x: Tensor, w: Tensor) -> Tensor:
+    return _drop((x @ w).sin()) @ w
+
+
+def _writes(x: Tensor, w: Tensor) -> Tensor:
+    x.detach().add_(1)
+    return _twice(x, w)
+
+
+def _training_step(body: Any, tracing_mode: Any) -> GraphModule:
+    def run(x: Tensor, w: Tensor) -> Any:
+        x, w = x.detach().clone().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(body(x * 1, w).sum(), (x, w))
+
+    module = make_fx(run, tracing_mode=tracing_mode)(square().detach(), WEIGHT)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _is_call(node: Node) -> bool:
+    return node.op == "call_function"
+
+
+def _counted(module: GraphModule) -> Counter[str]:
+    return Counter(str(node.target).removesuffix(".default") for node in module.graph.nodes if _is_call(node))
+
+
+@every_operator
+@every_mode
+@pytest.mark.parametrize("body", [_twice, _changes_its_own, _keeps, _casts, _nests])
+def test_a_step_that_is_traced_whole_holds_the_recomputation(operator: Any, tracing_mode: Any, body: Any) -> None:
+    plain, recomputed = (_training_step(each, tracing_mode) for each in (body, partial(operator, body)))
+    more = _counted(recomputed) - _counted(plain)
+    assert more["aten.sin"] >= 1
+    x = torch.randn(4, 4)
+    assert_bitwise(recomputed(x, WEIGHT), plain(x, WEIGHT))
+
+
+@every_operator
+@every_mode
+@pytest.mark.parametrize("body", [_draws, _writes])
+def test_what_cannot_be_written_down_twice_occurs_once(operator: Any, tracing_mode: Any, body: Any) -> None:
+    plain, recomputed = (_training_step(each, tracing_mode) for each in (body, partial(operator, body)))
+    assert not (_counted(recomputed) - _counted(plain)).keys() - {"aten.detach"}
+    x, found = torch.randn(4, 4), []
+    for module in (plain, recomputed):
+        torch.manual_seed(0)
+        found.append(module(x.clone(), WEIGHT))
+    assert_bitwise(*found)
+
+
+@every_operator
+def test_what_is_kept_occurs_once_in_a_step(operator: Any) -> None:
+    kept, all_again = (_counted(_training_step(partial(operator, body), "real")) for body in (_keeps, _twice))
+    assert all_again["aten.mm"] - kept["aten.mm"] == 1
+
+
+@every_operator
+def test_contexts_surround_both_runs_in_a_step(operator: Any) -> None:
+    entered = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    body = partial(operator, _twice, context_fn=lambda: (noted("first"), noted("again")))
+    recomputed = _training_step(body, "real")
+    assert entered == ["first", "again"]
+    assert_bitwise(recomputed(square().detach(), WEIGHT), _training_step(_twice, "real")(square().detach(), WEIGHT))
+
+
+@every_operator
+def test_torchs_selective_contexts_keep_everything_in_a_step_and_tag(operator: Any) -> None:
+    context_fn = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    chosen = _training_step(partial(operator, _twice, context_fn=context_fn), "real")
+    assert not (_counted(chosen) - _counted(_training_step(_twice, "real"))).keys() - {"aten.detach"}
+    assert {tag for _, tag, _ in _tags(chosen)} == {None, AGAIN, SAVED}
+
+
+@every_operator
+def test_statistics_of_a_norm_are_updated_once_in_a_step(operator: Any) -> None:
+    norm = nn.BatchNorm1d(4)
+
+    def run(x: Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(operator(lambda y: norm(y.sin()).tanh(), x).sum(), x)
+
+    counted = _counted(make_fx(run)(square().detach()))
+    assert [count for name, count in counted.items() if name.endswith(("native_batch_norm", "norm_legit"))] == [1]
+
+
+@every_operator
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_transforms_that_let_nobody_save_otherwise_are_traced_as_they_are(operator: Any, transform: Any) -> None:
+    x = square().detach()
+
+    def loss(x: Tensor) -> Tensor:
+        return operator(_twice, x, WEIGHT).sum()
+
+    torch.testing.assert_close(make_fx(transform(loss))(x)(x), transform(lambda x: _twice(x, WEIGHT).sum())(x))
+
+
+@every_operator
+def test_a_step_with_second_derivatives_and_a_retained_graph_is_right(operator: Any) -> None:
+    def run(call: Any) -> Any:
+        def step(x: Tensor) -> Any:
+            x = x.detach().requires_grad_()
+            result = call(x, WEIGHT).sum()
+            (first,) = torch.autograd.grad(result, x, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), x, retain_graph=True), torch.autograd.grad(result * 2, x)
+
+        return make_fx(step)(square().detach())(square().detach())
+
+    torch.testing.assert_close(run(partial(operator, _twice)), run(_twice))
+
+
+@every_operator
+def test_what_changes_before_the_backward_of_a_step_is_refused_or_not_needed(operator: Any) -> None:
+    def run(body: Any, *, call: Any = operator) -> Any:
+        def step(x: Tensor, w: Tensor) -> Any:
+            x, w = x.detach().requires_grad_(), w.clone()
+            result = call(body, x, w)
+            w.zero_()
+            return torch.autograd.grad(result.sum(), x)
+
+        return make_fx(step)(square().detach(), WEIGHT)(square().detach(), WEIGHT)
+
+    def adds(x: Tensor, w: Tensor) -> Tensor:
+        return (x + w).sin().cos()
+
+    assert_bitwise(run(adds), run(adds, call=lambda body, *args: body(*args)))
+    with pytest.raises(RecomputeError, match="changed in place after it was saved"):
+        run(_twice)

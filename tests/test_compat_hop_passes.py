@@ -18,11 +18,19 @@ from typing import Any
 import pytest
 import torch
 from tests.hop_passes_helpers import OURS, THEIRS, Net, described, raw_export, roles
-from tests.wrapping_helpers import BRAIN, HALF, assert_same, outcome
+from tests.wrapping_helpers import BRAIN, HALF, assert_same, outcome, tree
 from torch import Tensor
+from torch._export.passes import replace_autocast_with_hop_pass as torch_autocast
+from torch._export.passes import replace_set_grad_with_hop_pass as torch_set_grad
 from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
 from torch.export import Dim
+from torch.fx import GraphModule, Node
 
+from partita._torch.toggles import SET_GRAD
+from partita.compat import replace_with_hop_pass_util
+from partita.compat import wrap as ours
+from partita.compat.utils import node_inline_, nodes_filter, sequential_split
+from partita.errors import OptionError, SignatureError
 from partita.graphs.exported import check_signature
 from partita.testing.dump import dump
 
@@ -261,3 +269,80 @@ def test_a_missing_signature_stays_missing() -> None:
     module, found = OURS["grad"](raw, None)
     assert found is None
     assert wrap_with_set_grad_enabled in {node.target for node in module.graph.nodes}
+
+
+@every_right_case
+def test_torchs_passes_give_the_same_with_the_helpers_of_compat(
+    name: str, does: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, signature = raw_export(Net(does), X)
+    theirs, expected = THEIRS[name](copy.deepcopy(raw), copy.deepcopy(signature))
+    for module in (torch_set_grad, torch_autocast):
+        for helper in replace_with_hop_pass_util.__all__:
+            monkeypatch.setattr(module, helper, getattr(replace_with_hop_pass_util, helper))
+    before = str(signature)
+    mixed, found = THEIRS[name](copy.deepcopy(raw), signature)
+    assert str(signature) == before
+    assert [*described(mixed)] == [*described(theirs)]
+    assert roles(found) == roles(expected)
+    assert found is not None
+    check_signature(mixed.graph, found)
+
+
+def regions_of(operator: Any, gm: GraphModule, signature: Any) -> Any:
+    """A pass of someone else: what follows a switch of the grad mode, up to the next, becomes a call of `operator`."""
+
+    def is_switch(node: Node) -> bool:
+        return node.target is SET_GRAD
+
+    def treat(call: Node) -> None:
+        body = call.graph.owning_module.get_submodule(str(call.target))  # type: ignore[union-attr]
+        switches = nodes_filter(body.graph.nodes, is_switch)
+        if not switches:
+            node_inline_(call)
+            return
+        replace_with_hop_pass_util._replace_with_hop_helper(call, switches[0], operator)
+        body.graph.erase_node(switches[0])
+
+    def cut(gm: GraphModule, signature: Any) -> Any:
+        if not any(map(is_switch, gm.graph.nodes)):
+            return gm, signature
+        split = sequential_split(gm, is_switch)
+        return replace_with_hop_pass_util._sequential_split_and_maybe_inline_subgraphs_helper(split, signature, treat)
+
+    return replace_with_hop_pass_util._replace_with_hop_pass_helper(gm, signature, cut)
+
+
+def test_another_operator_is_put_around_regions_in_branches_too() -> None:
+    def branch(x: Tensor) -> Tensor:
+        with no_grad():
+            y = x.sin()
+        return y * 2
+
+    def does(self: Net, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, branch, torch.cos, (x,)), self.first(x)
+
+    raw, signature = raw_export(Net(does), X)
+    module, found = regions_of(ours.wrap_with_set_grad_enabled, raw, signature)
+    assert tree(module).splitlines()[:7] == [
+        "sum_1",
+        "gt",
+        "cond",
+        "    no_grad",
+        "        sin",
+        "    enable_grad",
+        "        mul",
+    ]
+    check_signature(module.graph, found)
+
+
+def test_a_call_that_cannot_be_replaced_is_refused_by_name() -> None:
+    module = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
+    (call,) = module.graph.find_nodes(op="call_module")
+    with pytest.raises(OptionError, match=f"'{call.name}' calls no graph module"):
+        replace_with_hop_pass_util._replace_with_hop_helper(call, call, ours.wrap)
+    raw, signature = raw_export(Net(several_values), X)
+    split = sequential_split(raw, lambda node: node.target is SET_GRAD)
+    signature.output_specs.pop()
+    with pytest.raises(SignatureError, match="3 outputs and its signature 2"):
+        replace_with_hop_pass_util._sequential_split_and_maybe_inline_subgraphs_helper(split, signature, print)

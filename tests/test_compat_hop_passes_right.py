@@ -88,6 +88,46 @@ def test_both_passes_in_any_order_keep_every_mode(function: Callable[..., Any], 
     assert not has_toggles_anywhere(module)
 
 
+def test_an_enable_grad_block_traced_under_no_grad_gives_gradients_to_every_caller() -> None:
+    def forced(x: Tensor) -> tuple[Tensor, Tensor]:
+        with enable_grad():
+            one = x @ x
+        return one, x.sin()
+
+    with no_grad():
+        module = traced(forced, square()).graph_module
+    after, _ = OURS["grad"](module, None)
+    for ambient in (no_grad(), enable_grad()):
+        with ambient:
+            assert [value.requires_grad for value in after(square().requires_grad_())] == [True, False]
+
+
+def test_branches_traced_under_no_grad_keep_their_enable_grad_blocks() -> None:
+    def forced(x: Tensor) -> Tensor:
+        with enable_grad():
+            y = x @ x
+        return y * 2
+
+    def branch(_: Net, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, forced, torch.sin, (x,))
+
+    with no_grad():
+        module, signature = raw_export(Net(branch), square())
+    after, _ = OURS["grad"](module, signature)
+    assert tree(after) == text(
+        """
+        sum_1
+        gt
+        cond
+            enable_grad
+                matmul
+            no_grad
+                mul
+            sin
+        """
+    )
+
+
 def test_the_mode_while_the_pass_runs_does_not_matter() -> None:
     for name, function in (("grad", grad_inside_autocast), ("autocast", grad_inside_autocast)):
         module = traced(function, square()).graph_module

@@ -9,10 +9,12 @@ import operator
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as distributed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -355,6 +357,66 @@ def test_the_dumper_sees_the_subgraph_and_its_tag_is_in_the_profile() -> None:
     assert {"store/1", "store/2"} <= {event.key for event in profile.key_averages()}
 
 
+@small
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_graph_is_edited_and_nodes_outside_of_subgraphs_stay(contiguous: bool) -> None:
+    x, weight = x_and_weight()
+    gm = traced(waves, x, weight)
+    expected, graph = gm(x, weight), gm.graph
+    held = [node for node in graph.nodes if not _runs(node) or "cumsum" in str(node.target)]
+    facts = [(node.op, node.name, node.target, node.meta.get("val")) for node in held]
+    lower(gm, but("cumsum"), contiguous=contiguous)
+    assert gm.graph is graph
+    assert [node for node in graph.nodes if node in set(held)] == held
+    assert [(node.op, node.name, node.target, node.meta.get("val")) for node in held] == facts
+    assert {node for node in graph.nodes if node.op == "call_module"}.isdisjoint(held)
+    graph.lint()
+    assert torch.equal(gm(x, weight), expected)
+    assert len({node.name for node in graph.nodes}) == len(graph.nodes)
+
+
+@small
+def test_what_is_found_in_an_edited_graph_is_what_is_there() -> None:
+    x, weight = x_and_weight()
+    gm = lower(traced(waves, x, weight), but("cumsum"))
+    for node in gm.graph.nodes:
+        assert node in gm.graph.find_nodes(op=node.op, target=node.target if node.op == "call_function" else None)
+        assert all(node in user.all_input_nodes for user in node.users)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[str]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield distributed.group.WORLD.group_name
+    distributed.destroy_process_group()
+
+
+def reduced(group: str) -> Callable[..., Tensor]:
+    collectives = torch.ops._c10d_functional
+
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        coming = collectives.all_reduce.default(x.sin() * weight, "sum", group)
+        beside = weight.cos().cumsum(0)
+        return collectives.wait_tensor.default(coming) + beside
+
+    return step
+
+
+@small
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("refused", "left"), [((), 0), (("cumsum",), 0), (("wait_tensor",), 1)])
+def test_collectives_and_waiting_for_them_are_lowered(
+    group: str, backend: str, refused: tuple[str, ...], left: int
+) -> None:
+    x, weight = torch.randn(3, 3), torch.randn(3, 3)
+    step = reduced(group)
+    gm = lower(traced(step, x, weight), but(*refused), backend=backend, strict=True)
+    waits = torch.ops._c10d_functional.wait_tensor.default
+    assert len(gm.graph.find_nodes(op="call_function", target=waits)) == left
+    for _ in range(2):
+        torch.testing.assert_close(gm(x, weight), step(x, weight))
+
+
 # When it compiles, and when it cannot -----------------------------------------------------------------------------
 
 
@@ -371,8 +433,8 @@ def test_it_compiles_when_first_called_and_says_so(caplog: pytest.LogCaptureFixt
         for _ in range(2):
             gm(x, weight)
     first, second, *rest = told(caplog, "partita.runtime")
-    assert first == "compiling subgraph_0 (region 1 of 2) with aot_eager"
-    assert second.startswith("compiled subgraph_0 (region 1 of 2) with aot_eager in ")
+    assert first == "compiling subgraph_0 (region 1 of 2), tagged 'subgraph', with aot_eager"
+    assert second.startswith("compiled subgraph_0 (region 1 of 2), tagged 'subgraph', with aot_eager in ")
     assert len(rest) == 2
 
 

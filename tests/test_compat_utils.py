@@ -115,7 +115,7 @@ def chain_of_three() -> tuple[GraphModule, Node, Node, Node]:
     [
         (lambda a, b, c: (a, b), "'sin' cannot be replaced by 'cos', which reads it"),
         (lambda a, b, c: (a, a), "they are one node"),
-        (lambda a, b, c: (a, c), "comes after 'cos'|'cos' reads it earlier"),
+        (lambda a, b, c: (a, c), "'cos' reads it earlier, and what 'neg' reads comes after"),
         (lambda a, b, c: (a, Draft().input("y")), "different graphs"),
     ],
 )
@@ -440,3 +440,30 @@ def test_a_body_of_an_operator_moves_into_its_part_and_back() -> None:
     assert torch.equal(back(X), branches(X))
     assert sorted(targets(back)) == sorted(targets(module))
     assert calls(back) == []
+
+
+def test_a_later_node_is_moved_up_to_the_first_reader() -> None:
+    draft = Draft()
+    x = draft.input("x")
+    old = draft.call(torch.sin, x)
+    readers = [draft.call(torch.neg, old), draft.call(torch.exp, old)]
+    new = draft.call(torch.cos, x)
+    module = draft.done(draft.call(torch.add, *readers))
+    ours.node_replace_(old, new)
+    module.graph.lint()
+    module.recompile()
+    value = torch.randn(3)
+    assert torch.equal(module(value), -value.cos() + value.cos().exp())
+
+
+def test_a_later_node_with_side_effects_keeps_its_place() -> None:
+    draft = Draft()
+    x = draft.input("x")
+    old = draft.call(torch.sin, x)
+    reader = draft.call(torch.neg, old)
+    new = draft.call(torch.ops.aten.add_.Tensor, x, 1)
+    module = draft.done(reader)
+    before = str(module.graph)
+    with pytest.raises(BrokenGraphError, match="has side effects"):
+        ours.node_replace_(old, new)
+    assert str(module.graph) == before

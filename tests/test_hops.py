@@ -269,9 +269,9 @@ def test_unknown_device_types_are_refused_with_the_known_ones(device_type: Any) 
 @pytest.mark.parametrize(
     ("operator", "mode", "named"),
     [
-        (hops.wrap_with_set_grad_enabled, (1,), "enabled"),
-        (hops.wrap_with_set_grad_enabled, (None,), "enabled"),
-        (hops.wrap_with_set_grad_enabled, (torch.tensor(True),), "enabled"),
+        (hops.wrap_with_set_grad_enabled, (1,), "enable_grad"),
+        (hops.wrap_with_set_grad_enabled, (None,), "enable_grad"),
+        (hops.wrap_with_set_grad_enabled, (torch.tensor(True),), "enable_grad"),
         (hops.wrap_with_inference_mode, ("yes",), "mode"),
         (hops.wrap_with_autocast, ("cpu", None, None, None), "enabled"),
         (hops.wrap_with_autocast, ("cpu", None, True, 0), "cache_enabled"),

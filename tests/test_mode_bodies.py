@@ -24,9 +24,9 @@ from tests.wrapping_helpers import (
     wrapped,
 )
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
-from partita import Program, capture, fingerprint, hops, inline, plan, verify
+from partita import Program, capture, fingerprint, hops, inline, mode_tree, plan, verify
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, IS_GRAD_ENABLED, SET_GRAD
 from partita.errors import ModeError
 from partita.graphs.mode import AMBIENT
@@ -263,3 +263,15 @@ def test_a_region_of_an_exported_program_may_be_called() -> None:
     after = plan(program, ByMode(), Call()).apply()
     assert not has_toggles_anywhere(after.exported().graph_module)
     assert outcome_of_model(after.module(), (x,)).equals(outcome_of_model(model, (x,)))
+
+
+@pytest.mark.parametrize("arguments", [(), (False,)])
+def test_a_mode_or_a_body_given_by_keyword_in_a_graph_is_named(arguments: tuple[bool, ...]) -> None:
+    graph = Graph()
+    x, body = graph.placeholder("x"), graph.get_attr("body")
+    rest = {"wrapped_func": body} if arguments else {"enable_grad": False, "wrapped_func": body}
+    graph.output(graph.call_function(hops.wrap_with_set_grad_enabled, arguments, {**rest, "x": x}))
+    module = GraphModule({"body": symbolic_trace(lambda x: x.sin())}, graph)
+    assert not module(torch.ones(2, requires_grad=True)).requires_grad
+    with pytest.raises(ModeError, match="is given its mode or its body by keyword"):
+        mode_tree(Program.of(module))

@@ -171,7 +171,17 @@ PUBLIC = {
         "nodes_map",
         "sequential_split",
     },
+    "partita.compat.replace_with_hop_pass_util": {
+        "_replace_with_hop_helper",
+        "_replace_with_hop_pass_helper",
+        "_sequential_split_and_maybe_inline_subgraphs_helper",
+    },
     "partita.compat.wrap": {
+        "TagActivationCheckpoint",
+        "Wrap",
+        "WrapActivationCheckpoint",
+        "WrapWithAutocast",
+        "WrapWithSetGradEnabled",
         "tag_activation_checkpoint",
         "wrap",
         "wrap_activation_checkpoint",

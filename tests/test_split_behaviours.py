@@ -31,6 +31,7 @@ from tests.split_helpers import (
 )
 from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
+from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass as torch_pass
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -1011,6 +1012,46 @@ def test_an_item_that_is_also_labelled_apart_runs_beside_its_container(cut: Cut)
     check(module, result, x4())
 
 
+@pytest.mark.parametrize("cut", [cut for name, cut in CUTS.items() if name != "native"])
+def test_a_part_of_items_alone_hands_them_on(cut: Cut) -> None:
+    """Stages that are called one after another each have what the next one needs."""
+    draft = Draft()
+    x = draft.input("x")
+    pieces = draft.call(torch.chunk, x, 2)
+    first, last = draft.call(GETITEM, pieces, 0), draft.call(GETITEM, pieces, -1)
+    module = draft.done(draft.call(torch.add, first, last))
+    result = cut(module, in_turn([0, 1, 1, 2]))
+    assert crossing_types(result, x4()) == {Tensor}
+    check(module, result, x4())
+    value: Any = (x4(),)
+    for part in parts(result).values():
+        value = part(*value)
+        value = value if isinstance(value, tuple) else (value,)
+    assert same(value[0], module(x4()))
+
+
+def test_a_part_of_items_alone_of_a_traced_container_takes_only_those(cut: Cut) -> None:
+    class Pieces(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pieces = x.chunk(4)
+            return pieces[1].sin() + pieces[3] + pieces[0]
+
+    module = dynamo_graph(Pieces(), torch.randn(4, 3), dynamic=False)
+    places = {"getitem": 1, "getitem_1": 1, "getitem_2": 1, "getitem_3": 2, "chunk": 0}
+    taken = {node.name: places.get(node.name, 3) for node in module.graph.nodes}
+    result = cut(module, lambda node: taken[node.name])
+    check(module, result, torch.randn(4, 3))
+
+
+def test_items_run_beside_their_container_where_a_stage_of_them_would_be_needed_by_it(cut: Cut) -> None:
+    draft = Draft()
+    x = draft.input("x")
+    pieces = draft.call(torch.chunk, x, 2)
+    first = draft.call(GETITEM, pieces, 0)
+    module = draft.done(draft.call(torch.add, first, 1))
+    check(module, cut(module, in_turn([0, 1, 0])), x4())
+
+
 def compiled_pieces(result: GraphModule, compile_piece: Callable[[GraphModule, list[Any]], Any]) -> GraphModule:
     """A copy of `result` whose parts are compiled with the inputs that their placeholders promise."""
     for name, part in parts(result).items():
@@ -1074,6 +1115,47 @@ def test_pieces_of_an_exported_graph_with_dynamic_shapes_compile_with_inductor()
     for rows in (6, 9):
         x = torch.randn(rows, 4)
         assert torch.allclose(result(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_parts_of_a_graph_traced_with_gradients_go_through_torchs_passes(count: int) -> None:
+    def blocks(x: Tensor) -> Tensor:
+        a = x @ x
+        with torch.no_grad():
+            b = a @ x
+            c = b.sin()
+        return c @ a
+
+    module = make_fx(blocks, pre_dispatch=True)(torch.randn(3, 3))
+    result = split_module(module, None, every(count))
+    for part in parts(result).values():
+        values = [torch.randn(3, 3, requires_grad=True) for _ in part.graph.find_nodes(op="placeholder")]
+        expected = torch.utils._pytree.tree_leaves(part(*values))
+        again = torch_split(part, None, lambda node: 0)
+        wrapped, _ = torch_pass(copy.deepcopy(part), None)
+        for other in (again, wrapped):
+            with torch.enable_grad():
+                found = torch.utils._pytree.tree_leaves(other(*values))
+            assert all(map(torch.equal, found, expected))
+            assert [value.requires_grad for value in found] == [value.requires_grad for value in expected]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("ambient", [True, False])
+def test_a_part_leaves_any_grad_mode_as_it_found_it(ambient: bool, compiled: bool) -> None:
+    def blocks(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x.sin()
+            z = y.cos()
+        return z + x
+
+    result = split_module(make_fx(blocks, pre_dispatch=True)(x4()), None, every(2))
+    torch._dynamo.reset()
+    for part in parts(result).values():
+        values = [x4() for _ in part.graph.find_nodes(op="placeholder")]
+        with torch.set_grad_enabled(ambient):
+            (torch.compile(part, backend="eager") if compiled else part)(*values)
+            assert torch.is_grad_enabled() is ambient
 
 
 # Calling convention and structure ----------------------------------------------------------------------------------

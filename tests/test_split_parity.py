@@ -490,3 +490,23 @@ def test_parts_are_logged_at_debug_level(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level("DEBUG", logger="partita.compat.split_module"):
         ours.split_module(graded(), None, in_turn([0, 1, 1, 2, 2, 3]))
     assert "partitions depended on" in caplog.text
+
+
+def test_the_parts_that_modes_reach_are_logged_as_torch_does(caplog: pytest.LogCaptureFixture) -> None:
+    def blocks(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x.sin()
+            z = y.cos()
+        with torch.autocast("cpu"):
+            return z @ x.tan() @ x
+
+    module = make_fx(blocks, pre_dispatch=True)(torch.ones(2, 2))
+    ids = {node: number // 2 for number, node in enumerate(operators(module))}
+    shown = []
+    for split in (ours, theirs):
+        caplog.clear()
+        with caplog.at_level("DEBUG", logger=split.__name__):
+            split.split_module(module, None, ids.__getitem__)
+        shown.append([record.getMessage() for record in caplog.records if "_regions" in record.getMessage()])
+    assert shown[0] == shown[1]
+    assert "_set_grad_enabled: [0, 1]" in shown[0][1]

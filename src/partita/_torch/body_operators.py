@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from itertools import count
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch._C import DispatchKey
@@ -16,6 +17,7 @@ from torch.overrides import handle_torch_function
 
 from partita._torch.body_runs import run_body
 from partita._torch.body_tracing import KeptCall, trace_call
+from partita._torch.dynamo_operators import tell_dynamo
 from partita._torch.tracing_state import Tracing, tracing_now
 from partita._torch.unread_calls import keep_unread_calls
 from partita.errors import OptionError
@@ -32,18 +34,54 @@ class BodyOperator(HigherOrderOperator):
     autograd, transforms and every other tracer meet the operators in it and need no rule for this one.
     """
 
-    #: How many arguments come before the body.
-    mode_count = 0
+    #: What the arguments up to the body are called, where a caller names them.
+    parameters: ClassVar[tuple[str, ...]] = ("body",)
     #: How Dynamo traces a call: "inlined" by its meaning, "wrapped" as a call of a traced body, or as a "checkpoint".
     dynamo_rule = "inlined"
 
-    def __init__(self, name: str, *, home: str, exported_as: str) -> None:
-        """The operator `name` in torch's table, which `home` exports as `exported_as`."""
-        super().__init__(name, cacheable=True)  # type: ignore[no-untyped-call]
-        self._home = (home, exported_as)
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        cacheable: bool = True,
+        home: tuple[str, str] | None = None,
+        twin: Any = None,
+        **options: Any,
+    ) -> None:
+        """An operator that torch's table knows as `name`, or by the name of its class, numbered if that is taken.
+
+        `home` is a module and the name that it exports the operator by. `twin` is torch's operator of that name: the
+        two are equal, so who looks for calls of one of them in a graph finds those of both.
+        """
+        self._home, self._twin = home, twin
+        named = _free_name(type(self).__name__.lower()) if name is None else name
+        super().__init__(named, cacheable=cacheable, **options)  # type: ignore[no-untyped-call]
         self.__doc__ = type(self).__doc__
         self.py_impl(ProxyTorchDispatchMode)(self._keep_call)
         keep_unread_calls(self)
+        if home is None:
+            tell_dynamo((self,))
+
+    @property
+    def mode_count(self) -> int:
+        """How many arguments come before the body."""
+        return len(self.parameters) - 1
+
+    def bound(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, those up to the body by position; every keyword that is left is the body's."""
+        given, rest = list(args), dict(keywords)
+        for parameter in self.parameters[len(given) :]:
+            if parameter not in rest:
+                takes = ", ".join(self.parameters)
+                raise OptionError(f"{self._shown()} is called without {parameter!r}; it takes {takes} and more")
+            given.append(rest.pop(parameter))
+        return tuple(given), rest
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (self._twin is not None and other is self._twin)
+
+    def __hash__(self) -> int:
+        return object.__hash__(self if self._twin is None else self._twin)
 
     def check(self, *mode: Any) -> None:
         """Raises if these arguments describe no mode."""
@@ -56,16 +94,17 @@ class BodyOperator(HigherOrderOperator):
         """The function, with the signature of a call, that Dynamo traces in place of one; the context lasts as long."""
         raise NotImplementedError
 
-    def enact(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def enact(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """What a call does, by who is watching."""
-        args = (*mode, body, *operands)
+        args, keywords = self.bound(args, keywords)
+        mode, body, operands = args[: self.mode_count], args[self.mode_count], args[self.mode_count + 1 :]
         proxy = _first_proxy((args, keywords))
         if proxy is not None:
             return handle_torch_function(self, (proxy,), *args, **keywords)
         self.check(*mode)
         if not callable(body):
             raise OptionError(
-                f"{self._home[1]} takes a body to call after {self.mode_count} arguments, not {type(body).__name__!r}; "
+                f"{self._shown()} takes a body to call after {self.mode_count} arguments, not {type(body).__name__!r}; "
                 "give it a function or a module"
             )
         if self._is_kept(args, keywords):
@@ -85,10 +124,13 @@ class BodyOperator(HigherOrderOperator):
         return {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _imported, self._home
+        return _imported, self._home or ("torch.ops.higher_order", self.__name__)
 
     def __repr__(self) -> str:
-        return f"<operator {self._home[0]}.{self._home[1]}>"
+        return f"<operator {'.'.join(self._home or ('torch.ops.higher_order', self.__name__))}>"
+
+    def _shown(self) -> str:
+        return self._home[1] if self._home else self.__name__
 
     def _is_kept(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
         """Whether the next to see the call is a tracer before dispatch, and nothing that changes what it would see.
@@ -112,17 +154,23 @@ class BodyOperator(HigherOrderOperator):
         return trace_call(tracer.tracer, call, body=body, scope=scope, operands=operands, keywords=theirs)
 
 
-def registered(kind: type[_Operator], name: str, *, home: str, exported_as: str) -> _Operator:
+def registered(kind: type[_Operator], name: str, *, home: tuple[str, str], twin: Any = None) -> _Operator:
     """The operator `name`, made once however often its module is loaded: graphs hold the first one."""
     known = _higher_order_ops.get(name)
-    if isinstance(known, BodyOperator):
-        return cast(_Operator, known)
-    return kind(name, home=home, exported_as=exported_as)
+    return cast(_Operator, known) if isinstance(known, BodyOperator) else kind(name, home=home, twin=twin)
 
 
 def _imported(module: str, name: str) -> Any:
     """What unpickling an operator gives: the one of this process, its module imported first."""
+    if module == "torch.ops.higher_order":
+        return getattr(torch.ops.higher_order, name)
     return getattr(importlib.import_module(module), name)
+
+
+def _free_name(wanted: str) -> str:
+    """`wanted`, with a number if an operator has that name already."""
+    numbered = (wanted if number == 0 else f"{wanted}_{number}" for number in count())
+    return next(name for name in numbered if name not in _higher_order_ops)
 
 
 def _first_proxy(value: Any) -> Proxy | None:

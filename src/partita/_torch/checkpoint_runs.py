@@ -20,7 +20,7 @@ from partita._torch.checkpoint_state import BodyState, TensorWatch
 from partita._torch.saves_checked import SavesInOrder
 from partita.errors import OptionError, RecomputeError
 
-__all__ = ["CheckpointOptions", "ContextFunction", "run_recomputed"]
+__all__ = ["CheckpointOptions", "ContextFunction", "run_recomputed", "saves_as_always"]
 
 #: Gives the contexts of the first and of the second run.
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -40,7 +40,7 @@ def run_recomputed(
     body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any], options: CheckpointOptions
 ) -> Any:
     """What `body` gives; its intermediate results are computed again when the backward needs them."""
-    if not torch.is_grad_enabled() or _saves_as_always():
+    if not torch.is_grad_enabled() or saves_as_always():
         return run_body(nullcontext(), body, operands, keywords)
     facts, state = facts_of(body), BodyState(body)
     arguments = named_tensors(operands, keywords)
@@ -124,7 +124,7 @@ def _pair_of(contexts: Any) -> tuple[AbstractContextManager[Any], AbstractContex
     )
 
 
-def _saves_as_always() -> bool:
+def saves_as_always() -> bool:
     """Whether a transform of torch.func is at work that lets nobody say how tensors are saved."""
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():
         return True

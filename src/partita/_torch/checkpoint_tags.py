@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from partita._torch.body_runs import run_body
-from partita._torch.checkpoint_runs import ContextFunction
+from partita._torch.checkpoint_runs import ContextFunction, saves_as_always
+from partita._torch.checkpoint_steps import TracedStep, run_kept_in_step, traces_whole_step
 from partita._torch.node_tags import SAVED, next_graph_id, node_tags, saving, tagging
 
 __all__ = ["run_kept_tagged", "run_tagged", "tag_nodes"]
@@ -29,20 +31,24 @@ def run_tagged(
 ) -> Any:
     """What `body` gives; the nodes that are traced meanwhile say that they can be computed again, but for `saved`.
 
-    A selective context function decides node by node; it needs no second run here, since nothing is saved yet.
+    A selective context function decides node by node. Where the backward is traced too, the body runs again there; a
+    compiler sees to that itself, later.
     """
     is_saved = (node_tags() or {}).get("recompute") is CheckpointPolicy.MUST_SAVE
     if is_saved or not _may_train(body, operands, keywords):
         return run_body(nullcontext(), body, operands, keywords)
+    first, again = (None, None) if context_fn is None else context_fn()
     number = next_graph_id()
-    if context_fn is None:
+    run: Callable[[], Any] = partial(run_body, nullcontext(), body, operands, keywords)
+    if traces_whole_step() and not saves_as_always():
+        run = TracedStep(body, operands, keywords, again).first
+    if first is None:
         with tagging({"ac_graph_id": number, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}), saving(saved):
-            return run_body(nullcontext(), body, operands, keywords)
-    first, _ = context_fn()
+            return run()
     if hasattr(first, "ac_graph_id"):
         first.ac_graph_id = number
     with tagging({"ac_graph_id": number}), first:
-        return run_body(nullcontext(), body, operands, keywords)
+        return run()
 
 
 def _may_train(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
@@ -56,7 +62,7 @@ def run_kept_tagged(body: Callable[..., Any], operands: tuple[Any, ...], keyword
     """What `body` gives; where nodes are tagged, these say that they are saved."""
     is_recomputed = bool(node_tags())
     with tagging(SAVED) if is_recomputed else nullcontext():
-        return run_body(nullcontext(), body, operands, keywords)
+        return run_kept_in_step(partial(run_body, nullcontext(), body, operands, keywords))
 
 
 def tag_nodes(gmod: Any, is_sac: bool) -> Any:  # noqa: FBT001  The signature is torch's.

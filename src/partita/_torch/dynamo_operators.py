@@ -9,17 +9,23 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from partita._torch.body_operators import BodyOperator
 from partita._torch.dynamo_rules import RULES
 
-__all__ = ["tell_dynamo"]
+__all__ = ["TracedByRule", "tell_dynamo"]
 
 _VARIABLES = "torch._dynamo.variables.higher_order_ops"
 
 
-def tell_dynamo(operators: Iterable[BodyOperator]) -> None:
+class TracedByRule(Protocol):
+    """An operator that says by which of the rules Dynamo traces a call of it."""
+
+    __name__: str
+    dynamo_rule: str
+
+
+def tell_dynamo(operators: Iterable[TracedByRule]) -> None:
     """Dynamo traces a call of each of these operators by the operator's own rule.
 
     An operator that Dynamo does not know ends its graph. Where torch has no table of them, this changes nothing.
@@ -33,7 +39,7 @@ def tell_dynamo(operators: Iterable[BodyOperator]) -> None:
 class _Awaiting(MetaPathFinder, Loader):
     """Stands before the finders until the module is imported, registers the operators in it, and is gone."""
 
-    def __init__(self, operators: Iterable[BodyOperator]) -> None:
+    def __init__(self, operators: Iterable[TracedByRule]) -> None:
         self._operators = tuple(operators)
         self._loader: Loader | None = None
 
@@ -61,7 +67,7 @@ class _Awaiting(MetaPathFinder, Loader):
         _register(module, self._operators)
 
 
-def _register(module: Any, operators: Iterable[BodyOperator]) -> None:
+def _register(module: Any, operators: Iterable[TracedByRule]) -> None:
     table = getattr(module, "_hop_name_to_variable_class", None)
     if not isinstance(table, dict):
         return

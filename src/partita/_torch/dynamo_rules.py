@@ -40,6 +40,7 @@ def _inlined(module: Any) -> type | None:
             operator: Any = self.value
             _leave_alone()
             try:
+                args, kwargs = operator.bound(args, kwargs)
                 mode = [arg.realize().as_python_constant() for arg in args[: operator.mode_count]]
                 operator.check(*mode)
             except (NotImplementedError, OptionError):
@@ -53,7 +54,8 @@ def _inlined(module: Any) -> type | None:
 def _wrapped(module: Any) -> type | None:
     """A call stays a call, of a body that Dynamo has traced; tensors that the body finds outside become operands."""
     base = getattr(module, "WrapHigherOrderVariable", None)
-    if base is None:
+    outermost: Any = getattr(module, "TorchHigherOrderOperatorVariable", None)
+    if base is None or outermost is None:
         return None
 
     class WrappedOperator(base):  # type: ignore[misc, valid-type]
@@ -63,6 +65,11 @@ def _wrapped(module: Any) -> type | None:
 
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             _leave_alone()
+            operator: Any = self.value
+            try:
+                args, kwargs = operator.bound(args, kwargs)
+            except OptionError:
+                return outermost._call_function(self, tx, args, kwargs)  # Ends the graph: the call says what is wrong.
             return super()._call_function(tx, args, kwargs)
 
     return WrappedOperator
@@ -82,10 +89,12 @@ def _checkpoint(module: Any) -> type | None:
 
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             _leave_alone()
-            kwargs = dict(kwargs)
-            reentrant = kwargs.pop("use_reentrant", None)
-            if reentrant is not None and reentrant.realize().as_python_constant():
+            operator: Any = self.value
+            try:
+                args, kwargs = operator.bound(args, kwargs)
+            except OptionError:
                 return outermost._call_function(self, tx, args, kwargs)  # Ends the graph: the call says what is wrong.
+            kwargs.pop("use_reentrant", None)  # Never reentrant, whatever it says.
             return super()._call_function(tx, args, kwargs)
 
     return CheckpointOperator

@@ -43,6 +43,8 @@ class LazyModule(_LazyGraphModule):
 
     #: Whether the graph switches modes and must put them back when a node in it raises.
     _restores_modes: bool
+    #: Whether the graph ends with the grad mode that its caller is taken to have; calling it puts back the real one.
+    _restores_grad: bool
 
     @property
     def __call__(self) -> Any:  # type: ignore[override]
@@ -65,7 +67,7 @@ class LazyModule(_LazyGraphModule):
         code = super()._real_recompile()
         leaves_modes = self.graph.find_nodes(op="call_function", target=WRAP_WITH_SET_GRAD_ENABLED, sort=False)
         if self.__dict__.get("_restores_modes") or leaves_modes:
-            cls.forward = _keep_modes(cls.forward)
+            cls.forward = _keep_modes(cls.forward, grad=bool(self.__dict__.get("_restores_grad")))
         if self.__dict__.get("_is_part"):
             # The wrapper that shows the failing line of generated code is around the outer module already.
             cls.__call__ = _call_as_module
@@ -114,7 +116,13 @@ class LazyModule(_LazyGraphModule):
 
 
 def lazy_module(
-    graph: Graph, *, training: bool, restores_modes: bool = False, is_impure: bool = False, is_part: bool = False
+    graph: Graph,
+    *,
+    training: bool,
+    restores_modes: bool = False,
+    restores_grad: bool = False,
+    is_impure: bool = False,
+    is_part: bool = False,
 ) -> LazyModule:
     """A module without state that runs `graph`; register what its nodes name before it is called."""
     module = _blank("GraphModule")
@@ -133,6 +141,7 @@ def lazy_module(
         # `Graph.eliminate_dead_code` asks for this name: without it a call that only has effects is deleted.
         _is_impure=is_impure,
         _restores_modes=restores_modes,
+        _restores_grad=restores_grad,
         _is_part=is_part,
     )
     _adopt(module, graph)
@@ -185,16 +194,26 @@ def _unpickle(class_name: str, state: dict[str, Any], record: Any) -> LazyModule
     return module
 
 
-def _keep_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_modes(forward: Callable[..., Any], *, grad: bool) -> Callable[..., Any]:
+    """`forward` that restores the modes when it raises, and with `grad` the grad mode in any case."""
+
     @functools.wraps(forward)
     def forward_keeping_modes(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return forward(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
         ambient = read_ambient()
         try:
-            return forward(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
         except BaseException as error:
             restore_after_error(ambient, error)
             raise
 
+    def keep_grad(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = torch.is_grad_enabled()
+        result = forward(self, *args, **kwargs)
+        if torch.is_grad_enabled() is not found:
+            torch._C._set_grad_enabled(found)
+        return result
+
+    run = keep_grad if grad else forward
     return forward_keeping_modes

@@ -53,7 +53,7 @@ def refusal_of_operator(node: Node) -> str | None:
         return SIZE_DEPENDS_ON_DATA
     if _FOREACH_IN_PLACE.fullmatch(name_of_operator(target)[1]) and not _are_apart(node.args[0]):
         return WRITES_TWICE
-    if has_registered_effect(target) and not name_of_operator(target)[1].startswith(_CHECKING):
+    if has_registered_effect(target) and not name_of_operator(target)[1].startswith(_COMPILED_EFFECTS):
         return SIDE_EFFECT
     if node.kwargs and node.kwargs.get("generator") is not None:
         return GENERATOR
@@ -116,7 +116,8 @@ _NAMESPACES = {
 _INDEXING = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor))
 #: Operators that give Python one number, for which a trace has symbols.
 _READING = frozenset(("item", "_local_scalar_dense"))
-_CHECKING = ("_assert", "_functional_assert", "sym_constrain_range", "_functional_sym_constrain")
+#: Checks, and waiting for a collective: compilers keep these effects where they stand.
+_COMPILED_EFFECTS = ("_assert", "_functional_assert", "sym_constrain_range", "_functional_sym_constrain", "wait_tensor")
 _COMPARISONS = """
     eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne signbit
 """

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch import toggles
 from partita.errors import OptionError
+from partita.graphs.body_modes import traced_grad
 from partita.graphs.exported import check_signature, following
 from partita.graphs.mode import AMBIENT, Grad, Mode
 from partita.graphs.mode_runs import ModeRun
@@ -63,6 +64,8 @@ def _caller(gm: GraphModule) -> Mode:
     """
     found = gm.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
     values = [only_argument(node, "enabled") for node in found]
+    if not values:  # Bodies may have some.
+        return AMBIENT if traced_grad(gm) is False else Mode(grad=True)
     if True not in values or values[-1] is not False:
         return Mode(grad=True)
     return AMBIENT if torch.is_grad_enabled() or len(values) % 2 else Mode(grad=False)

@@ -1,21 +1,22 @@
 """Lowering in place: regions become calls that compile when they are first needed, in the module that holds them.
 
-Everything is made before a module is touched; then it gets its new graph in one step.
+Everything is made before a module is touched; then it gets its new graph in one step, or its graph is edited like it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 from torch import nn
-from torch.fx import Graph, GraphModule, Tracer
+from torch.fx import Graph, GraphModule, Node, Tracer
 
 from partita._torch.standing_modules import StandsForBody
 from partita.graphs.state_keys import UNMOVED, StateKeys
 from partita.plans.treatment import Site, treated
 from partita.regions import Partition, Region
+from partita.rewrite.assembly import rewrite_in_place
 from partita.rewrite.bodies import BodyStyle
 from partita.rewrite.outline import OutlineStyle, outlined
 from partita.rewrite.state_keys import MovedByPart, name_state
@@ -49,6 +50,8 @@ class Prepared:
     graph: Graph
     called: Mapping[str, nn.Module]
     record: Record
+    #: The nodes of the old graph that are in no region.
+    outside: Collection[Node] = ()
 
 
 def record_of(gm: GraphModule) -> Record:
@@ -84,11 +87,15 @@ def prepare(
         if isinstance(called.get(str(node.target)), StandsForBody):
             node.kwargs = {"tag": tags[str(node.target)]}
     record = Record(known.failures, known.state_keys.then(moved.settled))
-    return Prepared(program.graph_module, graph, called, record)
+    outside = [node for node, place in zip(program.index.nodes, partition.owner, strict=True) if place < 0]
+    return Prepared(program.graph_module, graph, called, record, outside)
 
 
-def commit(prepared: Sequence[Prepared]) -> None:
-    """Gives all modules their new graphs, or, where one cannot have it, none; state dicts keep their names."""
+def commit(prepared: Sequence[Prepared], *, edits_graphs: bool = False) -> None:
+    """Gives all modules their new graphs, or, where one cannot have it, none; state dicts keep their names.
+
+    With `edits_graphs`, a module keeps its graph, with the nodes that are in no region, edited to be the new one.
+    """
     before = [(one.root, one.root.graph, dict(one.root._modules)) for one in prepared]
     try:
         for one in prepared:
@@ -102,7 +109,10 @@ def commit(prepared: Sequence[Prepared]) -> None:
             root._modules.update(children)
             root.graph = graph
         raise
-    for one in prepared:
+    for one, (root, graph, _) in zip(prepared, before, strict=True):
+        if edits_graphs:
+            rewrite_in_place(graph, one.graph, kept=one.outside)
+            root.graph = graph
         _keep_calls_in_pickles(one.root)
         name_state(one.root, one.record.state_keys, naming="original")
         one.root.meta[_KEY] = one.record

@@ -73,7 +73,9 @@ def partial_lower(
         return Lower(compiler, strict=strict, tag=_tag(dumper, region, body))
 
     if len(partition):
-        commit([prepare(partition, free_names(gm, "subgraph_", len(partition)), lower, is_tagged=True)])
+        commit(
+            [prepare(partition, free_names(gm, "subgraph_", len(partition)), lower, is_tagged=True)], edits_graphs=True
+        )
     return gm
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch import toggles
 from partita._torch.pause_gc import gc_paused
+from partita.compat._open_modes import NOTHING_OPEN
 from partita.compat._split_order import alone_first, lifo_order, original_order
-from partita.errors import CallbackError, MissingLabelError, OptionError
+from partita.errors import CallbackError, CycleError, MissingLabelError, OptionError
+from partita.graphs.body_modes import traced_grad
 from partita.graphs.program import Program
 from partita.regions import Partition as RegionPartition
 from partita.regions import Region
@@ -70,13 +73,15 @@ def split_module(
     """
     program = _program_of(m)
     operators = program.operators()
-    parts = _parts(operators, _asked(split_callback, operators), partition_affix)
-    partition = RegionPartition(program, parts)
+    labels = _asked(split_callback, operators)
+    parts = _parts(operators, labels, partition_affix)
+    partition = _partition(program, parts)
     style = OutlineStyle(
         body=BodyStyle(
             keeps_node_names=bool(keep_original_node_name),
             keeps_input_names=keep_original_input_name,
             returns_tuple=tuple_return,
+            caller_grad=_caller_grad(m),
         ),
         attributes_first=not keep_original_order,
         keeps_outer_names=False,
@@ -87,6 +92,7 @@ def split_module(
     cut = outlined(partition, names=_names(partition), order=order, style=style)
     if qualname_map is not None:
         qualname_map.update(cut.moved)
+    _log_mode_regions(operators, labels)
     _finish(cut, partition)
     return cut.graph_module
 
@@ -107,9 +113,9 @@ def split_module_simple(
         )
     operators = program.operators()
     parts = _parts(operators, [node_to_partition[node] for node in operators], partition_affix)
-    partition = RegionPartition(program, parts)
+    partition = _partition(program, parts)
     style = OutlineStyle(
-        body=BodyStyle(keeps_node_names=False, returns_tuple=False),
+        body=BodyStyle(keeps_node_names=False, returns_tuple=False, caller_grad=_caller_grad(m)),
         attributes_first=True,
         keeps_outer_names=False,
         annotates_output=False,
@@ -127,6 +133,11 @@ def _program_of(m: GraphModule) -> Program:
             f"a torch.fx.GraphModule can be split, not {type(m).__name__}; an exported program through its module()"
         )
     return Program.of(m)
+
+
+def _caller_grad(m: GraphModule) -> bool | None:
+    """True for a graph that was traced with gradients on: parts put that back by a constant, as torch's passes need."""
+    return True if traced_grad(m) else None
 
 
 def _asked(split_callback: Callable[[Node], int | str], nodes: Sequence[Node]) -> list[int | str]:
@@ -162,6 +173,14 @@ def _parts(nodes: Sequence[Node], labels: Sequence[int | str], affix: str | None
     return [Region(f"submod_{name}", tuple(part), name) for name, part in held.items()]
 
 
+def _partition(program: Program, parts: Sequence[Region]) -> RegionPartition:
+    """The parts; one that only takes items stays a stage of its own, unless that would make parts need each other."""
+    try:
+        return RegionPartition(program, parts, keeps_item_regions=True)
+    except CycleError:
+        return RegionPartition(program, parts)
+
+
 def _names(partition: RegionPartition) -> list[str]:
     """The names of the parts; one that an attribute which stays outside has already is numbered."""
     index, owner = partition.program.index, partition.owner
@@ -180,6 +199,24 @@ def _names(partition: RegionPartition) -> list[str]:
         taken.add(name)
         names.append(name)
     return names
+
+
+def _log_mode_regions(nodes: Sequence[Node], labels: Sequence[int | str]) -> None:
+    """Shows, at debug level, the parts that each autocast block and each grad mode reaches, by what opens them."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    autocasts: dict[Node, dict[int | str, None]] = {}
+    grads: dict[Node, dict[int | str, None]] = {}
+    modes = NOTHING_OPEN
+    for node, label in zip(nodes, labels, strict=True):
+        before, modes = modes, modes.after(node)
+        for opener in dict.fromkeys((*before.blocks, *modes.blocks)):
+            if opener.target is toggles.ENTER_AUTOCAST:
+                autocasts.setdefault(opener, {})[label] = None
+        if modes.grad is not None:
+            grads.setdefault(modes.grad, {})[label] = None
+    for title, regions in (("autocast_regions", autocasts), ("grad_regions", grads)):
+        log.debug("%s: %s", title, {opener: list(parts) for opener, parts in regions.items()})
 
 
 def _finish(cut: Outlined, partition: RegionPartition) -> None:

@@ -47,8 +47,14 @@ def nodes_map(nodes: Nodes, node_call_back: Callable[[Node], Any]) -> Nodes:
 
 
 def node_replace_(old_node: Node, new_node: Node) -> None:
-    """Gives `new_node` to everyone who reads `old_node`, in place, and erases `old_node`."""
+    """Gives `new_node` to everyone who reads `old_node`, in place, and erases `old_node`.
+
+    A new node that comes after a reader is moved up to it.
+    """
     _check_replacement(old_node, new_node)
+    early = _first_reader_before(old_node, new_node)
+    if early is not None:
+        early.prepend(new_node)
     old_node.replace_all_uses_with(new_node)
     old_node.graph.erase_node(old_node)
 
@@ -71,8 +77,22 @@ def _check_replacement(old_node: Node, new_node: Node) -> None:
         raise BrokenGraphError(f"{told}: it is not in the graph any more")
     if old_node in new_node.all_input_nodes:
         raise BrokenGraphError(f"{told}, which reads it; give it another input first")
-    early = next((user for user in old_node.users if user < new_node), None)
-    if early is not None:
+    early = _first_reader_before(old_node, new_node)
+    if early is None:
+        return
+    late = next((node for node in new_node.all_input_nodes if not node < early), None)
+    if late is not None:
         raise BrokenGraphError(
-            f"{told}: {early.name!r} reads it earlier; move {new_node.name!r} up with `Node.prepend`"
+            f"{told}: {early.name!r} reads it earlier, and what {new_node.name!r} reads comes after that; move "
+            f"{late.name!r} up with `Node.prepend`"
         )
+    if new_node.is_impure():
+        raise BrokenGraphError(
+            f"{told}: {early.name!r} reads it earlier, and {new_node.name!r} has side effects, so it keeps its place; "
+            "move it up with `Node.prepend` if that is meant"
+        )
+
+
+def _first_reader_before(old_node: Node, new_node: Node) -> Node | None:
+    """The first node that reads the old one and stands before the new one."""
+    return min((user for user in old_node.users if user < new_node), default=None)

@@ -1,6 +1,7 @@
-"""torch's `torch._higher_order_ops.wrap`: the operators that run a body.
+"""torch's `torch._higher_order_ops.wrap`: the operators that run a body, and their classes.
 
-Here they restore the mode after an error, and a checkpoint's gradients are those of the plain body, in eager too.
+Here they restore the mode after an error, and a checkpoint's gradients are those of the plain body, in eager too. In a
+graph, `wrap` and the operators of modes are equal to torch's of the same name: whoever looks for one finds both.
 """
 
 from partita.hops import (
@@ -10,8 +11,15 @@ from partita.hops import (
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
+from partita.hops.checkpoint import TagActivationCheckpoint, WrapActivationCheckpoint
+from partita.hops.operators import Wrap, WrapWithAutocast, WrapWithSetGradEnabled
 
 __all__ = [
+    "TagActivationCheckpoint",
+    "Wrap",
+    "WrapActivationCheckpoint",
+    "WrapWithAutocast",
+    "WrapWithSetGradEnabled",
     "tag_activation_checkpoint",
     "wrap",
     "wrap_activation_checkpoint",

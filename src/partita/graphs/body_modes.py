@@ -1,4 +1,4 @@
-"""Bodies that a graph calls, and the modes that they leave behind."""
+"""Bodies that a graph calls, the modes that they leave behind, and the grad mode that it was all traced under."""
 
 from __future__ import annotations
 
@@ -7,13 +7,35 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from partita._torch import toggles
 from partita._torch.schemas import is_higher_order
 from partita.errors import ModeError
 from partita.graphs.attributes import find
 from partita.graphs.index import Index
 from partita.graphs.modes import AMBIENT, Mode, Modes, modes_of
 
-__all__ = ["check_bodies"]
+__all__ = ["bodies_of", "check_bodies", "traced_grad"]
+
+
+def traced_grad(module: GraphModule) -> bool | None:
+    """The grad mode that a graph was traced under, as its constants tell; None if it sets none, or puts back by value.
+
+    A traced block ends by setting what was on when it was entered, so the last constant of a graph is that mode. After
+    an odd number of them one block was never closed; then it is taken to be True.
+    """
+    every = [values for _, values in _grad_values(module, inside=False)]
+    if not every or any(not isinstance(value, bool) for values in every for value in values):
+        return None
+    outermost = next((values for inside, values in _grad_values(module, inside=False) if not inside), (True,))
+    return outermost[-1] is not False or len(outermost) % 2 == 1
+
+
+def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
+    """The bodies that operators of a graph run."""
+    for read in module.graph.find_nodes(op="get_attr", sort=False):
+        found = find(module, str(read.target))
+        if isinstance(found, GraphModule):
+            yield found
 
 
 def check_bodies(index: Index, root: nn.Module, modes: Modes, *, grad: bool | None = None) -> None:
@@ -53,7 +75,7 @@ class _Checking:
             inner, inside = self._analysed(body)
             calls = (node,) if node.op == "call_module" else tuple(node.users)
             around = [grad if at is None else at for at in (modes.at(index.number[call]).grad for call in calls)]
-            if inside.final != AMBIENT and not _puts_back(inside.final, zip(calls, around, strict=True)):
+            if inside.final != AMBIENT and not _puts_back(body, inside.final, zip(calls, around, strict=True)):
                 raise ModeError(
                     f"the body {node.target!r} of node {node.name!r} leaves {inside.final} behind for everything after "
                     "it; close its blocks"
@@ -71,11 +93,14 @@ class _Checking:
         return self.known[body]
 
 
-def _puts_back(left: Mode, calls: Iterable[tuple[Node, bool | None]]) -> bool:
+def _puts_back(body: GraphModule, left: Mode, calls: Iterable[tuple[Node, bool | None]]) -> bool:
     """Whether a body that leaves this mode switched leaves what these calls found, or what they put back themselves."""
     if left != Mode(grad=left.grad):
         return False
-    return all(_sets_grad(call) is not None or left.grad == (at is not False) for call, at in calls)
+    found_if_unknown = traced_grad(body) is not False
+    return all(
+        _sets_grad(call) is not None or left.grad == (found_if_unknown if at is None else at) for call, at in calls
+    )
 
 
 def _grad_inside(call: Node, around: bool | None) -> bool | None:  # noqa: FBT001
@@ -94,3 +119,15 @@ def _sets_grad(call: Node) -> bool | None:
 
 
 _GRAD_OPERATORS = ("wrap_with_set_grad_enabled", "partita_set_grad_enabled", "partita_inference_mode")
+
+
+def _grad_values(module: GraphModule, *, inside: bool) -> Iterator[tuple[bool, tuple[object, ...]]]:
+    """What the grad mode is set to, by graph, with whether an operator around the graph has set it already."""
+    switches = module.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
+    if switches:
+        yield inside, tuple(value for switch in switches for value in (*switch.args, *switch.kwargs.values()))
+    for read in module.graph.find_nodes(op="get_attr"):
+        body = find(module, str(read.target))
+        if isinstance(body, GraphModule):
+            is_set = any(_sets_grad(call) is not None for call in read.users)
+            yield from _grad_values(body, inside=inside or is_set)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,13 @@ from partita._torch.tracing_state import Tracing, tracing_now
 from partita.errors import OptionError
 from partita.graphs.later_writes import saved_when_compiled
 
-__all__ = ["keep", "tag_activation_checkpoint", "wrap_activation_checkpoint"]
+__all__ = [
+    "TagActivationCheckpoint",
+    "WrapActivationCheckpoint",
+    "keep",
+    "tag_activation_checkpoint",
+    "wrap_activation_checkpoint",
+]
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +38,24 @@ _Result = TypeVar("_Result")
 _CONTEXT = "_checkpoint_context_fn"
 
 
-class _Checkpoint(BodyOperator):
+class WrapActivationCheckpoint(BodyOperator):
     """`(function, *args, **kwargs)`: calls the function; its results are computed again when the backward needs them.
 
     Keywords that `torch.utils.checkpoint.checkpoint` knows are the checkpoint's, all others the function's. The state
     of the random number generators is preserved unless `preserve_rng_state=False` is given.
     """
 
+    parameters = ("function",)
     dynamo_rule = "checkpoint"
 
-    def __call__(self, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result:
-        result: _Result = self.enact((), function, args, kwargs)
-        return result
+    @overload
+    def __call__(self, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
 
     def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         own, theirs = self.own_keywords(keywords)
@@ -58,10 +70,7 @@ class _Checkpoint(BodyOperator):
     def own_keywords(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         own, theirs = self.divide_kwargs(keywords)
         if own.pop("use_reentrant", None):
-            raise OptionError(
-                "reentrant checkpoints hide their function from autograd and from every tracer; leave use_reentrant "
-                "out, or say use_reentrant=False"
-            )
+            _warn_of_reentrance()
         _check_options(own)
         return own, theirs
 
@@ -81,14 +90,25 @@ class _Checkpoint(BodyOperator):
         return tag_nodes(gmod, is_sac)
 
 
+class TagActivationCheckpoint(WrapActivationCheckpoint):
+    """`(gmod, *args, **kwargs)`: the same."""
+
+    parameters = ("gmod",)
+
+
 class _Keep(BodyOperator):
     """`(body, *operands, **keywords)`: calls the body; a checkpoint around it keeps what that gives."""
 
     dynamo_rule = "wrapped"
 
-    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result:
-        result: _Result = self.enact((), body, operands, keywords)
-        return result
+    @overload
+    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **keywords: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        return self.enact(args, keywords)
 
     def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if tracing_now() is not Tracing.NOT:
@@ -127,12 +147,17 @@ def _warn_of_writes() -> None:
     )
 
 
+@cache
+def _warn_of_reentrance() -> None:
+    log.warning("a checkpoint operator is never reentrant, here as in torch: use_reentrant=True is taken for False")
+
+
 _HOME = "partita.hops"
 
 wrap_activation_checkpoint = registered(
-    _Checkpoint, "partita_wrap_activation_checkpoint", home=_HOME, exported_as="wrap_activation_checkpoint"
+    WrapActivationCheckpoint, "partita_wrap_activation_checkpoint", home=(_HOME, "wrap_activation_checkpoint")
 )
 tag_activation_checkpoint = registered(
-    _Checkpoint, "partita_tag_activation_checkpoint", home=_HOME, exported_as="tag_activation_checkpoint"
+    TagActivationCheckpoint, "partita_tag_activation_checkpoint", home=(_HOME, "tag_activation_checkpoint")
 )
-keep = registered(_Keep, "partita_keep", home=_HOME, exported_as="keep")
+keep = registered(_Keep, "partita_keep", home=(_HOME, "keep"))

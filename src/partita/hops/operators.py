@@ -1,56 +1,93 @@
 """The operators themselves: each runs a body under its mode and restores what was there, after errors too.
 
-Whatever follows the arguments of the mode is the body and what it is called with; every keyword is the body's.
+Whatever follows the arguments of the mode is the body and what it is called with; every keyword is the body's, but for
+those that name an argument up to the body which is not given by position. The names are those of torch's operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
+from partita._torch import torch_operators
 from partita._torch.body_operators import BodyOperator, registered
 from partita._torch.tracing_state import Tracing
 from partita.hops import meanings
 from partita.hops.arguments import check_autocast, check_flag
 from partita.hops.scopes import grad_scope, standing_for_inference, stands_for_inference, traced_inference_scope
 
-__all__ = ["call", "wrap", "wrap_with_autocast", "wrap_with_inference_mode", "wrap_with_set_grad_enabled"]
+__all__ = [
+    "Wrap",
+    "WrapWithAutocast",
+    "WrapWithSetGradEnabled",
+    "call",
+    "wrap",
+    "wrap_with_autocast",
+    "wrap_with_inference_mode",
+    "wrap_with_set_grad_enabled",
+]
 
 _Result = TypeVar("_Result")
 
 
 class _Call(BodyOperator):
-    """`(body, *operands, **keywords)`: calls the body, as one unit of a graph."""
+    """`(body, *operands, **keywords)`: calls the body, as a region of a graph; Dynamo looks into it."""
 
-    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result:
-        result: _Result = self.enact((), body, operands, keywords)
-        return result
+    @overload
+    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **keywords: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        return self.enact(args, keywords)
 
     def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
         return nullcontext(meanings.call_body)
 
 
-class _SetGradEnabled(BodyOperator):
-    """`(enabled, body, *operands, **keywords)`: calls the body with gradients switched on or off."""
+class Wrap(BodyOperator):
+    """`(func, *args, **kwargs)`: calls the function, as one unit of a graph, Dynamo's too."""
 
-    mode_count = 1
+    parameters = ("func",)
+    dynamo_rule = "wrapped"
 
+    @overload
+    def __call__(self, func: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
+
+
+class WrapWithSetGradEnabled(BodyOperator):
+    """`(enable_grad, wrapped_func, *args, **kwargs)`: calls the function with gradients switched on or off."""
+
+    parameters = ("enable_grad", "wrapped_func")
+
+    @overload
     def __call__(
         self,
-        enabled: bool,  # noqa: FBT001  The signature is that of torch's operator.
-        body: Callable[..., _Result],
+        enable_grad: bool,  # noqa: FBT001  The signature is that of torch's operator.
+        wrapped_func: Callable[..., _Result],
         /,
-        *operands: Any,
-        **keywords: Any,
-    ) -> _Result:
-        result: _Result = self.enact((enabled,), body, operands, keywords)
-        return result
+        *args: Any,
+        **kwargs: Any,
+    ) -> _Result: ...
+
+    @overload
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
 
     def check(self, *mode: Any) -> None:
-        check_flag("enabled", *mode)
+        check_flag("enable_grad", *mode)
 
     def scope(self, *mode: Any, tracing: Tracing) -> AbstractContextManager[Any]:
         return grad_scope(*mode, tracing=tracing)
@@ -59,24 +96,29 @@ class _SetGradEnabled(BodyOperator):
         return nullcontext(meanings.call_without_gradients if stands_for_inference() else meanings.call_with_gradients)
 
 
-class _Autocast(BodyOperator):
-    """`(device_type, dtype, enabled, cache_enabled, body, *operands, **keywords)`: calls the body under autocast."""
+class WrapWithAutocast(BodyOperator):
+    """`(device_type, dtype, enabled, cache_enabled, wrapped_func, *args, **kwargs)`: calls it under autocast."""
 
-    mode_count = 4
+    parameters = ("device_type", "dtype", "enabled", "cache_enabled", "wrapped_func")
 
+    @overload
     def __call__(
         self,
         device_type: str,
         dtype: torch.dtype | None,
         enabled: bool,  # noqa: FBT001
         cache_enabled: bool | None,  # noqa: FBT001
-        body: Callable[..., _Result],
+        wrapped_func: Callable[..., _Result],
         /,
-        *operands: Any,
-        **keywords: Any,
-    ) -> _Result:
-        result: _Result = self.enact((device_type, dtype, enabled, cache_enabled), body, operands, keywords)
-        return result
+        *args: Any,
+        **kwargs: Any,
+    ) -> _Result: ...
+
+    @overload
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
 
     def check(self, *mode: Any) -> None:
         check_autocast(*mode)
@@ -93,8 +135,9 @@ class _Autocast(BodyOperator):
 class _InferenceMode(BodyOperator):
     """`(mode, body, *operands, **keywords)`: calls the body in inference mode or out of it."""
 
-    mode_count = 1
+    parameters = ("mode", "body")
 
+    @overload
     def __call__(
         self,
         mode: bool,  # noqa: FBT001
@@ -102,9 +145,13 @@ class _InferenceMode(BodyOperator):
         /,
         *operands: Any,
         **keywords: Any,
-    ) -> _Result:
-        result: _Result = self.enact((mode,), body, operands, keywords)
-        return result
+    ) -> _Result: ...
+
+    @overload
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
 
     def check(self, *mode: Any) -> None:
         check_flag("mode", *mode)
@@ -124,12 +171,20 @@ class _InferenceMode(BodyOperator):
 
 _HOME = "partita.hops"
 
-call = registered(_Call, "partita_call", home=_HOME, exported_as="call")
-wrap = registered(_Call, "partita_wrap", home=_HOME, exported_as="wrap")
+call = registered(_Call, "partita_call", home=(_HOME, "call"))
+wrap = registered(Wrap, "partita_wrap", home=(_HOME, "wrap"), twin=torch_operators.WRAP)
 wrap_with_set_grad_enabled = registered(
-    _SetGradEnabled, "partita_set_grad_enabled", home=_HOME, exported_as="wrap_with_set_grad_enabled"
+    WrapWithSetGradEnabled,
+    "partita_set_grad_enabled",
+    home=(_HOME, "wrap_with_set_grad_enabled"),
+    twin=torch_operators.WRAP_WITH_SET_GRAD_ENABLED,
 )
-wrap_with_autocast = registered(_Autocast, "partita_autocast", home=_HOME, exported_as="wrap_with_autocast")
+wrap_with_autocast = registered(
+    WrapWithAutocast,
+    "partita_autocast",
+    home=(_HOME, "wrap_with_autocast"),
+    twin=torch_operators.WRAP_WITH_AUTOCAST,
+)
 wrap_with_inference_mode = registered(
-    _InferenceMode, "partita_inference_mode", home=_HOME, exported_as="wrap_with_inference_mode"
+    _InferenceMode, "partita_inference_mode", home=(_HOME, "wrap_with_inference_mode")
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from torch.fx import GraphModule, Node
 
-from partita._torch import toggles
 from partita.errors import OptionError
 from partita.graphs.attributes import find
+from partita.graphs.body_modes import bodies_of, traced_grad
 from partita.graphs.mode import AMBIENT, Mode, identifier_of
 from partita.graphs.mode_runs import mode_runs
 from partita.graphs.modes import has_toggles
@@ -28,8 +28,9 @@ class ByMode:
 
     Modes nested in a mode stay inside its region. An operator whose bodies switch modes, a `cond` say, is a region of
     its own. `caller_grad` is the grad mode that the program is called under: a region in that mode is none. "traced"
-    assumes nothing of a graph that puts back what it found, as captured ones do; a graph that sets constants was
-    traced with gradients on, so `set_grad_enabled(True)` in it means: as the caller has it.
+    assumes nothing of a graph that puts back what it found, as captured ones do. A graph that sets constants and ends
+    with True was traced with gradients on, so `set_grad_enabled(True)` in it means: as the caller has it. In one whose
+    blocks end with False, traced under `no_grad`, constants are what they say.
     """
 
     caller_grad: bool | Literal["traced"] | None = "traced"
@@ -61,20 +62,8 @@ class ByMode:
     def _caller(self, program: Program) -> Mode:
         if self.caller_grad != "traced":
             return replace(program.caller, grad=self.caller_grad)
-        traced_with_grad = program.caller == AMBIENT and _sets_grad_by_constants(program.graph_module)
-        return Mode(grad=True) if traced_with_grad else program.caller
-
-
-def _sets_grad_by_constants(module: GraphModule) -> bool:
-    """Whether the grad mode is set, here or in a body, and never put back by value, as it was asked for before."""
-    set_to = [value for switch in _grad_switches(module) for value in (*switch.args, *switch.kwargs.values())]
-    return bool(set_to) and not any(isinstance(value, Node) for value in set_to)
-
-
-def _grad_switches(module: GraphModule) -> Iterator[Node]:
-    yield from module.graph.find_nodes(op="call_function", target=toggles.SET_GRAD, sort=False)
-    for body in _bodies(module):
-        yield from _grad_switches(body)
+        # Traced without gradients, nothing tells a block that switches them off from the code around it.
+        return Mode(grad=True) if program.caller == AMBIENT and traced_grad(program.graph_module) else program.caller
 
 
 def _calls_of_switching_bodies(program: Program) -> Collection[Node]:
@@ -88,12 +77,4 @@ def _calls_of_switching_bodies(program: Program) -> Collection[Node]:
 
 
 def _switches_modes(body: GraphModule) -> bool:
-    return has_toggles(body.graph) or any(map(_switches_modes, _bodies(body)))
-
-
-def _bodies(module: GraphModule) -> Iterator[GraphModule]:
-    """The bodies that operators of a graph run."""
-    for read in module.graph.find_nodes(op="get_attr", sort=False):
-        found = find(module, str(read.target))
-        if isinstance(found, GraphModule):
-            yield found
+    return has_toggles(body.graph) or any(map(_switches_modes, bodies_of(body)))

@@ -7,6 +7,9 @@ its inputs mention, and what its copies of scalars are computed from.
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -20,11 +23,11 @@ from partita.graphs.index import Index
 from partita.graphs.modes import Modes
 from partita.graphs.program import Program
 from partita.graphs.symbols import Dimension, Symbols
-from partita.graphs.values import container_items, crossing_places
+from partita.graphs.values import container_items, crossing_places, value_of
 from partita.regions.scalars import Copies
 from partita.solvers.quotient import ALONE, NOWHERE
 
-__all__ = ["Border", "Borders", "Crossing", "Item", "borders_of", "settle_projections"]
+__all__ = ["Border", "Borders", "Crossing", "Item", "borders_of", "item_taken", "settle_projections"]
 
 
 class Item(NamedTuple):
@@ -36,6 +39,17 @@ class Item(NamedTuple):
 
 #: What crosses a border: a node's value, an item of its container, or the size of one dimension of its tensor.
 Crossing = int | Item | Dimension
+
+
+def item_taken(index: Index, number: int) -> object:
+    """The item that a node takes out of a container: a crossing, or the constant that it is known to be."""
+    (source,), place = index.inputs(number), index.nodes[number].args[1]
+    items = container_items(index.nodes[source])
+    assert isinstance(place, int)
+    if items is None:
+        return Item(source, place)
+    known = place + len(items) if place < 0 else place
+    return Item(source, known) if known in crossing_places(items) else items[known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +73,29 @@ class Borders:
     symbol_edges: tuple[tuple[int, int], ...]
 
 
-def settle_projections(owner: list[int], program: Program) -> None:
-    """Moves every node that takes an item out of a container to where the container is made."""
-    index = program.index
-    for number in program.projections:
-        made_in = owner[index.sources[index.starts[number]]]
-        owner[number] = ALONE if made_in == NOWHERE else made_in
+def settle_projections(owner: list[int], program: Program, *, keeps_alone: bool = False) -> frozenset[int]:
+    """Moves every node that takes an item out of a container to where the container is made.
+
+    With `keeps_alone`, those of a region that holds nothing else stay in it; gives the numbers of these.
+    """
+    index, projections = program.index, program.projections
+    kept = frozenset(_alone_in_their_region(owner, program)) if keeps_alone and projections else frozenset()
+    for number in projections:
+        if number not in kept:
+            made_in = owner[index.sources[index.starts[number]]]
+            owner[number] = ALONE if made_in == NOWHERE else made_in
+    return kept
+
+
+def _alone_in_their_region(owner: list[int], program: Program) -> Iterator[int]:
+    nodes, held = program.index.nodes, Counter(owner)
+    items = [
+        number
+        for number in program.projections
+        if nodes[number].target is operator.getitem and not isinstance(value_of(nodes[number]), tuple | list)
+    ]
+    taking = Counter(owner[number] for number in items)
+    yield from (number for number in items if owner[number] >= 0 and taking[owner[number]] == held[owner[number]])
 
 
 def borders_of(
@@ -76,15 +107,18 @@ def borders_of(
     root: GraphModule,
     passes_symbols: bool,
     copies: Copies,
+    kept: Collection[int] = (),
 ) -> Borders:
-    """What crosses, found in one sweep over the data edges."""
+    """What crosses, found in one sweep over the data edges; `kept` are nodes that take an item from another region."""
     sweep = _Sweep(owner, index, root, tuple(Border({}, {}, {}) for _ in range(regions)), passes_symbols=passes_symbols)
     toggles = modes.toggles
     for source, target in index.edges():
         made, used = owner[source], owner[target]
         if made == used or (made < 0 and used < 0) or target in toggles or source in toggles:
             continue
-        if used not in copies.get(source, ()):
+        if target in kept:
+            sweep.cross_item(source, made, target)
+        elif used not in copies.get(source, ()):
             sweep.cross(source, made, used)
     for target, places in copies.items():
         for source, used in product(index.inputs(target), sorted(places)):
@@ -126,6 +160,16 @@ class _Sweep:
                 self.borders[used].inputs.setdefault(crossing)
             if self.passes_symbols:
                 self._add_symbols(source, used)
+
+    def cross_item(self, source: int, made: int, target: int) -> None:
+        """Takes one item of a container, unless it is known, from where the container is made to where it was taken."""
+        crossing = item_taken(self.index, target)
+        if isinstance(crossing, Item) and self.index.nodes[target].users:
+            if made >= 0:
+                self.borders[made].outputs.setdefault(crossing)
+            self.borders[self.owner[target]].inputs.setdefault(crossing)
+            if self.passes_symbols:
+                self._add_symbols(target, self.owner[target])
 
     def cross_for_copy(self, source: int, used: int) -> None:
         """Takes what a copy in region `used` reads across; no data edge of the graph says that it is needed there."""

@@ -29,10 +29,11 @@ class Partition:
     makes the container; `order` is the order of the calls: regions by place, single nodes from `len(regions)` on.
     Regions get every symbol that the shapes of their inputs mention, or else, without `passes_symbols`, cannot be
     compiled apart. Without `passes_scalars`, as in exported programs, truth values and symbolic floats are computed
-    where they are read; `copies` are those that several places read.
+    where they are read; `copies` are those that several places read. With `keeps_item_regions`, a region that does
+    nothing but take items out of containers stays one, `kept`, instead of losing all of its nodes.
     """
 
-    __slots__ = ("borders", "copies", "order", "owner", "program", "quotient", "reasons", "regions")
+    __slots__ = ("borders", "copies", "kept", "order", "owner", "program", "quotient", "reasons", "regions")
 
     def __init__(
         self,
@@ -42,13 +43,14 @@ class Partition:
         *,
         passes_symbols: bool = True,
         passes_scalars: bool | None = None,
+        keeps_item_regions: bool = False,
     ) -> None:
         self.program = program
         self.regions = tuple(regions)
         self.reasons: Mapping[Node, str] = MappingProxyType(dict(reasons or {}))
         index, modes, root = program.index, program.modes, program.graph_module
         self.owner = _owners(program, self.regions)
-        settle_projections(self.owner, program)
+        self.kept = settle_projections(self.owner, program, keeps_alone=keeps_item_regions)
         crosses = program.export is None if passes_scalars is None else passes_scalars
         self.copies: Copies = {} if crosses else settle_scalars(self.owner, program)
         self.borders: Borders = borders_of(
@@ -59,6 +61,7 @@ class Partition:
             root=root,
             passes_symbols=passes_symbols,
             copies=self.copies,
+            kept=self.kept,
         )
         self.quotient: Quotient = quotient(self.owner, len(self.regions), self._edges())
         for place, region in enumerate(self.regions):

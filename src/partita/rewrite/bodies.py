@@ -18,7 +18,7 @@ from partita.graphs.modes import Modes
 from partita.graphs.program import Program
 from partita.graphs.symbols import Dimension
 from partita.graphs.values import VALUE_KEYS, container_items, crossing_places, value_of
-from partita.regions.borders import Border, Crossing, Item
+from partita.regions.borders import Border, Crossing, Item, item_taken
 from partita.regions.partition import Partition
 from partita.rewrite.mode_writer import ModeWriter
 
@@ -34,6 +34,8 @@ class BodyStyle:
     returns_tuple: bool = True
     #: A body that gives nothing returns one of its tensors: torch.export cannot load a call without any output.
     returns_something: bool = False
+    #: The grad mode of whoever calls a body, written as a constant where the body puts it back; by value if unknown.
+    caller_grad: bool | None = None
 
 
 PLAIN_BODY = BodyStyle()
@@ -72,6 +74,7 @@ class _BodyWriter:
         self.program: Program = program
         self.border: Border = partition.borders.of_regions[place]
         self.style, self.base = style, base
+        self.kept = partition.kept
         self.nodes = program.index.nodes
         self.writer = GraphWriter(program.graph._tracer_cls)
         kept = _toggles_in(partition, place) if style.keeps_node_names else ()
@@ -86,11 +89,16 @@ class _BodyWriter:
     def body(self, numbers: Sequence[int]) -> Body:
         if self.style.keeps_node_names:
             self.writer.names.reserve(self.nodes[number].name for number in numbers)
-        inputs = self._write_inputs()
-        self._write_nodes(numbers)
+        # A region that keeps any node which takes an item holds nothing else.
+        takes_items = not self.kept.isdisjoint(numbers)
+        inputs = self._write_inputs(rebuilds=not takes_items)
+        if takes_items:
+            self._take_items(numbers)
+        else:
+            self._write_nodes(numbers)
         outputs = tuple(self.border.outputs)
         values = tuple(map(self._output, outputs))
-        self.modes.put_back()
+        self.modes.put_back(grad=self.style.caller_grad)
         filler = None if values or not self.style.returns_something else self._some_tensor(numbers)
         if filler is not None:
             values = (filler,)
@@ -103,15 +111,22 @@ class _BodyWriter:
             filler_meta = {key: (filler.meta[key],) for key in VALUE_KEYS if key in filler.meta}
         return Body(graph, inputs, outputs, self.targets, self.modes.has_switched, filler_meta)
 
-    def _write_inputs(self) -> tuple[Crossing, ...]:
+    def _write_inputs(self, *, rebuilds: bool) -> tuple[Crossing, ...]:
         passed = tuple(self.border.inputs)
         for place, crossing in enumerate(passed):
             self._write_placeholder(place, crossing)
         for number in self.border.modules:
             self._write_module(self.nodes[number])
-        for number in dict.fromkeys(crossing.number for crossing in passed if isinstance(crossing, Item)):
+        apart = (crossing.number for crossing in passed if isinstance(crossing, Item))
+        for number in dict.fromkeys(apart) if rebuilds else ():
             self.env[self.nodes[number]] = rebuilt(self.writer, self.nodes[number], number, self.items)
         return passed
+
+    def _take_items(self, numbers: Sequence[int]) -> None:
+        """The nodes of a region that only takes items: the items are given to it, or known."""
+        for number in numbers:
+            taken = item_taken(self.program.index, number)
+            self.env[self.nodes[number]] = self.items.get(taken) if isinstance(taken, Item) else taken
 
     def _write_placeholder(self, place: int, crossing: Crossing) -> None:
         writer, source = self.writer, self.nodes[crossing if isinstance(crossing, int) else crossing.number]
@@ -234,7 +249,8 @@ def rebuilt(writer: GraphWriter, source: Node, number: int, items: Mapping[Any, 
 
 def name_of_crossing(crossing: Crossing, source: Node) -> str:
     if isinstance(crossing, Item):
-        return f"{source.name}_item_{crossing.place}"
+        place = crossing.place
+        return f"{source.name}_item_{place}" if place >= 0 else f"{source.name}_item_{-place}_from_the_end"
     return f"{source.name}_size_{crossing.axis}" if isinstance(crossing, Dimension) else source.name
 
 

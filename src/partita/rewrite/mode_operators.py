@@ -54,8 +54,13 @@ def runs_body(call: Node) -> int | None:
 
 
 def _constants(call: Node, given: tuple[Any, ...], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(given) == len(kinds) and all(map(isinstance, given, kinds)):
+    if len(given) == len(kinds) and len(call.args) > len(kinds) and all(map(isinstance, given, kinds)):
         return given
+    if len(call.args) <= len(kinds):
+        raise ModeError(
+            f"node {call.name!r} is given its mode or its body by keyword: {call.format_node()}; in a graph, give them "
+            "by position, as a trace does"
+        )
     raise ModeError(
         f"node {call.name!r} switches a mode by values that are not constants: {call.format_node()}; "
         "a mode must be known before the program runs"

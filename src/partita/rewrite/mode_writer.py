@@ -53,10 +53,13 @@ class ModeWriter:
         self._switch_grad(wanted)
         self.mode = wanted
 
-    def put_back(self) -> None:
-        """Writes what it takes to be where the graph was called, in whatever grad mode that really was."""
+    def put_back(self, *, grad: bool | None = None) -> None:
+        """Writes what it takes to be where the graph was called, in `grad` or whatever grad mode that really was."""
         self._leave(self._floor)
-        self._switch_grad(self._base, as_found=True)
+        if grad is None or self._base.grad is not None:
+            self._switch_grad(self._base, as_found=True)
+        elif self.mode.grad is not None:
+            self._switch_grad(replace(self._base, grad=grad))
         self.mode = self._base
 
     def close(self) -> None:

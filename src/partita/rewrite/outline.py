@@ -72,7 +72,7 @@ def outlined(
         outer = OuterGraph(partition, names, style, surroundings)
         graph = outer.write(order, bodies)
         base = module_like(program.graph_module, graph, restores_modes=outer.modes.has_switched)
-        parts = dict(zip(names, _modules(partition, bodies), strict=True))
+        parts = dict(zip(names, _modules(partition, bodies, style), strict=True))
         moved = {
             f"{name}.{local}": original
             for name, body in zip(names, bodies, strict=True)
@@ -85,8 +85,9 @@ def outlined(
     return Outlined(base, tuple(names), tuple(parts.values()), moved, tolerance)
 
 
-def _modules(partition: Partition, bodies: Sequence[Body]) -> list[LazyModule]:
+def _modules(partition: Partition, bodies: Sequence[Body], style: OutlineStyle) -> list[LazyModule]:
     """A module for each body, with the modules that it calls."""
+    restores_grad = style.body.caller_grad is not None
     root, owner = partition.program.graph_module, partition.owner
     impure = {owner[number] for number in partition.program.effects.effectful}
     modules = []
@@ -95,6 +96,7 @@ def _modules(partition: Partition, bodies: Sequence[Body]) -> list[LazyModule]:
             body.graph,
             training=root.training,
             restores_modes=body.switches_modes,
+            restores_grad=body.switches_modes and restores_grad,
             is_impure=at in impure,
             is_part=True,
         )

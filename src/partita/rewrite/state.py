@@ -37,6 +37,7 @@ _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "_erase_node_hooks",
     "_deepcopy_hooks",
     "_is_impure",
+    "_restores_grad",
     "_restores_modes",
     "_is_part",
     # These would run in the place of the new graph.

@@ -114,6 +114,7 @@ class Lower:
                 refused = f"it refuses this node: {reason or 'no reason given'}"
                 return self._eager(program, Failure(region, backend.name, refused, node.name), failures)
         body, dynamic = Program(bare.module), self.dynamic if takes_symbols(backend) else False
+        tag = self._tag(bare.module, region)
         lowering = Lowering(
             region,
             backend.name,
@@ -124,8 +125,8 @@ class Lower:
             modules=modules_key(bare.module),
             open_sizes=OpenSizes(traced_symbols(body), dynamic),
             strict=self.strict,
-            tag=self._tag(bare.module, region),
-            title=title,
+            tag=tag,
+            title=title if tag == region else f"{title}, tagged {tag!r},",
             failures=failures,
         )
         key = body_key(bare.module)

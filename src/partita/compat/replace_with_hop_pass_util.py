@@ -1,0 +1,140 @@
+"""`torch._export.passes.replace_with_hop_pass_util`: what a pass needs that puts an operator around regions.
+
+A pass cuts a graph with `compat.utils.sequential_split`, decides for each part, and does so in the bodies of operators
+too. torch's two passes are written with these; ours are not, and these are for the passes of others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from torch.export.graph_signature import ExportGraphSignature
+from torch.fx import GraphModule, Node
+
+from partita._torch.nodes import copy_meta
+from partita.compat._hop_passes import Signature
+from partita.compat.utils import node_replace_
+from partita.errors import OptionError, SignatureError
+from partita.graphs.attributes import find
+from partita.graphs.exported import following
+
+__all__ = [
+    "_replace_with_hop_helper",
+    "_replace_with_hop_pass_helper",
+    "_sequential_split_and_maybe_inline_subgraphs_helper",
+]
+
+#: Cuts a module, and makes of each part what it shall be.
+Treated: TypeAlias = Callable[[GraphModule, Signature], tuple[GraphModule, Signature]]
+
+
+class _CallError(OptionError, AssertionError):
+    """A node that was to become a call of an operator calls no part of a graph module."""
+
+
+class _OutputsError(SignatureError, AssertionError):
+    """A signature has another number of outputs than the graph."""
+
+
+def _replace_with_hop_pass_helper(
+    gm: GraphModule, graph_signature: Signature, sequential_split_and_maybe_inline_subgraphs: Treated
+) -> tuple[GraphModule, Signature]:
+    """What the function makes of `gm`, and, in place, of each body that operators of the result run, to any depth."""
+    new_gm, new_signature = sequential_split_and_maybe_inline_subgraphs(gm, graph_signature)
+    for path, body in dict(_bodies(new_gm)).items():
+        inner, _ = _replace_with_hop_pass_helper(body, None, sequential_split_and_maybe_inline_subgraphs)
+        owner, _, name = path.rpartition(".")
+        setattr(new_gm.get_submodule(owner), name, inner)
+    new_gm.recompile()
+    new_gm.graph.lint()
+    return new_gm, new_signature
+
+
+def _sequential_split_and_maybe_inline_subgraphs_helper(
+    new_gm: GraphModule, graph_signature: Signature, maybe_inline_or_replace_with_hop: Callable[[Node], Any]
+) -> tuple[GraphModule, Signature]:
+    """`new_gm` after the function was called with each node that calls a part; it works in place.
+
+    The signature is a copy, in which outputs go by the names of what gives them afterwards.
+    """
+    if graph_signature is not None:
+        _check_outputs(new_gm, graph_signature)
+    for call in new_gm.graph.find_nodes(op="call_module"):
+        maybe_inline_or_replace_with_hop(call)
+    new_gm.recompile()
+    new_gm.graph.lint()
+    return new_gm, None if graph_signature is None else following(graph_signature, new_gm.graph)
+
+
+def _replace_with_hop_helper(node: Node, enter_block_node: Node, wrap_hoo: Any) -> None:
+    """Makes of a call of a part a call of `wrap_hoo`, in place: the arguments of the node that enters, then the body.
+
+    A part that gives one value gives a tuple of it afterwards, since operators do. What takes items out of the call
+    has the names and metadata of what it takes.
+    """
+    part = _part_of(node)
+    if enter_block_node.kwargs or node.kwargs:
+        keyed = enter_block_node if enter_block_node.kwargs else node
+        raise _CallError(f"node {keyed.name!r} has arguments by keyword, and the body comes after them; give positions")
+    output = next(iter(part.graph.find_nodes(op="output")), None)
+    given = output.args[0] if output is not None and output.args else ()
+    if not isinstance(given, Node | tuple | list):
+        raise _CallError(f"part {node.target!r} gives a {type(given).__name__}; let it give nodes")
+    values = (given,) if isinstance(given, Node) else tuple(given)
+    graph, stack = node.graph, enter_block_node.meta.get("nn_module_stack", {})
+    with graph.inserting_before(node):
+        body = graph.get_attr(str(node.target))
+        call = graph.call_function(wrap_hoo, (*enter_block_node.args, body, *node.args))
+        body.meta["nn_module_stack"], call.meta["nn_module_stack"] = dict(stack), dict(stack)
+        call.meta["torch_fn"] = (wrap_hoo.__name__, f"{type(wrap_hoo).__name__}.{wrap_hoo.__name__}")
+        if all(isinstance(value, Node) and "val" in value.meta for value in values):
+            call.meta["val"] = tuple(value.meta["val"] for value in values)
+        if not isinstance(given, Node):
+            node_replace_(node, call)
+            _name_items(call, values)
+            return
+        item = graph.create_node("call_function", operator.getitem, (call, 0), name=given.name)
+    assert output is not None
+    output.args = ((given,),)
+    part.recompile()
+    copy_meta(given.meta, item.meta, {})
+    node_replace_(node, item)
+
+
+def _name_items(call: Node, values: tuple[Any, ...]) -> None:
+    """Gives what takes items out of a call the names and metadata of the items."""
+    for user in call.users:
+        at = user.args[1] if user.target is operator.getitem else None
+        value = values[at] if isinstance(at, int) else None
+        if isinstance(value, Node):
+            user._rename(value.name)
+            user.meta.clear()
+            copy_meta(value.meta, user.meta, {})
+
+
+def _part_of(node: Node) -> GraphModule:
+    root = node.graph.owning_module
+    part = find(root, str(node.target)) if node.op == "call_module" and root is not None else None
+    if not isinstance(part, GraphModule):
+        raise _CallError(f"node {node.name!r} calls no graph module of the module around it; cut the graph first")
+    return part
+
+
+def _bodies(module: GraphModule) -> Iterator[tuple[str, GraphModule]]:
+    for read in module.graph.find_nodes(op="get_attr"):
+        body = find(module, str(read.target))
+        if isinstance(body, GraphModule):
+            yield str(read.target), body
+
+
+def _check_outputs(module: GraphModule, signature: ExportGraphSignature) -> None:
+    (output,) = module.graph.find_nodes(op="output")
+    given = output.args[0] if output.args else ()
+    found = len(given) if isinstance(given, tuple | list) else 1
+    if found != len(signature.output_specs):
+        raise _OutputsError(
+            f"the graph has {found} outputs and its signature {len(signature.output_specs)}; give the signature that "
+            "belongs to this graph"
+        )
