@@ -419,6 +419,24 @@ def test_what_changes_before_the_backward_of_a_step_is_refused_or_not_needed(ope
     def adds(x: Tensor, w: Tensor) -> Tensor:
         return (x + w).sin().cos()
 
+    def overwrites(x: Tensor, w: Tensor) -> Tensor:
+        return (x + w).exp().mul_(2).sin()
+
     assert_bitwise(run(adds), run(adds, call=lambda body, *args: body(*args)))
-    with pytest.raises(RecomputeError, match="changed in place after it was saved"):
-        run(_twice)
+    for body in (_twice, overwrites):
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            run(body, call=lambda body, *args: body(*args))
+        with pytest.raises(RecomputeError, match="changed in place after it was saved"):
+            run(body)
+
+
+@every_operator
+def test_a_tensor_that_is_given_twice_is_recomputed_from_once(operator: Any) -> None:
+    def run(call: Any) -> Counter[str]:
+        def step(x: Tensor) -> Any:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(call(x, x).sum(), x)
+
+        return _counted(make_fx(step)(square().detach()))
+
+    assert (run(partial(operator, _twice)) - run(_twice))["aten.sin"] == 1

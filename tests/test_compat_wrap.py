@@ -200,3 +200,10 @@ def test_wrap_is_one_unit_for_dynamo_with_the_gradients_of_its_body() -> None:
     assert call.target is ours.wrap
     assert "sin" not in graphs[0].code
     torch.testing.assert_close(found, torch.autograd.grad((layer(x).sin() * 2).sum(), layer.weight))
+
+
+def test_classes_are_related_as_those_of_torch() -> None:
+    names = [name for name in ours.__all__ if name[0].isupper()]
+    for one in names:
+        for other in names:
+            assert issubclass(getattr(ours, one), getattr(ours, other)) is (one == other)

@@ -74,9 +74,10 @@ class TracedStep:
         if isinstance(packed, _Held):
             return packed.as_saved()
         number: int = packed
+        saved = self._saved[number].as_saved()
         if self._recomputed is None and not self._watch.seen and not any(held.is_changed for held in self._read):
             self._recomputed = self._run_again()
-        return self._recomputed[number] if self._recomputed else self._saved[number].as_saved()
+        return self._recomputed[number] if self._recomputed else saved
 
     def _run_again(self) -> list[Tensor]:
         """What autograd saves when the body runs once more, in the order of the first run; nothing if it differs."""
@@ -84,10 +85,11 @@ class TracedStep:
         swapped: dict[int, Tensor] = {}
 
         def fresh(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                swapped[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
-                return swapped[id(leaf)]
-            return leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in swapped:
+                swapped[id(leaf)] = _as_given(leaf)
+            return swapped[id(leaf)]
 
         operands, keywords = tree_map(fresh, (operands, dict(keywords)))
         given, found = {id(tensor) for tensor in swapped.values()}, list[Tensor]()
@@ -186,7 +188,7 @@ def _autocast_of(ambient: Any) -> Iterator[None]:
 
 
 def _as_given(leaf: Any) -> Any:
-    """A kept result as the start of a new history."""
+    """A tensor as the start of a new history."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 

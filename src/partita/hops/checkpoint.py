@@ -38,14 +38,13 @@ _Result = TypeVar("_Result")
 _CONTEXT = "_checkpoint_context_fn"
 
 
-class WrapActivationCheckpoint(BodyOperator):
+class _Checkpoint(BodyOperator):
     """`(function, *args, **kwargs)`: calls the function; its results are computed again when the backward needs them.
 
     Keywords that `torch.utils.checkpoint.checkpoint` knows are the checkpoint's, all others the function's. The state
     of the random number generators is preserved unless `preserve_rng_state=False` is given.
     """
 
-    parameters = ("function",)
     dynamo_rule = "checkpoint"
 
     @overload
@@ -90,8 +89,14 @@ class WrapActivationCheckpoint(BodyOperator):
         return tag_nodes(gmod, is_sac)
 
 
-class TagActivationCheckpoint(WrapActivationCheckpoint):
-    """`(gmod, *args, **kwargs)`: the same."""
+class WrapActivationCheckpoint(_Checkpoint):
+    """`(function, *args, **kwargs)`: calls the function; its results are computed again for the backward."""
+
+    parameters = ("function",)
+
+
+class TagActivationCheckpoint(_Checkpoint):
+    """`(gmod, *args, **kwargs)`: calls the module; its results are computed again for the backward."""
 
     parameters = ("gmod",)
 
