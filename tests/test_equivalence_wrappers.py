@@ -74,7 +74,7 @@ def test_a_module_with_dtensors_means_the_same_as_itself_and_is_left_as_it_was(m
         ({"placement": Replicate()}, {("placements", "parameter 'weight'")}),
         ({"steps": 2}, {("value", "output"), ("gradient", "'weight'"), ("value", "buffer 'count'._local_tensor")}),
     ],
-    ids=str,
+    ids=["nothing", "scale", "placement", "steps"],
 )
 def test_what_differs_in_dtensors_is_found(mesh: DeviceMesh, options: dict[str, Any], found: set[Any]) -> None:
     comparison = compare(Spread(mesh), Spread(mesh, **options), (X,))
