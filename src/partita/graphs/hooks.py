@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch.fx import GraphModule, Node
 
@@ -19,9 +19,11 @@ __all__ = ["HookedTensor", "hooked_tensors"]
 @final
 @dataclass(frozen=True, slots=True)
 class HookedTensor:
-    """A tensor with a hook, together with all that shares its memory."""
+    """A tensor that has a hook, or may get one from a function that nobody knows, with all that shares its memory."""
 
     hook: Node
+    #: Whether the node is there to register a hook.
+    is_certain: bool
     #: The nodes whose result it is, or is a view of it.
     makers: frozenset[Node]
     #: The nodes that take it.
@@ -32,18 +34,23 @@ class HookedTensor:
     def is_divided_by(self, part: Collection[Node]) -> bool:
         """Whether some gradients of the tensor are summed inside of `part`, and others outside."""
         made = self.makers.intersection(part)
-        if not made or self.readers.isdisjoint(part):
+        # Reading what others made happens through the tensor that has the hook; views and writes are another matter.
+        if not any(node in self.readers or _has_user_in(node, part) for node in made):
             return False
         return self.is_visible or len(made) < len(self.makers) or not self.readers.issubset(part)
 
 
-def hooked_tensors(index: Index, root: GraphModule) -> tuple[HookedTensor, ...]:
-    """The tensors of a graph that have hooks, in graph order."""
-    hooks = [node for node in index.nodes if registers_hook(node.target)]
+def hooked_tensors(
+    index: Index, root: GraphModule, *, pure: frozenset[Callable[..., Any]] = frozenset()
+) -> tuple[HookedTensor, ...]:
+    """The tensors of a graph that have hooks, or may have, in graph order; functions in `pure` register none."""
+    behaviours = Behaviours(root, pure)
+    acting = behaviours.acting(index.graph)
+    unknown = {node for node, told in acting.items() if told.unknown}
+    hooks = [node for node in index.nodes if registers_hook(node.target) or node in unknown]
     if not hooks:
         return ()
-    behaviours = Behaviours(root)
-    storages = storages_of(index, behaviours, behaviours.acting(index.graph))
+    storages = storages_of(index, behaviours, acting)
     members: dict[int, list[Node]] = {storages.find(index.number[hook]): [] for hook in hooks}
     for i, node in enumerate(index.nodes):
         if storages.find(i) in members:
@@ -53,6 +60,11 @@ def hooked_tensors(index: Index, root: GraphModule) -> tuple[HookedTensor, ...]:
         makers = frozenset(node for node in own if node.op.startswith("call_"))
         readers = frozenset(user for node in own for user in node.users)
         is_visible = len(makers) < len(own) or index.nodes[-1] in readers
-        hook = next(node for node in own if registers_hook(node.target))
-        found.append(HookedTensor(hook, makers, readers, is_visible))
+        certain = next((node for node in own if registers_hook(node.target)), None)
+        hook = certain or next(node for node in own if node in unknown)
+        found.append(HookedTensor(hook, certain is not None, makers, readers, is_visible))
     return tuple(found)
+
+
+def _has_user_in(node: Node, part: Collection[Node]) -> bool:
+    return any(user in part for user in node.users)

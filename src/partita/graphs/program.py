@@ -236,8 +236,8 @@ class Program:
 
     @cached_property
     def hooked_tensors(self) -> tuple[HookedTensor, ...]:
-        """The tensors on which nodes register hooks."""
-        return hooked_tensors(self.index, self._graph_module)
+        """The tensors on which nodes register hooks, or may do so."""
+        return hooked_tensors(self.index, self._graph_module, pure=self.pure)
 
     @cached_property
     def neighbours(self) -> Neighbours:

@@ -77,5 +77,6 @@ def _divided_hook(site: Site) -> str | None:
     if site.program is None or len(site.region.nodes) == len(site.program.operators()):
         return None  # What is compiled whole has all gradients.
     nodes = set(site.region.nodes)
-    hooked = next((one for one in site.program.hooked_tensors if one.is_divided_by(nodes)), None)
+    tensors = (one for one in site.program.hooked_tensors if one.is_certain)
+    hooked = next((one for one in tensors if one.is_divided_by(nodes)), None)
     return None if hooked is None else f"has a share in the gradients that the hook {hooked.hook.name!r} gets"

@@ -97,7 +97,10 @@ class Lower:
         program, nodes = Program(body, caller=site.caller), set(site.region.nodes)
         for hooked in () if site.program is None else site.program.hooked_tensors:
             if hooked.is_divided_by(nodes):
-                reason = f"the hook {hooked.hook.name!r} gets gradients from inside and outside of the region"
+                registers = "registers" if hooked.is_certain else "may register (nobody knows what it calls)"
+                reason = (
+                    f"{hooked.hook.name!r} {registers} a hook that gets gradients from inside and outside of the region"
+                )
                 return self._eager(program, Failure(site.region.name, str(self.backend), reason), site.failures)
         return self._lowered(program, site.region.name, title, site.failures, later)
 
