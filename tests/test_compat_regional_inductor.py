@@ -480,7 +480,6 @@ def test_a_region_that_torchs_pickler_gave_back_can_run_its_body() -> None:
 
 
 @can_be_kept
-@quick
 def test_what_is_kept_is_compiled_at_once_and_not_again(caplog: pytest.LogCaptureFixture) -> None:
     def model(x: Tensor, weight: Tensor) -> Tensor:
         with marked():

@@ -38,7 +38,6 @@ WISHES = [
     "add_1_1",
     "x",
     "x_2",
-    "self",
     "print",
     "float",
     "device",

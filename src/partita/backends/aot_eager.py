@@ -33,6 +33,7 @@ class AotEager:
     tolerance: ClassVar[Tolerance] = Tolerance(rounding=torch.finfo(torch.float64).eps)
     trains: ClassVar[bool] = True
     takes_symbols: ClassVar[bool] = True
+    picks_kernels: ClassVar[bool] = True
 
     def refusal(self, node: Node) -> str | None:
         """Why AOTAutograd cannot trace `node`."""

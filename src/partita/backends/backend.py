@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from partita.errors import OptionError
 from partita.graphs.tolerance import EXACT, Tolerance
 
-__all__ = ["Backend", "Compiled", "is_backend", "takes_symbols", "tolerance_of", "trains"]
+__all__ = ["Backend", "Compiled", "is_backend", "picks_kernels", "takes_symbols", "tolerance_of", "trains"]
 
 #: What a backend makes: a function of the body's inputs, one after another, that gives the body's outputs.
 Compiled: TypeAlias = Callable[..., Sequence[Any]]
@@ -59,6 +59,11 @@ def tolerance_of(backend: Backend) -> Tolerance:
 def trains(backend: Backend) -> bool:
     """Whether gradients flow through what the backend makes."""
     return bool(getattr(backend, "trains", True))
+
+
+def picks_kernels(backend: Backend) -> bool:
+    """Whether the backend keeps the kernels that eager mode picks, for which it must know what requires gradients."""
+    return bool(getattr(backend, "picks_kernels", False))
 
 
 def takes_symbols(backend: Backend) -> bool:

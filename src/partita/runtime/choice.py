@@ -118,7 +118,7 @@ class Choice:
         if not around.inference and (around.grad or written) and any(map(_is_inference_tensor, call.values)):
             # Compiled code might save or write a tensor that can be neither, where the body would not.
             return None
-        signature = signature_of(call, around, written=written)
+        signature = signature_of(call, around, written=written, picks_kernels=lowering.picks_kernels)
         open_sizes = self._open_sizes_after(signature)
         variant = self._variants.find(signature, call.values) or self._made(
             signature, call, written, lowering.acts, open_sizes

@@ -26,6 +26,8 @@ class Lowering:
     #: Which backend compiles, and whether gradients flow through what it makes.
     backend: str
     trains: bool = True
+    #: Whether it keeps the kernels that eager mode picks.
+    picks_kernels: bool = False
     #: The modes that the body runs under; None for those of the caller.
     scope: ModeScope | None = None
     #: The places of the inputs that the body writes.

@@ -117,10 +117,19 @@ class Signature:
         return self.surroundings.has_gradients and any(asks)
 
 
-def signature_of(call: Call, surroundings: Surroundings, *, written: Collection[int] = ()) -> Signature:
-    """The signature of a call, of whose values those at the places in `written` are written."""
+def signature_of(
+    call: Call, surroundings: Surroundings, *, written: Collection[int] = (), picks_kernels: bool = False
+) -> Signature:
+    """The signature of a call, of whose values those at the places in `written` are written.
+
+    Where kernels are picked as eager mode does, it matters which values require gradients although none flow: `linear`
+    is one product or several.
+    """
     grad = surroundings.has_gradients
-    looks = (_look(value, grad=grad, is_written=place in written) for place, value in enumerate(call.values))
+    looks = (
+        _look(value, grad=grad, is_written=place in written, is_marked=grad or picks_kernels)
+        for place, value in enumerate(call.values)
+    )
     if call.modules is None:
         return Signature(surroundings, tuple(looks), call.shapes)
     return Signature(surroundings, tuple(looks), call.shapes, call.modules.state.key, call.modules.training)
@@ -145,13 +154,13 @@ _CONSTANTS = (int, float, complex, bool, str, type(None))
 _TENSORS = (Tensor, nn.Parameter)
 
 
-def _look(value: Any, *, grad: bool, is_written: bool) -> Look:
+def _look(value: Any, *, grad: bool, is_written: bool, is_marked: bool) -> Look:
     if not isinstance(value, Tensor):
         return Constant(type(value), repr(value))
     return TensorLook(
         value.dtype,
         value.device,
-        value.requires_grad,
+        is_marked and value.requires_grad,
         not (grad and is_written) or value.is_leaf,
         tuple(value.shape),
         value.stride(),

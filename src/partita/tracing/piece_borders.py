@@ -176,7 +176,14 @@ class PieceCall:
 def _look(tensor: Tensor) -> _Look:
     is_strided = tensor.layout is torch.strided
     layout = (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_strided else tensor.shape
-    return _Look(version_of(tensor), tensor.grad_fn, layout)
+    return _Look(version_of(tensor), _grad_fn(tensor), layout)
+
+
+def _grad_fn(tensor: Tensor) -> object:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # Autograd does not tell: one of several views that came from one call was written.
+        return None
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from partita._torch.body_keys import body_key, modules_key
-from partita.backends.backend import Backend, takes_symbols, tolerance_of, trains
+from partita.backends.backend import Backend, picks_kernels, takes_symbols, tolerance_of, trains
 from partita.backends.finding import find_backend
 from partita.errors import OptionError
 from partita.graphs.mode import AMBIENT
@@ -122,6 +122,7 @@ class Lower:
             region,
             backend.name,
             trains=trains(backend),
+            picks_kernels=picks_kernels(backend),
             scope=_scope_of(bare.mode),
             written=written_inputs(body),
             acts=acts_of(body, written_later),
