@@ -73,7 +73,10 @@ def hook_on_view(draft: Draft, picks: Picks) -> None:
 
 
 def _has_history(value: Tensor) -> bool:
-    return value.requires_grad and not value.is_leaf
+    try:
+        return value.requires_grad and not value.is_leaf
+    except RuntimeError:  # A view that autograd forbids, since its base was written under another mode.
+        return False
 
 
 def grad_body(draft: Draft, picks: Picks) -> None:
