@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from tests.archive_helpers import Spoilt, X
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from partita import Program, capture, plan
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.graphs.archives import load_exported
+from partita.graphs.archives._torch.symbols import stays_small
 from partita.policies import ByModule
 from partita.treatments import Call, Recompute
 
@@ -251,3 +253,145 @@ def test_a_module_called_self_can_be_cut(tmp_path: Path) -> None:
     for treatment in (Call(), Recompute()):
         cut = plan(capture(model, (X,)), ByModule("self"), treatment).apply().module()
         assert torch.equal(cut(X), model(X))
+
+
+# Letters that Python takes for others ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["\uff43ode", "\uff44ouble", "\uff41", "layers.\uff54o_folder"])
+def test_paths_that_python_reads_as_others_are_refused(tmp_path: Path, path: str) -> None:
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")
+    spoilt = Spoilt(tmp_path / "linear.pt2")
+    for member in ("models/model.json", "data/weights/model_weights_config.json"):
+        spoilt.members[member] = spoilt.members[member].replace(b'"weight"', f'"{path}"'.encode())
+    with pytest.raises(UntrustedArchiveError, match="is no path of a parameter"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_modules_that_python_reads_as_others_are_refused(small: Path, tmp_path: Path) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": "L__self__,,M;k,\uff54o_folder,torch.nn.Linear"}
+    with pytest.raises(UntrustedArchiveError, match="is another name for Python"):
+        load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+@pytest.mark.parametrize("name", ["\uff54o_folder", "_guards_fn", "validate_inputs", "_in_spec", "code"])
+def test_a_module_with_the_name_of_something_else_can_be_cut(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner: Tensor = self.get_submodule(name)(x)
+            return inner.sin()
+
+    model = Model()
+    cut = plan(capture(model, (X,)), ByModule(name), Call()).apply()
+    assert torch.equal(cut.module()(X), model(X))
+
+
+def test_a_checkpoint_takes_no_function_from_a_file(small: Path, tmp_path: Path) -> None:
+    checkpoint = node(
+        "torch.ops.higher_order.wrap_activation_checkpoint", [body("b", SINE), value("x")], "r", hop=False
+    )
+    checkpoint["inputs"].append({"name": "context_fn", "arg": value("x"), "kind": 2})
+    with pytest.raises(UntrustedArchiveError, match="it is a function that is called"):
+        load_exported(written(small, tmp_path / "m.pt2", [checkpoint]))
+
+
+def test_graphs_inside_of_others_give_no_texts(small: Path, tmp_path: Path) -> None:
+    inner = graph(["p"], [], ["p"])
+    inner["outputs"] = [{"as_string": "pandas"}, value("p")]
+    with pytest.raises(UntrustedArchiveError, match="gives tensors and numbers"):
+        load_exported(written(small, tmp_path / "m.pt2", [node(WRAP, [body("b", inner), value("x")], "r", "s")]))
+
+
+# What no program needs ---------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_is_no_number(small: Path, tmp_path: Path) -> None:
+    number = {"as_sym_int": {"as_name": "x"}}
+    with pytest.raises(ArchiveError, match="nothing before it gives a number 'x'"):
+        load_exported(written(small, tmp_path / "m.pt2", [node("_operator.add", [number, number], "r")]))
+
+
+def test_arguments_behind_one_that_is_left_out_go_by_name(small: Path, tmp_path: Path) -> None:
+    clamp = node("torch.ops.aten.clamp.default", [value("x"), {"as_float": 0.5}], "r")
+    clamp["inputs"][0]["name"], clamp["inputs"][1]["name"] = "self", "max"
+    loaded = load_exported(written(small, tmp_path / "m.pt2", [clamp]))
+    assert torch.equal(loaded.module()(X), X.clamp(max=0.5))
+
+
+def test_an_argument_that_is_needed_is_missed(small: Path, tmp_path: Path) -> None:
+    added = node("torch.ops.aten.add.Tensor", [value("x")], "r")
+    added["inputs"][0]["name"] = "self"
+    with pytest.raises(ArchiveError, match=r"aten.add.Tensor is given no 'other'"):
+        load_exported(written(small, tmp_path / "m.pt2", [added]))
+
+
+def spoilt_signature(small: Path, path: Path, change: Callable[[Any], Any]) -> Path:
+    spoilt = Spoilt(small)
+    spoilt.program(lambda program: change(program["graph_module"]))
+    return spoilt.write(path)
+
+
+def set_two_names(module: Any) -> None:
+    module["module_call_graph"][0]["signature"]["forward_arg_names"] = ["x", "x"]
+
+
+def set_another_output(module: Any) -> None:
+    module["signature"]["output_specs"] *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_two_names, "two of its arguments have one name"),
+        (set_another_output, "the trees of a call have other numbers of leaves"),
+        (lambda module: module.update(module_call_graph=[]), "does not begin with how the program is called"),
+    ],
+)
+def test_calls_that_cannot_be_made_are_refused(small: Path, tmp_path: Path, change: Any, words: str) -> None:
+    with pytest.raises(ArchiveError, match=words):
+        load_exported(spoilt_signature(small, tmp_path / "m.pt2", change))
+
+
+def test_more_mutations_than_any_program_has_are_refused(tmp_path: Path) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x + self.count
+
+    torch.export.save(torch.export.export(Counter(), (X,)).run_decompositions(), tmp_path / "counter.pt2")
+
+    def change(module: Any) -> None:
+        module["signature"]["output_specs"][:1] *= 5_000
+
+    with pytest.raises(ArchiveError, match="5000 outputs of 5001 are mutations"):
+        load_exported(spoilt_signature(tmp_path / "counter.pt2", tmp_path / "m.pt2", change))
+
+
+def test_paths_of_many_modules_are_refused(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")
+
+    def change(module: Any) -> None:
+        first, *others = module["signature"]["input_specs"]
+        deep = [".".join([f"a{number}"] + ["a"] * 99) for number in range(20)]
+        many = [{"parameter": {**first["parameter"], "parameter_name": path}} for path in deep]
+        module["signature"]["input_specs"] = [*many, *others]
+
+    with pytest.raises(ArchiveError, match="21 tensors are in 1980 modules"):
+        load_exported(spoilt_signature(tmp_path / "linear.pt2", tmp_path / "m.pt2", change))
+
+
+def test_only_equalities_that_stay_short_are_told_to_torch() -> None:
+    first, second = sympy.symbols("u0 u1", integer=True)
+    assert stays_small(sympy.Eq(first, 2 * second + 1))
+    assert stays_small(first < second * second * second)
+    assert not stays_small(sympy.Eq(first, second * second))
+    assert not stays_small(sympy.And(first > 0, sympy.Eq(first, sympy.Max(second, 7) + 1)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
+from unicodedata import normalize
 
 from torch.fx import Graph
 from torch.fx.graph import _illegal_char_regex, _name_regex
@@ -12,7 +14,15 @@ from torch.fx.graph import _illegal_names as _names_of_python
 
 from partita._torch.lasting import is_lasting
 
-__all__ = ["Names"]
+__all__ = ["ADDED_BY_EXPORT", "Names", "identifier"]
+
+#: What `ExportedProgram.module` puts on the module that it makes.
+ADDED_BY_EXPORT = frozenset(("_guards_fn", "_in_spec", "_out_spec", "validate_inputs"))
+
+
+def identifier(text: str) -> str:
+    """The text with a `_` for whatever cannot be in a name of Python, which takes letters that look alike for one."""
+    return re.sub(r"\W", "_", normalize("NFKC", text))
 
 
 class Names:

@@ -225,6 +225,11 @@ class Program:
         return projections_of(self.index, self._graph_module)
 
     @cached_property
+    def projecting(self) -> frozenset[int]:
+        """The same, to ask for single nodes."""
+        return frozenset(self.projections)
+
+    @cached_property
     def symbolic_scalars(self) -> frozenset[int]:
         """The nodes that compute a truth value or a float from symbolic numbers alone, by number."""
         return symbolic_scalars_of(self.index)

@@ -55,6 +55,7 @@ def mode_tree(program: Program | GraphModule | ExportedProgram) -> ModeTree:
 def _tree(sets: str, module: GraphModule) -> ModeTree:
     operators: list[str] = []
     regions: list[ModeTree] = []
+    written: dict[Node, bool] = {}
     for node in module.graph.nodes:
         setting = setting_of(node)
         bodies = list(_bodies(node, module))
@@ -64,7 +65,7 @@ def _tree(sets: str, module: GraphModule) -> ModeTree:
         else:
             # What runs a body without setting anything, a `cond` say, is seen through.
             regions += [region for tree in inner for region in tree.regions]
-            if runs_body(node) is None and _is_operator(node, module):
+            if runs_body(node) is None and _is_operator(node, module, written):
                 operators.append(node.name)
         operators += [name for tree in inner for name in tree.operators]
     return ModeTree(sets, tuple(operators), tuple(regions))
@@ -78,10 +79,10 @@ def _bodies(call: Node, module: GraphModule) -> Iterator[GraphModule]:
             yield body
 
 
-def _is_operator(node: Node, module: GraphModule) -> bool:
+def _is_operator(node: Node, module: GraphModule, written: dict[Node, bool]) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return False
-    return not (_takes_result(node) or is_projection(node, module) or isinstance(value_of(node), _NUMBERS))
+    return not (_takes_result(node) or is_projection(node, module, written) or isinstance(value_of(node), _NUMBERS))
 
 
 def _takes_result(node: Node) -> bool:

@@ -24,6 +24,7 @@ class IdleNodes:
     def __init__(self, program: Program) -> None:
         self._root = program.graph_module
         self._known: dict[Node, bool] = {}
+        self._written: dict[Node, bool] = {}
         self._behaviours = Behaviours(program.graph_module, program.pure)
 
     def __contains__(self, node: Node) -> bool:
@@ -35,7 +36,7 @@ class IdleNodes:
     def _is_idle(self, node: Node) -> bool:
         if node.op == "call_module":
             return False
-        if node.target is getattr or is_projection(node, self._root):
+        if node.target is getattr or is_projection(node, self._root, self._written):
             return True
         if node.target is operator.getitem:
             return _is_basic_index(node.args[1])

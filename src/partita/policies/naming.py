@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+
+from partita._torch.names import identifier
 
 __all__ = ["distinct_names"]
 
@@ -24,5 +25,5 @@ def distinct_names(wanted: Iterable[str]) -> list[str]:
 
 
 def _identifier(text: str) -> str:
-    name = re.sub(r"\W", "_", text)
+    name = identifier(text)
     return name if name and not name[0].isdigit() else f"part_{name}"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from partita.graphs.program import Program
-from partita.graphs.projections import is_projection
 from partita.policies.naming import distinct_names
 from partita.regions import Partition, Region
 from partita.regions.borders import settle_projections
@@ -92,7 +91,7 @@ def _reason(program: Program, number: int) -> str:
         return ONLY_SWITCHES
     if _is_guards(node):
         return "it checks the inputs of the program"
-    if is_projection(node, program.graph_module):
+    if number in program.projecting:
         return "it takes an item out of a container that no region makes"
     return "the policy names no region for it"
 

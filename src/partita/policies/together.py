@@ -8,7 +8,6 @@ from torch.fx import Node
 
 from partita.errors import CycleError, OptionError
 from partita.graphs.program import Program
-from partita.graphs.projections import is_projection
 from partita.policies.asking import asked_label
 from partita.solvers.quotient import ALONE, NOWHERE, quotient
 
@@ -71,7 +70,7 @@ def _labels(program: Program, numbers: Sequence[int], together: Together) -> Cal
     for place, names in enumerate(together):
         for name in names:
             node = program.node(name)
-            while is_projection(node, program.graph_module):
+            while program.index.number[node] in program.projecting:
                 node = node.all_input_nodes[0]
             if node not in can_be_placed:
                 raise OptionError(f"`together` names {name!r}, which no region can hold: {_what(node)}; leave it out")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import keyword
-import re
 from collections.abc import Iterable
 
 from torch import nn
+
+from partita._torch.names import ADDED_BY_EXPORT, identifier
 
 __all__ = ["unique_names"]
 
@@ -17,11 +18,11 @@ def unique_names(wanted: Iterable[str], root: nn.Module) -> tuple[str, ...]:
     counts: dict[str, int] = {}
     names = []
     for name in wanted:
-        base = re.sub(r"\W", "_", name) or "region"
+        base = identifier(name) or "region"
         base = f"region_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
         count = counts.get(base, 0)
         chosen = f"{base}_{count}" if count else base
-        while chosen in taken or hasattr(root, chosen):
+        while chosen in taken or chosen in ADDED_BY_EXPORT or hasattr(root, chosen):
             count += 1
             chosen = f"{base}_{count}"
         counts[base] = count

@@ -12,6 +12,8 @@ from unicodedata import normalize
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from partita._torch.names import ADDED_BY_EXPORT
+
 __all__ = ["Data", "MalformedError", "NotDataError", "RefusedError"]
 
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
@@ -187,7 +189,8 @@ class Data:
     def module_path(self) -> str:
         """The dotted path of a module, or nothing."""
         found = self.text()
-        if found and (found.count(".") > 100 or not all(map(_PART.fullmatch, found.split(".")))):
+        is_path = found.count(".") <= 100 and all(map(_PART.fullmatch, found.split(".")))
+        if found and not (is_path and normalize("NFKC", found) == found):
             self.refuse(f"{found[:100]!r} is no path of a parameter or module")
         return found
 
@@ -207,13 +210,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 #: Some write files of that name.
 _PART = re.compile(r"(?!__|/)[\w \-+/:@<>=]{1,500}")
 #: What the code that torch.fx generates calls things by.
-_OF_GENERATED_CODE = frozenset(("self", "torch", "math", "_operator", "builtins", "pytree", "_pytree", "fx_pytree"))
+_OF_GENERATED_CODE = frozenset(
+    ("self", "torch", "math", "_operator", "builtins", "pytree", "_pytree", "fx_pytree", "__debug__")
+)
 _OF_MODULES = frozenset(dir(nn.Module()))
 #: What modules with graphs have, also those that torch.export makes of a program.
-_ATTRIBUTES = frozenset(dir(GraphModule(nn.Module(), Graph()))) | {
-    "_guards_fn",
-    "_in_spec",
-    "_out_spec",
-    "validate_inputs",
-}
+_ATTRIBUTES = ADDED_BY_EXPORT.union(dir(GraphModule(nn.Module(), Graph())))
 _PLAIN = re.compile(r"[^'\"\\{}\x00-\x1f\x7f-\x9f\u2028\u2029]*")

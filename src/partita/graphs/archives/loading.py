@@ -60,9 +60,10 @@ def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = (
     with _LOCK, fresh_modes(grad=True), open_archive(file) as archive:
         reading = _Reading(archive, allowed, is_read=False)
         reading.check_container()
-        for name in _programs(archive):
-            reading.exported(name)
         reading.check_one_program()
+        programs = _programs(archive)
+        if "model" in programs or len(programs) == 1:
+            reading.exported("model" if "model" in programs else programs[0])
         return ArchiveReport(
             path=str(archive.path),
             programs=tuple(_programs(archive)),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import cmath
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
+from unicodedata import normalize
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import exported_program as torch_exported
 from torch.fx import Graph, GraphModule, Node
@@ -23,7 +25,7 @@ from partita.graphs.archives._torch.operators import (
     operator_of,
     operators_of,
 )
-from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype
+from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
 from partita.graphs.archives.data import Data
 
 __all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
@@ -93,6 +95,9 @@ class GraphReader:
             given.refuse("no input of this kind is data")
 
     def _add_output(self, data: Data) -> None:
+        for given in data["outputs"]:
+            if self._depth < _DEEPEST and given.choice()[0] in ("as_string", "as_strings"):
+                given.refuse("a graph inside of another gives tensors and numbers")
         outputs = [self._argument(given) for given in data["outputs"]]
         values = [value.meta["val"] if isinstance(value, Node) else value for value in outputs]
         is_single = data.get("is_single_tensor_return")
@@ -143,14 +148,17 @@ class GraphReader:
     def _of_schema(self, target: OpOverload, inputs: Data) -> tuple[list[Any], dict[str, Any]]:
         """The arguments in the order of the schema, by position or by name as the file has it."""
         given = {data["name"].text(): data for data in inputs}
-        args, kwargs = [], dict[str, Any]()
+        args, kwargs, is_in_order = list[Any](), dict[str, Any](), True
         for argument in target._schema.arguments:
             data = given.pop(argument.name, None)
             if data is None:
+                is_in_order = False  # What follows goes by name.
+                if not argument.has_default_value():
+                    inputs.malformed(f"{target} is given no {argument.name!r}")
                 continue
             value, kind = self._of_argument(target, argument, data["arg"]), data.value.get("kind")
             is_required = not argument.has_default_value() and not argument.kwarg_only
-            if kind == _POSITIONAL or (kind != _KEYWORD and is_required):
+            if is_in_order and (kind == _POSITIONAL or (kind != _KEYWORD and is_required)):
                 args.append(value)
             else:
                 kwargs[argument.name] = value
@@ -176,7 +184,7 @@ class GraphReader:
         for data in inputs:
             place, given = len(args), data["arg"]
             if data.value.get("kind") != _POSITIONAL and data["name"].value != "":
-                kwargs[data["name"].name()] = self._argument(given)
+                kwargs[_keyword(data["name"])] = self._argument(given)
             elif place in bodies:
                 args.append(self._body(_of_kind(given, "as_graph")))
             elif place in operators:
@@ -210,7 +218,11 @@ class GraphReader:
     def _note_assertion(self, node: Node) -> None:
         """Tells the shape environment what the program asserts."""
         value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
-        if node.target is torch.ops.aten._assert_scalar.default and isinstance(value, torch.SymBool):
+        if (
+            node.target is torch.ops.aten._assert_scalar.default
+            and isinstance(value, torch.SymBool)
+            and stays_small(value.node.expr)
+        ):
             self._symbols.env.guard_or_defer_runtime_assert(value.node.expr, "", node)
         elif node.target is torch.ops.aten.sym_constrain_range_for_size.default and isinstance(value, torch.SymInt):
             self._symbols.env._constrain_range_for_size(value.node.expr)
@@ -299,18 +311,21 @@ class GraphReader:
         self.met[data.value] = None
         return found
 
-    def _node(self, data: Data) -> Node:
+    def _node(self, data: Data, kinds: tuple[type, ...]) -> Node:
         found = self._nodes.get(data.text())
-        return found if found is not None else data.malformed(f"nothing before it gives {data.value[:100]!r}")
+        if found is None or not isinstance(found.meta.get("val"), kinds):
+            what = "tensor" if Tensor in kinds else "number"
+            data.malformed(f"nothing before it gives a {what} {data.value[:100]!r}")
+        return found
 
     def _tensor(self, data: Data) -> Node:
-        return self._node(data["name"])
+        return self._node(data["name"], (Tensor,))
 
     def _number(self, data: Data) -> Any:
         """A symbolic number by name, or a number as it is."""
         kind, content = data.choice()
         if kind == "as_name":
-            return self._node(content)
+            return self._node(content, _NUMBERS)
         return self._argument(data) if kind in ("as_int", "as_float", "as_bool") else data.malformed("it is no number")
 
     def _optional_tensor(self, data: Data) -> Node | None:
@@ -343,6 +358,11 @@ def value_name(given: Data) -> str:
     """The name of a tensor or a symbolic number."""
     kind, content = given.choice()
     return content["name" if kind == "as_tensor" else "as_name"].name()
+
+
+def _keyword(name: Data) -> str:
+    """A keyword of an operator that runs graphs; some are functions that it calls."""
+    return name.refuse("it is a function that is called") if name.name().endswith("_fn") else name.name()
 
 
 def _of_kind(given: Data, wanted: str) -> Data:
@@ -388,6 +408,8 @@ _READ_BY_COMPILERS = ("stream", "fallback_to_eager", "nested_region_config", "_r
 def _module(entry: Data) -> tuple[str, tuple[str, str]]:
     """A key, the path of a module and the name of its class, between commas that stand in no brackets."""
     Data(entry.value.replace("L['self']", ""), entry, "entry").plain_text()
+    if normalize("NFKC", entry.value) != entry.value:  # Parts of a program are called by the modules they came from.
+        entry.refuse(f"{entry.value[:100]!r} is another name for Python")
     commas, depth = [-1], 0
     for place, letter in enumerate(entry.value):
         depth += (letter in "[(") - (letter in ")]")
@@ -406,6 +428,12 @@ def _each(read: Reader) -> Reader:
     return lambda reader, data: [read(reader, part) for part in data]
 
 
+def _complex(data: Data) -> complex:
+    found = complex(data["real"].number(), data["imag"].number())
+    # The code that torch.fx generates for others cannot be read again.
+    return found if cmath.isfinite(found) else data.malformed(f"{found} is no complex number that code can hold")
+
+
 def _chosen(prefix: str, names: str) -> Reader:
     choices = {number: getattr(torch, name) for number, name in enumerate(names.split(), 1)}
 
@@ -418,6 +446,7 @@ def _chosen(prefix: str, names: str) -> Reader:
 
 #: The kinds of values that have names.
 NAMED = frozenset(("as_tensor", "as_sym_int", "as_sym_float", "as_sym_bool"))
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _NUMBERED = re.compile(r"_\d+$", re.ASCII)
 _SCALARS = frozenset(("as_int", "as_float", "as_bool", "as_sym_int", "as_sym_float", "as_sym_bool"))
 _SINGLE: dict[str, Reader] = {
@@ -438,7 +467,7 @@ _ARGUMENTS: dict[str, Reader] = {
     "as_nested_tensors": _each(_each(GraphReader._tensor)),
     "as_int_lists": _each(lambda _, data: tuple(part.integer() for part in data)),
     "as_float_lists": _each(lambda _, data: [part.number() for part in data]),
-    "as_complex": lambda _, data: complex(data["real"].number(), data["imag"].number()),
+    "as_complex": lambda _, data: _complex(data),
     "as_scalar_type": lambda _, data: read_dtype(data),
     "as_device": lambda _, data: read_device(data),
     "as_memory_format": _chosen("format", "contiguous_format channels_last channels_last_3d preserve_format"),

@@ -32,6 +32,8 @@ __all__ = ["SavedProgram"]
 
 #: The version of torch's schema that torch 2.11 and later write.
 _MAJOR_VERSION = 8
+#: What torch looks through for mutations: all inputs and outputs for each of them.
+_MOST_MUTATIONS = 20_000_000
 #: Of all conditions together.
 _MOST_LETTERS = 400_000
 
@@ -62,6 +64,12 @@ class SavedProgram:
         _check_paths([spec.target for spec in inputs if spec.target is not None], data["signature"])
         names = {place: spec.arg.name for place, spec in enumerate(inputs) if isinstance(spec.arg, ConstantArgument)}
         calls = [_module_call(entry) for entry in data["module_call_graph"]]
+        if not calls or calls[0].fqn or calls[0].signature is None:
+            data["module_call_graph"].malformed("it does not begin with how the program is called")
+        _check_leaves(calls[0].signature, inputs, outputs, data["signature"])
+        mutations = sum(spec.target is not None for spec in outputs)
+        if mutations * (len(inputs) + len(outputs)) > _MOST_MUTATIONS:
+            data["signature"].malformed(f"{mutations} outputs of {len(outputs)} are mutations, which takes too long")
         guards = _conditions(self._data.get("guards_code"))
         symbols = Symbols(self._data.get("range_constraints"))
         reader = GraphReader(symbols, operators)
@@ -109,15 +117,28 @@ def _input_spec(data: Data) -> InputSpec:
     return InputSpec(_STATE_INPUTS[kind], TensorArgument(name), target, persistent)
 
 
+def _check_leaves(call: ModuleCallSignature, inputs: list[InputSpec], outputs: list[OutputSpec], data: Data) -> None:
+    """Raises where a call would give or take other numbers of values than the graph has."""
+    given = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
+    taken = sum(spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT) for spec in outputs)
+    if (call.in_spec.num_leaves, call.out_spec.num_leaves) != (given, taken):
+        data.malformed(
+            f"it has {given} inputs and {taken} outputs, and the trees of a call have other numbers of leaves"
+        )
+
+
 def _check_paths(paths: list[str], data: Data) -> None:
-    """Raises where a parameter would have to be a module, too."""
-    known = set(paths)
+    """Raises where a parameter would have to be a module, too, or has far too many modules around it."""
+    known, owners = set(paths), set[str]()
     for path in paths:
         owner = path.rpartition(".")[0]
-        while owner:
+        while owner and owner not in owners:
             if owner in known:
                 data.malformed(f"{owner[:100]!r} is a tensor, and so is {path[:100]!r} in it")
+            owners.add(owner)
             owner = owner.rpartition(".")[0]
+    if len(owners) > 1_000 + 4 * len(paths):
+        data.malformed(f"{len(paths)} tensors are in {len(owners)} modules, which no program needs")
 
 
 def _output_spec(data: Data) -> OutputSpec:
@@ -187,16 +208,11 @@ def _module_call(data: Data) -> ModuleCallEntry:
         signature.malformed("the inputs are not those of a call")
     for key in in_spec.children()[1].context:  # They become arguments of the code that torch.fx generates.
         Data(key, signature, "in_spec").name()
-    return ModuleCallEntry(
-        path,
-        ModuleCallSignature(
-            inputs=[_argument(given) for given in signature["inputs"]],
-            outputs=[_argument(given) for given in signature["outputs"]],
-            in_spec=in_spec,
-            out_spec=read_tree(signature["out_spec"]),
-            forward_arg_names=None if names is None else [name.name() for name in names],
-        ),
-    )
+    inputs, outputs = ([_argument(given) for given in signature[key]] for key in ("inputs", "outputs"))
+    out_spec, given_names = read_tree(signature["out_spec"]), None if names is None else [name.name() for name in names]
+    if given_names is not None and len(set(given_names)) < len(given_names):
+        signature.malformed("two of its arguments have one name")
+    return ModuleCallEntry(path, ModuleCallSignature(inputs, outputs, in_spec, out_spec, given_names))
 
 
 # Conditions ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.utils._traceback import CapturedTraceback
 from partita._torch.expressions import Expression, ExpressionError, Operation, Symbol, parsed
 from partita.graphs.archives.data import Data
 
-__all__ = ["Symbols", "read_device", "read_dtype"]
+__all__ = ["Symbols", "read_device", "read_dtype", "stays_small"]
 
 #: No size is written in more letters or operations, or has more terms once its products are multiplied out.
 _MOST_LETTERS = 4_000
@@ -169,10 +169,9 @@ class Symbols:
             case Symbol("true" | "false" as truth):
                 return sympy.true if truth == "true" else sympy.false, 1
             case Symbol(name):
-                return self._symbol(name, {}), 2
+                return self._symbol(name, {}), _terms_of_symbol(name)
             case Operation("Symbol", (str(name),), options) if all(isinstance(value, bool) for _, value in options):
-                # Two terms, since torch puts an offset to each symbol before it multiplies out.
-                return self._symbol(name, {key: bool(value) for key, value in options}), 2
+                return self._symbol(name, {key: bool(value) for key, value in options}), _terms_of_symbol(name)
             case Operation("Integer", (int(value),), ()):
                 return sympy.Integer(value), 1
             case Operation("Rational", (int(above), int(below)), ()) if below > 0:
@@ -184,6 +183,8 @@ class Symbols:
                 if not least <= len(operands) <= most:
                     raise ExpressionError(f"{name!r} has {len(operands)} operands")
                 parts = [self._made(operand) for operand in operands]
+                if any(isinstance(part, _TRUTHS) for part, _ in parts) and name not in _OF_TRUTHS:
+                    raise ExpressionError(f"{name!r} computes with truth values")
                 counts = [count for _, count in parts]
                 terms = _terms(expression, counts)
                 is_dear = name in _REMAINDERS or (name in _DIVISIONS and not parts[-1][0].is_number)
@@ -205,6 +206,27 @@ class Symbols:
         elif any(known.assumptions0.get(key) != value for key, value in assumptions.items()):
             raise ExpressionError(f"the symbol {name!r} has other properties elsewhere")
         return known
+
+
+def stays_small(condition: sympy.Basic) -> bool:
+    """Whether what torch concludes from a condition makes no size longer than was counted.
+
+    It puts the one side of an equality in the place of the other: a number, or one symbol times and plus numbers.
+    """
+    equalities = condition.atoms(sympy.Eq)
+    return all(_is_short(side) for equality in equalities for side in equality.args)
+
+
+def _is_short(side: sympy.Basic) -> bool:
+    terms = side.args if side.is_Add else (side,)
+    factors = [factor for term in terms for factor in (term.args if term.is_Mul else (term,))]
+    is_plain = all(factor.is_Symbol or factor.is_Number for factor in factors)
+    return is_plain and sum(factor.is_Symbol for factor in factors) <= 1
+
+
+def _terms_of_symbol(name: str) -> int:
+    """Two, since torch puts an offset to each before it multiplies out; three, since an equality may replace it."""
+    return 3 if name.startswith(("u", "zuf")) else 2
 
 
 def _float(written: str) -> sympy.Float:
@@ -251,6 +273,7 @@ def _has_power(base: Expression) -> bool:
 
 _SYMBOL = re.compile(r"(s|u|zf|zuf)\d{1,6}", re.ASCII)
 _SUMS = ("Add", "+", "-")
+_OF_TRUTHS = frozenset(("And", "Or", "Not", "and", "or", "not", "Equality", "Unequality", "==", "!="))
 _POWERS = ("Pow", "**", "PowByNatural")
 _REMAINDERS = frozenset(("Mod", "PythonMod", "%"))
 _DIVISIONS = frozenset(("FloorDiv", "CeilDiv", "CleanDiv", "//"))
