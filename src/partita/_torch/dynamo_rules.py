@@ -51,60 +51,45 @@ def _inlined(module: Any) -> type | None:
     return InlinedOperator
 
 
-def _wrapped(module: Any) -> type | None:
-    """A call stays a call, of a body that Dynamo has traced; tensors that the body finds outside become operands."""
-    base = getattr(module, "WrapHigherOrderVariable", None)
-    outermost: Any = getattr(module, "TorchHigherOrderOperatorVariable", None)
-    if base is None or outermost is None:
-        return None
+def _staying(base_name: str, *, unneeded: tuple[str, ...] = ()) -> Callable[[Any], type | None]:
+    """A call stays a call, of a body that Dynamo has traced; tensors that the body finds outside become operands.
 
-    class WrappedOperator(base):  # type: ignore[misc, valid-type]
-        """An operator that is in the graph."""
+    All but the `unneeded` of its keywords are kept at the call, as torch does for its own operators.
+    """
 
-        _HOP_NAME = "partita.hops"
+    def rule(module: Any) -> type | None:
+        base = getattr(module, base_name, None)
+        outermost: Any = getattr(module, "TorchHigherOrderOperatorVariable", None)
+        if base is None or outermost is None:
+            return None
 
-        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            _leave_alone()
-            operator: Any = self.value
-            try:
-                args, kwargs = operator.bound(args, kwargs)
-            except OptionError:
-                return outermost._call_function(self, tx, args, kwargs)  # Ends the graph: the call says what is wrong.
-            return super()._call_function(tx, args, kwargs)
+        class StayingOperator(base):  # type: ignore[misc, valid-type]
+            """An operator that is in the graph."""
 
-    return WrappedOperator
+            _HOP_NAME = "partita.hops"
 
+            def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+                _leave_alone()
+                operator: Any = self.value
+                try:
+                    args, kwargs = operator.bound(args, kwargs)
+                except OptionError:
+                    # Ends the graph: the call says what is wrong.
+                    return outermost._call_function(self, tx, args, kwargs)
+                kept = {name: value for name, value in kwargs.items() if name not in unneeded}
+                return super()._call_function(tx, args, kept)
 
-def _checkpoint(module: Any) -> type | None:
-    """Likewise, with the keywords of a checkpoint kept at the call, as torch does for its own."""
-    base = getattr(module, "CheckpointHigherOrderVariable", None)
-    outermost: Any = getattr(module, "TorchHigherOrderOperatorVariable", None)
-    if base is None or outermost is None:
-        return None
+        return StayingOperator
 
-    class CheckpointOperator(base):  # type: ignore[misc, valid-type]
-        """A checkpoint that is in the graph."""
-
-        _HOP_NAME = "partita.hops"
-
-        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            _leave_alone()
-            operator: Any = self.value
-            try:
-                args, kwargs = operator.bound(args, kwargs)
-            except OptionError:
-                return outermost._call_function(self, tx, args, kwargs)  # Ends the graph: the call says what is wrong.
-            kwargs.pop("use_reentrant", None)  # Never reentrant, whatever it says.
-            return super()._call_function(tx, args, kwargs)
-
-    return CheckpointOperator
+    return rule
 
 
 #: By the name that an operator gives of its rule: from Dynamo's module of operators to a class for its table.
 RULES: Mapping[str, Callable[[Any], type | None]] = {
     "inlined": _inlined,
-    "wrapped": _wrapped,
-    "checkpoint": _checkpoint,
+    "wrapped": _staying("WrapHigherOrderVariable"),
+    # Never reentrant, whatever it says.
+    "checkpoint": _staying("CheckpointHigherOrderVariable", unneeded=("use_reentrant",)),
 }
 
 
