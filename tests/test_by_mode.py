@@ -9,10 +9,10 @@ import torch
 from tests.core_helpers import text
 from tests.modes_helpers import Script
 from tests.wrapping_helpers import BRAIN, HALF, program_of_toggles, square, traced, tree, wrapped
-from torch import Tensor
-from torch.fx import Graph, Node
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
 
-from partita import Program, plan
+from partita import Program, hops, plan
 from partita._torch.toggles import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
@@ -241,6 +241,35 @@ def test_blocks_that_end_without_gradients_were_traced_under_no_grad() -> None:
     script.toggle(SET_GRAD, False)
     assert regions(script) == {"enable_grad": "probe", "no_grad": "probe_1"}
     assert wrapped(script.program()).caller == AMBIENT
+
+
+def test_constants_in_an_inference_block_do_not_tell_the_mode_around_it() -> None:
+    script = Script()
+    script.toggle(SET_GRAD, False)
+    script.toggle(SET_GRAD, True)
+    block = script.toggle(ENTER_INFERENCE, True)
+    script.toggle(SET_GRAD, False)
+    script.toggle(SET_GRAD, False)
+    script.toggle(EXIT_INFERENCE, block)
+    assert wrapped(script.program()).caller == ModeOfNodes(grad=True)
+
+
+@pytest.mark.parametrize("in_inference", [True, False])
+def test_a_body_that_ends_by_switching_gradients_on_was_traced_with_them(in_inference: bool) -> None:
+    inner = Script()
+    inner.toggle(SET_GRAD, False)
+    inner.toggle(SET_GRAD, True)
+    outer = Script()
+    outer.graph.call_function(hops.call, (outer.graph.get_attr("body"), outer.x))
+    block = outer.toggle(ENTER_INFERENCE, True) if in_inference else None
+    outer.toggle(SET_GRAD, False)
+    outer.toggle(SET_GRAD, False)
+    if block is not None:
+        outer.toggle(EXIT_INFERENCE, block)
+    outer.graph.output(tuple(outer.probes))
+    root = nn.Module()
+    root.body = inner.program().graph_module
+    assert wrapped(Program.of(GraphModule(root, outer.graph))).caller == ModeOfNodes(grad=True)
 
 
 def test_a_block_that_is_never_closed_was_traced_with_gradients_on() -> None:

@@ -28,6 +28,7 @@ from partita.testing import (
     random_recipe,
     recipes,
 )
+from partita.testing.recipe import Input, Step
 from partita.testing.steps.table import STEPS
 
 few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -161,6 +162,23 @@ def attributes(case: Case) -> set[str]:
 
 def storage(module: GraphModule, buffer: str) -> int:
     return module.get_buffer(buffer).untyped_storage().data_ptr()
+
+
+def test_views_among_arguments_share_memory_but_no_history() -> None:
+    whole, view = build(Recipe(inputs=(Input("plain"), Input("leaf_view", 1)))).args
+    assert isinstance(whole, Tensor)
+    assert isinstance(view, Tensor)
+    assert whole.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+    assert view.requires_grad
+    assert view._base is None
+
+
+@pytest.mark.parametrize(("partner", "taken"), [(0, True), (1, False)])
+def test_rows_are_written_from_memory_that_is_not_written(partner: int, taken: bool) -> None:
+    # Torch itself would not notice: of columns, which are not dense, it does not ask whether they overlap.
+    columns, sines = Input("view", 2), Step("methods.unary", (0, 1, 0, 0))
+    case = build(Recipe((Input("plain"), columns), (sines, Step("writes.indexed", (1, 0, partner, 1)))))
+    assert ("writes.indexed" in case.traits) is taken
 
 
 def test_two_processes_agree() -> None:

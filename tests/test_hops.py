@@ -51,16 +51,35 @@ def test_modes_are_restored_when_the_body_raises(case: Case) -> None:
 
 
 @every_case
-def test_bare_toggles_of_a_failing_body_are_undone(case: Case) -> None:
+@pytest.mark.parametrize("inference", [(True,), (True, False), (True, False, True)])
+def test_bare_toggles_of_a_failing_body_are_undone(case: Case, inference: tuple[bool, ...]) -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     graph.call_function(torch._C._set_grad_enabled, (False,))
     graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.float16, True, False))
-    graph.call_function(torch.autograd.grad_mode._enter_inference_mode, (True,))
-    graph.output(graph.call_function(torch.mm, (x, x)))
+    enter, leave = torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode
+    blocks = [graph.call_function(enter, (enabled,)) for enabled in inference]
+    result = graph.call_function(torch.mm, (x, x))
+    # A block that nobody leaves is over at once: generated code drops what it does not need any more.
+    for block in reversed(blocks):
+        graph.call_function(leave, (block,))
+    graph.output(result)
     before = read_ambient()
     with pytest.raises(RuntimeError, match="must be a matrix"):
         case.call(torch.fx.GraphModule({}, graph), torch.ones(3))
+    assert read_ambient() == before
+
+
+def test_inference_blocks_of_a_failing_interpreter_are_left() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    for enabled in (True, False, True):
+        graph.call_function(torch.autograd.grad_mode._enter_inference_mode, (enabled,))
+    graph.output(graph.call_function(torch.mm, (x, x)))
+    interpreter = torch.fx.Interpreter(torch.fx.GraphModule({}, graph), garbage_collect_values=False)
+    before = read_ambient()
+    with pytest.raises(RuntimeError, match="must be a matrix"):
+        hops.call(interpreter.run, torch.ones(3))
     assert read_ambient() == before
 
 

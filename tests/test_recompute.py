@@ -314,3 +314,17 @@ def test_a_write_without_a_copy_is_refused_with_a_way_out(is_graph: bool, is_pla
     with pytest.raises(RecomputeError, match=words) as caught:
         refuse_writes(["argument 0"], is_graph=is_graph, is_planned=is_planned)
     assert ("by a plan" in str(caught.value)) == (is_graph and not is_planned)
+
+
+def test_a_second_run_that_ends_inside_of_inference_blocks_leaves_them_all() -> None:
+    def program(x: Tensor) -> Tensor:
+        with torch.inference_mode(), torch.inference_mode(False):
+            y = x.sin().exp()
+            return y * y
+
+    x = torch.randn(3, requires_grad=True)
+    plain = torch.autograd.grad(program(x).sum(), x)[0]
+    region = partita.plan(partita.capture(program, (x,)), ByLabel(lambda _: 0), Recompute()).apply()
+    found = torch.autograd.grad(region.module()(x).sum(), x)[0]
+    assert not found.is_inference()
+    assert torch.equal(found, plain)

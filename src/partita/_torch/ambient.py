@@ -6,8 +6,10 @@ import traceback
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
+from typing import Any
 
 import torch
+from torch.fx import Interpreter
 
 __all__ = ["Ambient", "can_autocast", "read_ambient", "restore_after_error", "restore_autocast"]
 
@@ -72,17 +74,35 @@ def restore_autocast(found: Ambient) -> None:
 
 def restore_after_error(found: Ambient, error: BaseException) -> None:
     """Puts back the modes in `found` after `error` has left a graph with its own still set."""
-    if error.__traceback__ is not None and _holds_guard(error.__traceback__.tb_next):
-        # The guard of an inference block lives in the frame that raised; it restores all modes when it goes.
-        traceback.clear_frames(error.__traceback__.tb_next)
+    # The guards of open inference blocks live in the frames that raised. Each restores all modes as it found them, so
+    # the innermost goes first.
+    for guard in reversed(_open_guards(error.__traceback__)):
+        guard.__exit__(None, None, None)
+    # Where a graph module has dropped its frames, they went in the order in which they were made.
+    if _is_inference_mode_enabled() != found.inference:
+        _set_inference(found.inference)
     torch.set_grad_enabled(found.grad)
     restore_autocast(found)
 
 
-def _holds_guard(raised: TracebackType | None) -> bool:
-    """Whether a frame that an exception came through has an inference block open."""
-    values = (value for frame, _ in traceback.walk_tb(raised) for value in frame.f_locals.values())
-    return any(isinstance(value, _GUARD) for value in values)
+def _open_guards(raised: TracebackType | None) -> list[Any]:
+    """The guards of inference blocks in the frames that an exception came through, in the order they were entered."""
+    guards: dict[int, Any] = {}
+    # The first frame is that of whoever asks.
+    for frame, _ in traceback.walk_tb(None if raised is None else raised.tb_next):
+        for value in list(frame.f_locals.values()):
+            held = value.env.values() if isinstance(value, Interpreter) else (value,)
+            guards |= {id(guard): guard for guard in held if isinstance(guard, _GUARD)}
+    return list(guards.values())
+
+
+def _set_inference(enabled: bool) -> None:  # noqa: FBT001
+    """Switches inference mode for good: torch has guards only, and the second one restores what the first has set."""
+    first, second = _GUARD(enabled), _GUARD(enabled)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
 
 
 def _autocast_depth() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -21,13 +22,15 @@ def traced_grad(module: GraphModule) -> bool | None:
     """The grad mode that a graph was traced under, as its constants tell; None if it sets none, or puts back by value.
 
     A traced block ends by setting what was on when it was entered, so the last constant of a graph is that mode. After
-    an odd number of them one block was never closed; then it is taken to be True.
+    an odd number of them one block was never closed; then it is taken to be True. Leaving an inference block puts back
+    the grad mode, so constants in one tell nothing. Where bodies tell otherwise than the graph around them, it is True:
+    a body that ends by switching gradients on would leave them on for a caller without.
     """
-    every = [values for _, values in _grad_values(module, inside=False)]
-    if not every or any(not isinstance(value, bool) for values in every for value in values):
+    every = list(_grad_constants(module))
+    if not any(found.values for found in every) or not all(found.are_constant for found in every):
         return None
-    outermost = next((values for inside, values in _grad_values(module, inside=False) if not inside), (True,))
-    return outermost[-1] is not False or len(outermost) % 2 == 1
+    telling = [found.outside_inference for found in every if found.in_callers_mode and found.outside_inference]
+    return not telling or any(values[-1] is not False or len(values) % 2 == 1 for values in telling)
 
 
 def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
@@ -121,13 +124,40 @@ def _sets_grad(call: Node) -> bool | None:
 _GRAD_OPERATORS = ("wrap_with_set_grad_enabled", "partita_set_grad_enabled", "partita_inference_mode")
 
 
-def _grad_values(module: GraphModule, *, inside: bool) -> Iterator[tuple[bool, tuple[object, ...]]]:
-    """What the grad mode is set to, by graph, with whether an operator around the graph has set it already."""
-    switches = module.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
-    if switches:
-        yield inside, tuple(value for switch in switches for value in (*switch.args, *switch.kwargs.values()))
-    for read in module.graph.find_nodes(op="get_attr"):
-        body = find(module, str(read.target))
-        if isinstance(body, GraphModule):
-            is_set = any(_sets_grad(call) is not None for call in read.users)
-            yield from _grad_values(body, inside=inside or is_set)
+@dataclass(frozen=True, slots=True)
+class _GradConstants:
+    """What one graph sets the grad mode to, in order."""
+
+    values: tuple[object, ...]
+    outside_inference: tuple[object, ...]
+    #: Whether the graph starts in the grad mode of whoever calls the outermost one.
+    in_callers_mode: bool
+
+    @property
+    def are_constant(self) -> bool:
+        return all(isinstance(value, bool) for value in self.values)
+
+
+def _grad_constants(module: GraphModule) -> Iterator[_GradConstants]:
+    """What the grad mode is set to, by graph: in the module's and in all bodies that its operators run."""
+    waiting, seen = [(module, True)], {(module, True)}
+    while waiting:  # No recursion, since nests may be deep.
+        owner, in_callers_mode = waiting.pop()
+        index = Index(owner.graph)
+        modes = modes_of(index)
+        switches = owner.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
+        outside = [switch for switch in switches if modes.at(index.number[switch]).inference is None]
+        yield _GradConstants(_values_set(switches), _values_set(outside), in_callers_mode)
+        for read in owner.graph.find_nodes(op="get_attr"):
+            body = find(owner, str(read.target))
+            if not isinstance(body, GraphModule):
+                continue
+            is_kept = any(_grad_inside(call, modes.at(index.number[call]).grad) is None for call in read.users)
+            found = (body, in_callers_mode and is_kept)
+            if found not in seen:
+                seen.add(found)
+                waiting.append(found)
+
+
+def _values_set(switches: Iterable[Node]) -> tuple[object, ...]:
+    return tuple(value for switch in switches for value in (*switch.args, *switch.kwargs.values()))

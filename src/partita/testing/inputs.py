@@ -58,6 +58,9 @@ def arguments_of(inputs: Sequence[Input], *, pytree: bool = False) -> Arguments:
     values: list[Any] = []
     for place, item in enumerate(inputs):
         values.append(_value(item, place, values))
+    # Whoever copies arguments keeps the memory that they share, but not what autograd knows of views among them; so
+    # that a program does in a draft what it does later, these are copies as well.
+    values = deepcopy(values)
     if pytree:
         first, x, *y = values
         return Arguments((first, {"x": x, "y": y}), {}, tuple(values))

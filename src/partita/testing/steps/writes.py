@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional
 
@@ -55,8 +56,9 @@ def operator_form(draft: Draft, picks: Picks) -> None:
 def out(draft: Draft, picks: Picks) -> None:
     """A result put into a tensor that is there already, which autograd forbids where it would have to record."""
     written = draft.writable(picks[0])
-    left, right = _without_history(draft, draft.like(written, picks[1])), _partner(draft, written, picks[2])
-    draft.call((torch.add, torch.mul)[picks[3] % 2], left, _without_history(draft, right), out=written)
+    left, right = _partner(draft, written, picks[1]), _partner(draft, written, picks[2])
+    left, right = _without_history(draft, left), _without_history(draft, right)
+    draft.call((torch.add, torch.mul)[picks[3] % 2], left, right, out=written)
 
 
 def setitem(draft: Draft, picks: Picks) -> None:
@@ -87,6 +89,7 @@ def indexed(draft: Draft, picks: Picks) -> None:
     written = draft.writable(picks[0])
     rows = draft.call(torch.tensor, [0, 2] if picks[1] % 2 else [1, 0])
     values = draft.call(operator.getitem, _partner(draft, written, picks[2]), slice(0, 2))
+    _check_apart(draft, written, values)
     match picks[3] % 3:
         case 0:
             draft.call(aten.index_put_.default, written, [rows], values, picks[1] % 4 > 1)
@@ -137,7 +140,30 @@ def metadata(draft: Draft, picks: Picks) -> None:
 def _partner(draft: Draft, written: Node, pick: int) -> Node:
     """What is written into `written`; state takes no history, else one call would reach into the next."""
     partner = draft.like(written, pick)
+    if not _are_same(draft.values[written], draft.values[partner]):
+        _check_apart(draft, written, partner)
     return _without_history(draft, partner) if draft.outlives_call(written) else partner
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape look at the same memory in the same way, so that each element meets itself."""
+    looks = [(value.data_ptr(), value.stride(), value.dtype) for value in (one, other)]
+    return looks[0] == looks[1]
+
+
+def _check_apart(draft: Draft, written: Node, read: Node) -> None:
+    """Refuses a write that reads what it writes: in what order is nobody's promise, and torch notices only some."""
+    one, other = draft.values[written], draft.values[read]
+    if _bytes_of(one) & _bytes_of(other):
+        raise UnfitError(f"{written} would be written while {read} is read, and they overlap")
+
+
+def _bytes_of(value: Tensor) -> set[int]:
+    """The addresses that a tensor looks at."""
+    starts = {value.data_ptr()}
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        starts = {start + step * stride * value.element_size() for start in starts for step in range(size)}
+    return {start + byte for start in starts for byte in range(value.element_size())}
 
 
 def _without_history(draft: Draft, node: Node) -> Node:
