@@ -108,10 +108,10 @@ def assert_like_eager(
     callers: Mapping[str, Modes] = CALLERS,
 ) -> Program:
     """Values, dtypes, gradients and buffers are those of the model, bit by bit, whoever calls."""
+    program = captured(model, args, kwargs)
     for name, caller in callers.items():
-        program = captured(model, args, kwargs)
         expected = outcome(copy.deepcopy(model), args, kwargs, caller=caller)
-        found = outcome(program.module(), args, kwargs, caller=caller)
+        found = outcome(copy.deepcopy(program.module()), args, kwargs, caller=caller)
         assert expected.equals(found), f"called under {name}:\n{expected}\n{found}\n{program.graph}"
     return program
 

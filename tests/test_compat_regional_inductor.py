@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.selecting import slow_but
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -452,9 +454,15 @@ def pickled(gm: GraphModule, inputs: Sequence[Any]) -> Any:
 
 @can_be_kept
 @quick
-@pytest.mark.parametrize("is_kept", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("model", [scaled, branching, twice_nested])
+@pytest.mark.parametrize(
+    ("model", "dynamic", "is_kept"),
+    slow_but(
+        product([scaled, branching, twice_nested], [False, True], [False, True]),
+        *((scaled, dynamic, is_kept) for dynamic in (False, True) for is_kept in (False, True)),
+        (branching, True, True),
+        (twice_nested, False, False),
+    ),
+)
 def test_what_torchs_pickler_gives_back_trains_as_before(
     model: Callable[[Tensor], Tensor], dynamic: bool, is_kept: bool
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.passes.split_module
+from tests.selecting import slow_but
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter
 from torch.fx.graph import CodeGen
@@ -129,7 +130,7 @@ def test_ddp_splits_its_graph_by_buckets(monkeypatch: pytest.MonkeyPatch, dynami
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "gpt2", "t5"))
 def test_models_cut_every_five_nodes_keep_their_values_at_two_lengths(name: str) -> None:
     model, counted = _model(name), _Counted(ours.split_module)
     call = torch.compile(model, backend=_every_five_nodes(counted), dynamic=True, fullgraph=True)

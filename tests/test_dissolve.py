@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.core_helpers import listing, text
 from tests.dissolve_helpers import Tracing, compare_case
+from tests.selecting import slow_but
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.nn import functional
@@ -396,7 +397,7 @@ def test_training_steps_are_the_same() -> None:
     torch.testing.assert_close(trained(dissolved(function).module()), trained(Net(function)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", slow_but(range(200), *range(50)))
 def test_random_nests_of_modes_mean_what_eager_torch_means(seed: int) -> None:
     compare_case(seed)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from tests.dynamo_helpers import Recorder, compiled
+from tests.selecting import slow_but
 from torch import Tensor, nn
 
 from partita import Program, plan
@@ -192,7 +193,7 @@ def assert_trained_alike(forward: Callable[..., Tensor], **options: Any) -> None
 
 
 @pytest.mark.parametrize("treatment", [Call(), mixed], ids=["call", "mixed"])
-@pytest.mark.parametrize("parts", [2, 3, 6])
+@pytest.mark.parametrize("parts", slow_but([2, 3, 6], 6))
 @pytest.mark.parametrize("forward", [*WRITING, *HOOKING])
 def test_writes_and_hooks_mean_what_they_mean_in_eager_mode(
     forward: Callable[..., Tensor], parts: int, treatment: Any
@@ -207,7 +208,9 @@ def test_lowered_regions_leave_hooks_their_gradients(forward: Callable[..., Tens
     assert_trained_alike(forward, policy=ByCapability("aot_eager"), treatment=Lower("aot_eager"))
 
 
-@pytest.mark.parametrize("forward", [read_then_written, written_without_gradients, hook_on_all_uses])
+@pytest.mark.parametrize(
+    "forward", slow_but([read_then_written, written_without_gradients, hook_on_all_uses], read_then_written)
+)
 def test_a_compiler_that_recomputes_finds_what_it_saved(forward: Callable[..., Tensor]) -> None:
     assert_trained_alike(forward, policy=BySize(parts=3), inner="inductor")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tests.selecting import slow_but
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -21,8 +22,9 @@ A = torch.ops.aten
 SIZE = 4
 
 
-def test_every_allowed_order_computes_the_same():
-    differing = [seed for seed in range(120) if _differs(seed, with_effects=True)]
+@pytest.mark.parametrize("seeds", slow_but([range(40), range(40, 120)], range(40)))
+def test_every_allowed_order_computes_the_same(seeds):
+    differing = [seed for seed in seeds if _differs(seed, with_effects=True)]
     assert not differing
 
 
@@ -33,8 +35,8 @@ def test_every_allowed_order_of_many_programs_computes_the_same():
 
 
 def test_without_effect_edges_most_programs_go_wrong():
-    differing = [seed for seed in range(60) if _differs(seed, with_effects=False)]
-    assert len(differing) > 40
+    differing = [seed for seed in range(30) if _differs(seed, with_effects=False)]
+    assert len(differing) > 20
 
 
 def _differs(seed: int, *, with_effects: bool, orders: int = 3) -> bool:

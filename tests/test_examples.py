@@ -1,4 +1,4 @@
-"""Every script of `examples/` runs to its end, in a process of its own."""
+"""Every script of `examples/` runs to its end, in a process where it is the program."""
 
 from __future__ import annotations
 
@@ -13,14 +13,36 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if "def main(" in path.read_text(encoding="utf-8")]
 
 
+#: Runs the scripts that it is given one after the other, as `python script.py` does, and tells what each has printed.
+_ONE_AFTER_THE_OTHER = """
+import contextlib, io, runpy, sys
+for script in sys.argv[1:]:
+    sys.argv, sys.path[0] = [script], script.rpartition("/")[0]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    print(script, len(printed.getvalue().strip()) > 0)
+"""
+
+
+def test_the_scripts_run_one_after_the_other(tmp_path: Path) -> None:
+    """Most of the time is for importing torch, so they share a process."""
+    told = _run("-c", _ONE_AFTER_THE_OTHER, *map(str, SCRIPTS), folder=tmp_path)
+    assert told.splitlines() == [f"{script} True" for script in SCRIPTS]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_the_script_runs(script: Path, tmp_path: Path) -> None:
+    assert _run(str(script), folder=tmp_path).strip()
+
+
+def _run(*arguments: str, folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip()
+    return ran.stdout
 
 
 def test_there_are_examples() -> None:

@@ -184,7 +184,7 @@ def test_models_train_in_another_process_as_in_eager_mode(tmp_path: Path, is_eve
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("make", LARGE)
+@pytest.mark.parametrize("make", slow_but(LARGE, gpt2))
 def test_a_model_can_be_cut_by_its_layers(make: Callable[[], nn.Module]) -> None:
     program = capture(built(make), arguments(make))
     for policy in (ByModule(LARGE[make]), BySize(parts=3), AroundOperators(torch.ops.aten.softmax.int)):

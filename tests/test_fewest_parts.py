@@ -103,7 +103,7 @@ def test_the_latest_levels_are_legal_and_no_earlier_than_the_earliest(graph: Gra
     assert all(first <= last for first, last in zip(early, late, strict=True))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(graphs(kinds=3))
 def test_several_kinds_take_at_most_one_part_more_than_the_fewest(graph: Graph) -> None:
     steps = few_steps(graph.relation(), graph.kinds)

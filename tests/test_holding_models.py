@@ -15,6 +15,7 @@ from tests.held_helpers import (
     predicted_when_recomputed,
     training_flops,
 )
+from tests.selecting import slow_but
 from torch import Tensor, nn
 
 import partita
@@ -75,7 +76,7 @@ def _captured(name: str) -> tuple[partita.Program, dict[str, Tensor], ByModule]:
     return partita.capture(build().train(), (), inputs), inputs, ByModule(layers)
 
 
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", slow_but(_MODELS, "GPT-2", "Llama"))
 def test_a_model_holds_and_computes_again_what_was_predicted(name: str) -> None:
     program, inputs, layers = _captured(name)
     plan = partita.plan(program, layers, Checkpoint())
@@ -98,7 +99,7 @@ _KEEPS = (
 )
 
 
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", slow_but(_MODELS, "GPT-2"))
 def test_with_something_kept_memory_and_flops_are_what_was_predicted(name: str) -> None:
     program, inputs, layers = _captured(name)
     saved, plain = saved_tensors_of(program), program.module()

@@ -57,7 +57,7 @@ def _case(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], str]:
     return Results(model, "last_hidden_state"), (torch.randn(2, 3, 32, 32),), {}, "*.layers.?"
 
 
-@pytest.mark.parametrize("name", slow_but(["gpt2", "bert", "llama", "t5", "vit"], "gpt2", "llama", "vit"))
+@pytest.mark.parametrize("name", slow_but(["gpt2", "bert", "llama", "t5", "vit"], "gpt2"))
 def test_models_have_joint_graphs_that_compute_what_eager_computes(name: str) -> None:
     model, args, kwargs, layers = _case(name)
     model.train()

@@ -77,13 +77,13 @@ ONCE_BROKEN = {
 }
 
 
-@pytest.mark.parametrize("first", slow_but(range(0, 200, 25), 0, 25, 50))
+@pytest.mark.parametrize("first", slow_but(range(0, 200, 25), 0))
 def test_the_laws_hold_for_known_nests(first: int) -> None:
     for seed in range(first, first + 25):
         check_mode_laws(random_nest(seed, max_nodes=24))
 
 
-@pytest.mark.parametrize("seed", slow_but(range(1000, 1012), 1000, 1001, 1002, 1003))
+@pytest.mark.parametrize("seed", slow_but(range(1000, 1012), 1000, 1001))
 def test_the_laws_hold_for_large_nests(seed: int) -> None:
     check_mode_laws(random_nest(seed, max_nodes=96))
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core_helpers import text
 from tests.modes_helpers import BRAIN, HALF, Script, observed
+from tests.selecting import slow_but
 from tests.test_modes_running import random_script, refused_for_crossing
 from tests.work_helpers import calls_during
 from tests.wrapping_helpers import has_toggles_anywhere, tree, wrapped
@@ -334,7 +335,7 @@ def test_a_deep_nest_is_wrapped_and_inlined_again(kinds: str) -> None:
     assert mode_tree(cut) == mode_tree(program.under(cut.caller))
 
 
-@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("kinds", slow_but(KINDS, "i", "ane"))
 def test_work_on_a_nest_grows_hardly_faster_than_its_depth(kinds: str) -> None:
     def work(depth: int) -> list[float]:
         program = deep_nest(depth, kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -67,17 +68,32 @@ except AssertionError as error:
 """
 
 
+_SCRIPTS = (_FINDS, _LOWERS, _TRAINS, _CHECKS)
+
+#: Runs scripts one after the other, each in a namespace of its own, and prints a list of what they print.
+_RUNS_ALL = """
+import contextlib, io, json, sys
+told = []
+for script in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+    told.append(printed.getvalue())
+print(json.dumps(told))
+"""
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the plug-in in it, as pip installs it; nothing is fetched."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each script prints where the plug-in is installed by pip; nothing is fetched, and one process runs all."""
     folder = tmp_path_factory.mktemp("site")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check")
     _run("-m", "pip", "install", *options, "--target", str(folder), str(PLUGIN))
-    return folder
+    printed = json.loads(_run("-c", _RUNS_ALL, *_SCRIPTS, site=folder).splitlines()[-1])
+    return dict(zip(_SCRIPTS, printed, strict=True))
 
 
-def test_an_installed_backend_is_found_by_its_name(installed: Path) -> None:
-    assert _script(_FINDS, installed).split() == ["partita_numpy", "NumPy(largest=1048576)"]
+def test_an_installed_backend_is_found_by_its_name(told: dict[str, str]) -> None:
+    assert told[_FINDS].split() == ["partita_numpy", "NumPy(largest=1048576)"]
 
 
 def test_what_is_not_installed_is_not_found() -> None:
@@ -86,27 +102,23 @@ def test_what_is_not_installed_is_not_found() -> None:
     assert "AssertionError" in finished.stderr
 
 
-def test_an_installed_backend_computes_what_it_takes(installed: Path) -> None:
-    text = _script(_LOWERS, installed)
+def test_an_installed_backend_computes_what_it_takes(told: dict[str, str]) -> None:
+    text = told[_LOWERS]
     assert "numpy_0" in text
     assert "numpy_1" in text
     assert "not one of the operators that it has" in text
     assert "failures 0" in text
 
 
-def test_a_region_that_needs_gradients_runs_without_a_backend_that_has_none(installed: Path) -> None:
-    assert "gradient" in _script(_TRAINS, installed)
+def test_a_region_that_needs_gradients_runs_without_a_backend_that_has_none(told: dict[str, str]) -> None:
+    assert "gradient" in told[_TRAINS]
 
 
-def test_an_installed_backend_passes_the_check(installed: Path) -> None:
-    text = _script(_CHECKS, installed)
+def test_an_installed_backend_passes_the_check(told: dict[str, str]) -> None:
+    text = told[_CHECKS]
     assert "numpy: all laws hold" in text
     assert "numpy: 1 law broken" in text
     assert "20 elements, more than 8" in text
-
-
-def _script(source: str, site: Path) -> str:
-    return _run("-c", source, site=site)
 
 
 def _run(*arguments: str, site: Path | None = None) -> str:

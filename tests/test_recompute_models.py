@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.checkpoint_helpers import Counted, assert_bitwise
 from tests.held_helpers import bytes_alive
+from tests.selecting import slow_but
 from torch import Tensor, nn
 
 import partita
@@ -78,7 +79,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "t5": (_t5, _ids, ("encoder.block.*", "decoder.block.*"), 4),
     "vit": (_vit, _pixels, ("vit.encoder.layer.*", "vit.layers.*"), 2),
 }
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize("name", slow_but(MODELS, "gpt2", "vit"))
 PRODUCTS = KeepOperators("aten.linear", "aten.addmm", "aten.scaled_dot_product_attention")
 
 
