@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Tests run side by side, and sums must not depend on how many threads share them.
 torch.set_num_threads(1)
+
+# What compilers cache makes every full collection long, so there are fewer of them.
+gc.set_threshold(5_000, 20, 10)
 
 
 ROOT = Path(__file__).resolve().parents[1]

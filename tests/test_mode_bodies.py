@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tests.capture_helpers import Model
 from tests.capture_helpers import outcome as outcome_of_model
 from tests.core_helpers import text
+from tests.selecting import slow_but
 from tests.torch_versions import IS_OLD
 from tests.wrapping_helpers import (
     BRAIN,
@@ -75,8 +77,13 @@ def chosen_inside(x: Tensor, take: Tensor) -> Any:
 
 
 @both_families
-@pytest.mark.parametrize("function", [chosen, chosen_twice, chosen_inside])
-@pytest.mark.parametrize("take", [True, False])
+@pytest.mark.parametrize(
+    ("function", "take"),
+    slow_but(
+        product([chosen, chosen_twice, chosen_inside], [True, False]),
+        *[(chosen, True), (chosen, False), (chosen_twice, True), (chosen_inside, False)],
+    ),
+)
 def test_branches_of_cond_are_wrapped_inside(function: Any, take: bool, operators: OperatorFamily) -> None:
     assert_like_eager(function, square(), torch.tensor(take), operators=operators)
 

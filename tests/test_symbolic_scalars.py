@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exported_helpers import CUTS, Case, Model, case_of, cut, reloaded, rows
+from tests.selecting import slow_but
 from torch import Tensor
 from torch.export import Dim
 
@@ -57,7 +58,7 @@ MODELS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("how", slow_but(CUTS, "two parts", "every operator", "by mode", "mixed modes"))
 @pytest.mark.parametrize("name", MODELS)
 def test_programs_whose_floats_cross_borders_are_saved_and_loaded(name: str, how: str) -> None:
     case = MODELS[name]
