@@ -395,3 +395,64 @@ def test_only_equalities_that_stay_short_are_told_to_torch() -> None:
     assert stays_small(first < second * second * second)
     assert not stays_small(sympy.Eq(first, second * second))
     assert not stays_small(sympy.And(first > 0, sympy.Eq(first, sympy.Max(second, 7) + 1)))
+
+
+def test_names_that_take_long_to_normalize_are_refused(small: Path, tmp_path: Path) -> None:
+    long = "a" + "\u0344" * 600 + "\u0f73" * 600
+    with pytest.raises(UntrustedArchiveError, match="is no name of Python"):
+        load_exported(written(small, tmp_path / "m.pt2", [sine("x", long), sine(long, "r")]))
+
+
+def test_lists_that_are_far_longer_than_a_graph_needs_are_refused(small: Path, tmp_path: Path) -> None:
+    many = node(WRAP, [body("own", SINE), value("x"), {"as_ints": [0] * 200_000}], "r", hop=False)
+    with pytest.raises(ArchiveError, match="more values in lists, inputs and outputs than its nodes need"):
+        load_exported(written(small, tmp_path / "m.pt2", [many]))
+
+
+def test_no_parameter_is_an_attribute_of_a_graph(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                still = x.sin()
+            return still * self.weight
+
+    torch.export.save(torch.export.export(Model(), (X,)), tmp_path / "model.pt2")
+    spoilt = Spoilt(tmp_path / "model.pt2")
+    name = next(one.name for one in load_exported(tmp_path / "model.pt2").graph.nodes if one.name.startswith("submod"))
+    for member in ("models/model.json", "data/weights/model_weights_config.json"):
+        path = f'"{name}.graph.eliminate_dead_code"'.encode()
+        spoilt.members[member] = spoilt.members[member].replace(b'"weight"', path)
+    with pytest.raises(UntrustedArchiveError, match="the graph has such a body"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_keys_without_children_are_refused(tmp_path: Path) -> None:
+    class Keyed(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"a": x.sin()}
+
+    torch.export.save(torch.export.export(Keyed(), (X,)), tmp_path / "keyed.pt2")
+
+    def change(module: Any) -> None:
+        signature = module["module_call_graph"][0]["signature"]
+        signature["out_spec"] = signature["out_spec"].replace('[\\"a\\"]', '[\\"a\\", \\"b\\"]')
+
+    with pytest.raises(ArchiveError, match="it has 2 keys and 1 children"):
+        load_exported(spoilt_signature(tmp_path / "keyed.pt2", tmp_path / "m.pt2", change))
+
+
+def test_roots_of_sizes_and_their_bits_load(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.shape[0] ** -0.5 + (x.shape[0] & 3)
+
+    rows = torch.export.Dim("rows", min=2, max=100)
+    program = torch.export.export(Scaled(), (X,), dynamic_shapes=({0: rows},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    loaded = load_exported(tmp_path / "m.pt2").module()
+    for x in (X, X[:5]):
+        torch.testing.assert_close(loaded(x), Scaled()(x))

@@ -19,6 +19,8 @@ __all__ = ["Data", "MalformedError", "NotDataError", "RefusedError"]
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
 MOST_VALUES = 20_000_000
 _MOST_LETTERS = 100_000
+#: To normalize a text takes time that grows like the square of its length.
+_LONGEST_NAME = 1_000
 
 
 class RefusedError(Exception):
@@ -169,11 +171,19 @@ class Data:
         """A text for people, with a sign of its own for all that could end a string: compilers paste it into code."""
         return _UNREADABLE.sub("`", self.text())
 
+    def normal_text(self) -> str:
+        """A plain text that Python would not take for another one, should it become a name."""
+        found = self.plain_text()
+        if not found.isascii() and (len(found) > _LONGEST_NAME or normalize("NFKC", found) != found):
+            self.refuse(f"{found[:100]!r} is another name for Python")
+        return found
+
     def name(self) -> str:
         """A name of Python, of a node or an argument: it becomes a variable of the code that torch.fx generates."""
         found = self.text()
         # Python takes names that normalize alike for one name.
-        if not found.isidentifier() or keyword.iskeyword(found) or normalize("NFKC", found) != found:
+        is_name = len(found) <= _LONGEST_NAME and found.isidentifier() and not keyword.iskeyword(found)
+        if not is_name or normalize("NFKC", found) != found:
             self.refuse(f"{found[:100]!r} is no name of Python")
         if found in _OF_GENERATED_CODE:
             self.refuse(f"{found!r} means something else in the code that torch.fx generates")

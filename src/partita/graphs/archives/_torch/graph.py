@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
-from unicodedata import normalize
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,8 @@ __all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
 _DEEPEST = 40
 #: How an argument is passed.
 _POSITIONAL, _KEYWORD = 1, 2
+#: How many values in lists and outputs each node may have on average: torch.fx writes all of them down as code.
+_VALUES_OF_NODE = 64
 
 
 class GraphReader:
@@ -44,7 +45,7 @@ class GraphReader:
         self._depth = depth
         self._graph = Graph()
         self._root = nn.Module()
-        self._bodies: dict[str, Any] = {}
+        self.bodies: dict[str, Any] = {}
         self._nodes: dict[str, Node] = {}
         self._values: dict[str, tuple[Callable[[Data], Any], Data]] = {}
         #: What nodes would like to be called that nothing refers to.
@@ -83,6 +84,7 @@ class GraphReader:
     # Inputs and outputs ------------------------------------------------------------------------------------------
 
     def _add_input(self, given: Data, constant_name: str) -> None:
+        self._symbols.spend(1, given)
         kind, content = given.choice()
         if kind in NAMED:
             self._define(given, self._create("placeholder", value_name(given)))
@@ -124,6 +126,7 @@ class GraphReader:
     # Nodes -------------------------------------------------------------------------------------------------------
 
     def _add_node(self, data: Data) -> None:
+        self._symbols.values_left += _VALUES_OF_NODE
         target, inputs = self._operator(data["target"]), data["inputs"]
         metadata = _metadata(data.get("metadata"))
         kwargs: dict[str, Any] = {}
@@ -248,6 +251,7 @@ class GraphReader:
 
     def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
         """The values of what a node gives, with a node that takes each of them."""
+        self._symbols.spend(len(outputs), outputs[0] if outputs else Data(None))
         for place, given in enumerate(outputs):
             kind = given.choice()[0] if depth else given.malformed(f"outputs are nested more than {_DEEPEST} deep")
             name = value_name(given) if kind in NAMED else "as_none" if kind == "as_none" else None
@@ -344,12 +348,13 @@ class GraphReader:
         name, graph = data["name"].attribute(), data["graph"]
         if self._depth == 0:
             data.malformed(f"graphs are nested more than {_DEEPEST} deep")
-        if name not in self._bodies:
+        if name not in self.bodies:
+            self._symbols.spend(_VALUES_OF_NODE, data)
             reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1)
             self._root.add_module(name, reader.read(graph, {}))
-            self._bodies[name] = graph.value
+            self.bodies[name] = graph.value
             self.met.update(reader.met)
-        elif self._bodies[name] != graph.value:
+        elif self.bodies[name] != graph.value:
             data.malformed(f"two graphs are called {name!r}")
         return self._create("get_attr", name, wanted=name)
 
@@ -407,9 +412,8 @@ _READ_BY_COMPILERS = ("stream", "fallback_to_eager", "nested_region_config", "_r
 
 def _module(entry: Data) -> tuple[str, tuple[str, str]]:
     """A key, the path of a module and the name of its class, between commas that stand in no brackets."""
-    Data(entry.value.replace("L['self']", ""), entry, "entry").plain_text()
-    if normalize("NFKC", entry.value) != entry.value:  # Parts of a program are called by the modules they came from.
-        entry.refuse(f"{entry.value[:100]!r} is another name for Python")
+    # Parts of a program are called by the modules that they came from.
+    Data(entry.value.replace("L['self']", ""), entry, "entry").normal_text()
     commas, depth = [-1], 0
     for place, letter in enumerate(entry.value):
         depth += (letter in "[(") - (letter in ")]")
@@ -425,7 +429,12 @@ Reader = Callable[[GraphReader, Data], Any]
 
 
 def _each(read: Reader) -> Reader:
-    return lambda reader, data: [read(reader, part) for part in data]
+    def read_all(reader: GraphReader, data: Data) -> list[Any]:
+        parts = list(data)
+        reader._symbols.spend(len(parts), data)
+        return [read(reader, part) for part in parts]
+
+    return read_all
 
 
 def _complex(data: Data) -> complex:
@@ -465,8 +474,8 @@ _ARGUMENTS: dict[str, Reader] = {
     **{f"{kind}s": _each(read) for kind, read in _SINGLE.items()},
     "as_none": lambda _, data: None,
     "as_nested_tensors": _each(_each(GraphReader._tensor)),
-    "as_int_lists": _each(lambda _, data: tuple(part.integer() for part in data)),
-    "as_float_lists": _each(lambda _, data: [part.number() for part in data]),
+    "as_int_lists": _each(lambda reader, data: tuple(_each(_SINGLE["as_int"])(reader, data))),
+    "as_float_lists": _each(_each(_SINGLE["as_float"])),
     "as_complex": lambda _, data: _complex(data),
     "as_scalar_type": lambda _, data: read_dtype(data),
     "as_device": lambda _, data: read_device(data),

@@ -75,6 +75,9 @@ class SavedProgram:
         reader = GraphReader(symbols, operators)
         root = reader.read(data["graph"], names)
         self.operators = reader.met
+        for spec in inputs:  # A body is a module with attributes of its own.
+            if spec.target is not None and spec.target.partition(".")[0] in reader.bodies:
+                data["signature"].refuse(f"{spec.target[:100]!r} is no path of a parameter: the graph has such a body")
         if (metadata := data.get("metadata")) is not None and (custom := metadata.get("custom")) is not None:
             root.meta["custom"] = annotations_of(custom)
         made = ModeKeepingProgram(

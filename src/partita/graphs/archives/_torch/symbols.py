@@ -47,6 +47,8 @@ class Symbols:
         self._terms: dict[sympy.Basic, int] = {}
         self._shapes: set[str] = set()
         self._work = 0
+        #: How many values of lists, and outputs, are still allowed; shared by all graphs of the program.
+        self.values_left = 100_000
         if ranges is not None and len(list(ranges.entries())) > _MOST_RANGES:
             ranges.malformed(f"it has more than {_MOST_RANGES} ranges, which no graph needs")
         self._ranges = {key: _range(data) for key, data in ranges.entries()} if ranges is not None else {}
@@ -59,6 +61,12 @@ class Symbols:
         for prefix, counter in (("zuf", "unbacked_symfloat_counter"), ("u", "unbacked_symint_counter")):
             found = [int(key.removeprefix(prefix)) for key in self._ranges if re.fullmatch(rf"{prefix}\d{{1,6}}", key)]
             setattr(self.env, counter, max(found, default=-1) + 1)
+
+    def spend(self, values: int, data: Data) -> None:
+        """Counts values that become parts of the graph."""
+        self.values_left -= values
+        if self.values_left < 0:
+            data.malformed("the graph has more values in lists, inputs and outputs than its nodes need")
 
     def ranges(self) -> dict[Any, ValueRanges[Any]]:
         """The ranges of those symbols and expressions that came up."""
@@ -247,6 +255,12 @@ def _terms(expression: Operation, counts: list[int]) -> int:
         terms = sum(counts)
     elif expression.name in ("Mul", "*", *_QUOTIENTS):
         terms = math.prod(counts)
+    elif expression.name == "FloatPow":
+        exponent = expression.operands[1]
+        if isinstance(exponent, Operation) and exponent.name == "Float":
+            exponent = _float(str(exponent.operands[0]))
+        if not isinstance(exponent, float | sympy.Float) or abs(exponent) > _LARGEST_EXPONENT:
+            raise ExpressionError(f"it has an exponent that is no number up to {_LARGEST_EXPONENT}")
     elif expression.name in _POWERS:
         exponent = expression.operands[1]
         if isinstance(exponent, Operation) and exponent.name == "Integer":
@@ -303,7 +317,10 @@ _FUNCTIONS = {
     **_entries(2, 2, StrictGreaterThan=sympy.Gt, GreaterThan=sympy.Ge, **{"/": functions.IntTrueDiv}),
     **_entries(2, 2, **{"==": sympy.Eq, "!=": sympy.Ne, "<": sympy.Lt, "<=": sympy.Le, ">": sympy.Gt, ">=": sympy.Ge}),
     **_of_torch(1, "ToFloat TruncToInt TruncToFloat CeilToInt FloorToInt RoundToInt Identity OpaqueUnaryFn_sqrt"),
-    **_of_torch(2, "FloorDiv CleanDiv CeilDiv Mod PythonMod IntTrueDiv FloatTrueDiv PowByNatural RoundDecimal"),
+    **_of_torch(
+        2, "FloorDiv CleanDiv CeilDiv Mod PythonMod IntTrueDiv FloatTrueDiv PowByNatural RoundDecimal FloatPow"
+    ),
+    **_of_torch(2, "FloatPow BitwiseFn_bitwise_and BitwiseFn_bitwise_or BitwiseFn_bitwise_xor"),
 }
 #: The numbers that torch has for dtypes in such files; those between are of quantized types, which it does not save.
 _DTYPES = dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1))

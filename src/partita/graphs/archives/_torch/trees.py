@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -32,6 +33,9 @@ def _tree(data: Data, depth: int) -> pytree.TreeSpec:
         return pytree.treespec_leaf()
     container = _registered(data["type"])
     context = _CONTEXTS.get(container, _registered_context)(container, data["context"])
+    keys = context[1] if container is defaultdict else context if container in (dict, OrderedDict) else children
+    if len(keys) != len(children):
+        data.malformed(f"it has {len(keys)} keys and {len(children)} children")
     return pytree.TreeSpec(container, context, children)
 
 
@@ -53,15 +57,22 @@ def _key(key: Data) -> Any:
     if key.value is None or isinstance(key.value, bool | int | float):
         return key.value
     named, member = key["fqn"].text(), key["name"].text()
+    members = _enum(named).__members__
+    return members[member] if member in members else key.refuse(f"{named[:100]!r} is no Enum that is imported here")
+
+
+@lru_cache(maxsize=64)
+def _enum(named: str) -> type[Enum]:
+    """The imported Enum of this name; Enum itself, which has no members, where there is none."""
     waiting, seen = [Enum], set[type[Enum]]()
     while waiting:
         found = waiting.pop()
-        if f"{found.__module__}:{found.__qualname__}" == named and member in found.__members__:
-            return found.__members__[member]
+        if f"{found.__module__}:{found.__qualname__}" == named:
+            return found
         fresh = [subclass for subclass in type.__subclasses__(found) if subclass not in seen]
         seen.update(fresh)
         waiting += fresh
-    return key.refuse(f"{named[:100]!r} is no Enum of a module that is imported here")
+    return Enum
 
 
 def _factory_and_keys(_: Any, context: Data) -> list[Any]:
