@@ -24,6 +24,8 @@ class HookedTensor:
     hook: Node
     #: Whether the node is there to register a hook.
     is_certain: bool
+    #: The functions that nobody knows among those that have it.
+    unknown: frozenset[Node]
     #: The nodes whose result it is, or is a view of it.
     makers: frozenset[Node]
     #: The nodes that take it.
@@ -33,6 +35,8 @@ class HookedTensor:
 
     def is_divided_by(self, part: Collection[Node]) -> bool:
         """Whether some gradients of the tensor are summed inside of `part`, and others outside."""
+        if not self.is_certain and self.unknown.issubset(part):
+            return False  # Whoever takes an unknown function into a part answers for it.
         made = self.makers.intersection(part)
         # Reading what others made happens through the tensor that has the hook; views and writes are another matter.
         if not any(node in self.readers or _has_user_in(node, part) for node in made):
@@ -62,7 +66,9 @@ def hooked_tensors(
         is_visible = len(makers) < len(own) or index.nodes[-1] in readers
         certain = next((node for node in own if registers_hook(node.target)), None)
         hook = certain or next(node for node in own if node in unknown)
-        found.append(HookedTensor(hook, certain is not None, makers, readers, is_visible))
+        found.append(
+            HookedTensor(hook, certain is not None, frozenset(unknown.intersection(own)), makers, readers, is_visible)
+        )
     return tuple(found)
 
 
