@@ -178,26 +178,36 @@ def test_other_names_are_just_names(small: Path, tmp_path: Path, name: str) -> N
     loaded.graph.lint()
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/tmp/outside.weight", "_guards_fn", "self.weight", "training", "a._modules", "a.training", "_in_spec", "meta"],
-)
-def test_paths_that_are_something_else_are_refused(tmp_path: Path, path: str) -> None:
-    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")
-    spoilt = Spoilt(tmp_path / "linear.pt2")
+def with_weight_called(path: str, folder: Path) -> Path:
+    """A linear layer in which another path stands for that of its weight."""
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), folder / "linear.pt2")
+    spoilt = Spoilt(folder / "linear.pt2")
     for member in ("models/model.json", "data/weights/model_weights_config.json"):
         spoilt.members[member] = spoilt.members[member].replace(b'"weight"', f'"{path}"'.encode())
+    return spoilt.write(folder / "m.pt2")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/elsewhere/outside.weight",
+        "_guards_fn",
+        "self.weight",
+        "training",
+        "a._modules",
+        "a.training",
+        "_in_spec",
+        "meta",
+    ],
+)
+def test_paths_that_are_something_else_are_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(UntrustedArchiveError, match="is no path of a parameter"):
-        load_exported(spoilt.write(tmp_path / "m.pt2"))
+        load_exported(with_weight_called(path, tmp_path))
 
 
 def test_a_tensor_inside_of_a_tensor_is_refused(tmp_path: Path) -> None:
-    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")
-    spoilt = Spoilt(tmp_path / "linear.pt2")
-    for member in ("models/model.json", "data/weights/model_weights_config.json"):
-        spoilt.members[member] = spoilt.members[member].replace(b'"weight"', b'"bias.weight"')
     with pytest.raises(ArchiveError, match=r"'bias' is a tensor, and so is 'bias.weight' in it"):
-        load_exported(spoilt.write(tmp_path / "m.pt2"))
+        load_exported(with_weight_called("bias.weight", tmp_path))
 
 
 @pytest.mark.parametrize("path", ["a\0b", 3])
@@ -260,12 +270,8 @@ def test_a_module_called_self_can_be_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["\uff43ode", "\uff44ouble", "\uff41", "layers.\uff54o_folder"])
 def test_paths_that_python_reads_as_others_are_refused(tmp_path: Path, path: str) -> None:
-    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")
-    spoilt = Spoilt(tmp_path / "linear.pt2")
-    for member in ("models/model.json", "data/weights/model_weights_config.json"):
-        spoilt.members[member] = spoilt.members[member].replace(b'"weight"', f'"{path}"'.encode())
     with pytest.raises(UntrustedArchiveError, match="is no path of a parameter"):
-        load_exported(spoilt.write(tmp_path / "m.pt2"))
+        load_exported(with_weight_called(path, tmp_path))
 
 
 def test_modules_that_python_reads_as_others_are_refused(small: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from partita._torch.ambient import read_ambient, restore_autocast
 from partita._torch.body_runs import run_body
 from partita._torch.tracing_state import traces_after_dispatch
+from partita._torch.versions import version_of
 from partita.errors import RecomputeError
 
 __all__ = ["TracedStep", "run_kept_in_step", "traces_whole_step"]
@@ -124,11 +125,11 @@ class _Held:
     __slots__ = ("_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._version = tensor, _version_of(tensor)
+        self.tensor, self._version = tensor, version_of(tensor)
 
     @property
     def is_changed(self) -> bool:
-        return _version_of(self.tensor) != self._version
+        return version_of(self.tensor) != self._version
 
     def as_saved(self) -> Tensor:
         if self.is_changed:
@@ -137,10 +138,6 @@ class _Held:
                 "autograd refuses that too: write to a copy"
             )
         return self.tensor
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # Nobody counts the writes to inference tensors.
 
 
 class _AllIsThereError(Exception):
