@@ -21,8 +21,9 @@ class Backend(Protocol):
     """A compiler: a frozen dataclass whose fields are its options.
 
     It may also have `tolerance`, a `Tolerance` by which it changes numbers (exact if missing), `trains`, whether
-    gradients flow through what it makes (true if missing), and `takes_symbols`, whether one function may serve inputs
-    of several sizes (true if missing). One whose functions can be stored has `save(compiled) -> bytes` and
+    gradients flow through what it makes (true if missing), `takes_symbols`, whether one function may serve inputs of
+    several sizes (true if missing), and `picks_kernels`, whether it keeps the kernels that eager mode picks (false if
+    missing). One whose functions can be stored has `save(compiled) -> bytes` and
     `load(data) -> compiled` as well.
     """
 
