@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from partita._torch.checkpoint_state import condition_of
-from partita._torch.schemas import version_of
 from partita._torch.storage_copies import wants_gradients
+from partita._torch.versions import version_of
 from partita.errors import RecomputeError
 
 __all__ = ["GivenTensor", "is_trained"]

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from partita._torch.checkpoint_given import is_trained
-from partita._torch.schemas import version_of
+from partita._torch.versions import version_of
 from partita.errors import RecomputeError
 
 __all__ = ["Cast", "Entry", "cast_by", "gives_new", "tensors_in", "written_by"]
@@ -44,7 +44,7 @@ class Entry:
             self.result = pytree.tree_unflatten(kept, structure)
         #: Copies of what it wrote to, None where that is kept anyway or written once more.
         self.written = list(written)
-        self.versions: list[int] = []
+        self.versions: list[int | None] = []
         self.cast = cast_by(operator, args)
         #: Whether it only stands for an operator that is computed again.
         self.is_made_again = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from partita._torch.checkpoint_state import BodyState, GradientFlags, refuse_writes
 from partita._torch.saving_hooks import around_hooks
-from partita._torch.schemas import version_of
+from partita._torch.versions import version_of
 from partita.errors import RecomputeError
 
 __all__ = ["OutsideLeaves", "found_outside", "refuse_by_hand", "refuse_generators"]
@@ -74,7 +74,7 @@ class OutsideLeaves:
     def __init__(self, function: Any, arguments: Iterable[Tensor]) -> None:
         self._function = function
         self._arguments = {id(_whole(tensor)) for tensor in arguments}
-        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        self._seen: list[tuple[weakref.ref[Tensor], int | None]] = []
         reached = found_outside(function).values()
         self._flags = GradientFlags(tensor for tensor in reached if isinstance(tensor, nn.Parameter))
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partita._torch.schemas import storage_key, version_of
+from partita._torch.schemas import storage_key
 from partita._torch.storage_copies import wants_gradients
+from partita._torch.versions import version_of
 from partita.errors import RecomputeError
 
 __all__ = ["BodyState", "GradientFlags", "Slot", "TensorWatch", "condition_of", "holding", "listed", "refuse_writes"]

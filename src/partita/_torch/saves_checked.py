@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partita._torch.checkpoint_facts import BodyFacts
 from partita._torch.saving_hooks import around_hooks
-from partita._torch.schemas import version_of
+from partita._torch.versions import version_of
 from partita.errors import RecomputeError
 
 __all__ = ["SavesInOrder"]
@@ -25,7 +25,7 @@ class SavesInOrder:
     def __init__(self, facts: BodyFacts | None) -> None:
         self._facts = facts
         self._count = 0
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
 
     def first(self) -> AbstractContextManager[Any]:
         """While the body runs for the first time."""

@@ -29,7 +29,6 @@ __all__ = [
     "signatures_of",
     "signatures_of_method",
     "storage_key",
-    "version_of",
     "viewed_node",
     "written_nodes",
 ]
@@ -137,11 +136,6 @@ def storage_key(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # Sparse and opaque tensors have no storage of their own.
         return id(tensor)
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been written; zero for inference tensors, for which nobody counts."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @cache

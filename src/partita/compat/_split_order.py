@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from partita.regions import Partition
+from partita.regions import Partition as RegionPartition
 from partita.solvers.quotient import quotient
 
 __all__ = ["alone_first", "lifo_order", "original_order"]
 
 
-def lifo_order(partition: Partition) -> list[int]:
+def lifo_order(partition: RegionPartition) -> list[int]:
     """Last in, first out over the parts without open dependencies; torch's order, kept unless it breaks an effect."""
     index, parts = partition.program.index, len(partition)
     every = _between_parts(partition.quotient.causes, parts)
@@ -23,7 +23,7 @@ def lifo_order(partition: Partition) -> list[int]:
     return alone_first(partition, order)
 
 
-def original_order(partition: Partition) -> list[int]:
+def original_order(partition: RegionPartition) -> list[int]:
     """Parts by first appearance, each after the attributes that it is the first to read."""
     parts, nodes = len(partition), partition.program.index.nodes
     order: dict[int, None] = {}
@@ -42,7 +42,7 @@ def original_order(partition: Partition) -> list[int]:
     return [*order, *(at for at in late if any(owner[number[user]] < 0 for user in nodes[at - parts].users))]
 
 
-def alone_first(partition: Partition, order: Iterable[int]) -> list[int]:
+def alone_first(partition: RegionPartition, order: Iterable[int]) -> list[int]:
     """`order` of the parts, after everything that stands alone: attributes, and items of the inputs."""
     parts = len(partition)
     alone = [vertex for vertex in partition.order if vertex >= parts]

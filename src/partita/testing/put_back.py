@@ -6,14 +6,14 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from partita._torch.ambient import Ambient, read_ambient, restore_autocast
-from partita.graphs.mode import Mode
+from partita.graphs.mode import Mode as GraphMode
 from partita.graphs.program import Program
 from partita.testing.case import Case
 
 __all__ = ["putting_back"]
 
 
-def putting_back(case: Case, caller: Mode) -> Program:
+def putting_back(case: Case, caller: GraphMode) -> Program:
     """The program of `case` with two nodes more: it asks for all modes first and restores them in the end."""
     graph = Graph()
     returned = graph.graph_copy(case.graph_module.graph, {})

@@ -14,7 +14,8 @@ from torch.fx.node import map_aggregate
 from partita._torch import toggles
 from partita._torch.capture_recorder import Recorder
 from partita.graphs.index import Index
-from partita.graphs.modes import AMBIENT, Autocast, Mode, modes_of
+from partita.graphs.mode import AMBIENT, Autocast, Mode
+from partita.graphs.modes import modes_of
 
 __all__ = ["Trace"]
 
