@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._torch.lazy_modules import lazy_module
-from partita._torch.lowering_compiling import BodyRun
+from partita._torch.lowering_runs import BodyRun
 from partita._torch.nodes import GraphWriter, input_nodes
 from partita._torch.schemas import is_higher_order, storage_key
 from partita._torch.symbolic import is_unbacked, symbols_in

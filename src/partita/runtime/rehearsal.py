@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partita._torch.lowering_compiling import BodyRun, run_on_fakes
 from partita._torch.lowering_containers import (
     LEAF,
     Container,
@@ -23,6 +22,7 @@ from partita._torch.lowering_containers import (
     shape_of,
 )
 from partita._torch.lowering_gradients import has_history, history_of, links_of
+from partita._torch.lowering_runs import BodyRun, run_on_fakes
 from partita._torch.lowering_views import Reading, numbers_for, readable_from, views_module
 from partita.errors import ModeError
 from partita.runtime.copied_inputs import places_of_copies
