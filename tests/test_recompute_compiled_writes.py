@@ -89,6 +89,47 @@ def test_a_batch_norm_is_computed_again_although_it_writes_its_statistics() -> N
         assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))
 
 
+class Decays(nn.Module):
+    """Brings a buffer up to date where nothing is trained, and then trains with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.add_(1).mul_(0.5)
+        return torch.sigmoid(self.layer(torch.sin(self.scale) * self.scale * x))
+
+
+def test_what_a_region_writes_that_trains_nothing_is_saved_for_the_next() -> None:
+    model = Decays()
+    program = partita.capture(model, (torch.ones(2, 4),))
+    by_write = ByLabel(lambda node: "writes" if node.name.endswith("_") else "reads")
+    module = partita.plan(program, by_write, Recompute()).apply().module()
+    expected = _gradients(model, model)
+    assert_bitwise(_gradients(model, torch.compile(module, backend="aot_eager", fullgraph=True)), expected)
+
+
+class Centers(nn.Module):
+    """Computes with the statistics that its own batch norm has brought up to date; the backward reads them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        return torch.sigmoid((y - self.norm.running_mean) * self.norm.running_var)
+
+
+def test_a_batch_norm_is_saved_where_its_statistics_are_read() -> None:
+    torch.manual_seed(0)
+    model = Centers()
+    compiled = torch.compile(lambda x: hops.wrap_activation_checkpoint(model, x), backend="aot_eager", fullgraph=True)
+    assert_bitwise(_gradients(model, compiled), _gradients(model, model))
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_regions_that_draw_compile_where_nothing_is_trained(trains: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).requires_grad_(trains)

@@ -159,7 +159,7 @@ class _Writers(NamedTuple):
     #: The place of the last write to an input or attribute, which is there before a call and after it.
     last_writes: dict[int, int]
 
-    #: Names of nodes, and of the running statistics that they bring up to date and compute nothing from.
+    #: Names of nodes, and of the running statistics that they bring up to date and nobody computes anything from.
     statistics: frozenset[tuple[str, str]] = frozenset()
 
     def reads_what_goes(self, node: Node, source: Node) -> bool:
@@ -205,11 +205,29 @@ def _writers_of(root: GraphModule) -> _Writers:
         {name: number for number, name in enumerate(names)},
         frozenset(name for written in writers.values() for name in written.names),
         {memory: writers[memory].places[-1] for memory in held & writers.keys()},
-        frozenset(_statistics(acting)),
+        frozenset(_unread_statistics(index, classes_of, acting)),
     )
 
 
-def _statistics(acting: Mapping[Node, Behaviour]) -> Iterator[tuple[str, str]]:
+def _unread_statistics(
+    index: Index, classes: Mapping[str, int], acting: Mapping[Node, Behaviour]
+) -> Iterator[tuple[str, str]]:
+    """Nodes and the running statistics that they bring up to date, by name, where no other node reads those.
+
+    Who computes such a node again gives statistics that are brought up to date twice.
+    """
+    updates = dict.fromkeys(_updated_statistics(acting))
+    memories = {classes[source] for _, source in updates}
+    read = {
+        classes[source.name]
+        for node in index.nodes
+        for source in node.all_input_nodes
+        if classes[source.name] in memories and (node.name, source.name) not in updates
+    }
+    return (update for update in updates if classes[update[1]] not in read)
+
+
+def _updated_statistics(acting: Mapping[Node, Behaviour]) -> Iterator[tuple[str, str]]:
     for node, told in acting.items():
         for slot in told.writes:
             given = argument(node, slot) if slot[1] in ("running_mean", "running_var") else None
