@@ -328,3 +328,20 @@ def test_a_second_run_that_ends_inside_of_inference_blocks_leaves_them_all() -> 
     found = torch.autograd.grad(region.module()(x).sum(), x)[0]
     assert not found.is_inference()
     assert torch.equal(found, plain)
+
+
+def _flattening(x: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = x * 2
+    with torch.inference_mode():
+        flat = scaled.flatten()
+    return flat, scaled.sin()
+
+
+@pytest.mark.parametrize("within", [Call(), Recompute(), None], ids=["called", "recomputed", "bare"])
+def test_a_view_that_a_kept_body_makes_in_inference_mode_keeps_its_history(within: Any) -> None:
+    program = partita.capture(_flattening, (torch.ones(2, 3, requires_grad=True),))
+    if within is not None:
+        inner = ByLabel(lambda node: "flat" if "flatten" in node.name or "inference" in node.name else None)
+        program = partita.plan(program, inner, within).apply()
+    after = partita.plan(program, ByLabel(lambda _: "all"), Recompute(KeepEverything())).apply()
+    assert [result.requires_grad for result in after.module()(torch.ones(2, 3, requires_grad=True))] == [True, True]
