@@ -131,6 +131,26 @@ def test_a_batch_norm_is_saved_where_its_statistics_are_read() -> None:
     assert_bitwise(_gradients(model, compiled), _gradients(model, model))
 
 
+@pytest.mark.parametrize("is_exported", [True, False])
+@pytest.mark.parametrize("later", ["reads", None])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_so_is_one_whose_statistics_are_read_outside_of_its_region(
+    is_exported: bool, later: str | None, compiler: str
+) -> None:
+    torch.manual_seed(0)
+    model = Centers()
+    program = partita.Program.of(torch.fx.symbolic_trace(model))
+    if is_exported:
+        program = partita.capture(model, (torch.ones(2, 4),))
+    first = ("linear", "layer", "norm", "batch_norm", "add_")
+    labels = ByLabel(lambda node: "updates" if node.name in first else later)
+    planned = partita.plan(program, labels, Recompute())
+    assert {"norm", "batch_norm"} & {node.name for node in planned.partition.regions[0].nodes}
+    expected = _gradients(model, model)
+    compiled = torch.compile(planned.apply().module(), backend=compiler, fullgraph=True)
+    assert_bitwise(_gradients(model, compiled), expected)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_regions_that_draw_compile_where_nothing_is_trained(trains: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).requires_grad_(trains)

@@ -17,7 +17,13 @@ from partita._torch.toggles import ENTER_INFERENCE
 from partita.errors import OptionError, RecomputeError
 from partita.graphs.attributes import find
 from partita.graphs.behaviour_modules import may_draw
-from partita.graphs.later_writes import names_written, readers_before_writes, saved_when_compiled, writers_of
+from partita.graphs.later_writes import (
+    names_written,
+    readers_before_writes,
+    saved_when_compiled,
+    statistics_read_outside,
+    writers_of,
+)
 from partita.graphs.mode import Autocast
 from partita.graphs.program import Program
 from partita.graphs.projections import takes_item
@@ -80,7 +86,7 @@ class Recompute:
                 )
         # A compiler would compute these again from what was written meanwhile.
         needed = set(readers_before_writes(region.nodes)).intersection(keepable(region))
-        return frozenset((*filter(gives_tensors, kept), *needed))
+        return frozenset((*filter(gives_tensors, kept), *needed, *statistics_read_outside(region.nodes)))
 
     def treat_at(self, body: GraphModule, site: Site) -> Called:
         return self._treated(body, {node.name for node in self.kept(site.region)}, site)
