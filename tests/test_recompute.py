@@ -345,3 +345,23 @@ def test_a_view_that_a_kept_body_makes_in_inference_mode_keeps_its_history(withi
         program = partita.plan(program, inner, within).apply()
     after = partita.plan(program, ByLabel(lambda _: "all"), Recompute(KeepEverything())).apply()
     assert [result.requires_grad for result in after.module()(torch.ones(2, 3, requires_grad=True))] == [True, True]
+
+
+class Shifting(nn.Module):
+    """Mutates what its batch norm gives, and reads the statistics that were brought up to date."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        y.mul_(2)
+        return torch.sigmoid(y - self.norm.running_mean)
+
+
+def test_a_batch_norm_whose_result_is_mutated_is_not_kept_for_its_statistics() -> None:
+    model, x = Shifting(), torch.linspace(-1, 1, 8).reshape(2, 4)
+    program = partita.Program.of(torch.fx.symbolic_trace(model))
+    first = ByLabel(lambda node: "norm" if node.name in ("layer", "norm") else None)
+    partita.verify(program, partita.plan(program, first, Recompute()).apply(), (x,))

@@ -115,13 +115,16 @@ def saved_when_compiled(nodes: Collection[Node]) -> list[Node]:
 def statistics_read_outside(nodes: Collection[Node]) -> list[Node]:
     """Those of these nodes that bring running statistics up to date, or state of a module, which others read later.
 
-    A compiler that computes such a node again, from statistics that are up to date, gives the others wrong ones.
+    A compiler that computes such a node again, from statistics that are up to date, gives the others wrong ones. Left
+    out are nodes whose results are written, since these cannot be kept.
     """
     found = _known_writers(nodes)
     if found is None:
         return []
     inside = {node.name for node in nodes}
-    return [node for node in nodes if any(found.readers_behind(node, without=inside))]
+    return [
+        node for node in nodes if not found.writers_of(node).names and any(found.readers_behind(node, without=inside))
+    ]
 
 
 def writing_nodes(root: GraphModule) -> tuple[str, ...]:
