@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partita import Program, verify
+from partita import Program, fingerprint, inline, verify
 from partita.testing import captured_case
 
 
@@ -209,6 +209,20 @@ def test_the_constants_of_a_symbolic_size_do_not_cross() -> None:
     after = cut(program, {"size": "make", "view": "use"})
     assert "Size((size_item_0, 3))" in listing(after.module().use)
     assert "size_item_1" not in listing(after.module().use)
+
+
+@pytest.mark.parametrize("labels", [{"size": "make", "zeros": "use"}, {"zeros": "use"}, {"size": "make"}])
+def test_the_size_of_a_scalar_is_made_where_it_is_read(labels: dict[str, str]) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    size = graph.call_method("size", (x,))
+    graph.output(graph.call_function(torch.zeros, (size,)))
+    x.meta["val"], size.meta["val"] = torch.ones(()), torch.Size([])
+    program = program_of(graph)
+    after = cut(program, labels)
+    assert after.module()(torch.ones(())).shape == ()
+    made = [node.name for node in after.index.nodes if node.op == "call_module"]
+    assert fingerprint(inline(after, made)) == fingerprint(program)
 
 
 def conditional() -> Program:

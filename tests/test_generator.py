@@ -181,6 +181,13 @@ def test_rows_are_written_from_memory_that_is_not_written(partner: int, taken: b
     assert ("writes.indexed" in case.traits) is taken
 
 
+@pytest.mark.parametrize(("kind", "taken"), [("view", False), ("plain", True)])
+def test_a_foreach_writes_to_tensors_that_are_apart(kind: str, taken: bool) -> None:
+    # The view is the input before it, in another shape.
+    case = build(Recipe((Input("plain"), Input(kind)), (Step("writes.foreach", (0, 1, 1, 0)),)))
+    assert ("writes.foreach" in case.traits) is taken
+
+
 def test_two_processes_agree() -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); from test_generator import fingerprints; print(fingerprints(20))"

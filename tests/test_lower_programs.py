@@ -76,6 +76,14 @@ def test_a_broken_law_tells_the_program_and_the_regions() -> None:
         check_lower_laws(random_case(20), Doubling(), 20)
 
 
+def test_the_law_allows_that_autograd_counts_the_statistics_of_a_norm_that_is_lowered_once() -> None:
+    # Of two calls of a batch norm the second is compiled; torch.compile of that call alone does the same.
+    lowering = check_lower_laws(random_case(50451), "aot_eager", 50451)
+    program = lowering.program
+    placed = [lowering.partition.owner[program.index.number[program.node(name)]] >= 0 for name in ("batch", "batch_1")]
+    assert placed == [False, True]
+
+
 @dataclass(frozen=True)
 class Doubling:
     """Gives twice what the body gives."""

@@ -13,9 +13,9 @@ from tests.lowering_helpers import Counting, lowered, region_of
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partita import Tolerance, plan, verify
-from partita.policies import ByLabel
-from partita.treatments import Lower
+from partita import Tolerance, capture, hops, plan, verify
+from partita.policies import ByLabel, ByMode
+from partita.treatments import Lower, Mode
 
 
 class KeepsInput(torch.autograd.Function):
@@ -129,3 +129,26 @@ def test_an_input_that_nothing_used_depends_on_gets_no_gradient_whatever_came_fi
     module(x, y)[0].sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
     assert y.grad is None
+
+
+class Halves(torch.nn.Module):
+    """Mutates a tensor after it was split, and then one of the halves, where autograd need not follow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x * 2
+        half = whole.split(2)[1]
+        whole.add_(1)
+        with torch.no_grad():
+            half.mul_(2)
+        return whole
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_view_that_autograd_does_not_tell_of_goes_to_the_body(grad: bool) -> None:
+    program = plan(capture(Halves(), (torch.ones(4, 3),)), ByMode(), Mode()).apply()
+    writing = ByLabel(lambda node: "write" if node.target is hops.wrap_with_set_grad_enabled else None)
+    planned = plan(program, writing, Lower("aot_eager"))
+    assert len(planned.partition) == 1
+    x = torch.arange(12.0).reshape(4, 3).requires_grad_(grad)
+    verify(program, planned.apply(), (x,))
+    assert not planned.failures

@@ -328,3 +328,40 @@ def test_a_second_run_that_ends_inside_of_inference_blocks_leaves_them_all() -> 
     found = torch.autograd.grad(region.module()(x).sum(), x)[0]
     assert not found.is_inference()
     assert torch.equal(found, plain)
+
+
+def _flattening(x: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = x * 2
+    with torch.inference_mode():
+        flat = scaled.flatten()
+    return flat, scaled.sin()
+
+
+@pytest.mark.parametrize("within", [Call(), Recompute(), None], ids=["called", "recomputed", "bare"])
+def test_a_view_that_a_kept_body_makes_in_inference_mode_keeps_its_history(within: Any) -> None:
+    program = partita.capture(_flattening, (torch.ones(2, 3, requires_grad=True),))
+    if within is not None:
+        inner = ByLabel(lambda node: "flat" if "flatten" in node.name or "inference" in node.name else None)
+        program = partita.plan(program, inner, within).apply()
+    after = partita.plan(program, ByLabel(lambda _: "all"), Recompute(KeepEverything())).apply()
+    assert [result.requires_grad for result in after.module()(torch.ones(2, 3, requires_grad=True))] == [True, True]
+
+
+class Shifting(nn.Module):
+    """Mutates what its batch norm gives, and reads the statistics that were brought up to date."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        y.mul_(2)
+        return torch.sigmoid(y - self.norm.running_mean)
+
+
+def test_a_batch_norm_whose_result_is_mutated_is_not_kept_for_its_statistics() -> None:
+    model, x = Shifting(), torch.linspace(-1, 1, 8).reshape(2, 4)
+    program = partita.Program.of(torch.fx.symbolic_trace(model))
+    first = ByLabel(lambda node: "norm" if node.name in ("layer", "norm") else None)
+    partita.verify(program, partita.plan(program, first, Recompute()).apply(), (x,))

@@ -35,8 +35,11 @@ def run_tagged(
     compiler sees to that itself, later.
     """
     is_saved = (node_tags() or {}).get("recompute") is CheckpointPolicy.MUST_SAVE
-    if is_saved or not _may_train(body, operands, keywords):
+    if is_saved:
         return run_body(nullcontext(), body, operands, keywords)
+    if not _may_train(body, operands, keywords):
+        with saving(saved):  # Others may train on what the body has written.
+            return run_body(nullcontext(), body, operands, keywords)
     first, again = (None, None) if context_fn is None else context_fn()
     number = next_graph_id()
     run: Callable[[], Any] = partial(run_body, nullcontext(), body, operands, keywords)

@@ -12,7 +12,15 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["UnusedGradients", "ask_for_gradients", "has_history", "history_of", "is_locked_view", "links_of"]
+__all__ = [
+    "UnusedGradients",
+    "ask_for_gradients",
+    "has_history",
+    "hides_history",
+    "history_of",
+    "is_locked_view",
+    "links_of",
+]
 
 
 def history_of(inputs: Sequence[Any]) -> list[Any]:
@@ -31,6 +39,17 @@ def has_history(value: Tensor) -> bool:
         return value.grad_fn is not None
     except RuntimeError:
         return False
+
+
+def hides_history(value: Any) -> bool:
+    """Whether autograd refuses to tell of an input: one of several views from one call, whose base was written."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return False
+    try:
+        _ = value.grad_fn
+    except RuntimeError:
+        return True
+    return False
 
 
 def ask_for_gradients(inputs: Sequence[Any], *, but: Collection[int]) -> None:

@@ -100,7 +100,15 @@ class Guard:
         for place in self._integers:
             if type(values[place]) is not int:
                 return False
-        return not self._leaves or all(values[place].is_leaf is leaf for place, leaf in self._leaves)
+        return not self._leaves or all(_is_leaf(values[place]) is leaf for place, leaf in self._leaves)
+
+
+def _is_leaf(value: Tensor) -> bool | None:
+    """Whether a tensor has no history; None where autograd refuses to tell."""
+    try:
+        return value.is_leaf
+    except RuntimeError:
+        return None
 
 
 def _exact(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from partita._torch.operators import OPERATORS, SYM_SIZE
 from partita.graphs.program import Program
 from partita.graphs.projections import takes_item
-from partita.graphs.values import container_items
+from partita.graphs.values import container_items, value_of
 
 __all__ = ["fingerprint"]
 
@@ -93,6 +93,8 @@ class _Hasher:
         if isinstance(argument, Node):
             if argument in self.read:
                 return repr(None)
+            if container_items(argument) == ():
+                return [type(value_of(argument)).__name__]  # A cut makes it anew wherever it is read.
             return f"%{self.hashes[self.index.number[argument]]}"
         if isinstance(argument, tuple | list):
             whole = self._whole_container(argument)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ __all__ = [
     "names_written_outside",
     "readers_before_writes",
     "saved_when_compiled",
+    "statistics_read_outside",
     "writers_of",
     "writing_nodes",
 ]
@@ -110,6 +112,21 @@ def saved_when_compiled(nodes: Collection[Node]) -> list[Node]:
     return [node for node in nodes if any(found.reads_what_goes(node, source) for source in node.all_input_nodes)]
 
 
+def statistics_read_outside(nodes: Collection[Node]) -> list[Node]:
+    """Those of these nodes that bring running statistics up to date, or state of a module, which others read later.
+
+    A compiler that computes such a node again, from statistics that are up to date, gives the others wrong ones. Left
+    out are nodes whose results are written, since these cannot be kept.
+    """
+    found = _known_writers(nodes)
+    if found is None:
+        return []
+    inside = {node.name for node in nodes}
+    return [
+        node for node in nodes if not found.writers_of(node).names and any(found.readers_behind(node, without=inside))
+    ]
+
+
 def writing_nodes(root: GraphModule) -> tuple[str, ...]:
     """The names of the nodes of a graph that may write, in order."""
     found = _known_writers(tuple(root.graph.nodes)[:1])
@@ -159,17 +176,27 @@ class _Writers(NamedTuple):
     #: The place of the last write to an input or attribute, which is there before a call and after it.
     last_writes: dict[int, int]
 
-    #: Names of nodes, and of the running statistics that they bring up to date and compute nothing from.
-    statistics: frozenset[tuple[str, str]] = frozenset()
+    #: By name, the classes of the running statistics that a node brings up to date and computes nothing from.
+    updates: Mapping[str, frozenset[int]] = MappingProxyType({})
+    #: The names of the nodes that compute something from each of these classes, in order.
+    readers: Mapping[int, tuple[str, ...]] = MappingProxyType({})
 
     def reads_what_goes(self, node: Node, source: Node) -> bool:
         """Whether a node computes something from a source that it writes, or somebody after it."""
         memory = self.classes[source.name]
-        if self.last_writes.get(memory, -1) < self.places[node.name] or (node.name, source.name) in self.statistics:
+        if self.last_writes.get(memory, -1) < self.places[node.name]:
             return False
-        # A view computes nothing; a module or a body may give one beside other things.
-        is_view = self.classes[node.name] == memory and node.name not in self.writing
-        return not is_view or node.op == "call_module" or is_higher_order(node.target)
+        if memory in self.updates.get(node.name, ()) and not self.readers.get(memory):
+            return False
+        return not _only_views(node, memory, self.classes, writing=self.writing)
+
+    def readers_behind(self, node: Node, *, without: Container[str]) -> Iterator[str]:
+        """The names of the nodes behind one that compute something from the statistics that it brings up to date."""
+        place = self.places[node.name]
+        for memory in self.updates.get(node.name, ()):
+            for reader in self.readers.get(memory, ()):
+                if self.places[reader] > place and reader not in without:
+                    yield reader
 
     def writers_of(self, node: Node) -> _MemoryWriters:
         return self.writers.get(self.classes.get(node.name, -1), _NOBODY)
@@ -188,9 +215,13 @@ def _writers_of(root: GraphModule) -> _Writers:
         return _Writers(size, {}, {}, {}, frozenset(), {})
     index = Index(root.graph)
     storages = storages_of(index, behaviours, acting)
+    written = {
+        number: {storages.find(memory) for memory in classes}
+        for number, classes in sorted(written_classes(index, storages, acting).items())
+    }
     numbers: dict[int, list[int]] = {}
-    for number, classes in sorted(written_classes(index, storages, acting).items()):
-        for memory in dict.fromkeys(map(storages.find, classes)):
+    for number, classes in written.items():
+        for memory in classes:
             numbers.setdefault(memory, []).append(number)
     names = [node.name for node in index.nodes]
     writers = {
@@ -198,6 +229,7 @@ def _writers_of(root: GraphModule) -> _Writers:
     }
     classes_of = {name: storages.find(number) for number, name in enumerate(names)}
     held = {classes_of[node.name] for node in index.nodes if node.op in ("placeholder", "get_attr")}
+    updates = _updates(index, written, classes_of, held, acting)
     return _Writers(
         size,
         writers,
@@ -205,13 +237,49 @@ def _writers_of(root: GraphModule) -> _Writers:
         {name: number for number, name in enumerate(names)},
         frozenset(name for written in writers.values() for name in written.names),
         {memory: writers[memory].places[-1] for memory in held & writers.keys()},
-        frozenset(_statistics(acting)),
+        updates,
+        _readers(index, classes_of, updates, writing={names[number] for number in written}) if updates else {},
     )
 
 
-def _statistics(acting: Mapping[Node, Behaviour]) -> Iterator[tuple[str, str]]:
-    for node, told in acting.items():
-        for slot in told.writes:
+def _updates(
+    index: Index,
+    written: Mapping[int, Collection[int]],
+    classes: Mapping[str, int],
+    held: Collection[int],
+    acting: Mapping[Node, Behaviour],
+) -> dict[str, frozenset[int]]:
+    """The classes of inputs and attributes that calls of norms, and of modules, bring up to date, by their names."""
+    updates: dict[str, frozenset[int]] = {}
+    for number in written:
+        node = index.nodes[number]
+        found = set(written[number]) if node.op == "call_module" else set()
+        for slot in acting[node].writes:
             given = argument(node, slot) if slot[1] in ("running_mean", "running_var") else None
             if isinstance(given, Node):
-                yield node.name, given.name
+                found.add(classes[given.name])
+        if not found.isdisjoint(held):
+            updates[node.name] = frozenset(found.intersection(held))
+    return updates
+
+
+def _readers(
+    index: Index, classes: Mapping[str, int], updates: Mapping[str, frozenset[int]], *, writing: Container[str]
+) -> dict[int, tuple[str, ...]]:
+    """The nodes that compute something from each class of statistics, but for those that bring it up to date."""
+    memories = frozenset[int]().union(*updates.values())
+    readers: dict[int, dict[str, None]] = {}
+    for node in index.nodes:
+        for source in node.all_input_nodes:
+            memory = classes[source.name]
+            if memory not in memories or memory in updates.get(node.name, ()):
+                continue
+            if not _only_views(node, memory, classes, writing=writing):
+                readers.setdefault(memory, {})[node.name] = None
+    return {memory: tuple(names) for memory, names in readers.items()}
+
+
+def _only_views(node: Node, memory: int, classes: Mapping[str, int], *, writing: Container[str]) -> bool:
+    """Whether a node computes nothing from this memory; a module or a body may give a view beside other things."""
+    is_view = classes[node.name] == memory and node.name not in writing
+    return is_view and node.op != "call_module" and not is_higher_order(node.target)

@@ -56,12 +56,14 @@ def item_taken(index: Index, number: int) -> object:
 class Border:
     """What a region takes and gives, each in order of first use; dicts serve as ordered sets.
 
-    `modules` are reads of bodies of higher-order operators, which move inside instead of crossing.
+    `modules` are reads of bodies of higher-order operators, which move inside instead of crossing. `empty` are
+    containers without items, such as the size of a scalar, which are made anew inside.
     """
 
     inputs: dict[Crossing, None]
     outputs: dict[int | Item, None]
     modules: dict[int, None]
+    empty: dict[int, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ def borders_of(
     kept: Collection[int] = (),
 ) -> Borders:
     """What crosses, found in one sweep over the data edges; `kept` are nodes that take an item from another region."""
-    sweep = _Sweep(owner, index, root, tuple(Border({}, {}, {}) for _ in range(regions)), passes_symbols=passes_symbols)
+    borders = tuple(Border({}, {}, {}, {}) for _ in range(regions))
+    sweep = _Sweep(owner, index, root, borders, passes_symbols=passes_symbols)
     toggles = modes.toggles
     for source, target in index.edges():
         made, used = owner[source], owner[target]
@@ -152,6 +155,8 @@ class _Sweep:
         if not self._crosses_whole(source):
             items = self.taken_apart[source]
             crossings = tuple(Item(source, place) for place in crossing_places(items))
+            if used >= 0 and not items:
+                self.borders[used].empty.setdefault(source)
         if made >= 0:
             for crossing in crossings:
                 self.borders[made].outputs.setdefault(crossing)

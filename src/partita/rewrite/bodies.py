@@ -118,7 +118,7 @@ class _BodyWriter:
         for number in self.border.modules:
             self._write_module(self.nodes[number])
         apart = (crossing.number for crossing in passed if isinstance(crossing, Item))
-        for number in dict.fromkeys(apart) if rebuilds else ():
+        for number in dict.fromkeys((*apart, *self.border.empty)) if rebuilds else ():
             self.env[self.nodes[number]] = rebuilt(self.writer, self.nodes[number], number, self.items)
         return passed
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Proxy
 
 from partita._torch.lowering_ambient import surroundings, watched
 from partita._torch.lowering_containers import Leaf, Shape
+from partita._torch.lowering_gradients import hides_history
 from partita._torch.lowering_guards import Guard
 from partita.runtime.calls import Calls
 from partita.runtime.compilation import Compilation
@@ -118,6 +119,8 @@ class Choice:
         if not around.inference and (around.grad or written) and any(map(_is_inference_tensor, call.values)):
             # Compiled code might save or write a tensor that can be neither, where the body would not.
             return None
+        if around.has_gradients and any(map(hides_history, call.values)):
+            return None  # The body may do what needs no history, such as a write under no_grad.
         signature = signature_of(call, around, written=written, picks_kernels=lowering.picks_kernels)
         open_sizes = self._open_sizes_after(signature)
         variant = self._variants.find(signature, call.values) or self._made(

@@ -13,10 +13,17 @@ from torch.fx import GraphModule, Node
 import partita.hops as hops
 from partita._torch.checkpoint_facts import BodyFacts, note_facts, saves_too_soon
 from partita._torch.node_tags import next_graph_id
+from partita._torch.toggles import ENTER_INFERENCE
 from partita.errors import OptionError, RecomputeError
 from partita.graphs.attributes import find
 from partita.graphs.behaviour_modules import may_draw
-from partita.graphs.later_writes import names_written, readers_before_writes, saved_when_compiled, writers_of
+from partita.graphs.later_writes import (
+    names_written,
+    readers_before_writes,
+    saved_when_compiled,
+    statistics_read_outside,
+    writers_of,
+)
 from partita.graphs.mode import Autocast
 from partita.graphs.program import Program
 from partita.graphs.projections import takes_item
@@ -79,7 +86,7 @@ class Recompute:
                 )
         # A compiler would compute these again from what was written meanwhile.
         needed = set(readers_before_writes(region.nodes)).intersection(keepable(region))
-        return frozenset((*filter(gives_tensors, kept), *needed))
+        return frozenset((*filter(gives_tensors, kept), *needed, *statistics_read_outside(region.nodes)))
 
     def treat_at(self, body: GraphModule, site: Site) -> Called:
         return self._treated(body, {node.name for node in self.kept(site.region)}, site)
@@ -113,7 +120,7 @@ class Recompute:
         kept = {
             node.name
             for node in program.operators()
-            if node.name in kept and not modes.at(number[node]).inference and not _may_run_foreach(node, body)
+            if node.name in kept and not modes.at(number[node]).inference and not _runs_what_loses_history(node, body)
         }
         module = keep_apart(program, kept) if kept else body
         module = wrap_modes(Program(module, caller=site.caller, pure=pure), _WRAPPED).graph_module
@@ -159,13 +166,19 @@ def _whole(nodes: Iterable[Node], region: Region) -> dict[Node, None]:
     return whole
 
 
-def _may_run_foreach(call: Node, root: GraphModule) -> bool:
-    """Whether a call runs a body with a foreach that writes, of which torch loses the gradients where it is kept."""
+def _runs_what_loses_history(call: Node, root: GraphModule) -> bool:
+    """Whether a call runs a body that torch takes history from where it is kept, in front of a dispatch mode (2.13).
+
+    A foreach that writes loses its gradients; a view that is made in inference mode does not require any.
+    """
     targets = [call.target, *(node.target for node in call.all_input_nodes if node.op == "get_attr")]
     bodies = [find(root, target) for target in targets if isinstance(target, str)]
     modules = (module for body in bodies if isinstance(body, nn.Module) for module in body.modules())
     graphs = (module.graph for module in modules if isinstance(module, GraphModule))
-    return any("_foreach_" in str(node.target) for graph in graphs for node in graph.nodes)
+    inside = [node.target for graph in graphs for node in graph.nodes]
+    if any("_foreach_" in str(target) for target in inside):
+        return True
+    return any(target in (ENTER_INFERENCE, hops.wrap_with_inference_mode) for target in (call.target, *inside))
 
 
 def _may_draw_in_training(body: GraphModule) -> bool:

@@ -127,8 +127,11 @@ def input_(draft: Draft, picks: Picks) -> None:
 
 
 def foreach(draft: Draft, picks: Picks) -> None:
+    """Two tensors written by one call; where they overlap, autograd loses a write of one (2.13), and a trace too."""
     targets = (aten._foreach_add_.Scalar, aten._foreach_mul_.Scalar)
-    draft.call(targets[picks[2] % 2], [draft.writable(picks[0]), draft.writable(picks[1])], 0.5)
+    written = [draft.writable(pick) for pick in picks[:2]]
+    _check_apart(draft, *written)
+    draft.call(targets[picks[2] % 2], written, 0.5)
 
 
 def metadata(draft: Draft, picks: Picks) -> None:
