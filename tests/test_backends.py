@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,17 @@ import torch
 from tests.backend_helpers import compiled, fake
 from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita import Tolerance
+from partita._torch import backend_inductor
+from partita._torch.processor import vectors
 from partita.backends import AotEager, AotInductor, Eager, Inductor, backend_names, find_backend
 from partita.backends.backend import is_backend, takes_symbols, tolerance_of, trains
+from partita.backends.calling import Calling
+from partita.backends.storing import stored
 from partita.errors import BackendError, OptionError
 from partita.testing import check_backend
 
@@ -155,6 +163,46 @@ def test_what_inductor_made_is_stored_and_loaded() -> None:
     assert torch.equal(loaded(x)[0], function(x)[0])
     assert torch.equal(*(torch.autograd.grad(made(x)[0].sum(), x)[0] for made in (function, loaded)))
     assert backend.save(loaded) == backend.save(function)
+
+
+def test_inductor_takes_nothing_from_a_cache_that_another_processor_filled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    valid_vec_isa_list()  # Is found by compiling, and kept in the usual cache.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hits = []
+    for processor in ("one", "another", "one"):
+        monkeypatch.setattr(backend_inductor, "vectors", lambda processor=processor: processor)
+        counters.clear()
+        x = torch.ones(3, 2, requires_grad=True)
+        compiled(Inductor(), _waves, (x,))(x)[0].sum().backward()
+        hits.append(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits[:2] == [0, 0] < hits[1:]
+
+
+def _waves(x: Tensor) -> tuple[Tensor]:
+    return (torch.exp(torch.sin(x)),)
+
+
+def test_what_inductor_made_is_loaded_with_the_vectors_that_it_was_made_for() -> None:
+    x = torch.randn(40)
+    narrow = Inductor({"cpp.simdlen": 1})
+    data = narrow.save(compiled(narrow, _waves, (x,)))
+    assert torch.allclose(narrow.load(data)(x)[0], _waves(x)[0])
+    with pytest.raises(BackendError, match=r"vectors '\w+, 1 bits', here '\w+'; compile it again"):
+        Inductor().load(data)
+
+
+@pytest.mark.parametrize("backend", [Inductor(), AotInductor()], ids=_named)
+def test_code_that_uses_more_instructions_than_there_are_is_not_loaded(backend: Any) -> None:
+    data = stored(backend.name, Calling((), (), 0), b"", vectors=vectors())
+    header = json.loads(data.splitlines()[1])
+    header["instructions"].append("avx1024")
+    with pytest.raises(BackendError, match="instructions that are not here: avx1024"):
+        backend.load(b"\n".join((data.splitlines()[0], json.dumps(header).encode(), b"")))
+    del header["instructions"]
+    with pytest.raises(BackendError, match="unknown instructions"):
+        backend.load(b"\n".join((data.splitlines()[0], json.dumps(header).encode(), b"")))
 
 
 def test_sizes_of_inputs_are_stored_with_what_inductor_made() -> None:

@@ -12,8 +12,15 @@ from partita._torch.backend_aot import nothing_is_donated
 from partita._torch.backend_draws import drop_idle_draws
 from partita._torch.backend_fakes import compiling
 from partita._torch.backend_saved_inputs import copy_saved_inputs
+from partita._torch.processor import instructions, vectors
 
-__all__ = ["compile_with_inductor", "function_from_bytes", "function_to_bytes", "inductor_options"]
+__all__ = [
+    "compile_with_inductor",
+    "function_from_bytes",
+    "function_to_bytes",
+    "inductor_options",
+    "vectors_of_inductor",
+]
 
 
 def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -39,11 +46,17 @@ def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Map
 
 
 def _own_cache_keys() -> AbstractContextManager[None]:
-    """Keeps what is compiled here apart from what torch.compile has cached for an equal graph, and the other way."""
+    """Keeps what is compiled here apart from what torch.compile has cached for an equal graph, and the other way.
+
+    Keeps apart, too, what is compiled on different processors. Inductor's caches (torch 2.13) hold source text that is
+    written for vectors of one length, and their keys say nothing of it: where they are shared, a processor with shorter
+    vectors computes only a part of each result.
+    """
     import torch.compiler.config as known
 
     config: Any = known
-    patched: AbstractContextManager[None] = config.patch(cache_key_tag=f"{config.cache_key_tag} {_CACHE_TAG}".strip())
+    tag = " ".join((config.cache_key_tag, _CACHE_TAG, vectors(), *instructions())).strip()
+    patched: AbstractContextManager[None] = config.patch(cache_key_tag=tag)
     return patched
 
 
@@ -61,11 +74,21 @@ def function_to_bytes(function: Callable[..., Any]) -> bytes | None:
     return data
 
 
-def function_from_bytes(data: bytes) -> Callable[..., Any]:
+def function_from_bytes(data: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
     """What `function_to_bytes` stored, ready to be called; its kernels are built again where they are not cached."""
+    from torch._inductor import config
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
-    return AOTCompiledArtifact.deserialize(data)
+    with config.patch(dict(options)):
+        return AOTCompiledArtifact.deserialize(data)
+
+
+def vectors_of_inductor(options: Mapping[str, Any]) -> str:
+    """The vectors that Inductor's source text is written for with these options; built for others, it is wrong."""
+    from torch._inductor import config
+
+    bits = options.get("cpp.simdlen", config.cpp.simdlen)
+    return vectors() if bits is None else f"{vectors()}, {bits} bits"
 
 
 def inductor_options() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.backend_aoti import function_of_package, package_of
 from partita._torch.backend_draws import check_draws
+from partita._torch.processor import vectors
 from partita.backends.adapting import adapt_to_tensors
 from partita.backends.backend import Compiled
 from partita.backends.calling import CompiledBody
@@ -51,15 +52,15 @@ class AotInductor:
         check_draws(body, inputs)
         adapted = adapt_to_tensors(body, inputs)
         package = package_of(body, adapted.inputs, options_for_inductor(self.options))
-        return CompiledBody(function_of_package(package), adapted.calling(), stored=package)
+        return CompiledBody(function_of_package(package), adapted.calling(), stored=package, vectors=vectors())
 
     def save(self, compiled: Compiled) -> bytes:
         """The package with what is needed to call it."""
         if not isinstance(compiled, CompiledBody) or compiled.stored is None:
             raise BackendError(f"aot_inductor stores what it has compiled itself, not a {type(compiled).__name__}")
-        return stored(self.name, compiled.calling, compiled.stored)
+        return stored(self.name, compiled.calling, compiled.stored, vectors=compiled.vectors)
 
     def load(self, data: bytes) -> Compiled:
         """What was stored; it runs native code, so load nothing that you do not trust."""
-        calling, package = restored(self.name, data)
-        return CompiledBody(function_of_package(package), calling, stored=package)
+        calling, package = restored(self.name, data, vectors=vectors())
+        return CompiledBody(function_of_package(package), calling, stored=package, vectors=vectors())

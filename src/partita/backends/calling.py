@@ -106,12 +106,20 @@ class Calling:
 
 @final
 class CompiledBody:
-    """A compiler's function, called and giving like the body that it was made of; `stored` is the function as bytes."""
+    """A compiler's function, called and giving like the body that it was made of.
+
+    `stored` is the function as bytes, and `vectors` names the kind that it was compiled for.
+    """
 
     def __init__(
-        self, function: Callable[..., Sequence[Any]], calling: Calling, *, stored: bytes | None = None
+        self,
+        function: Callable[..., Sequence[Any]],
+        calling: Calling,
+        *,
+        stored: bytes | None = None,
+        vectors: str = "",
     ) -> None:
-        self.function, self.calling, self.stored = function, calling, stored
+        self.function, self.calling, self.stored, self.vectors = function, calling, stored, vectors
         self._inputs = None if calling.passes_on else [each.of for each in calling.inputs]
         self._outputs = None if calling.gives_on else [each.of for each in calling.outputs]
 

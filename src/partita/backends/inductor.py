@@ -10,7 +10,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.backend_draws import check_draws
-from partita._torch.backend_inductor import compile_with_inductor, function_from_bytes, function_to_bytes
+from partita._torch.backend_inductor import (
+    compile_with_inductor,
+    function_from_bytes,
+    function_to_bytes,
+    vectors_of_inductor,
+)
 from partita.backends.adapting import adapt
 from partita.backends.backend import Compiled
 from partita.backends.calling import CompiledBody
@@ -54,8 +59,9 @@ class Inductor:
         """What Inductor makes of the body."""
         check_draws(body, inputs)
         adapted = adapt(body, inputs)
-        function = compile_with_inductor(body, adapted.inputs, options_for_inductor(self.options))
-        return CompiledBody(function, adapted.calling())
+        options = options_for_inductor(self.options)
+        function = compile_with_inductor(body, adapted.inputs, options)
+        return CompiledBody(function, adapted.calling(), vectors=vectors_of_inductor(options))
 
     def save(self, compiled: Compiled) -> bytes:
         """What Inductor made, for another process that has a C++ compiler or Inductor's caches."""
@@ -68,9 +74,11 @@ class Inductor:
                 "what they compute; compile it again where it is needed, or capture the program with partita.capture, "
                 "which leaves nothing but operators in it"
             )
-        return stored(self.name, compiled.calling, code)
+        return stored(self.name, compiled.calling, code, vectors=compiled.vectors)
 
     def load(self, data: bytes) -> Compiled:
         """What was stored; it runs code, so load nothing that you do not trust."""
-        calling, code = restored(self.name, data)
-        return CompiledBody(function_from_bytes(code), calling, stored=code)
+        options = options_for_inductor(self.options)
+        vectors = vectors_of_inductor(options)
+        calling, code = restored(self.name, data, vectors=vectors)
+        return CompiledBody(function_from_bytes(code, options), calling, stored=code, vectors=vectors)
