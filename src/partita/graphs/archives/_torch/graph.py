@@ -406,8 +406,12 @@ def _kinds_for(written: str) -> frozenset[str]:
 
 
 def _has_length(argument: Any, length: int) -> bool:
-    """Whether a list has as many numbers as kernels read from it; one stands for all, and none for the default."""
-    return argument.N == 1 or length in (1, argument.N) or (length == 0 and argument.has_default_value())
+    """Whether a list has as many numbers as kernels read from it; one stands for all, and none for the default.
+
+    The strides of a pool are those of its kernel by default, for which its backward has no default.
+    """
+    is_default = length == 0 and (argument.has_default_value() or argument.name == "stride")
+    return is_default or argument.N == 1 or length in (1, argument.N)
 
 
 def _keyword(name: Data) -> str:
