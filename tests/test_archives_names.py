@@ -350,6 +350,34 @@ def test_modules_that_python_reads_as_others_are_refused(small: Path, tmp_path: 
         load_exported(written(small, tmp_path / "m.pt2", nodes))
 
 
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (";".join(f"k{place},,M" for place in range(102)), "it is in 102 modules"),
+        ("L__self__,,M;k,][,M", "is no module"),
+        ("L__self__,,M;k,a[,M", "is no module"),
+        (f"L__self__,,M;k,{'a' * 1001},M", "is no module"),
+        (f"L__self__,,M;k,a,{'a.' * 600}M", "is no module"),
+        (f"L__self__,,M;{'k' * 1001},a,M", "is no module"),
+    ],
+    ids=["deep", "brackets that close first", "brackets that stay open", "long path", "long class", "long key"],
+)
+def test_modules_that_no_node_is_in_are_refused(small: Path, tmp_path: Path, stack: str, words: str) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": stack}
+    with pytest.raises(ArchiveError, match=words):
+        load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+def test_modules_with_brackets_around_commas_are_read(small: Path, tmp_path: Path) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": "L__self__,,M;k,a[0, 1],N[int, str]"}
+    (found,) = load_exported(written(small, tmp_path / "m.pt2", nodes)).graph.find_nodes(
+        op="call_function", target=torch.ops.aten.sin.default
+    )
+    assert found.meta["nn_module_stack"] == {"L__self__": ("", "M"), "k": ("a[0, 1]", "N[int, str]")}
+
+
 @pytest.mark.parametrize("name", ["\uff54o_folder", "_guards_fn", "validate_inputs", "_in_spec", "code"])
 def test_a_module_with_the_name_of_something_else_can_be_cut(name: str) -> None:
     class Model(nn.Module):

@@ -27,11 +27,13 @@ from partita.graphs.archives._torch.operators import (
     operators_of,
 )
 from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
-from partita.graphs.archives.data import Data
+from partita.graphs.archives.data import LONGEST_NAME, Data
 
 __all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
 
 _DEEPEST = 40
+#: Of modules around a node, as of dots in the path of one.
+_MOST_MODULES = 101
 #: How an argument is passed.
 _POSITIONAL, _KEYWORD = 1, 2
 #: The operators that call others have two arguments of their own, of which the one called is one.
@@ -437,6 +439,8 @@ def _metadata(data: Data | None) -> dict[str, Any]:
     modules = data.get("nn_module_stack") if data is not None else None
     custom = data.get("custom") if data is not None else None
     entries = modules.text().split(";") if modules is not None and modules.value else ()
+    if modules is not None and len(entries) > _MOST_MODULES:
+        modules.malformed(f"it is in {len(entries)} modules, each in the one before, which no node is")
     found: dict[str, Any] = {"nn_module_stack": dict(_module(Data(entry, modules, "entry")) for entry in entries)}
     return found if custom is None else {**found, "custom": annotations_of(custom)}
 
@@ -463,14 +467,16 @@ def _module(entry: Data) -> tuple[str, tuple[str, str]]:
     """A key, the path of a module and the name of its class, between commas that stand in no brackets."""
     # Parts of a program are called by the modules that they came from.
     Data(entry.value.replace("L['self']", ""), entry, "entry").normal_text()
-    commas, depth = [-1], 0
+    commas, depth, least = [-1], 0, 0
     for place, letter in enumerate(entry.value):
         depth += (letter in "[(") - (letter in ")]")
+        least = min(least, depth)
         if letter == "," and depth == 0:
             commas.append(place)
-    if len(commas) != 3:
+    parts = [entry.value[a + 1 : b] for a, b in zip(commas, (*commas[1:], None), strict=True)]
+    if len(parts) != 3 or depth or least < 0 or max(map(len, parts)) > LONGEST_NAME:
         entry.malformed(f"{entry.value[:100]!r} is no module")
-    key, path, kind = (entry.value[a + 1 : b] for a, b in zip(commas, (*commas[1:], None), strict=True))
+    key, path, kind = parts
     return key, (path, kind)
 
 
