@@ -6,6 +6,7 @@ Every attack touches a canary file. The first test shows that torch falls for it
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import warnings
@@ -20,6 +21,7 @@ import torch
 from tests.archive_helpers import Spoilt, X, call, exported, plain_poison, poison
 from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from partita.errors import ArchiveError, UntrustedArchiveError
 from partita.graphs.archives import inspect_archive, load_exported
@@ -201,6 +203,28 @@ def in_a_factory_of_the_outputs(spoilt: Spoilt, canary: Path) -> None:
     )
 
 
+class Job:
+    """A container of somebody's that was registered for vmap, and not to be saved: its context is its own."""
+
+    def __init__(self, parts: list[Any], command: Any) -> None:
+        self.parts = parts
+        self.command = command
+
+
+def in_a_container_without_a_name(spoilt: Spoilt, canary: Path) -> None:
+    if Job not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            Job,
+            lambda job: (job.parts, job.command),
+            lambda parts, command: os.system(command[0]),  # type: ignore[arg-type, return-value]
+        )
+    spoilt.program(
+        lambda program: program["graph_module"]["module_call_graph"][0]["signature"].update(
+            out_spec=tree("NO_SERIALIZED_TYPE_NAME_FOUND", json.dumps([f"touch {canary}"]))
+        )
+    )
+
+
 #: The attack, and the member that the error must name.
 ATTACKS: dict[str, tuple[Attack, str]] = {
     "weight": (in_a_weight, "data/weights/weight_"),
@@ -208,6 +232,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "opaque object": (in_an_opaque_object, "data/constants/opaque_obj_0"),
     "old weights": (in_old_weights, "data/weights/model.pt"),
     "old constants": (in_old_constants, "data/constants/model.pt"),
+    "container": (in_a_container_without_a_name, "models/model.json"),
     "expression": (in_an_expression, "models/model.json"),
     "guard": (in_a_guard, "models/model.json"),
     "input": (in_the_name_of_an_input, "models/model.json"),

@@ -162,11 +162,80 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
 }
 
 
+def named(target: str, result: str, **given: Any) -> Any:
+    """A node whose arguments go by their names in the schema."""
+    made = node(target, list(given.values()), result)
+    for one, name in zip(made["inputs"], given, strict=True):
+        one |= {"name": name, "kind": 2}
+    return made
+
+
+ATEN, PREDISPATCH = "torch.ops.aten.", "torch._functorch.predispatch."
+ONE, HUGE = {"as_int": 1}, {"as_int": 2**31 - 1}
+CLONE = {"as_operator": f"{ATEN}clone.default"}
+
+
+def by_name_before_the_operator() -> Any:
+    """An operator that calls another, with the argument of that in front of it."""
+    made = node("torch.ops.higher_order.auto_functionalized", [HUGE, CLONE], "c")
+    made["inputs"][0] |= {"name": "memory_format", "kind": 2}
+    return made
+
+
+REFUSED |= {
+    f"an argument of another type, {case}": ([made, sine("x", "r")], words)
+    for case, made, words in (
+        ("memory format", named(f"{ATEN}clone.default", "c", self=value("x"), memory_format=HUGE), "takes no int"),
+        ("dtype", named(f"{ATEN}softmax.int", "c", self=value("x"), dim=ONE, dtype=HUGE), "takes no int for 'dtype'"),
+        ("layout", named(f"{ATEN}zeros_like.default", "c", self=value("x"), layout=HUGE), "takes no int for 'layout'"),
+        ("device", named(f"{ATEN}zeros_like.default", "c", self=value("x"), device=HUGE), "takes no int for 'device'"),
+        (
+            "symbolic dtype",
+            named(f"{ATEN}softmax.int", "c", self=value("x"), dim=ONE, dtype={"as_sym_int": ONE}),
+            "takes no sym int for 'dtype'",
+        ),
+        ("none", named(f"{ATEN}softmax.int", "c", self=value("x"), dim={"as_none": True}), "takes no none for 'dim'"),
+        ("list", named(f"{ATEN}softmax.int", "c", self=value("x"), dim={"as_ints": [1]}), "takes no ints for 'dim'"),
+        ("tensor", named(f"{ATEN}sin.default", "c", self={"as_tensors": [{"name": "x"}]}), "takes no tensors"),
+        (
+            "short list",
+            named(f"{ATEN}avg_pool2d.default", "c", self=value("x"), kernel_size={"as_ints": []}),
+            "takes no 0 numbers for 'kernel_size', but 2",
+        ),
+        ("by name to what is called", by_name_before_the_operator(), "takes no int for 'memory_format'"),
+        (
+            "by place to what is called",
+            node("torch.ops.higher_order.with_effects", [value("x"), CLONE, value("x"), HUGE], "c"),
+            "takes no int for 'memory_format'",
+        ),
+        ("batch dimension", named(f"{ATEN}_remove_batch_dim.default", "c", self=value("x")), "does more than compute"),
+        (
+            "place of a dimension",
+            node(f"{PREDISPATCH}_remove_batch_dim", [value("x"), {"as_int": 7}, ONE, {"as_int": -2}], "c"),
+            "elsewhere than to the front",
+        ),
+    )
+}
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_means_more_than_it_says_is_refused(small: Path, tmp_path: Path, case: str) -> None:
     nodes, words = REFUSED[case]
     with pytest.raises(UntrustedArchiveError, match=words):
         load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+def test_arguments_that_torch_turns_into_the_type_of_the_schema_are_loaded(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pooled = torch.ops.aten.avg_pool2d(x + 1, 2, [])
+            halved = torch.ops.aten.upsample_nearest2d.vec(pooled, None, [2, 2])
+            summed = halved.sum(1, dtype=torch.float64).clone(memory_format=torch.contiguous_format)
+            return torch.ops.aten.add.Tensor(summed, 2, alpha=3).to(torch.device("cpu"), torch.float32)
+
+    x = torch.linspace(-1, 1, 64).reshape(1, 4, 4, 4)
+    torch.export.save(torch.export.export(Model(), (x,)), tmp_path / "m.pt2")
+    assert torch.equal(load_exported(tmp_path / "m.pt2").module()(x), Model()(x))
 
 
 @pytest.mark.parametrize("name", ["device", "input", "type", "print", "inf", "args", "x_007", "output"])
@@ -279,6 +348,34 @@ def test_modules_that_python_reads_as_others_are_refused(small: Path, tmp_path: 
     nodes[0]["metadata"] = {"nn_module_stack": "L__self__,,M;k,\uff54o_folder,torch.nn.Linear"}
     with pytest.raises(UntrustedArchiveError, match="is another name for Python"):
         load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (";".join(f"k{place},,M" for place in range(102)), "it is in 102 modules"),
+        ("L__self__,,M;k,][,M", "is no module"),
+        ("L__self__,,M;k,a[,M", "is no module"),
+        (f"L__self__,,M;k,{'a' * 1001},M", "is no module"),
+        (f"L__self__,,M;k,a,{'a.' * 600}M", "is no module"),
+        (f"L__self__,,M;{'k' * 1001},a,M", "is no module"),
+    ],
+    ids=["deep", "brackets that close first", "brackets that stay open", "long path", "long class", "long key"],
+)
+def test_modules_that_no_node_is_in_are_refused(small: Path, tmp_path: Path, stack: str, words: str) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": stack}
+    with pytest.raises(ArchiveError, match=words):
+        load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+def test_modules_with_brackets_around_commas_are_read(small: Path, tmp_path: Path) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": "L__self__,,M;k,a[0, 1],N[int, str]"}
+    (found,) = load_exported(written(small, tmp_path / "m.pt2", nodes)).graph.find_nodes(
+        op="call_function", target=torch.ops.aten.sin.default
+    )
+    assert found.meta["nn_module_stack"] == {"L__self__": ("", "M"), "k": ("a[0, 1]", "N[int, str]")}
 
 
 @pytest.mark.parametrize("name", ["\uff54o_folder", "_guards_fn", "validate_inputs", "_in_spec", "code"])

@@ -11,8 +11,10 @@ from tests.exported_helpers import CASES, LINEAR, Answer, Case, Model, Pair, cas
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, unflatten
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Graph
 
 from partita import Program, fingerprint, inline, plan, verify
+from partita.graphs.module_stacks import settle_stacks
 from partita.policies import AroundOperators, ByLabel
 from partita.treatments import Call, Mark
 
@@ -25,6 +27,53 @@ def _call(exported: ExportedProgram, case: Case) -> Any:
 
 def _kinds(exported: ExportedProgram) -> list[tuple[OutputKind, str | None]]:
     return [(spec.kind, spec.target) for spec in exported.graph_signature.output_specs]
+
+
+class Counted(str):
+    """A text that counts how often any of them is hashed."""
+
+    __slots__ = ()
+    hashed = 0
+
+    def __hash__(self) -> int:
+        Counted.hashed += 1
+        return super().__hash__()
+
+    __eq__ = str.__eq__
+
+
+def test_the_modules_around_a_node_are_looked_at_once_each() -> None:
+    def work(depth: int) -> int:
+        graph = Graph()
+        x = graph.placeholder("x")
+        for call in range(4):
+            x = graph.call_function(torch.sin, (x,))
+            around = {f"{call}_{level}": (Counted("a"), "M") for level in range(depth)}
+            x.meta["nn_module_stack"] = {f"{call}": ("", "M"), **around}
+        Counted.hashed = 0
+        settle_stacks(graph)
+        assert len(x.meta["nn_module_stack"]) == depth + 1
+        return Counted.hashed
+
+    assert work(400) < 2.1 * work(200)
+
+
+def test_a_node_stays_out_of_a_call_that_has_ended() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    stacks: list[dict[str, Any]] = [
+        {"": ("", "M"), "a": ("a", "A"), "b": ("a.b", "B")},
+        {"": ("", "M"), "a": ("a", "A")},
+        {"": ("", "M"), "a": ("a", "A"), "b": ("a.b", "B")},
+        {"": ("", "M"), "c": ("c", "C"), "b": ("a.b", "B")},
+        {"": ("", "M"), "a": ("a", "A")},
+    ]
+    for stack in stacks:
+        x = graph.call_function(torch.sin, (x,))
+        x.meta["nn_module_stack"] = stack
+    settle_stacks(graph)
+    settled = [list(node.meta["nn_module_stack"]) for node in graph.find_nodes(op="call_function", target=torch.sin)]
+    assert settled == [["", "a", "b"], ["", "a"], ["", "a"], ["", "c", "b"], [""]]
 
 
 def test_a_region_is_one_call_of_its_body_and_outputs_keep_their_names() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -101,6 +103,80 @@ def test_calls_without_a_record_are_in_the_modules_that_they_name() -> None:
     for node in traced.graph.nodes:
         node.meta.pop("nn_module_stack", None)
     assert [region.name for region in ByModule("layers.?")(Program.of(traced))] == ["layers_0", "layers_1"]
+
+
+def noted(path: str, kind: type | str = nn.Linear) -> Program:
+    """A sine in a module of this path and class."""
+    graph = Graph()
+    graph.output(graph.call_function(torch.sin, (graph.placeholder("x"),)))
+    graph.find_nodes(op="call_function", target=torch.sin)[0].meta["nn_module_stack"] = {"key": (path, kind)}
+    return Program.of(GraphModule(nn.Module(), graph))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "L['self']._modules['a[b'].0",
+        "L['self']['a[b'][0]",
+        'G["models"]._modules["a[b"][0]',
+        "a[b.0",
+        "L['self'].a[b[0]",
+    ],
+)
+def test_items_in_a_path_are_steps(path: str) -> None:
+    (region,) = ByModule("a[[]b.0")(noted(path))
+    assert region.label == "a[b.0"
+
+
+class Engine:
+    """Something in a program whose property does work."""
+
+    asked = False
+
+    @property
+    def connection(self) -> type:
+        Engine.asked = True
+        return nn.Linear
+
+
+engine = Engine()
+
+
+class Lazy(ModuleType):
+    """A module that makes what it is asked for."""
+
+    def __getattr__(self, name: str) -> type:
+        Engine.asked = True
+        return nn.Linear
+
+
+class Waiting(Lazy):
+    """A module that is loaded as soon as it is asked for anything."""
+
+    def __getattribute__(self, name: str) -> object:
+        Engine.asked = True
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    "kind", [f"{__name__}.engine.connection", "lazy.Linear", "waiting.Linear", "proxy.Linear", "torch.classes.foo.Bar"]
+)
+def test_to_look_for_a_class_runs_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in (("lazy", Lazy("lazy")), ("waiting", Waiting("waiting")), ("proxy", engine)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Engine, "asked", False)
+    assert not ByModule(classes=nn.Linear)(noted("layer", kind))
+    assert not Engine.asked
+
+
+class Outer:
+    class Inner(nn.Linear):
+        pass
+
+
+@pytest.mark.parametrize("kind", [f"{__name__}.Outer.Inner", "torch.nn.modules.linear.Linear"])
+def test_classes_are_found_by_their_names(kind: str) -> None:
+    assert len(ByModule(classes=nn.Linear)(noted("layer", kind))) == 1
 
 
 def test_what_cannot_run_in_one_call_with_its_module_is_left_out() -> None:

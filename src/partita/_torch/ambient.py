@@ -1,15 +1,17 @@
-"""Ambient modes: grad, inference and autocast as a call finds them, and putting them back after an error."""
+"""Ambient modes: grad, inference, autocast and transforms as a call finds them; putting them back after an error."""
 
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.fx import Interpreter
+
+from partita._torch.functorch_levels import close_levels, count_levels
 
 __all__ = ["Ambient", "can_autocast", "read_ambient", "restore_after_error", "restore_autocast"]
 
@@ -33,6 +35,8 @@ class Ambient:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     autocast_depth: int
+    #: Of transforms of torch.func; an operator in one may run its body in a level less, under the same modes.
+    levels: int = field(compare=False)
 
 
 def read_ambient() -> Ambient:
@@ -45,6 +49,7 @@ def read_ambient() -> Ambient:
         ),
         autocast_cache=_is_autocast_cache_enabled(),
         autocast_depth=_autocast_depth(),
+        levels=count_levels(),
     )
 
 
@@ -74,6 +79,7 @@ def restore_autocast(found: Ambient) -> None:
 
 def restore_after_error(found: Ambient, error: BaseException) -> None:
     """Puts back the modes in `found` after `error` has left a graph with its own still set."""
+    close_levels(found.levels)
     # The guards of open inference blocks live in the frames that raised. Each restores all modes as it found them, so
     # the innermost goes first.
     for guard in reversed(_open_guards(error.__traceback__)):

@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _WrappedCall
 from torch.utils import _pytree as pytree
 
 from partita._torch.ambient import read_ambient, restore_after_error
 from partita._torch.blank_modules import blank_attributes
+from partita._torch.functorch_levels import Entered, close_dual_level, entered_by, entered_by_any, is_dual_level_open
 from partita._torch.graph_records import graph_from_record, is_plain, record_of_graph
 from partita._torch.pause_gc import gc_paused
 from partita._torch.torch_operators import WRAP_WITH_SET_GRAD_ENABLED
 from partita._torch.unread_nodes import keep_unread_nodes, keeps_unread_nodes
 
-__all__ = ["LazyModule", "generate_code", "lazy_module", "make_lazy_again"]
+__all__ = ["LazyModule", "generate_code", "lazy_module", "make_lazy_again", "restore_levels"]
 
 # The specification of a leaf is an instance of a class that torch 2.13 deprecates, so that every copy and pickle of a
 # module with one would warn. Copied as what `treespec_leaf` gives, it is the same and says nothing.
@@ -45,6 +46,8 @@ class LazyModule(_LazyGraphModule):
     _restores_modes: bool
     #: Whether the graph ends with the grad mode that its caller is taken to have; calling it puts back the real one.
     _restores_grad: bool
+    #: The levels of transforms that the graph and its parts start, once there is code.
+    _entered = Entered(transform=False, dual_level=False)
 
     @property
     def __call__(self) -> Any:  # type: ignore[override]
@@ -65,16 +68,20 @@ class LazyModule(_LazyGraphModule):
         # The code's own `__call__`, installed below, would look for the one above it, which is the property here.
         cls._wrapped_call = _WrappedCall(cls, _call_as_module)
         code = super()._real_recompile()
-        leaves_modes = self.graph.find_nodes(op="call_function", target=WRAP_WITH_SET_GRAD_ENABLED, sort=False)
-        if self.__dict__.get("_restores_modes") or leaves_modes:
-            cls.forward = _keep_modes(cls.forward, grad=bool(self.__dict__.get("_restores_grad")))
-        if self.__dict__.get("_is_part"):
-            # The wrapper that shows the failing line of generated code is around the outer module already.
-            cls.__call__ = _call_as_module
         # Code that calls parts is about to need theirs; parts that went to a compiler are no lazy modules any more.
         for child in self.children():
             if isinstance(child, LazyModule):
                 child.real_recompile()
+        inner = [child for child in self.children() if isinstance(child, GraphModule)]
+        entered = [child._entered if isinstance(child, LazyModule) else entered_by(child.graph) for child in inner]
+        cls._entered = entered_by_any([entered_by(self.graph), *entered])
+        leaves_modes = self.graph.find_nodes(op="call_function", target=WRAP_WITH_SET_GRAD_ENABLED, sort=False)
+        if self.__dict__.get("_restores_modes") or leaves_modes or any(cls._entered):
+            keeps_grad = bool(self.__dict__.get("_restores_grad"))
+            cls.forward = _keep_modes(cls.forward, grad=keeps_grad, dual_level=cls._entered.dual_level)
+        if self.__dict__.get("_is_part"):
+            # The wrapper that shows the failing line of generated code is around the outer module already.
+            cls.__call__ = _call_as_module
         return code
 
     def recompile(self) -> Any:  # type: ignore[override]
@@ -194,18 +201,45 @@ def _unpickle(class_name: str, state: dict[str, Any], record: Any) -> LazyModule
     return module
 
 
-def _keep_modes(forward: Callable[..., Any], *, grad: bool) -> Callable[..., Any]:
-    """`forward` that restores the modes when it raises, and with `grad` the grad mode in any case."""
+class _RestoringModule(GraphModule):
+    """A graph module of torch whose code leaves the transforms that it entered when a node raises."""
+
+    def recompile(self) -> Any:
+        code, cls = super().recompile(), type(self)
+        cls.forward = _keep_modes(cls.forward, grad=False, dual_level=_entered_in(self).dual_level)
+        return code
+
+
+def restore_levels(module: GraphModule) -> None:
+    """Lets a module of torch, and its copies, leave the transforms that its graphs enter when a node raises."""
+    if any(_entered_in(module)):
+        # Each graph module has a class of its own, below the one that it was made from.
+        own, made_from = type(module), type(module).__bases__[0]
+        own.__bases__ = (type(made_from)("_RestoringModule", (_RestoringModule, made_from), {}),)
+        module.recompile()
+
+
+def _entered_in(module: nn.Module) -> Entered:
+    return entered_by_any(entered_by(inner.graph) for inner in module.modules() if isinstance(inner, GraphModule))
+
+
+def _keep_modes(forward: Callable[..., Any], *, grad: bool, dual_level: bool) -> Callable[..., Any]:
+    """`forward` that restores the modes when it raises, and with `grad` the grad mode in any case.
+
+    With `dual_level`, the level of forward-mode AD is one of them.
+    """
 
     @functools.wraps(forward)
     def forward_keeping_modes(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return run(self, *args, **kwargs)
-        ambient = read_ambient()
+        ambient, had_dual_level = read_ambient(), dual_level and is_dual_level_open()
         try:
             return run(self, *args, **kwargs)
         except BaseException as error:
             restore_after_error(ambient, error)
+            if dual_level and not had_dual_level:
+                close_dual_level()
             raise
 
     def keep_grad(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.capture_fresh_modes import fresh_modes
 from partita._torch.export_guards import guards_of, set_guards
 from partita._torch.input_guards import callers_take_guards, check_inputs
+from partita._torch.lazy_modules import restore_levels
 from partita._torch.schemas import viewed_node, written_nodes
 from partita.errors import ModeError
 
@@ -32,6 +33,7 @@ class ModeKeepingProgram(ExportedProgram):
         if check_guards and callers_take_guards():
             check_inputs(module, self)
             module.recompile()
+        restore_levels(module)
         return module
 
     def run_decompositions(

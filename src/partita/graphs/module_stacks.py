@@ -45,8 +45,10 @@ def settle_stacks(graph: Graph) -> None:
 
     A node that would go back into a call which has ended stays in the call around it; an item goes with its source.
     """
-    current: tuple[tuple[str, Any], ...] = ()
-    ended: set[tuple[tuple[str, Any], ...]] = set()
+    # A call has a number of its own inside of each other: stacks as a whole would take memory like their depth squared.
+    numbers: dict[tuple[int, tuple[str, Any]], int] = {}
+    current: list[int] = []
+    ended: set[int] = set()
     for node in graph.nodes:
         source = node.args[0] if node.target is operator.getitem else None
         stack = (source if isinstance(source, Node) else node).meta.get(_KEY) or node.meta.get(_KEY)
@@ -55,9 +57,12 @@ def settle_stacks(graph: Graph) -> None:
         calls = tuple(stack.items())
         if calls[0][1][0] != "":  # What torch adds to a graph belongs wherever it stands.
             continue
-        if calls != current:
-            depth = next((at for at in range(1, len(calls) + 1) if calls[:at] in ended), len(calls) + 1) - 1
-            calls = calls[:depth]
-            ended.update(current[:at] for at in range(1, len(current) + 1) if current[:at] != calls[:at])
-            current = calls
-        node.meta[_KEY] = dict(calls)
+        running, number = list[int](), 0
+        for call in calls:
+            number = numbers.setdefault((number, call), len(numbers) + 1)
+            if number in ended:
+                break
+            running.append(number)
+        ended.update(set(current).difference(running))
+        current = running
+        node.meta[_KEY] = dict(calls[: len(running)])

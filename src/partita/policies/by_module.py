@@ -10,7 +10,7 @@ from typing import final
 from torch.fx import Node
 
 from partita.errors import OptionError
-from partita.graphs.imported import imported
+from partita.graphs.imported import imported_class
 from partita.graphs.program import Program
 from partita.policies.asking import asked
 from partita.policies.legal_partition import legal_partition
@@ -85,7 +85,7 @@ class ByModule:
 
     def _is_class(self, traced: type | str) -> bool:
         # torch.export writes down the names of classes, the other tracers the classes.
-        found = imported(traced) if isinstance(traced, str) else traced
+        found = imported_class(traced) if isinstance(traced, str) else traced
         full_name = traced if isinstance(traced, str) else f"{traced.__module__}.{traced.__qualname__}"
         assert isinstance(self.classes, tuple)
         for wanted in self.classes:

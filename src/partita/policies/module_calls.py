@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import nn
@@ -51,7 +51,7 @@ def _calls_by_name(target: str, root: nn.Module) -> tuple[ModuleCall, ...]:
     )
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _plain_path(path: str) -> str:
     """The path below the module that was traced, or nothing for that itself.
 
@@ -60,10 +60,12 @@ def _plain_path(path: str) -> str:
     if path.startswith(_NO_RECORD):
         return ""
     below = _WHERE_DYNAMO_FOUND_IT.sub("", path)
-    steps = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", below).split(".")
+    steps = _ITEM.sub(r".\1\2", below).split(".")
     return ".".join(step for step in steps if step and step != "_modules")
 
 
 #: What torch.export writes where it adds nodes of its own.
 _NO_RECORD = "_empty_nn_module_stack"
 _WHERE_DYNAMO_FOUND_IT = re.compile(r"^[LG]\[['\"][^'\"]*['\"]\](\.__closure__\[\d+\]\.cell_contents)?")
+#: An item by a text or a number, read in one go: nothing in it can be the beginning of another one.
+_ITEM = re.compile(r"\[(?:['\"]([^'\"\]]*)['\"]|([^'\"\[\]]*))\]")

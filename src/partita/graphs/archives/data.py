@@ -14,13 +14,13 @@ from torch.fx import Graph, GraphModule
 
 from partita._torch.names import ADDED_BY_EXPORT
 
-__all__ = ["Data", "MalformedError", "NotDataError", "RefusedError"]
+__all__ = ["LONGEST_NAME", "Data", "MalformedError", "NotDataError", "RefusedError"]
 
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
 MOST_VALUES = 20_000_000
 _MOST_LETTERS = 100_000
 #: To normalize a text takes time that grows like the square of its length.
-_LONGEST_NAME = 1_000
+LONGEST_NAME = 1_000
 
 
 class RefusedError(Exception):
@@ -174,7 +174,7 @@ class Data:
     def normal_text(self) -> str:
         """A plain text that Python would not take for another one, should it become a name."""
         found = self.plain_text()
-        if not found.isascii() and (len(found) > _LONGEST_NAME or normalize("NFKC", found) != found):
+        if not found.isascii() and (len(found) > LONGEST_NAME or normalize("NFKC", found) != found):
             self.refuse(f"{found[:100]!r} is another name for Python")
         return found
 
@@ -182,7 +182,7 @@ class Data:
         """A name of Python, of a node or an argument: it becomes a variable of the code that torch.fx generates."""
         found = self.text()
         # Python takes names that normalize alike for one name.
-        is_name = len(found) <= _LONGEST_NAME and found.isidentifier() and not keyword.iskeyword(found)
+        is_name = len(found) <= LONGEST_NAME and found.isidentifier() and not keyword.iskeyword(found)
         if not is_name or normalize("NFKC", found) != found:
             self.refuse(f"{found[:100]!r} is no name of Python")
         if found in _OF_GENERATED_CODE:

@@ -6,10 +6,12 @@ import cmath
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import exported_program as torch_exported
 from torch.fx import Graph, GraphModule, Node
@@ -25,13 +27,17 @@ from partita.graphs.archives._torch.operators import (
     operators_of,
 )
 from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
-from partita.graphs.archives.data import Data
+from partita.graphs.archives.data import LONGEST_NAME, Data
 
 __all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
 
 _DEEPEST = 40
+#: Of modules around a node, as of dots in the path of one.
+_MOST_MODULES = 101
 #: How an argument is passed.
 _POSITIONAL, _KEYWORD = 1, 2
+#: The operators that call others have two arguments of their own, of which the one called is one.
+_FIRST_OF_CALLED = 2
 #: How many values in lists and outputs each node may have on average: torch.fx writes all of them down as code.
 _VALUES_OF_NODE = 64
 
@@ -170,10 +176,13 @@ class GraphReader:
         return args, kwargs
 
     def _of_argument(self, target: OpOverload, argument: Any, given: Data) -> Any:
-        """An argument; a text only where the schema has one, since compilers paste numbers into code."""
+        """An argument of the type that the schema has: torch itself takes any integer for a dtype, and crashes."""
         kind, content = given.choice()
-        if kind in ("as_string", "as_strings") and "str" not in str(argument.type):
-            given.refuse(f"{target} takes no text for {argument.name!r}")
+        if kind not in _kinds_for(str(argument.real_type)):
+            what = "text" if kind in _TEXTS else kind.removeprefix("as_").replace("_", " ")
+            given.refuse(f"{target} takes no {what[:40]} for {argument.name!r}")
+        if argument.N and isinstance(content.value, list) and not _has_length(argument, len(content.value)):
+            given.refuse(f"{target} takes no {len(content.value)} numbers for {argument.name!r}, but {argument.N}")
         if kind == "as_string" and argument.name in ("assert_msg", "msg", "api_name"):
             return content.message()
         if kind == "as_string" and target.namespace not in NAMESPACES:
@@ -184,20 +193,35 @@ class GraphReader:
         """The arguments of an operator without a schema; what it calls is a graph of the file, or an operator."""
         bodies, operators = bodies_of(target), operators_of(target)
         args, kwargs = list[Any](), dict[str, Any]()
+        by_name, called = list[Data](), None
         for data in inputs:
             place, given = len(args), data["arg"]
             if data.value.get("kind") != _POSITIONAL and data["name"].value != "":
-                kwargs[_keyword(data["name"])] = self._argument(given)
+                by_name.append(data)
             elif place in bodies:
                 args.append(self._body(_of_kind(given, "as_graph")))
             elif place in operators:
-                called = self._operator(_of_kind(given, "as_operator"))
-                args.append(called if isinstance(called, OpOverload) else given.refuse("it is no single operator"))
+                found = self._operator(_of_kind(given, "as_operator"))
+                called = found if isinstance(found, OpOverload) else given.refuse("it is no single operator")
+                args.append(called)
             else:
-                args.append(self._argument(given))
+                args.append(self._passed_on(called, place - _FIRST_OF_CALLED, given))
+        for data in by_name:  # Only now it is known what they are given to.
+            keyword = _keyword(data["name"])
+            kwargs[keyword] = self._passed_on(called, keyword, data["arg"])
         if len(args) <= max((*bodies, *operators), default=-1):
             inputs.malformed("what it calls is missing")
+        if target is predispatch._remove_batch_dim and (kwargs or args[3:] != [0] or type(args[3]) is not int):
+            inputs.refuse("it moves a dimension elsewhere than to the front, where torch does not check the place")
         return args, kwargs
+
+    def _passed_on(self, called: OpOverload | None, which: str | int, given: Data) -> Any:
+        """An argument of an operator without a schema, which may be one of the operator that it calls."""
+        if called is not None:
+            for place, argument in enumerate(called._schema.arguments):
+                if which in (place, argument.name):
+                    return self._of_argument(called, argument, given)
+        return self._argument(given)
 
     def _of_item(self, inputs: Data) -> list[Any]:
         """The container and the place of what is taken out of it."""
@@ -365,6 +389,33 @@ def value_name(given: Data) -> str:
     return content["name" if kind == "as_tensor" else "as_name"].name()
 
 
+@cache
+def _kinds_for(written: str) -> frozenset[str]:
+    """The kinds of values that an argument of a type of schemas takes; no text where a type is not known.
+
+    Numbers become tensors, and numbers of other kinds, and lists of one number, as schemas have it.
+    """
+    match = _TYPE.fullmatch(written)
+    if match is None:
+        return frozenset(_ARGUMENTS) - _TEXTS
+    is_optional, is_list, of_optionals, name = match.groups()
+    kinds = _TAKEN[name]
+    if name == "Tensor" and (is_optional or of_optionals):
+        kinds |= {"as_optional_tensor"}
+    if is_list:
+        kinds = frozenset(f"{one}s" for one in kinds) | (_NUMERALS & kinds)
+    return kinds | {"as_none"} if is_optional else kinds
+
+
+def _has_length(argument: Any, length: int) -> bool:
+    """Whether a list has as many numbers as kernels read from it; one stands for all, and none for the default.
+
+    The strides of a pool are those of its kernel by default, for which its backward has no default.
+    """
+    is_default = length == 0 and (argument.has_default_value() or argument.name == "stride")
+    return is_default or argument.N == 1 or length in (1, argument.N)
+
+
 def _keyword(name: Data) -> str:
     """A keyword of an operator that runs graphs; some are functions that it calls."""
     return name.refuse("it is a function that is called") if name.name().endswith("_fn") else name.name()
@@ -388,6 +439,8 @@ def _metadata(data: Data | None) -> dict[str, Any]:
     modules = data.get("nn_module_stack") if data is not None else None
     custom = data.get("custom") if data is not None else None
     entries = modules.text().split(";") if modules is not None and modules.value else ()
+    if modules is not None and len(entries) > _MOST_MODULES:
+        modules.malformed(f"it is in {len(entries)} modules, each in the one before, which no node is")
     found: dict[str, Any] = {"nn_module_stack": dict(_module(Data(entry, modules, "entry")) for entry in entries)}
     return found if custom is None else {**found, "custom": annotations_of(custom)}
 
@@ -414,14 +467,16 @@ def _module(entry: Data) -> tuple[str, tuple[str, str]]:
     """A key, the path of a module and the name of its class, between commas that stand in no brackets."""
     # Parts of a program are called by the modules that they came from.
     Data(entry.value.replace("L['self']", ""), entry, "entry").normal_text()
-    commas, depth = [-1], 0
+    commas, depth, least = [-1], 0, 0
     for place, letter in enumerate(entry.value):
         depth += (letter in "[(") - (letter in ")]")
+        least = min(least, depth)
         if letter == "," and depth == 0:
             commas.append(place)
-    if len(commas) != 3:
+    parts = [entry.value[a + 1 : b] for a, b in zip(commas, (*commas[1:], None), strict=True)]
+    if len(parts) != 3 or depth or least < 0 or max(map(len, parts)) > LONGEST_NAME:
         entry.malformed(f"{entry.value[:100]!r} is no module")
-    key, path, kind = (entry.value[a + 1 : b] for a, b in zip(commas, (*commas[1:], None), strict=True))
+    key, path, kind = parts
     return key, (path, kind)
 
 
@@ -458,6 +513,20 @@ NAMED = frozenset(("as_tensor", "as_sym_int", "as_sym_float", "as_sym_bool"))
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _NUMBERED = re.compile(r"_\d+$", re.ASCII)
 _SCALARS = frozenset(("as_int", "as_float", "as_bool", "as_sym_int", "as_sym_float", "as_sym_bool"))
+_TEXTS = frozenset(("as_string", "as_strings"))
+_NUMERALS = _SCALARS | {"as_complex"}
+#: The kinds of values that each type of schemas takes.
+_TAKEN: dict[str, frozenset[str]] = {
+    "Tensor": _NUMERALS | {"as_tensor"},
+    **dict.fromkeys(("number", "int", "float", "bool", "complex"), _NUMERALS),
+    "str": frozenset(("as_string",)),
+    "ScalarType": frozenset(("as_scalar_type",)),
+    "Layout": frozenset(("as_layout",)),
+    "MemoryFormat": frozenset(("as_memory_format",)),
+    "Device": frozenset(("as_device",)),
+    "Generator": frozenset(),
+}
+_TYPE = re.compile(rf"(Optional\[)?(List\[)?(Optional\[)?({'|'.join(_TAKEN)})\]*")
 _SINGLE: dict[str, Reader] = {
     "as_tensor": GraphReader._tensor,
     "as_optional_tensor": GraphReader._optional_tensor,

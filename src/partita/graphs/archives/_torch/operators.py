@@ -62,7 +62,7 @@ def _computes(found: OpOverload) -> bool:
     schema = found._schema
     types = [str(part.type) for part in (*schema.arguments, *schema.returns)]
     gives = any("Tensor" in kind for kind in types) or schema.name in _ON_NUMBERS
-    return gives and all(map(_is_plain, schema.arguments))
+    return gives and schema.name not in _UNCHECKED and all(map(_is_plain, schema.arguments))
 
 
 def _is_plain(argument: Any) -> bool:
@@ -88,6 +88,8 @@ _NAMES_OF_VARIANTS = _words(
     """
 )
 _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_constrain_range_for_size")
+#: Outside of a level, these read wherever a number says.
+_UNCHECKED = _words("aten::_add_batch_dim aten::_remove_batch_dim")
 #: Operators that run graphs of the file, with the places of those.
 _BODIES = {
     **dict.fromkeys(_words("associative_scan hints_wrapper invoke_subgraph map_impl scan strict_mode"), (0,)),

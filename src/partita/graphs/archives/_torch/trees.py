@@ -40,9 +40,13 @@ def _tree(data: Data, depth: int) -> pytree.TreeSpec:
 
 
 def _registered(data: Data) -> Any:
-    found = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(data.text())
-    if found is None:
-        data.malformed(f"no container {data.value[:200]!r} is registered; import the module that registers it first")
+    name = data.text()
+    if name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        data.refuse("it stands for any container that was registered without a name, and so not to be saved")
+    found = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
+    own_name = pytree.SUPPORTED_SERIALIZED_TYPES[found].serialized_type_name if found is not None else None
+    if name != own_name:
+        data.malformed(f"no container {name[:200]!r} is registered; import the module that registers it first")
     return found
 
 
