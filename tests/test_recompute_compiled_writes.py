@@ -151,6 +151,34 @@ def test_so_is_one_whose_statistics_are_read_outside_of_its_region(
     assert_bitwise(_gradients(model, compiled), expected)
 
 
+class Shifts(Centers):
+    """The same, but mutates what its batch norm gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        y.mul_(2)
+        return torch.sigmoid((y - self.norm.running_mean) * self.norm.running_var)
+
+
+@pytest.mark.parametrize("is_exported", [True, False])
+@pytest.mark.parametrize("later", ["reads", None])
+@pytest.mark.parametrize("mutating", ["updates", None])
+def test_a_batch_norm_is_saved_whose_result_is_mutated_and_whose_statistics_are_read_outside(
+    is_exported: bool, later: str | None, mutating: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = Shifts()
+    program = partita.Program.of(torch.fx.symbolic_trace(model))
+    if is_exported:
+        program = partita.capture(model, (torch.ones(2, 4),))
+    labels = dict.fromkeys(("linear", "layer", "norm", "batch_norm", "add_"), "updates") | {"mul_": mutating}
+    planned = partita.plan(program, ByLabel(lambda node: labels.get(node.name, later)), Recompute())
+    assert {"norm", "batch_norm"} & {node.name for node in planned.partition.regions[0].nodes}
+    expected = _gradients(model, model)
+    compiled = torch.compile(planned.apply().module(), backend="aot_eager", fullgraph=True)
+    assert_bitwise(_gradients(model, compiled), expected)
+
+
 class Warms(nn.Module):
     """Mutates a buffer outside of a part that reads it, or what was computed from it; `scaled` is recomputed."""
 

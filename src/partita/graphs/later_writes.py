@@ -41,6 +41,8 @@ class LaterUses(NamedTuple):
     """The inputs of a graph, by name, that others use after a call of it."""
 
     written: frozenset[str] = frozenset()
+    #: Those that the call writes and others compute something from.
+    read: frozenset[str] = frozenset()
 
 
 _UNUSED = LaterUses()
@@ -133,7 +135,15 @@ def later_uses(call: Node, sources: Mapping[str, Collection[Node]], later: Later
     place = found.places[call.name]
     memories = {name: {found.classes[source.name] for source in given} for name, given in sources.items()}
     written = {memory for memory, last in found.last_writes.items() if last > place}
-    return LaterUses(frozenset(name for name, given in memories.items() if given & written))
+    own = {memory for memory, writers in found.writers.items() if call.name in writers.names}
+    behind = [node for node in call.graph.nodes if found.places[node.name] > place]
+    read = found.read_later | {
+        found.classes[source.name] for node in behind for source in node.all_input_nodes if found.computes(node, source)
+    }
+    return LaterUses(
+        frozenset(name for name, given in memories.items() if given & written),
+        frozenset(name for name, given in memories.items() if given & own & read),
+    )
 
 
 def statistics_read_outside(nodes: Collection[Node]) -> list[Node]:
@@ -184,7 +194,8 @@ def _writers_with_later_uses(nodes: Collection[Node], later: LaterUses) -> _Writ
         return None
     found = _writers_of(root, is_asked=True)
     written = {found.classes[name]: found.graph_size for name in later.written}
-    found = found._replace(last_writes={**found.last_writes, **written})
+    read = frozenset(found.classes[name] for name in later.read)
+    found = found._replace(last_writes={**found.last_writes, **written}, read_later=read)
     return found.with_saved(root.graph.nodes)
 
 
@@ -216,6 +227,8 @@ class _Writers(NamedTuple):
     updates: Mapping[str, frozenset[int]] = MappingProxyType({})
     #: The names of the nodes that compute something from each of these classes, in order.
     readers: Mapping[int, tuple[str, ...]] = MappingProxyType({})
+    #: The classes that others compute something from when the graph has run.
+    read_later: frozenset[int] = frozenset()
     saved_when_compiled: frozenset[str] = frozenset()
 
     def with_saved(self, nodes: Iterable[Node]) -> _Writers:
@@ -231,7 +244,8 @@ class _Writers(NamedTuple):
     def computes(self, node: Node, source: Node) -> bool:
         """Whether a node computes something from a source, or brings statistics up to date that somebody reads."""
         memory = self.classes[source.name]
-        if memory in self.updates.get(node.name, ()) and not self.readers.get(memory):
+        is_read = bool(self.readers.get(memory)) or memory in self.read_later
+        if memory in self.updates.get(node.name, ()) and not is_read:
             return False
         return not _only_views(node, memory, self.classes, writing=self.writing)
 

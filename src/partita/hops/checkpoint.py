@@ -159,7 +159,7 @@ def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
         uses = later_uses(node, given, later)
         if isinstance(operator, _Checkpoint):
             known: LaterUses = body.meta.get(_LATER, LaterUses())  # Of another call of the same body.
-            body.meta[_LATER] = LaterUses(known.written | uses.written)
+            body.meta[_LATER] = LaterUses(known.written | uses.written, known.read | uses.read)
         else:
             _tag_saved(body, uses)
 
