@@ -151,6 +151,106 @@ def test_so_is_one_whose_statistics_are_read_outside_of_its_region(
     assert_bitwise(_gradients(model, compiled), expected)
 
 
+class Shifts(Centers):
+    """The same, but mutates what its batch norm gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        y.mul_(2)
+        return torch.sigmoid((y - self.norm.running_mean) * self.norm.running_var)
+
+
+@pytest.mark.parametrize("is_exported", [True, False])
+@pytest.mark.parametrize("later", ["reads", None])
+@pytest.mark.parametrize("mutating", ["updates", None])
+def test_a_batch_norm_is_saved_whose_result_is_mutated_and_whose_statistics_are_read_outside(
+    is_exported: bool, later: str | None, mutating: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = Shifts()
+    program = partita.Program.of(torch.fx.symbolic_trace(model))
+    if is_exported:
+        program = partita.capture(model, (torch.ones(2, 4),))
+    labels = dict.fromkeys(("linear", "layer", "norm", "batch_norm", "add_"), "updates") | {"mul_": mutating}
+    planned = partita.plan(program, ByLabel(lambda node: labels.get(node.name, later)), Recompute())
+    assert {"norm", "batch_norm"} & {node.name for node in planned.partition.regions[0].nodes}
+    expected = _gradients(model, model)
+    compiled = torch.compile(planned.apply().module(), backend="aot_eager", fullgraph=True)
+    assert_bitwise(_gradients(model, compiled), expected)
+
+
+class Warms(nn.Module):
+    """Mutates a buffer outside of a part that reads it, or what was computed from it; `scaled` is recomputed."""
+
+    def __init__(self, order: str, operator: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.layer, self.order = nn.Linear(4, 4), order
+        self.operator = (lambda body, *args: body(*args)) if operator is None else operator
+        self.register_buffer("scale", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.order == "part of it before":
+            self.scale[1:].add_(1)
+        if self.order in ("before", "before and after", "outside"):
+            self.scale.add_(1)
+        factor = torch.sin(self.scale) if self.order == "computed before" else self.scale
+        if self.order == "computed before":
+            self.scale.add_(1)
+        y = self.operator(self.scaled, x, torch.ones(4) if self.order == "outside" else factor)
+        if self.order in ("after", "before and after"):
+            self.scale.add_(0.5)
+        if self.order == "part of it before":
+            self.scale[:2].add_(0.5)
+        return y * torch.sin(self.scale) if self.order == "outside" else y
+
+    def scaled(self, x: Tensor, factor: Tensor) -> Tensor:
+        return torch.sigmoid(self.layer(x * torch.cos(factor)))
+
+
+_ORDERS = ("before", "after", "before and after", "computed before", "part of it before", "outside")
+
+
+@pytest.mark.parametrize("order", _ORDERS)
+def test_a_plan_saves_what_reads_a_buffer_that_is_mutated_outside_of_all_regions(order: str) -> None:
+    model = Warms(order)
+    program = partita.capture(model, (torch.ones(2, 4),))
+    region = ByLabel(lambda node: "scaled" if node.name in ("cos", "mul", "linear", "sigmoid") else None)
+    module = partita.plan(program, region, Recompute()).apply().module()
+    expected = _gradients(model, model)
+    assert_bitwise(_gradients(model, torch.compile(module, backend="aot_eager", fullgraph=True)), expected)
+
+
+@pytest.mark.parametrize("order", _ORDERS)
+def test_so_do_the_marks_of_the_backend(order: str) -> None:
+    model = Warms(order)
+    region = ByLabel(lambda node: "scaled" if node.name.startswith(("cos", "mul", "linear", "y")) else None)
+    options = {"policy": region, "treatment": Recompute(), "inner": "aot_eager"}
+    compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
+    assert_bitwise(_gradients(model, compiled), _gradients(model, model))
+
+
+@pytest.mark.parametrize("order", _ORDERS)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_so_does_a_checkpoint_by_hand_that_is_told_what_happens_around_it(order: str, is_nested: bool) -> None:
+    def nested(body: Any, *args: Any) -> Any:
+        return hops.wrap_activation_checkpoint(lambda *inner: hops.wrap_activation_checkpoint(body, *inner) * 1, *args)
+
+    torch.manual_seed(0)
+    plain = Warms(order)
+    model = Warms(order, nested if is_nested else hops.wrap_activation_checkpoint)
+    model.load_state_dict(plain.state_dict())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_bitwise(_gradients(model, compiled), _gradients(plain, plain))
+
+
+def test_the_rest_of_a_region_is_computed_again_where_a_buffer_is_mutated_outside() -> None:
+    model = Warms("before", hops.wrap_activation_checkpoint)
+    result = torch.compile(model, backend="aot_eager", fullgraph=True)(torch.linspace(-1, 1, 8).reshape(2, 4))
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved = [tensor for tensor in result.grad_fn.saved_tensors if tensor.untyped_storage().data_ptr() not in owned]
+    assert sorted(tuple(tensor.shape) for tensor in saved) == [(2, 4), (4,)]  # x, and the buffer as it was read.
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_regions_that_draw_compile_where_nothing_is_trained(trains: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).requires_grad_(trains)

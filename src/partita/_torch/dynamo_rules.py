@@ -77,11 +77,19 @@ def _staying(base_name: str, *, unneeded: tuple[str, ...] = ()) -> Callable[[Any
                     # Ends the graph: the call says what is wrong.
                     return outermost._call_function(self, tx, args, kwargs)
                 kept = {name: value for name, value in kwargs.items() if name not in unneeded}
+                _finish_graph(tx.output, operator)
                 return super()._call_function(tx, args, kept)
 
         return StayingOperator
 
     return rule
+
+
+def _finish_graph(output: Any, operator: Any) -> None:
+    """Shows the operator the graph once it is complete; export has no use for what compilers are told."""
+    finish = getattr(operator, "finish_graph", None)
+    if finish is not None and not output.export and finish not in output.register_finalizer_fns:
+        output.add_graph_finalizer(finish)
 
 
 #: By the name that an operator gives of its rule: from Dynamo's module of operators to a class for its table.

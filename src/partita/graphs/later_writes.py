@@ -22,7 +22,9 @@ from partita.graphs.behaviours import Behaviours
 from partita.graphs.index import Index
 
 __all__ = [
+    "LaterUses",
     "forget_writers",
+    "later_uses",
     "later_writer",
     "later_writers",
     "names_written",
@@ -33,6 +35,17 @@ __all__ = [
     "writers_of",
     "writing_nodes",
 ]
+
+
+class LaterUses(NamedTuple):
+    """The inputs of a graph, by name, that others use after a call of it."""
+
+    written: frozenset[str] = frozenset()
+    #: Those that the call writes and others compute something from.
+    read: frozenset[str] = frozenset()
+
+
+_UNUSED = LaterUses()
 
 
 def names_written_outside(nodes: Collection[Node]) -> frozenset[str]:
@@ -101,15 +114,36 @@ def readers_before_writes(nodes: Collection[Node]) -> list[Node]:
     ]
 
 
-def saved_when_compiled(nodes: Collection[Node]) -> list[Node]:
+def saved_when_compiled(nodes: Collection[Node], later: LaterUses = _UNUSED) -> list[Node]:
     """Those of these nodes that compute something from an input or attribute up to its last write, which they may do.
 
     In a compiled graph all of them read the memory as it was at first, and the backward finds there what it is at last.
+    The graph may be called by another, which uses inputs of it `later`.
     """
-    found = _known_writers(nodes)
+    found = _known_writers(nodes) if later == _UNUSED else _writers_with_later_uses(nodes, later)
+    return [] if found is None else [node for node in nodes if node.name in found.saved_when_compiled]
+
+
+def later_uses(call: Node, sources: Mapping[str, Collection[Node]], later: LaterUses = _UNUSED) -> LaterUses:
+    """What becomes of the inputs of a graph after this call of it; `sources` are what the call gives for each input.
+
+    The call may be in a graph that is called itself, with inputs that are used `later`.
+    """
+    found = _known_writers((call,)) if later == _UNUSED else _writers_with_later_uses((call,), later)
     if found is None:
-        return []
-    return [node for node in nodes if any(found.reads_what_goes(node, source) for source in node.all_input_nodes)]
+        return _UNUSED
+    place = found.places[call.name]
+    memories = {name: {found.classes[source.name] for source in given} for name, given in sources.items()}
+    written = {memory for memory, last in found.last_writes.items() if last > place}
+    own = {memory for memory, writers in found.writers.items() if call.name in writers.names}
+    behind = [node for node in call.graph.nodes if found.places[node.name] > place]
+    read = found.read_later | {
+        found.classes[source.name] for node in behind for source in node.all_input_nodes if found.computes(node, source)
+    }
+    return LaterUses(
+        frozenset(name for name, given in memories.items() if given & written),
+        frozenset(name for name, given in memories.items() if given & own & read),
+    )
 
 
 def statistics_read_outside(nodes: Collection[Node]) -> list[Node]:
@@ -152,6 +186,19 @@ def _known_writers(nodes: Collection[Node]) -> _Writers | None:
     return found if found.writers else None
 
 
+def _writers_with_later_uses(nodes: Collection[Node], later: LaterUses) -> _Writers | None:
+    """Who writes what in the graph of these nodes, where its inputs are used when it has run."""
+    first = next(iter(nodes), None)
+    root = None if first is None else first.graph.owning_module
+    if not isinstance(root, GraphModule):
+        return None
+    found = _writers_of(root, is_asked=True)
+    written = {found.classes[name]: found.graph_size for name in later.written}
+    read = frozenset(found.classes[name] for name in later.read)
+    found = found._replace(last_writes={**found.last_writes, **written}, read_later=read)
+    return found.with_saved(root.graph.nodes)
+
+
 class _MemoryWriters(NamedTuple):
     """The nodes that may write one storage class, by name and by place, in order."""
 
@@ -180,13 +227,25 @@ class _Writers(NamedTuple):
     updates: Mapping[str, frozenset[int]] = MappingProxyType({})
     #: The names of the nodes that compute something from each of these classes, in order.
     readers: Mapping[int, tuple[str, ...]] = MappingProxyType({})
+    #: The classes that others compute something from when the graph has run.
+    read_later: frozenset[int] = frozenset()
+    saved_when_compiled: frozenset[str] = frozenset()
+
+    def with_saved(self, nodes: Iterable[Node]) -> _Writers:
+        """The same, and which of all nodes are saved; asked for region by region, it is found once."""
+        names = (n.name for n in nodes if any(self.reads_what_goes(n, source) for source in n.all_input_nodes))
+        return self._replace(saved_when_compiled=frozenset(names))
 
     def reads_what_goes(self, node: Node, source: Node) -> bool:
         """Whether a node computes something from a source that it writes, or somebody after it."""
         memory = self.classes[source.name]
-        if self.last_writes.get(memory, -1) < self.places[node.name]:
-            return False
-        if memory in self.updates.get(node.name, ()) and not self.readers.get(memory):
+        return self.last_writes.get(memory, -1) >= self.places[node.name] and self.computes(node, source)
+
+    def computes(self, node: Node, source: Node) -> bool:
+        """Whether a node computes something from a source, or brings statistics up to date that somebody reads."""
+        memory = self.classes[source.name]
+        is_read = bool(self.readers.get(memory)) or memory in self.read_later
+        if memory in self.updates.get(node.name, ()) and not is_read:
             return False
         return not _only_views(node, memory, self.classes, writing=self.writing)
 
@@ -208,10 +267,11 @@ _NOBODY = _MemoryWriters()
 _KNOWN: WeakKeyDictionary[nn.Module, _Writers] = WeakKeyDictionary()
 
 
-def _writers_of(root: GraphModule) -> _Writers:
+def _writers_of(root: GraphModule, *, is_asked: bool = False) -> _Writers:
+    """Who writes what; where nobody writes anything, the classes are left out unless they are asked for."""
     behaviours = Behaviours(root)
     acting, size = behaviours.acting(root.graph), len(root.graph.nodes)
-    if not any(told.writes or told.state_writes for told in acting.values()):
+    if not is_asked and not any(told.writes or told.state_writes for told in acting.values()):
         return _Writers(size, {}, {}, {}, frozenset(), {})
     index = Index(root.graph)
     storages = storages_of(index, behaviours, acting)
@@ -225,12 +285,13 @@ def _writers_of(root: GraphModule) -> _Writers:
             numbers.setdefault(memory, []).append(number)
     names = [node.name for node in index.nodes]
     writers = {
-        memory: _MemoryWriters(tuple(map(names.__getitem__, found)), tuple(found)) for memory, found in numbers.items()
+        memory: _MemoryWriters(tuple(map(names.__getitem__, places)), tuple(places))
+        for memory, places in numbers.items()
     }
     classes_of = {name: storages.find(number) for number, name in enumerate(names)}
     held = {classes_of[node.name] for node in index.nodes if node.op in ("placeholder", "get_attr")}
     updates = _updates(index, written, classes_of, held, acting)
-    return _Writers(
+    found = _Writers(
         size,
         writers,
         classes_of,
@@ -240,6 +301,7 @@ def _writers_of(root: GraphModule) -> _Writers:
         updates,
         _readers(index, classes_of, updates, writing={names[number] for number in written}) if updates else {},
     )
+    return found.with_saved(index.nodes)
 
 
 def _updates(

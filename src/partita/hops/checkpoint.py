@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any, TypeVar, overload
 
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import checkpoint
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from partita._torch.body_operators import BodyOperator, registered
 from partita._torch.checkpoint_keeping import keep_scope
@@ -22,7 +23,8 @@ from partita._torch.checkpoint_runs import CheckpointOptions, run_recomputed
 from partita._torch.checkpoint_tags import run_kept_tagged, run_tagged, tag_nodes
 from partita._torch.tracing_state import Tracing, tracing_now
 from partita.errors import OptionError
-from partita.graphs.later_writes import saved_when_compiled
+from partita.graphs.attributes import find
+from partita.graphs.later_writes import LaterUses, later_uses, saved_when_compiled
 
 __all__ = [
     "TagActivationCheckpoint",
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _CONTEXT = "_checkpoint_context_fn"
+#: How the graph around a body uses its inputs after the call.
+_LATER = "_checkpoint_later_uses"
 
 
 class _Checkpoint(BodyOperator):
@@ -84,6 +88,11 @@ class _Checkpoint(BodyOperator):
         return own, {name: value for name, value in kwargs.items() if name not in own}
 
     @staticmethod
+    def finish_graph(gm: GraphModule) -> None:
+        """Says of Dynamo's graph what a compiler may not compute again, in a checkpoint or outside of all."""
+        _tag_saved(gm, LaterUses())
+
+    @staticmethod
     def tag_nodes(gmod: Any, is_sac: bool) -> Any:  # noqa: FBT001  The signature is torch's.
         """Tags every call of `gmod`, in place, for a partitioner: to be decided later if `is_sac`, else recomputed."""
         return tag_nodes(gmod, is_sac)
@@ -125,8 +134,40 @@ class _Keep(BodyOperator):
 
 
 def _saved(body: Any) -> frozenset[Node]:
-    """What a compiler may not compute again, since the body writes to its inputs."""
-    return frozenset(saved_when_compiled(tuple(body.graph.nodes)) if isinstance(body, GraphModule) else ())
+    """What a compiler may not compute again, since the body writes to its inputs, or others do so after it."""
+    if not isinstance(body, GraphModule):
+        return frozenset()
+    return frozenset(saved_when_compiled(tuple(body.graph.nodes), body.meta.get(_LATER, LaterUses())))
+
+
+def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
+    """Tags what reads memory that is mutated; a partitioner that is told to compute something again picks more itself.
+
+    The body of a checkpoint is told how its inputs are used after it, since it tags its own nodes when it runs.
+    """
+    for node in saved_when_compiled(tuple(gm.graph.nodes), later):
+        operator = node.target
+        if not isinstance(operator, BodyOperator):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            continue
+        named, *operands = node.args[operator.mode_count :]
+        body = find(gm, str(named.target)) if isinstance(named, Node) and named.op == "get_attr" else None
+        if not isinstance(body, GraphModule):
+            continue
+        inputs = [placeholder.name for placeholder in body.graph.find_nodes(op="placeholder")]
+        given = {name: _nodes_in(operand) for name, operand in zip(inputs, operands, strict=False)}
+        uses = later_uses(node, given, later)
+        if isinstance(operator, _Checkpoint):
+            known: LaterUses = body.meta.get(_LATER, LaterUses())  # Of another call of the same body.
+            body.meta[_LATER] = LaterUses(known.written | uses.written, known.read | uses.read)
+        else:
+            _tag_saved(body, uses)
+
+
+def _nodes_in(argument: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(argument, found.append)
+    return found
 
 
 def _check_options(own: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ class Plan:
         return marked(self.program, self.marks())
 
     def marks(self) -> dict[Node, dict[str, object]]:
-        """The metadata that the treatments give the nodes of their regions."""
+        """The metadata that the treatments give the nodes of their regions, and nodes around these."""
         alone = forward_alone(self.partition)
         if alone is not None:
             # What only the backward of a joint graph reads is no result of a region.
@@ -136,13 +136,14 @@ class Plan:
             return {original[node]: own for node, own in Plan(seen, self.treatments).marks().items()}
         marks: dict[Node, dict[str, object]] = {}
         # In the order in which the regions run: compilers compare numbers that treatments give their regions.
-        for place in self.partition.order:
-            if place < len(self.partition):
-                region, treatment = self.partition.regions[place], self.treatments[place]
-                for_all = marks_of(treatment, region)
-                marks.update({node: dict(for_all) for node in region.nodes})
-                for node, own in node_marks_of(treatment, region).items():
-                    marks[node].update(own)
+        places = [place for place in self.partition.order if place < len(self.partition)]
+        treated_regions = [(self.treatments[place], self.partition.regions[place]) for place in places]
+        for treatment, region in treated_regions:
+            for_all = marks_of(treatment, region)
+            marks.update({node: dict(for_all) for node in region.nodes})
+        for treatment, region in treated_regions:
+            for node, own in node_marks_of(treatment, region).items():
+                marks.setdefault(node, {}).update(own)
         return marks
 
     def explain(self, node: Node | str) -> str:

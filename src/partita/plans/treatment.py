@@ -94,7 +94,7 @@ class MarksNodes(Protocol):
     """A treatment that marks single nodes, too."""
 
     def node_marks(self, region: Region) -> Mapping[Node, Mapping[str, object]]:
-        """More metadata for some nodes of the region."""
+        """More metadata for some nodes, of the region or around it."""
 
 
 #: What happens to a region: a frozen dataclass of plain values that treats, or marks, or both. It may also have
@@ -141,7 +141,7 @@ def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
 
 
 def node_marks_of(treatment: Treatment, region: Region) -> Mapping[Node, Mapping[str, object]]:
-    """Metadata for single nodes of the region, which goes before what all of them get."""
+    """Metadata for single nodes, which goes before what all nodes of a region get."""
     if not isinstance(treatment, MarksNodes):
         return {}
     found = _asked(treatment.node_marks, region, treatment, region)

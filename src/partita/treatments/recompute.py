@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
@@ -101,10 +101,16 @@ class Recompute:
         return {"ac_graph_id": next_graph_id(), "recompute": torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE}
 
     def node_marks(self, region: Region) -> Mapping[Node, Mapping[str, object]]:
-        """What is saved: the kept nodes, what the region gives to others, and what cannot be read again afterwards."""
-        saved = (*self.kept(region), *region.outputs(), *saved_when_compiled(region.nodes))
+        """What is saved: the kept nodes, what the region gives to others, and what cannot be read again afterwards.
+
+        Nodes outside are among the last: a partitioner that is told to compute a region again picks more itself.
+        """
+        inside, everything = set(region.nodes), dict.fromkeys(region.nodes[0].graph.nodes)
+        lost = saved_when_compiled(everything)
+        saved = (*self.kept(region), *region.outputs(), *(node for node in lost if node in inside))
+        outside = [node for node in lost if node not in inside]
         mark = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE}
-        return dict.fromkeys(_whole(saved, region), mark)
+        return dict.fromkeys((*_whole(saved, inside), *_whole(outside, everything)), mark)
 
     def holding(self, region: Region, saved: SavedTensors) -> Holding | None:
         """What autograd holds for the region as it is, and recomputed, and what that costs; a plan prints it."""
@@ -147,13 +153,12 @@ def _nodes(keep: Keep, found: object) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def _whole(nodes: Iterable[Node], region: Region) -> dict[Node, None]:
-    """These nodes of a region; an operator that gives a tuple goes with all its items, and each item with all of it.
+def _whole(nodes: Iterable[Node], inside: Collection[Node]) -> dict[Node, None]:
+    """These of the nodes inside; an operator that gives a tuple goes with all its items, and each item with all of it.
 
     Where only the operator is marked as saved, torch's min-cut partitioner (2.13) finds no cut, and where only items
     are, it recomputes them with the operator.
     """
-    inside = set(region.nodes)
     whole: dict[Node, None] = {}
     for node in nodes:
         while takes_item(node) and node.all_input_nodes[0] in inside:
