@@ -15,12 +15,14 @@ from tests.work_helpers import calls_during
 from torch import Tensor, nn
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, Node
 from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from partita import Program, plan
+from partita import Program, dissolve, plan
+from partita.errors import ModeError
 from partita.graphs.flops import Flops
 from partita.graphs.saving_run import saved_tensors_of
 from partita.graphs.saving_trials import SavingTrials
@@ -223,6 +225,31 @@ def test_an_operator_with_a_fake_kernel_is_still_told_of() -> None:
     faked.register_fake(torch.empty_like)
     program = program_with(lambda graph, x: traced(graph, fake(4, 4), torch.ops.partita_dry.faked.default, x))
     assert saved_tensors_of(program).reason is None
+
+
+def _under_autocast(write: Callable[[Graph, Node], Any]) -> Program:
+    def block(graph: Graph, x: Node) -> None:
+        entered = graph.call_function(_enter_autocast, ("cpu", torch.bfloat16, True, False))
+        write(graph, x)
+        graph.call_function(_exit_autocast, (entered,))
+
+    return program_with(block)
+
+
+def test_autocast_is_not_dissolved_over_no_end_of_steps() -> None:
+    def write(graph: Graph, x: Node) -> None:
+        value = fake(2**31, 1, 4)
+        steps, state = traced(graph, value, aten.alias.default, x), traced(graph, fake(1, 1, 4), aten.alias.default, x)
+        traced(graph, (value, fake(1, 1, 4)), aten.gru.input, steps, state, [x, x], *_GRU_OPTIONS)
+
+    with pytest.raises(ModeError, match=r"gru_input.* more operators than are tried; switch autocast off"):
+        dissolve(_under_autocast(write))
+
+
+def test_autocast_is_not_dissolved_with_arguments_that_crash_torch() -> None:
+    program = _under_autocast(lambda graph, x: traced(graph, fake(4, 4), aten.sum.dim_IntList, x, [1], dtype=2**31 - 1))
+    with pytest.raises(ModeError, match=r"sum_dim_int_list.* is not tried .*dtype is no dtype"):
+        dissolve(program)
 
 
 def test_what_is_printed_for_items_grows_with_their_number() -> None:
