@@ -24,7 +24,8 @@ class FakeCopies:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        self.mode: Any = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        # Without a fallback, which runs an operator on real memory of the same size.
+        self.mode: Any = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True, shape_env=ShapeEnv())
         #: The tensors of modules, and their copies.
         self.owned: list[Tensor] = []
         self._storages: dict[int, Any] = {}

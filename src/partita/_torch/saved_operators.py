@@ -8,37 +8,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from partita._torch.dry_runs import Allowance, is_composite, on_meta
 from partita._torch.symbolic import hint_of
 
-__all__ = ["OperatorWatch"]
+__all__ = ["OperatorWatch", "gives_only_views"]
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Counts the FLOPs of the operators that run in it, and shows `notice` what each of them makes, views left out."""
+    """Counts the FLOPs of the operators that run in it, and shows `notice` what each of them makes, views left out.
+
+    It raises where they are more than `allowance` has. With `makes_meta`, factories make tensors on meta.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, notice: Callable[[Any], object]) -> None:
+    def __init__(self, notice: Callable[[Any], object], allowance: Allowance, *, makes_meta: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self._notice = notice
+        self._allowance = allowance
+        self._makes_meta = makes_meta
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
+            self._allowance.spend(func, args, kwargs)
             self.flops += self._flops_of_branches(func, args)
             result = func(*args, **kwargs)
             self._notice(result)
             return result
         if func.namespace == "prim":  # Fake tensors are asked for their device all the time.
             return func(*args, **kwargs)
+        self._allowance.spend(func, args, kwargs)
+        if self._makes_meta:
+            kwargs = on_meta(func, args, kwargs)
         formula = _formula_for(func._overloadpacket)
-        if formula is None and _is_composite(func):
+        if formula is None and is_composite(func):
             with self:  # Without autograd, in inference mode, operators come here before they are taken apart.
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -66,6 +76,15 @@ class OperatorWatch(TorchDispatchMode):
             return self.flops - before
         finally:
             self.flops, self._notice = before, notice
+
+
+@cache
+def gives_only_views(target: Any) -> bool:
+    """Whether an operator of torch's writes nothing, and gives views of what it reads, or copies where it must."""
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        return False
+    returns = target._schema.returns
+    return bool(returns) and all(result.alias_info is not None for result in returns)
 
 
 def _ignore(result: Any) -> None:
@@ -106,8 +125,3 @@ def _places_of_statistics(func: Any) -> dict[str, int]:
 @cache
 def _gives_views(func: Any) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))

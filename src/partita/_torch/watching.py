@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita._torch.dry_runs import Allowance
 from partita._torch.stage import Look, fake_mode_of, map_tensors, tensors_in
 
 __all__ = ["Label", "Performance", "Step", "Watch", "labels_in"]
@@ -73,7 +74,8 @@ class Performance:
 class Watch:
     """Watches calls one after another; what autocast has kept from earlier ones stays known."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowance: Allowance) -> None:
+        self.allowance = allowance
         # By the address of a tensor, not by object: to hold on to results would change what autograd does with them.
         # An address that is taken again belongs to a new fake, which gets a new label before anyone reads it.
         self._labels: dict[int, Label] = {}
@@ -121,6 +123,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # Fake tensors are asked for their device all the time.
             return func(*args, **kwargs)
+        self.watch.allowance.spend(func, args, kwargs)
         labels, named = given = map_tensors(self.watch.known, (args, kwargs))
         looks = tuple(map(Look.of, tensors_in((args, kwargs))))
         grad = torch.is_grad_enabled()

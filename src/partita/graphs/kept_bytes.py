@@ -9,12 +9,16 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from partita._torch.dry_runs import Allowance
 from partita._torch.made_memory import tensors_made
 from partita._torch.operators import OPERATORS
 from partita._torch.symbolic import hint_of
 from partita.graphs.values import value_of
 
 __all__ = ["KeptBytes"]
+
+#: How many operators may run in all, and how many more for each node that is looked at.
+_CALLS, _MORE_CALLS = 100_000, 1_000
 
 
 class KeptBytes:
@@ -26,6 +30,7 @@ class KeptBytes:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
+        self._allowance = Allowance(_CALLS)
 
     def of(self, node: Node) -> int:
         """The bytes for one node; symbolic sizes count as they were in the trace."""
@@ -34,7 +39,8 @@ class KeptBytes:
         arguments: Any = map_arg((node.args, node.kwargs), value_of)
         key = (node.target, repr(arguments))
         if key not in self._known:
-            made = tensors_made(node.target, *arguments)
+            self._allowance.add(_MORE_CALLS)
+            made = tensors_made(node.target, *arguments, allowance=self._allowance)
             self._known[key] = _bytes_given(node) if made is None else _bytes_in(made)
         return self._known[key]
 

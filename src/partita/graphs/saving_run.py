@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from partita._torch.ambient import read_ambient, restore_after_error
+from partita._torch.dry_runs import Allowance, has_kernel_for_fakes, is_loop, is_of_level, refusal_of_call
 from partita._torch.nodes import map_nodes
 from partita._torch.saved_fakes import FakeCopies
 from partita._torch.saved_operators import OperatorWatch
 from partita._torch.saved_setting import apart_from_the_caller, saving_into
 from partita._torch.stage import tensors_in
 from partita._torch.standing_modules import StandsForBody
+from partita._torch.symbolic import NUMBER_FUNCTIONS
 from partita.graphs.attributes import attribute_of
 from partita.graphs.program import Program
 from partita.graphs.saved_tensors import NodeRun, Origin, SavedTensors
@@ -60,7 +63,68 @@ def _refusal(program: Program) -> str | None:
     for node in program.graph.find_nodes(op="placeholder"):
         if node not in known and not any(key in node.meta for key in VALUE_KEYS):
             return f"input {node.name!r} has no traced value"
+    return _refusal_of_calls(program.graph_module)
+
+
+def _refusal_of_calls(root: GraphModule) -> str | None:
+    """Why a call in a graph, or in a body that it has, is not made on fake tensors either."""
+    for module in root.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        bits: dict[Node, int] = {}
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                why = _refusal_of_call(node, is_body=module is not root) or _refusal_of_number(node, bits)
+                if why is not None:
+                    return f"node {node.name!r} is not tried: {why}"
     return None
+
+
+def _refusal_of_call(node: Node, *, is_body: bool) -> str | None:
+    if is_of_level(node.target):
+        return "it works in a level of torch.func"
+    if not has_kernel_for_fakes(node.target):
+        return "it is an operator of another library that has no fake kernel"
+    if is_body and is_loop(node.target):
+        return "it is a loop in a body"
+    return refusal_of_call(node.target, node.args, node.kwargs)
+
+
+#: The most bits of a number that a run may compute; those that it is given have up to 64.
+_MOST_BITS = 100_000
+
+
+def _refusal_of_number(node: Node, bits: dict[Node, int]) -> str | None:
+    """Why a number is not computed: it may be longer than any size. Notes how long it may get."""
+    if node.target not in NUMBER_FUNCTIONS or isinstance(value_of(node), Tensor):
+        return None
+    lengths = [_length(argument, bits) for argument in node.args]
+    bits[node] = max(lengths, default=0) + 1
+    if node.target in _GROWING:
+        if any(isinstance(given, tuple | list) for given in _values(node.args)):
+            return "it repeats a container"
+        bits[node] = sum(lengths)
+    if node.target in _GROWING_FAST:
+        by = node.args[1] if len(node.args) > 1 else None
+        # Of a power of two symbols, or of one that depends on data, nothing is known.
+        times = abs(by) if isinstance(by, int | float) else _MOST_BITS
+        bits[node] = int(min(lengths[0] * times if node.target in _POWERS else lengths[0] + times, 2 * _MOST_BITS))
+    return f"its result may have {bits[node]} bits or more" if bits[node] > _MOST_BITS else None
+
+
+def _length(argument: Any, bits: Mapping[Node, int]) -> int:
+    if isinstance(argument, Node):
+        return bits.get(argument, 64)
+    return argument.bit_length() if isinstance(argument, int) else 64
+
+
+def _values(arguments: Iterable[Any]) -> Iterator[Any]:
+    return (value_of(given) if isinstance(given, Node) else given for given in arguments)
+
+
+_POWERS = (operator.pow, operator.ipow)
+_GROWING_FAST = (*_POWERS, operator.lshift, operator.ilshift)
+_GROWING = (operator.mul, operator.imul)
 
 
 def _states(program: Program) -> dict[Node, Any]:
@@ -88,6 +152,10 @@ def _around(program: Program) -> Iterator[None]:
         yield
 
 
+#: How many operators a run may come down to, and how many more for each node.
+_CALLS, _CALLS_BY_NODE = 100_000, 100
+
+
 class _Run:
     """The values of one run, and the notes about it; `at` is the node that runs."""
 
@@ -97,7 +165,8 @@ class _Run:
         self._root = nn.Module()
         self._values: dict[Node, Any] = {}
         self._notes = SavingNotes()
-        self._watch = OperatorWatch(self._notes.computed)
+        allowance = Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes))
+        self._watch = OperatorWatch(self._notes.computed, allowance)
         self.at: Node | None = None
 
     def found(self) -> Mapping[Node, NodeRun]:
@@ -144,7 +213,10 @@ class _Run:
         args, kwargs = map_nodes((node.args, dict(node.kwargs)), self._values.__getitem__)
         module = attribute_of(self._root, node) if node.op in ("call_module", "get_attr") else None
         owned = module.buffers() if isinstance(module, nn.Module) else ()
-        self._notes.begin(node, (*tensors_in((args, kwargs)), *owned), self._watch.flops)
+        # Who takes an item reads no other, and there may be as many that do.
+        takes_item = node.target is operator.getitem and isinstance(args[0], tuple | list)
+        read = () if takes_item else (*tensors_in((args, kwargs)), *owned)
+        self._notes.begin(node, read, self._watch.flops)
         result = _called(node, module, args, kwargs)
         origin = Origin.STATE if node.op == "get_attr" else Origin.RESULT
         self._notes.end(tensors_in(result), origin, self._watch.flops)

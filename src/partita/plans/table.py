@@ -56,11 +56,14 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
 def _bytes(partition: Partition, crossings: Iterable[Crossing]) -> str:
     """What the tensors among `crossings` take; a question mark where that is not known in advance."""
     nodes, total = partition.program.index.nodes, 0
+    known: dict[int, tuple[object, ...] | None] = {}  # As many items may cross as a container has.
     for crossing in crossings:
         if isinstance(crossing, int):
             size = bytes_of(nodes[crossing], partition.program.graph_module)
         elif isinstance(crossing, Item):
-            items = container_items(nodes[crossing.number])
+            if crossing.number not in known:
+                known[crossing.number] = container_items(nodes[crossing.number])
+            items = known[crossing.number]
             size = 0 if items is None else bytes_of_value(items[crossing.place])
         else:
             size = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from partita._torch.dry_runs import Allowance, DryRunError, is_of_level
 from partita._torch.nodes import map_nodes
 from partita._torch.stage import Look, Stage, map_tensors, tensors_in
 from partita._torch.watching import Label, Performance, Watch
@@ -31,7 +32,7 @@ class Rehearsal:
     def __init__(self, program: Program, stage: Stage) -> None:
         self._program, self._stage = program, stage
         self._leaves = Leaves(program, stage)
-        self._watch = Watch()
+        self._watch = Watch(Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes)))
         self._looks: dict[Label, Look] = {}
         #: Calls that autocast leaves alone, whatever it has kept.
         self._untouched: set[tuple[Any, ...]] = set()
@@ -49,7 +50,7 @@ class Rehearsal:
         active = [autocast for autocast in mode.autocast if autocast.enabled]
         values = [value_read(self._program, read) for read in nodes_read(node)]
         devices = {tensor.device.type for tensor in tensors_in(values) if tensor.is_floating_point()}
-        if devices.isdisjoint(autocast.device for autocast in active):
+        if devices.isdisjoint(autocast.device for autocast in active) or is_of_level(node.target):
             return AsItIs()
         _check_devices(node, devices)
         alike = (node.op, node.target, mode, _text_of(node, values))
@@ -65,6 +66,11 @@ class Rehearsal:
 
     def _rehearsed(self, arguments: _Arguments, devices: Sequence[str]) -> Rehearsed:
         seen, _ = self._run(arguments)
+        if isinstance(seen.error, DryRunError):
+            raise ModeError(
+                f"what autocast does to node {arguments.node.name!r} cannot be told: {seen.error}; switch autocast off "
+                "around it"
+            ) from seen.error
         self._looks.update((step.cast, step.looks[0]) for step in seen.steps if step.cast is not None)
         if seen.error is None:
             check_value(arguments.node, [look.dtype for look in seen.looks])
@@ -122,6 +128,10 @@ class Rehearsal:
             entered = torch.autocast(sets.device, sets.dtype, enabled=sets.enabled, cache_enabled=sets.cache)
             entered.__enter__()
             self._open.append((block, entered))
+
+
+#: How many operators all runs may come down to, and how many more for each node.
+_CALLS, _CALLS_BY_NODE = 200_000, 200
 
 
 class _Arguments(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from partita._torch.dry_runs import Allowance, Guard, is_of_level
 from partita._torch.schemas import is_higher_order
 from partita._torch.stage import Look, Stage, tensors_in
 from partita.errors import ModeError
@@ -29,6 +30,7 @@ class ReturnedArguments:
         self._behaviours = Behaviours(program.graph_module, program.pure)
         self._known: dict[Node, dict[int | None, Node]] = {}
         self._aliasing = self._behaviours.aliasing(program.graph)
+        self._allowance = Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes))
 
     def of(self, node: Node) -> dict[int | None, Node]:
         """The nodes that give the result of `node`, by item where the result is a container, else under None."""
@@ -48,7 +50,7 @@ class ReturnedArguments:
         fakes = [self._stage.copy(value_read(self._program, given)) for given in read]
         before = [Look.of(tensor) for tensor in tensors_in(fakes)]
         with torch.no_grad():
-            _attempt(node, fakes)
+            self._attempt(node, fakes)
         if before != [Look.of(tensor) for tensor in tensors_in(fakes)]:
             names = ", ".join(sorted(repr(given.name) for given in written))
             raise ModeError(
@@ -61,7 +63,7 @@ class ReturnedArguments:
             container, item = node.args
             source = self.of(container).get(item)  # type: ignore[arg-type]
             return {} if source is None else {None: source}
-        if node not in self._aliasing or (node.op == "call_function" and is_higher_order(node.target)):
+        if node not in self._aliasing or (node.op == "call_function" and _is_more_than_a_call(node.target)):
             return {}
         read = nodes_read(node)
         values = [value_read(self._program, given) for given in read]
@@ -72,20 +74,29 @@ class ReturnedArguments:
     def _asked(self, node: Node, read: list[Node], values: list[Any]) -> dict[int | None, Node]:
         fakes = [self._stage.copy(value) for value in values]
         with torch.no_grad():
-            result = _attempt(node, fakes)
+            result = self._attempt(node, fakes)
         given = {id(fake): source for source, fake in zip(read, fakes, strict=True) if isinstance(fake, Tensor)}
         if isinstance(result, Tensor):
             return {None: given[id(result)]} if id(result) in given else {}
         items = enumerate(result) if isinstance(result, tuple | list) else ()
         return {place: given[id(item)] for place, item in items if id(item) in given}
 
+    def _attempt(self, node: Node, fakes: list[Any]) -> Any:
+        """What `node` gives; nothing where that depends on the data."""
+        try:
+            with Guard(self._allowance):
+                return call_with(node, fakes)()
+        except Exception:
+            return None
 
-def _attempt(node: Node, fakes: list[Any]) -> Any:
-    """What `node` gives; nothing where that depends on the data."""
-    try:
-        return call_with(node, fakes)()
-    except Exception:
-        return None
+
+#: How many operators attempts may come down to, and how many more for each node.
+_CALLS, _CALLS_BY_NODE = 100_000, 100
+
+
+def _is_more_than_a_call(target: Any) -> bool:
+    """Whether it runs a body, or works in a level of torch.func, which is not open here."""
+    return is_higher_order(target) or is_of_level(target)
 
 
 def _look_alike(result: Any, values: list[Any]) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
+from partita._torch.dry_runs import refusal_of_call
 from partita._torch.nodes import GraphWriter, map_nodes
 from partita._torch.stage import Stage
-from partita.errors import OptionError
+from partita.errors import ModeError, OptionError
 from partita.graphs.attributes import attribute_of
 from partita.graphs.program import Program
 from partita.graphs.values import VALUE_KEYS, value_of
@@ -61,10 +62,16 @@ def nodes_read(node: Node) -> list[Node]:
 
 
 def call_with(node: Node, values: Sequence[Any]) -> Callable[[], Any]:
-    """A call of what `node` calls, with one value for each place where it mentions a node."""
+    """A call of what `node` calls, with one value for each place where it mentions a node.
+
+    Raises where torch would crash at an argument.
+    """
     given = iter(values)
     args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda _: next(given))
     target: Any = node.target
+    why = refusal_of_call(target, args, kwargs)
+    if why is not None:
+        raise ModeError(f"node {node.name!r} is not tried on fake tensors: {why}; correct it: {node.format_node()}")
     if node.op == "call_method":
         return lambda: getattr(args[0], target)(*args[1:], **kwargs)
     if node.op == "call_function":
