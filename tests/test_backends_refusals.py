@@ -90,6 +90,7 @@ REFUSED: dict[str, tuple[Node, str]] = {
     "numpy": (call("numpy", "x"), "gives data to Python"),
     "print": (call(print, "x"), "side effect"),
     "Python assertion": (call(torch._assert, "x", "message"), "side effect"),
+    "check of data without a message": (call(aten._assert_async.default, "x"), "side effect"),
     "profiler range": (call(torch.ops.profiler._record_function_enter_new.default, "name"), "side effect"),
     "unknown function": (call(_twice, "x"), "unknown Python function"),
     "logging": (call(logging.warning, "x"), "unknown Python function"),

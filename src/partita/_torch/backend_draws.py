@@ -1,4 +1,4 @@
-"""Draws that a trace would make otherwise than plain torch: into tensors that are not contiguous, and in a backward.
+"""Draws that a trace would make otherwise than plain torch: into tensors that are not contiguous.
 
 Functionalization (torch 2.13) makes `x.bernoulli_()` a new tensor that is filled and then copied. Where `x` is
 transposed or has gaps, the same random numbers come to lie in other places, and the result may have other strides.
@@ -20,7 +20,7 @@ from partita._torch.backend_fakes import mode_of
 from partita._torch.schemas import is_higher_order
 from partita.errors import BackendError
 
-__all__ = ["check_draws", "drop_idle_draws"]
+__all__ = ["check_draws"]
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +40,6 @@ def check_draws(body: GraphModule, inputs: Sequence[Any]) -> None:
         raise
     except Exception as error:
         log.debug("whether the body draws in order cannot be told: %s", error)
-
-
-def drop_idle_draws(backward: GraphModule) -> None:
-    """Takes draws that nobody reads out of a backward graph: plain torch draws nothing there.
-
-    AOTAutograd (torch 2.13) leaves the draw of a decomposed `bernoulli` in both graphs.
-    """
-    idle = [node for node in backward.graph.nodes if not node.users and _is_seeded(node.target)]
-    for node in idle:
-        backward.graph.erase_node(node)
-    if idle:
-        backward.recompile()
 
 
 def _is_seeded(target: Any) -> bool:
