@@ -99,3 +99,28 @@ def test_a_check_still_raises_in_a_lowered_region(backend: str) -> None:
     plan = plan_of(capture(_checked, (x, x)), Lower(backend, strict=True))
     with pytest.raises(RuntimeError, match="too large"):
         plan.apply().module()(x + 1e9, x + 1e9)
+
+
+@pytest.mark.parametrize("layer", [nn.GRU(4, 4, 2, dropout=0.5), nn.RNN(4, 4, 3, dropout=0.5, bidirectional=True)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout_between_layers_is_kept(layer: nn.Module, backend: str) -> None:
+    x = torch.randn(3, 2, 4)
+    program = capture(layer, (x,))
+    verify(program, plan_of(program, Lower(backend)).apply(), (x,))
+
+
+def test_dropout_between_layers_that_begin_to_train_later_is_kept() -> None:
+    x, layer = torch.randn(3, 2, 4), nn.GRU(4, 4, 2, dropout=0.5).eval()
+    program = Program.of(torch.fx.symbolic_trace(nn.Sequential(layer)))
+    plan = plan_of(program, Lower("aot_eager"))
+    lowered = plan.apply().module()
+    lowered(x)
+    assert not plan.failures
+    layer.train()
+    lowered.train()
+    results = []
+    for run in (layer, lowered):
+        torch.manual_seed(3)
+        results.append(run(x)[0])
+    assert torch.equal(*results)
+    assert "would lose" in plan.failures[0].reason

@@ -115,6 +115,29 @@ REFUSED: dict[str, tuple[Node, str]] = {
     "lstm": (call(nn.LSTM(2, 2), "x"), "lstm: its backward fails when traced"),
     "lstm in a module": (call(nn.Sequential(nn.LSTM(2, 2)), "x"), "lstm: its backward fails when traced"),
     "lstm operator": (call(aten.lstm.input, "x", ["x"], ["x"]), "lstm: its backward fails when traced"),
+    "gru with dropout": (call(nn.GRU(2, 2, 2, dropout=0.5), "x"), "dropout that a trace loses"),
+    "rnn in a module": (call(nn.Sequential(nn.RNN(2, 2, 2, dropout=0.5)), "x"), "dropout that a trace loses"),
+    "gru operator": (
+        call(aten.gru.input, "x", "x", ["x"], True, 2, 0.5, True, False, False),
+        "dropout that a trace loses",
+    ),
+    "packed rnn operator": (
+        call(aten.rnn_tanh.data, "x", "x", "x", ["x"], True, 2, 0.5, True, False),
+        "dropout that a trace loses",
+    ),
+    "rnn function": (
+        call(torch.rnn_relu, "x", "x", ["x"], True, 2, 0.5, True, False, False),
+        "dropout that a trace loses",
+    ),
+    "packed gru function": (
+        call(torch.gru, "x", "x", "x", ["x"], True, 2, 0.5, True, False),
+        "dropout that a trace loses",
+    ),
+    "gru whose dropout is a node": (
+        call(torch.gru, "x", "x", ["x"], True, 2, "x", True, False, False),
+        "dropout that a trace loses",
+    ),
+    "native dropout": (call(aten.native_dropout.default, "x", 0.5, None), "dropout that a trace loses"),
     "views in secret": (call(torch.unsafe_chunk, "x", 2), "its results share memory, which a trace does not see"),
     "views in secret by a method": (
         call("unsafe_split", "x", 2),
@@ -156,6 +179,11 @@ TAKEN: dict[str, Node] = {
     "layer": call(nn.Linear(2, 2), "x"),
     "batch norm": call(nn.BatchNorm1d(2), "x"),
     "gru": call(nn.GRU(2, 2), "x"),
+    "gru with dropout in evaluation": call(nn.GRU(2, 2, 2, dropout=0.5).eval(), "x"),
+    "gru of one layer": call(aten.gru.input, "x", "x", ["x"], True, 1, 0.5, True, False, False),
+    "gru without dropout": call(torch.gru, "x", "x", ["x"], True, 2, 0.0, True, False, False),
+    "packed gru in evaluation": call(torch.gru, "x", "x", "x", ["x"], True, 2, 0.5, False, False),
+    "native dropout in training": call(aten.native_dropout.default, "x", 0.5, True),
     "attention": call(nn.MultiheadAttention(2, 1), "x", "x", "x"),
     "graph": call(_body(lambda x: torch.sin(x)), "x"),
     "foreach addition of tensors": call(aten._foreach_add.List, ["x"], ["x"]),
