@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tests.lowering_helpers import plan_of
 from torch import Tensor, nn
 
-from partita import Program, verify
+from partita import Program, capture, verify
 from partita.treatments import Lower
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -52,3 +53,74 @@ def test_a_dropout_of_a_transposed_tensor_is_traced() -> None:
 def test_the_backward_of_inductor_draws_nothing() -> None:
     """torch.compile draws again there, for nothing."""
     assert not lowered(lambda x: torch.bernoulli(x.sigmoid()), torch.randn(8, 12, requires_grad=True), "inductor")
+
+
+def _sum(x: Tensor, w: Tensor) -> Tensor:
+    y = x + nn.functional.dropout(x @ w, 0.3)
+    return y.to(torch.float32) * 2
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    y = x + nn.functional.dropout(x * w, 0.3)
+    return y.to(torch.float32) + 1
+
+
+def _noise(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    noise = torch.rand(4)
+    y = x * noise.double().to(torch.float32)
+    return y + w, torch.randn_like(y).to(torch.float64).to(torch.float32) * x
+
+
+def _checked(x: Tensor, w: Tensor) -> Tensor:
+    y = nn.functional.dropout(x * w, 0.3) + torch.rand(4)
+    torch._assert_async((y < 1e9).all(), "too large")
+    return y.sin() + w
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("function", [_sum, _product, _noise, _checked])
+def test_a_check_of_what_was_drawn_brings_no_draw_into_the_backward(function: Callable[..., Any], backend: str) -> None:
+    """torch.export writes a check of the dtype before every conversion."""
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    program = capture(function, (x, w))
+    plan = plan_of(program, Lower(backend, strict=True))
+    verify(program, plan.apply(), (x, w))
+    assert any("assert" in node.name for region in plan.partition for node in region.nodes)
+
+
+def test_the_backward_draws_nothing_where_inductor_keeps_draws_by_a_global_setting() -> None:
+    with torch._inductor.config.patch(fallback_random=True):
+        assert not lowered(lambda x: x * x + torch.rand_like(x), torch.randn(8, 12, requires_grad=True))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_check_still_raises_in_a_lowered_region(backend: str) -> None:
+    x = torch.zeros(4, 4, requires_grad=True)
+    plan = plan_of(capture(_checked, (x, x)), Lower(backend, strict=True))
+    with pytest.raises(RuntimeError, match="too large"):
+        plan.apply().module()(x + 1e9, x + 1e9)
+
+
+@pytest.mark.parametrize("layer", [nn.GRU(4, 4, 2, dropout=0.5), nn.RNN(4, 4, 3, dropout=0.5, bidirectional=True)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout_between_layers_is_kept(layer: nn.Module, backend: str) -> None:
+    x = torch.randn(3, 2, 4)
+    program = capture(layer, (x,))
+    verify(program, plan_of(program, Lower(backend)).apply(), (x,))
+
+
+def test_dropout_between_layers_that_begin_to_train_later_is_kept() -> None:
+    x, layer = torch.randn(3, 2, 4), nn.GRU(4, 4, 2, dropout=0.5).eval()
+    program = Program.of(torch.fx.symbolic_trace(nn.Sequential(layer)))
+    plan = plan_of(program, Lower("aot_eager"))
+    lowered = plan.apply().module()
+    lowered(x)
+    assert not plan.failures
+    layer.train()
+    lowered.train()
+    results = []
+    for run in (layer, lowered):
+        torch.manual_seed(3)
+        results.append(run(x)[0])
+    assert torch.equal(*results)
+    assert "would lose" in plan.failures[0].reason

@@ -277,8 +277,9 @@ def _twice(model: nn.Module) -> partita.Program:
         (lambda: _shared(Overwrites()), "share memory"),
         (lambda: _twice(Overwrites()), "share memory"),
         (lambda: partita.capture_joint(Stack(), (torch.randn(4, 5),)), "Stack cannot be captured"),
+        (lambda: partita.capture_joint(nn.GRU(4, 4, 2, dropout=0.5), (torch.randn(3, 2, 4),)), "would lose"),
     ],
-    ids=["function", "frozen", "constant", "overlap", "twice", "shape"],
+    ids=["function", "frozen", "constant", "overlap", "twice", "shape", "dropout"],
 )
 def test_what_has_no_joint_graph_is_refused(attempt: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):

@@ -144,6 +144,22 @@ def test_another_partitioner_gets_the_marked_graph_and_all_options() -> None:
     assert "static_lifetime_input_indices" in seen
 
 
+@pytest.mark.parametrize("then", [None, min_cut_rematerialization_partition, default_partition])
+def test_a_check_of_what_was_drawn_brings_no_draw_into_the_backward(then: Any) -> None:
+    weight = torch.randn(16, 8, requires_grad=True)
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.nn.functional.dropout(x * w, 0.5) + torch.rand(8)
+        ATEN._assert_tensor_metadata(y, None, None, torch.float32)
+        return (y * w).sum()
+
+    partitioner = joint_partition(BySize(parts=1), Mark("region"), then=then)
+    result = aot_function(loss, nop, nop, partition_fn=partitioner)(X, weight)
+    before = torch.get_rng_state()
+    result.backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_function_without_modules_goes_by_labels() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
 

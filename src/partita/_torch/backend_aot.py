@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from partita._torch.backend_fakes import compiling
+from partita._torch.joint_partitioners import drop_forward_effects, plain_partition
 
 __all__ = ["compile_ahead", "nothing_is_donated"]
 
@@ -15,19 +16,22 @@ __all__ = ["compile_ahead", "nothing_is_donated"]
 def compile_ahead(body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A function that runs the graphs which AOTAutograd makes of `body`.
 
-    No value is computed again in the backward, so that a random draw stays one.
+    Nothing of the forward runs again in the backward, so that random numbers are drawn once.
     """
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._functorch.partitioners import default_partition
 
     def as_it_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
         nothing_is_donated()
         return make_boxed_func(gm.forward)
 
+    def backward_alone(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        drop_forward_effects(gm)
+        return as_it_is(gm, example_inputs)
+
     with compiling(inputs):
         made: Callable[..., Any] = aot_module_simplified(
-            body, list(inputs), as_it_is, as_it_is, default_partition, keep_inference_input_mutations=True
+            body, list(inputs), as_it_is, backward_alone, plain_partition, keep_inference_input_mutations=True
         )
     return made
 

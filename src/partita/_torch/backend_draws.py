@@ -1,4 +1,4 @@
-"""Draws that a trace would make otherwise than plain torch: into tensors that are not contiguous, and in a backward.
+"""Draws that a trace would make otherwise than plain torch: into tensors that are not contiguous, or not at all.
 
 Functionalization (torch 2.13) makes `x.bernoulli_()` a new tensor that is filled and then copied. Where `x` is
 transposed or has gaps, the same random numbers come to lie in other places, and the result may have other strides.
@@ -18,15 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.backend_fakes import mode_of
 from partita._torch.schemas import is_higher_order
+from partita._torch.traced_dropout import LostDropout
 from partita.errors import BackendError
 
-__all__ = ["check_draws", "drop_idle_draws"]
+__all__ = ["check_draws"]
 
 log = logging.getLogger(__name__)
 
 
 def check_draws(body: GraphModule, inputs: Sequence[Any]) -> None:
-    """Raises where `body`, run on these fake inputs, draws into a tensor that is not contiguous."""
+    """Raises where `body`, run on these fake inputs, draws into a tensor that is not contiguous, or loses dropout."""
     from torch._dispatch.python import enable_python_dispatcher
 
     if not any(map(_may_draw, body.graph.nodes)):
@@ -34,24 +35,19 @@ def check_draws(body: GraphModule, inputs: Sequence[Any]) -> None:
     mode, order = mode_of(inputs), _Order()  # type: ignore[no-untyped-call]
     own = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     try:
-        with mode.shape_env.ignore_fresh_unbacked_symbols(), mode, enable_python_dispatcher(), torch.no_grad(), order:
+        with (
+            mode.shape_env.ignore_fresh_unbacked_symbols(),
+            mode,
+            enable_python_dispatcher(),
+            torch.no_grad(),
+            order,
+            LostDropout(),
+        ):
             Interpreter(body).run(*own)
     except BackendError:
         raise
     except Exception as error:
         log.debug("whether the body draws in order cannot be told: %s", error)
-
-
-def drop_idle_draws(backward: GraphModule) -> None:
-    """Takes draws that nobody reads out of a backward graph: plain torch draws nothing there.
-
-    AOTAutograd (torch 2.13) leaves the draw of a decomposed `bernoulli` in both graphs.
-    """
-    idle = [node for node in backward.graph.nodes if not node.users and _is_seeded(node.target)]
-    for node in idle:
-        backward.graph.erase_node(node)
-    if idle:
-        backward.recompile()
 
 
 def _is_seeded(target: Any) -> bool:
@@ -61,14 +57,14 @@ def _is_seeded(target: Any) -> bool:
 def _may_draw(node: Node) -> bool:
     if node.op == "call_module" or is_higher_order(node.target):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _is_seeded(node.target)
+    if isinstance(node.target, torch._ops.OpOverload) and _is_seeded(node.target):
+        return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return node.op.startswith("call_") and _DRAWING.search(name) is not None
 
 
 _DRAWING = re.compile(
-    "attention|bernoulli|cauchy|dropout|exponential|gamma|geometric|normal|poisson|rand|rrelu|uniform"
+    "attention|bernoulli|cauchy|dropout|exponential|gamma|geometric|gru|normal|poisson|rand|rnn|rrelu|uniform"
 )
 
 

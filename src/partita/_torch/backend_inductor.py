@@ -9,10 +9,13 @@ from typing import Any
 from torch.fx import GraphModule
 
 from partita._torch.backend_aot import nothing_is_donated
-from partita._torch.backend_draws import drop_idle_draws
 from partita._torch.backend_fakes import compiling
 from partita._torch.backend_saved_inputs import copy_saved_inputs
+<<<<<<< HEAD
 from partita._torch.processor import instructions, vectors
+=======
+from partita._torch.joint_partitioners import drop_forward_effects
+>>>>>>> h-docs
 
 __all__ = [
     "compile_with_inductor",
@@ -33,7 +36,7 @@ def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Map
         nothing_is_donated()
         metadata = TracingContext.get().fw_metadata
         if others.get("is_backward"):
-            drop_idle_draws(graph)
+            drop_forward_effects(graph)
         elif metadata is not None:
             copy_saved_inputs(graph, metadata)
         return compile_fx_inner(graph, examples, **others)
@@ -61,7 +64,7 @@ def _own_cache_keys() -> AbstractContextManager[None]:
 
 
 #: Counts the changes that are made to graphs on their way to Inductor, which caches do not see.
-_CACHE_TAG = "partita 1"
+_CACHE_TAG = "partita 2"
 
 
 def function_to_bytes(function: Callable[..., Any]) -> bytes | None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
-__all__ = ["is_any_recomputed", "let_inductor_take", "min_cut_partition", "plain_partition"]
+__all__ = [
+    "drop_forward_effects",
+    "is_any_recomputed",
+    "let_inductor_take",
+    "min_cut_partition",
+    "plain_partition",
+]
 
 
 def min_cut_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
@@ -23,6 +30,31 @@ def plain_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -
 
     options.pop("compiler", None)  # Only the min-cut partitioner looks at it.
     return default_partition(joint, inputs, **options)
+
+
+def drop_forward_effects(backward: GraphModule) -> None:
+    """Takes unused calls of the forward out of a backward graph, and what only they read.
+
+    torch's partitioners (2.13) keep asserts, random operators and other side effects of the forward in the backward too
+    wherever it has what they need; an assert brings the random operators that it depends on. Eager mode runs them once.
+    """
+    unused = False
+    for node in reversed(backward.graph.nodes):
+        if node.op == "call_function" and not node.users and (_is_of_forward(node) or _is_seeded(node)):
+            backward.graph.erase_node(node)
+            unused = True
+    if unused:
+        backward.recompile()
+
+
+def _is_of_forward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+
+
+def _is_seeded(node: Node) -> bool:
+    """Whether a node draws random numbers; decompositions and passes of a compiler may have lost its tag."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_any_recomputed(joint: GraphModule) -> bool:

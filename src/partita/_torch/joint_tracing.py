@@ -13,6 +13,7 @@ from torch.fx.graph import CodeGen
 
 from partita._torch.capture_fresh_modes import fresh_modes
 from partita._torch.lowering_compiling import compiler_scope
+from partita._torch.traced_dropout import LostDropout
 
 __all__ = ["TracedJoint", "trace_joint"]
 
@@ -44,7 +45,8 @@ def trace_joint(
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with fresh_modes(grad=True), compiler_scope(), ExitStack() as stack:
+    lost = LostDropout()
+    with fresh_modes(grad=True), compiler_scope(), lost, ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, module, args, dict(kwargs))
     traced, metadata = joint.graph_module, joint._aot_state.fw_metadata
     outputs = traced.graph.output_node().meta["desc"]

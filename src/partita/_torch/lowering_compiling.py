@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita._torch.ambient import read_ambient, restore_after_error, restore_autocast
-from partita._torch.idle_dropout import IdleDropout
 from partita._torch.idle_expand import IdleExpand
+from partita._torch.traced_dropout import IdleDropout
 
 __all__ = ["compiler_scope"]
 

@@ -6,12 +6,17 @@ A compiler takes and gives tensors and numbers. What is in a container goes as i
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from partita.errors import BackendError
 
 __all__ = [
     "LEAF",
@@ -46,7 +51,7 @@ class Fixed:
 @final
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A tuple, list, size, named tuple or dict; `keys` are those of a dict."""
+    """A tuple, list, size, named tuple, dict or ordered dict; `keys` are those of a dict."""
 
     type: type
     items: tuple[Shape, ...]
@@ -58,17 +63,60 @@ Shape: TypeAlias = Leaf | Fixed | Container
 LEAF = Leaf()
 
 
-def shape_of(value: Any, *, fixes_constants: bool = False) -> Shape:
-    """How a value is made up of containers; all that is neither one nor tensor nor symbol may be fixed."""
-    if isinstance(value, tuple | list):
-        return Container(type(value), tuple(shape_of(item, fixes_constants=fixes_constants) for item in value))
-    if type(value) is dict:
-        items = tuple(shape_of(item, fixes_constants=fixes_constants) for item in value.values())
-        return Container(dict, items, tuple(value))
-    return Fixed(value) if fixes_constants and not isinstance(value, _PASSED_ON) else LEAF
+def shape_of(value: Any, *, is_output: bool = False) -> Shape:
+    """How a value is made up of containers.
+
+    In an output, what is neither one nor tensor nor symbol is fixed; where that may hold tensors, or be changed by
+    whoever gets it, a `BackendError` is raised.
+    """
+    kind = _container_kind(value)
+    if kind is None or (kind is OrderedDict and not is_output):
+        return _fixed(value) if is_output and not isinstance(value, _PASSED_ON) else LEAF
+    keys = tuple(value) if issubclass(kind, dict) else None
+    items = value if keys is None else value.values()
+    return Container(kind, tuple(shape_of(item, is_output=is_output) for item in items), keys)
 
 
 _PASSED_ON = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _container_kind(value: Any) -> type | None:
+    """What makes such a container again out of its items; None for what is none, or holds more than items."""
+    kind = type(value)
+    if kind in _LITERALS:
+        return _LITERALS[kind]
+    if kind in (tuple, list, torch.Size):
+        return kind
+    if kind in (dict, OrderedDict):
+        return kind if all(map(_is_constant, value)) else None
+    is_named = isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields"))
+    return kind if is_named and not getattr(value, "__dict__", None) else None
+
+
+#: What an interpreter has for the lists and dicts that are written in a graph: code that runs has plain ones.
+_LITERALS: dict[type, type] = {immutable_list: list, immutable_dict: dict}
+
+
+def _fixed(value: Any) -> Fixed:
+    if not _is_constant(value):
+        raise BackendError(
+            f"an output holds an object of type {type(value).__name__}, which cannot be taken apart; give tensors, "
+            "numbers, text, None, and tuples, lists and dicts of them"
+        )
+    return Fixed(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value holds no tensor or symbol, and nobody can change it."""
+    if isinstance(value, slice):
+        return all(map(_is_constant, (value.start, value.stop, value.step)))
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_constant, value))
+    return type(value) in _CONSTANTS or isinstance(value, Enum | type)
+
+
+_NUMBERS_AND_TEXT = (bool, bytes, complex, float, int, range, str, type(None), type(Ellipsis), type(NotImplemented))
+_CONSTANTS = frozenset((*_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 def leaves_of(value: Any, shape: Shape) -> Iterator[Any]:
@@ -84,7 +132,7 @@ def read_leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The leaves of a value, each with the keys by which it is read."""
     if isinstance(value, tuple | list):
         pairs: Any = enumerate(value)
-    elif type(value) is dict:
+    elif isinstance(value, dict):
         pairs = value.items()
     else:
         yield (), value
@@ -103,7 +151,7 @@ def leaf_count(shape: Shape) -> int:
 
 def has_tensors(value: Any) -> bool:
     """Whether a value is a tensor or a container with one."""
-    return any(isinstance(leaf, Tensor) for leaf in leaves_of(value, shape_of(value)))
+    return any(isinstance(leaf, Tensor) for _, leaf in read_leaves(value))
 
 
 def items_of(shape: Container) -> Iterator[tuple[Any, Shape]]:
@@ -119,5 +167,5 @@ def assembled(shape: Shape, leaves: Iterator[Any], make: Callable[..., Any] = op
         return shape.value
     items = [assembled(item, leaves, make) for item in shape.items]
     if shape.keys is not None:
-        return make(dict, dict(zip(shape.keys, items, strict=True)))
+        return make(shape.type, dict(zip(shape.keys, items, strict=True)))
     return make(shape.type, *items) if hasattr(shape.type, "_fields") else make(shape.type, tuple(items))

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "AUTOGRAD",
     "CPLUSPLUS_OBJECT",
+    "DROPOUT",
     "FOREACH_ADDITION",
     "FUSED_ADAM",
     "GENERATOR",
@@ -55,6 +56,8 @@ INSIDE_TRANSFORM = "inside a torch.func transform"
 GENERATOR = "draws from a generator of its own"
 IN_PLACE_COLLECTIVE = "collective that writes in place"
 
+# Decompositions (torch 2.13) leave out what recurrent networks drop between layers.
+DROPOUT = "dropout that a trace loses"
 # AOTAutograd (torch 2.13) keeps a None for the backward of oneDNN's kernel, and then refuses to run it.
 LSTM = "lstm: its backward fails when traced"
 

@@ -6,8 +6,10 @@ import operator
 
 from torch.fx import Node
 
+from partita._torch.traced_dropout import loses_dropout
 from partita.backends.reasons import (
     AUTOGRAD,
+    DROPOUT,
     GENERATOR,
     LEAVES_TORCH,
     LSTM,
@@ -67,6 +69,8 @@ def _refusal_by_name(node: Node, name: str) -> str | None:
         return SIZE_DEPENDS_ON_DATA
     if name == "lstm":
         return LSTM
+    if node.op == "call_function" and loses_dropout(node.target, node.args, node.kwargs):
+        return DROPOUT
     if name in VALUE_FROM_DATA:
         return VALUE_DEPENDS_ON_DATA
     for word, reason in _KINDS.items():

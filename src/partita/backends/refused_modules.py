@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.backend_kernels import name_of_operator
 from partita._torch.schemas import registers_hook
-from partita.backends.reasons import HOOK, LSTM, SIDE_EFFECT, UNKNOWN_MODULE
+from partita.backends.reasons import DROPOUT, HOOK, LSTM, SIDE_EFFECT, UNKNOWN_MODULE
 from partita.graphs.attributes import find
 from partita.graphs.behaviour_modules import behaviour_of_module
 
@@ -40,6 +40,8 @@ def _refusal_of_body(module: nn.Module, refusal: Callable[[Node], str | None]) -
     if not isinstance(module, GraphModule):
         if any(isinstance(part, nn.LSTM) for part in module.modules()):
             return LSTM
+        if any(map(_drops_between_layers, module.modules())):
+            return DROPOUT
         behaviour = behaviour_of_module(module)
         return UNKNOWN_MODULE if behaviour.unknown else SIDE_EFFECT if behaviour.impure else None
     for node in module.graph.nodes:
@@ -47,6 +49,10 @@ def _refusal_of_body(module: nn.Module, refusal: Callable[[Node], str | None]) -
         if reason is not None:
             return f"in its body: {reason}"
     return None
+
+
+def _drops_between_layers(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) and module.training and module.num_layers > 1 and module.dropout > 0
 
 
 def _named(node: Node) -> object:

@@ -18,7 +18,9 @@ from partita._torch.backend_kernels import (
     value_depends_on_data,
 )
 from partita._torch.schemas import has_registered_effect
+from partita._torch.traced_dropout import loses_dropout
 from partita.backends.reasons import (
+    DROPOUT,
     GENERATOR,
     IN_PLACE_COLLECTIVE,
     LSTM,
@@ -49,6 +51,8 @@ def refusal_of_operator(node: Node) -> str | None:
         reason = _refusal_of_all_calls(target)
     if reason is not None:
         return reason
+    if loses_dropout(target, node.args, node.kwargs):
+        return DROPOUT
     if target in _INDEXING and is_mask_among(node.args[1:]):
         return SIZE_DEPENDS_ON_DATA
     if _FOREACH_IN_PLACE.fullmatch(name_of_operator(target)[1]) and not _are_apart(node.args[0]):
@@ -69,6 +73,9 @@ def _refusal_of_all_calls(target: Any) -> str | None:
         return _NAMESPACES[namespace]
     if name == "lstm":
         return LSTM
+    if target is torch.ops.aten._assert_async.default:
+        # Functionalization (torch 2.13) keeps the overload with a message, and loses this one.
+        return SIDE_EFFECT
     if not has_meta_kernel(target):
         return NO_META_KERNEL
     if size_depends_on_data(target) and target not in _INDEXING:

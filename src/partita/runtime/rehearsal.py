@@ -124,7 +124,7 @@ class _Sorting:
     def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, acts: Acts) -> None:
         self.body, self.inputs, self.run, self.results, self.acts = body, inputs, run, run.results, acts
         (output,) = body.graph.find_nodes(op="output")
-        self.shape = shape_of(run.results[output], fixes_constants=True)
+        self.shape = shape_of(run.results[output], is_output=True)
         self.leaves = list(_leaves(output.args[0], run.results[output], self.shape))
         self.bases = self._found_bases()
         roots = [*body.graph.find_nodes(op="placeholder"), *(base.node for base in self.bases)]
@@ -209,7 +209,7 @@ class _Sorting:
         for node in self.body.graph.nodes:
             if node.name in self.acts.draws and node not in shown:
                 value = self.results[node]
-                drawn = _leaves(node, value, shape_of(value, fixes_constants=True))
+                drawn = _leaves(node, value, shape_of(value, is_output=True))
                 self.compiled += [leaf for leaf in drawn if memory_of(leaf.value) not in held]
 
     def _written_later(self) -> Iterator[int]:

@@ -11,6 +11,7 @@ from uuid import uuid4
 from torch.fx import GraphModule
 
 from partita._torch.joint_partitioners import (
+    drop_forward_effects,
     is_any_recomputed,
     let_inductor_take,
     min_cut_partition,
@@ -81,7 +82,9 @@ class JointPartition:
         marked = self.marked(program).graph_module
         if is_functionalized(program):
             cut = min_cut_partition if self.then is None else self.then
-            return cut(marked, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            forward, backward = cut(marked, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            drop_forward_effects(backward)
+            return forward, backward
         # torch's min-cut partitioner (2.13) loses mutations; its plain one keeps them, and recomputes nothing here.
         usual = min_cut_partition if is_any_recomputed(marked) else plain_partition
         cut = usual if self.then is None else self.then
@@ -90,6 +93,7 @@ class JointPartition:
         except AssertionError as error:
             raise not_partitioned(error) from error
         check_mutations(program, forward, backward)
+        drop_forward_effects(backward)
         return forward, backward
 
     def marked(self, program: Program) -> Program:
