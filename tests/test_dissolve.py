@@ -17,11 +17,14 @@ from tests.core_helpers import listing, text
 from tests.dissolve_helpers import Tracing, compare_case
 from tests.selecting import slow_but
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.fx import Graph, GraphModule
 from torch.nn import functional
 
-from partita import Program, capture, dissolve
+from partita import Program, capture, dissolve, plan
 from partita._torch import toggles
+from partita.policies import ByMode
+from partita.treatments import Mode
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 
@@ -348,6 +351,31 @@ def test_integers_need_no_detach() -> None:
         return net.w[rows]
 
     assert "detach" not in check(function)
+
+
+def test_tangents_end_where_no_grad_was_and_pass_where_modes_are_kept() -> None:
+    """No operator stops gradients and lets tangents pass, as no_grad does."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = x.sin()
+            return scale * x
+
+    x, direction = torch.tensor([1.0, 2.0]), torch.ones(2)
+    program = capture(Scaled(), (x,))
+    kept = plan(program, ByMode(), Mode()).apply()
+
+    def tangents(module: nn.Module) -> tuple[Tensor, Tensor]:
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(module(forward_ad.make_dual(x, direction))).tangent
+        return torch.func.jvp(module, (x,), (direction,))[1], dual
+
+    decomposed = program.exported().run_decompositions()
+    for module in (Scaled(), program.module(), kept.module()):
+        torch.testing.assert_close(tangents(module), (x.cos() * x + x.sin(),) * 2)
+    for module in (dissolve(program).module(), decomposed.module()):
+        torch.testing.assert_close(tangents(module), (x.sin(),) * 2)
 
 
 def test_inference_mode_cuts_gradients_off() -> None:

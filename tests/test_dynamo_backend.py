@@ -20,10 +20,10 @@ from partita import Partition, Program, Region
 from partita._torch.lazy_modules import LazyModule
 from partita.errors import CycleError, OptionError
 from partita.graphs.tolerance import EXACT, Tolerance
-from partita.policies import AroundOperators, ByLabel, ByModule, BySize, Sequential
+from partita.policies import AroundOperators, ByCapability, ByLabel, ByModule, BySize, Sequential
 from partita.testing.models import Attention, Buffered, Casting, Frozen, Mixer
 from partita.tracing.dynamo import backend
-from partita.treatments import Call
+from partita.treatments import Call, Lower, Recompute
 
 EVERY_NODE = BySize(operators=1)
 EVERY_THREE = BySize(operators=3)
@@ -144,6 +144,31 @@ def test_outputs_alias_as_in_eager_mode() -> None:
     found, expected = compiled(alias, policy=EVERY_NODE, inner="aot_eager")(x, weight), alias(x, weight)
     assert _sharing((*found, x)) == _sharing((*expected, x))
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("policy", "treatment"),
+    [
+        (BySize(parts=1), Call()),
+        (EVERY_NODE, Call()),
+        (BySize(parts=1), Recompute()),
+        (ByCapability("aot_eager"), Lower("aot_eager")),
+    ],
+    ids=str,
+)
+def test_no_gradient_flows_through_a_view_made_under_no_grad(policy: Any, treatment: Any) -> None:
+    """torch.compile (2.13) lets it through, also with the backend aot_eager."""
+
+    def look(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            frozen = x.view(-1)
+        return x * 2, frozen, frozen[1:]
+
+    x = torch.ones(2, 2, requires_grad=True)
+    results = compiled(look, policy=policy, treatment=treatment, inner="aot_eager")(x)
+    sum(result.sum() for result in results).backward()
+    assert torch.equal(x.grad, torch.full((2, 2), 2.0))
+    assert all(result.requires_grad for result in results)
 
 
 def test_a_tensor_that_crosses_twice_may_be_written() -> None:

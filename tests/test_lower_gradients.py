@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core_helpers import program_of
 from tests.lowering_helpers import Counting, plan_of
 from torch import Tensor, nn
+from torch.fx import Graph
 
 from partita import capture, plan
-from partita.policies import BySize
-from partita.treatments import Lower
+from partita.policies import ByCapability, ByMode, BySize
+from partita.treatments import Call, Lower, Mode, Recompute
 
 
 def test_what_is_written_to_one_input_gives_no_gradient_to_another() -> None:
@@ -93,3 +95,74 @@ def test_gradients_whose_conjugation_is_a_bit_flow_into_lowered_regions(parts: i
 
     lowered = plan(capture(Spectrum(), (x,)), BySize(parts=parts), Lower("aot_eager")).apply().module()
     torch.testing.assert_close(gradient(lowered), gradient(Spectrum()))
+
+
+class ViewOfInput(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            frozen = x.view(-1)
+        return x * 2, frozen
+
+
+class ViewOfResult(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = x * 3
+        with torch.no_grad():
+            frozen = h.t()
+        return h, frozen, frozen[0]
+
+
+class ViewAlone(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = x * 3
+        with torch.no_grad():
+            frozen = h.t()
+        return (frozen,)
+
+
+class ViewThatIsUsed(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            first, second = x.unbind(0)
+        return first, x * second, x.view(-1)
+
+
+CUTS = [(ByMode(), Mode()), (BySize(parts=1), Recompute()), (BySize(parts=1), Call())]
+
+
+@pytest.mark.parametrize("model", [ViewOfInput, ViewOfResult, ViewAlone, ViewThatIsUsed])
+@pytest.mark.parametrize("cut", CUTS, ids=["mode", "recompute", "call"])
+def test_no_gradient_flows_through_a_view_that_a_body_inside_makes_under_no_grad(
+    model: type[nn.Module], cut: tuple[Any, Any]
+) -> None:
+    """AOTAutograd (torch 2.13) makes such a view anew, with gradients; torch.compile does the same."""
+
+    def told(function: Callable[..., Any]) -> list[tuple[bool, bool, bool, Any]]:
+        x = torch.ones(2, 2, requires_grad=True)
+        found = []
+        for result in function(x):
+            (gradient,) = torch.autograd.grad(result.sum(), x, retain_graph=True, allow_unused=True)
+            known = None if gradient is None else gradient.tolist()
+            found.append((result.requires_grad, result.is_leaf, result._is_view(), known))
+        return found
+
+    nested = plan(capture(model(), (torch.ones(2, 2, requires_grad=True),)), *cut).apply()
+    lowering = plan(nested, ByCapability("aot_eager"), Lower("aot_eager", strict=True))
+    assert told(lowering.apply().module()) == told(model())
+
+
+def test_a_view_that_a_module_makes_under_no_grad_passes_no_gradient_on() -> None:
+    class Leaf(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return x.view(-1)
+
+    graph, root = Graph(), nn.Module()
+    root.leaf = Leaf()
+    x_node = graph.placeholder("x")
+    graph.output((graph.call_method("mul", (x_node, 2)), graph.call_module("leaf", (x_node,))))
+    module = plan_of(program_of(graph, root), Lower(Counting(), strict=True)).apply().module()
+    x = torch.ones(2, 2, requires_grad=True)
+    result, frozen = module(x)
+    (result.sum() + frozen.sum()).backward()
+    assert torch.equal(x.grad, torch.full((2, 2), 2.0))

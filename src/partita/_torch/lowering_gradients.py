@@ -7,12 +7,15 @@ torch gives such an input nothing, and an optimizer can tell.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 __all__ = [
+<<<<<<< HEAD
     "UnusedGradients",
     "ask_for_gradients",
     "has_history",
@@ -20,6 +23,16 @@ __all__ = [
     "history_of",
     "is_locked_view",
     "links_of",
+=======
+    "NoGradView",
+    "UnusedGradients",
+    "ask_for_gradients",
+    "has_history",
+    "history_of",
+    "is_locked_view",
+    "links_of",
+    "no_grad_views",
+>>>>>>> h-docs2
 ]
 
 
@@ -69,12 +82,12 @@ def _reached(result: Any) -> set[int]:
     """The ids of the functions, and of the tensors without one, that a backward pass from `result` would come to."""
     if not isinstance(result, Tensor) or not result.requires_grad:
         return set()
-    if result.grad_fn is None:
+    if not has_history(result):
         return {id(result)}
     # The objects that stand for functions live as long as somebody holds them.
     held: dict[int, Any] = {}
     reached: set[int] = set()
-    waiting = [result.grad_fn]
+    waiting: list[Any] = [result.grad_fn]
     while waiting:
         function = waiting.pop()
         if id(function) in held:
@@ -90,6 +103,54 @@ def _reached(result: Any) -> set[int]:
 def is_locked_view(value: Tensor) -> bool:
     """Whether a result is a view that was made inside of one function of autograd, so that nobody may write to it."""
     return value._is_view() and isinstance(value.grad_fn, BackwardCFunction)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NoGradView:
+    """An output that is a view made under `no_grad`, or a view of such: it requires a gradient, and passes none on.
+
+    AOTAutograd (torch 2.13) makes such an output a view like any other, through which gradients flow.
+    """
+
+    place: int
+    is_leaf: bool
+
+    def of(self, value: Tensor) -> Tensor:
+        """What compiled code gave, as such a view."""
+        base = value if value.requires_grad else value.detach().requires_grad_()
+        with torch.no_grad():
+            view = base.view_as(base)
+        if self.is_leaf:
+            return view
+        with torch.enable_grad():
+            return view.view_as(view)
+
+
+def no_grad_views(inputs: Iterable[Any], results: Sequence[Any]) -> tuple[NoGradView, ...]:
+    """Which results of a run are such views; `inputs` are tensors and their histories."""
+    known = {id(history) for history in inputs if history is not None}
+    return tuple(
+        NoGradView(place, is_leaf=not has_history(value))
+        for place, value in enumerate(results)
+        if known and _is_no_grad_view(value, known)
+    )
+
+
+def _is_no_grad_view(value: Any, known: Collection[int]) -> bool:
+    if not isinstance(value, Tensor) or not value._is_view() or not value.requires_grad or id(value) in known:
+        return False
+    # Where a gradient ends at such a view, the history tells of nothing: of no input, and of no other tensor.
+    held: dict[int, Any] = {}
+    waiting: list[Any] = [value.grad_fn] if has_history(value) else []
+    while waiting:
+        function = waiting.pop()
+        if id(function) in known or hasattr(function, "variable"):
+            return False
+        if id(function) not in held:
+            held[id(function)] = function
+            waiting += [before for before, _ in function.next_functions if before is not None]
+    return True
 
 
 #: What an input is known by in a history, and as which result; None for an input that requires no gradient.

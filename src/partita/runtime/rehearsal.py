@@ -21,7 +21,7 @@ from partita._torch.lowering_containers import (
     items_of,
     shape_of,
 )
-from partita._torch.lowering_gradients import has_history, history_of, links_of
+from partita._torch.lowering_gradients import NoGradView, has_history, history_of, links_of, no_grad_views
 from partita._torch.lowering_runs import BodyRun, run_on_fakes
 from partita._torch.lowering_views import Reading, numbers_for, readable_from, views_module
 from partita.errors import ModeError
@@ -69,6 +69,8 @@ class Findings:
     copied_inputs: tuple[int, ...] = ()
     #: The places of inputs that are written, each with the inputs that the gradient of its new value flows to.
     written_links: tuple[tuple[int, frozenset[int]], ...] = ()
+    #: Views that are made under `no_grad` inside of an operator or a module, among what compiled code gives.
+    no_grad_views: tuple[NoGradView, ...] = ()
     #: Gives the views for the inputs and then for what compiled code gives at the places in `bases`.
     views: GraphModule | None = None
     bases: tuple[int, ...] = ()
@@ -78,7 +80,7 @@ class Findings:
         """Whether compiled code gives the output itself, for the inputs as they are."""
         plain = Container(tuple, (LEAF,) * len(self.compiled))
         is_whole = self.output == plain and self.sources == tuple(range(len(self.compiled)))
-        return is_whole and not self.detached and not self.copied_inputs
+        return is_whole and not (self.detached or self.copied_inputs or self.no_grad_views)
 
     def assembled(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The output of the body, when compiled code gave `outputs` for `inputs`."""
@@ -157,6 +159,7 @@ class _Sorting:
             written_later=tuple(self._written_later()) if any(links) else (),
             copied_inputs=tuple(copies),
             written_links=tuple((place, link) for place, link in zip(changed, written, strict=True) if link),
+            no_grad_views=no_grad_views(histories, values),
             views=views_module(self.readable, self.views) if self.views else None,
             bases=bases,
         )

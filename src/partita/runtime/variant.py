@@ -151,6 +151,8 @@ class Variant:
             self._copied = tuple(dict.fromkeys((*shared, *later)))
         for place in self._copied:
             outputs[place] = copy_of(outputs[place])
+        for view in findings.no_grad_views:
+            outputs[view.place] = view.of(outputs[view.place])
         return findings.assembled(outputs, values)
 
     def _run(self, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -19,6 +19,7 @@ from partita.plans import Plan, plan
 from partita.plans.treatment import marks_suffice
 from partita.tracing.backend_options import BackendOptions, Inner
 from partita.tracing.marked import marks_written
+from partita.tracing.piece_borders import Border, Bordered, border_of_graph
 from partita.tracing.piece_compiler import compile_pieces
 from partita.tracing.pieces import Waiting
 
@@ -44,8 +45,14 @@ def backend(
     decided = plan(program, chosen.policy, chosen.treatment)
     with marks_written(decided, example_inputs):
         if decided.treatments and all(map(marks_suffice, decided.treatments)):
-            return inner(gm, example_inputs)
+            return _compiled_whole(gm, inner, example_inputs)
         return _compiled_in_pieces(gm, decided, inner, example_inputs)
+
+
+def _compiled_whole(gm: GraphModule, inner: Inner, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    border = border_of_graph(gm)
+    compiled = inner(gm, example_inputs)
+    return compiled if border == Border() else Bordered(compiled, border)
 
 
 def _compiled_in_pieces(gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any]) -> GraphModule:

@@ -13,11 +13,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
+from partita._torch.lowering_gradients import NoGradView, no_grad_views
 from partita._torch.versions import version_of
 from partita.runtime.owned_outputs import copy_of, memory_of, owned_places, places_to_copy
 
-__all__ = ["Border", "Bordered", "PieceCall", "SharedMemoryError", "look_at"]
+__all__ = ["Border", "Bordered", "PieceCall", "SharedMemoryError", "border_of_graph", "look_at"]
 
 
 class SharedMemoryError(Exception):
@@ -41,6 +43,8 @@ class Border:
     copied_outputs: tuple[int, ...] = ()
     #: Outputs that are copied where they turn out to share memory.
     owned: tuple[int, ...] = ()
+    #: Outputs that are views made under `no_grad`.
+    no_grad_views: tuple[NoGradView, ...] = ()
 
 
 @final
@@ -64,7 +68,19 @@ class Bordered(nn.Module):
             outputs.insert(place, args[source])
         for place in (*border.copied_outputs, *places_to_copy(args, outputs, border.owned)):
             outputs[place] = copy_of(outputs[place])
+        for view in border.no_grad_views:
+            outputs[view.place] = view.of(outputs[view.place])
         return outputs
+
+
+def border_of_graph(gm: GraphModule) -> Border:
+    """What Dynamo's graph needs if it is compiled whole, by its traced values, which are as the end of it left them."""
+    args = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    given = gm.graph.output_node().args[0]
+    results = given if isinstance(given, tuple | list) else ()
+    outputs = [node.meta.get("example_value") if isinstance(node, Node) else None for node in results]
+    histories = (_grad_fn(arg) for arg in args if isinstance(arg, Tensor))
+    return Border(no_grad_views=no_grad_views((*args, *histories), outputs))
 
 
 @final
@@ -95,11 +111,13 @@ class PieceCall:
     #: How they looked when both the run and the compilation were done: a trace of a body also counts as writing.
     compiled: tuple[_Look | None, ...]
     own: Border = Border()
+    no_grad_views: tuple[NoGradView, ...] = ()
 
     @classmethod
     def of(cls, name: str, args: Sequence[Any], outputs: Sequence[Any], before: tuple[_Look | None, ...]) -> PieceCall:
         after = look_at((*args, *outputs))
-        return cls(name, tuple(args), tuple(outputs), before, after, after)
+        views = no_grad_views((*args, *(look and look.grad_fn for look in before)), outputs)
+        return cls(name, tuple(args), tuple(outputs), before, after, after, no_grad_views=views)
 
     def now_compiled(self, own: Border) -> PieceCall:
         """The same, for a piece that was compiled after its run, with a border because of its own writes."""
@@ -122,8 +140,8 @@ class PieceCall:
         return Border(written, written, tuple(place for place in unrecorded if place in written), handed_back)
 
     def whole_border(self) -> Border:
-        """With what is written after the piece, once that has run."""
-        own, later = self.own, self._written_later()
+        """With what its outputs are, and what is written after the piece, once that has run."""
+        own, later = replace(self.own, no_grad_views=self.no_grad_views), self._written_later()
         if not later:
             return own
         own = replace(own, owned=owned_places(self.args, self.outputs))
