@@ -11,11 +11,8 @@ from torch.fx import GraphModule
 from partita._torch.backend_aot import nothing_is_donated
 from partita._torch.backend_fakes import compiling
 from partita._torch.backend_saved_inputs import copy_saved_inputs
-<<<<<<< HEAD
-from partita._torch.processor import instructions, vectors
-=======
 from partita._torch.joint_partitioners import drop_forward_effects
->>>>>>> h-docs
+from partita._torch.processor import instructions, vectors
 
 __all__ = [
     "compile_with_inductor",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 __all__ = [
-<<<<<<< HEAD
+    "NoGradView",
     "UnusedGradients",
     "ask_for_gradients",
     "has_history",
@@ -23,16 +23,7 @@ __all__ = [
     "history_of",
     "is_locked_view",
     "links_of",
-=======
-    "NoGradView",
-    "UnusedGradients",
-    "ask_for_gradients",
-    "has_history",
-    "history_of",
-    "is_locked_view",
-    "links_of",
     "no_grad_views",
->>>>>>> h-docs2
 ]
 
 
