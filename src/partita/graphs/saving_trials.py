@@ -16,7 +16,8 @@ from partita._torch.saved_operators import gives_only_views
 from partita._torch.saving_trial import flops_until_saved
 from partita._torch.toggles import TOGGLES
 from partita.graphs.flops import without_memory
-from partita.graphs.values import tensors_in, value_of
+from partita.graphs.values import tensors_in as traced_tensors
+from partita.graphs.values import value_of
 
 __all__ = ["SavingTrials"]
 
@@ -69,9 +70,9 @@ def _saves_nothing(node: Node) -> bool:
     if node.target is operator.getitem and read and isinstance(read[0], tuple | list):
         return True
     if gives_only_views(node.target):
-        return all(tensor.layout is torch.strided for value in read for tensor in tensors_in(value))
+        return all(tensor.layout is torch.strided for value in read for tensor in traced_tensors(value))
     is_known = node.op == "call_method" or (node.op == "call_function" and is_torchs(node.target))
-    return is_known and not any(True for value in read for _ in tensors_in(value))
+    return is_known and not any(True for value in read for _ in traced_tensors(value))
 
 
 def _can_be_tried(node: Node) -> bool:
