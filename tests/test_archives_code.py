@@ -67,13 +67,20 @@ def test_the_reader_names_nothing_that_makes_code_of_texts(file: Path) -> None:
 
 
 def test_torch_loads_trusted_files_only() -> None:
-    """`load` of torch is named in one function, which one branch calls."""
-    tree = ast.parse((SOURCE / "graphs" / "archives" / "loading.py").read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    loading = [f.name for f in functions if ("torch.export", "load") in set(named(f))]
-    assert loading == ["_loaded_by_torch"]
-    others = [file for file in READER if any(name == "load" for _, name in named(ast.parse(file.read_text())))]
-    assert [file.name for file in others] == ["loading.py"]
+    """`torch.export.load` is named in one file, whose function one branch of the reader calls."""
+    everywhere = {file: set(named(ast.parse(file.read_text()))) for file in SOURCE.rglob("*.py")}
+    assert [file.name for file, names in everywhere.items() if ("torch.export", "load") in names] == [
+        "trusted_archives.py"
+    ]
+    assert not any(name == "load" for file in READER for _, name in everywhere[file])
+    calling = [file for file, names in everywhere.items() if ("", "load_trusted") in names]
+    assert {file.name for file in calling} == {"loading.py"}
+    tree = ast.parse(calling[0].read_text())
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "trusted"]
+    inside = [node for branch in branches for step in branch.body for node in ast.walk(step)]
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "load_trusted"]
+    assert len(uses) == 1
+    assert uses[0] in inside
 
 
 def test_no_source_is_executed_anywhere() -> None:

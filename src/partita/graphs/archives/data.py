@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NoReturn, Self, final
@@ -14,13 +15,15 @@ from torch.fx import Graph, GraphModule
 
 from partita._torch.names import ADDED_BY_EXPORT
 
-__all__ = ["LONGEST_NAME", "Data", "MalformedError", "NotDataError", "RefusedError"]
+__all__ = ["LONGEST_NAME", "MOST_DOTS", "Data", "MalformedError", "NotDataError", "RefusedError"]
 
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
 MOST_VALUES = 20_000_000
 _MOST_LETTERS = 100_000
 #: To normalize a text takes time that grows like the square of its length.
 LONGEST_NAME = 1_000
+#: Of the path of a module, and so of modules around one.
+MOST_DOTS = 100
 
 
 class RefusedError(Exception):
@@ -75,78 +78,72 @@ class Data:
             here = here._owner
         return "".join(reversed(keys)).removeprefix(".") + ": " if keys else ""
 
-    def _is_no(self, kind: str) -> NoReturn:
-        self.malformed(f"{repr(self.value)[:100]} is no {kind}")
+    def _as(self, kind: str, *, fits: bool) -> Any:
+        """The value, which must be of this kind."""
+        return self.value if fits else self.malformed(f"{repr(self.value)[:100]} is no {kind}")
+
+    def _text_if(self, fits: object, otherwise: str) -> str:
+        """The text, of which something else must not be true."""
+        return self.text() if fits else self.refuse(f"{self.text()[:100]!r} {otherwise}")
 
     # Containers --------------------------------------------------------------------------------------------------
 
+    def _mapping(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._as("mapping", fits=isinstance(self.value, dict))
+        return found
+
     def get(self, key: str) -> Data | None:
         """What a mapping has under a key; None where that is missing or null."""
-        if not isinstance(self.value, dict):
-            self._is_no("mapping")
-        found = self.value.get(key)
+        found = self._mapping().get(key)
         return None if found is None else Data(found, self, key)
 
     def __getitem__(self, key: str) -> Data:
-        found = self.get(key)
-        if found is None and key not in self.value:
+        if key not in self._mapping():
             self.malformed(f"there is no {key!r}")
-        return Data(None, self, key) if found is None else found
+        return Data(self.value[key], self, key)
 
     def entries(self) -> Iterator[tuple[str, Data]]:
-        if not isinstance(self.value, dict):
-            self._is_no("mapping")
-        return ((key, Data(value, self, key)) for key, value in self.value.items())
+        return ((key, Data(value, self, key)) for key, value in self._mapping().items())
 
     def __iter__(self) -> Iterator[Data]:
-        if not isinstance(self.value, list):
-            self._is_no("list")
-        return (Data(value, self, place) for place, value in enumerate(self.value))
+        values = self._as("list", fits=isinstance(self.value, list))
+        return (Data(value, self, place) for place, value in enumerate(values))
 
     def choice(self) -> tuple[str, Data]:
         """The one entry of a mapping: the kind of a value, and the value."""
-        if not isinstance(self.value, dict) or len(self.value) != 1:
-            self._is_no("value of one kind")
-        ((kind, value),) = self.value.items()
+        is_one = isinstance(self.value, dict) and len(self.value) == 1
+        ((kind, value),) = self._as("value of one kind", fits=is_one).items()
         return kind, Data(value, self, kind)
 
     def nested(self) -> Data:
         """What a text holds that is JSON once more; it is as long as it likes."""
-        if not isinstance(self.value, str):
-            self._is_no("text")
-        return Data.of(self.value.encode(errors="replace"), self._owner, self._key)
+        text = self._as("text", fits=isinstance(self.value, str))
+        return Data.of(text.encode(errors="replace"), self._owner, self._key)
 
     # Values ------------------------------------------------------------------------------------------------------
 
     def integer(self) -> int:
-        if type(self.value) is not int or not -(1 << 63) <= self.value < 1 << 63:
-            self._is_no("integer of 64 bits")
-        return self.value
+        is_integer = type(self.value) is int and -(1 << 63) <= self.value < 1 << 63
+        return int(self._as("integer of 64 bits", fits=is_integer))
 
     def number(self) -> float:
         """A float; torch writes infinities and NaN as texts."""
-        if self.value in ("Infinity", "-Infinity", "NaN"):
-            return float(self.value)
-        if type(self.value) not in (int, float) or (abs(self.value) > _LARGEST and abs(self.value) != float("inf")):
-            self._is_no("number")
-        return float(self.value)
+        is_word = self.value in ("Infinity", "-Infinity", "NaN")
+        is_number = type(self.value) in (int, float) and not _LARGEST < abs(self.value) < math.inf
+        return float(self._as("number", fits=is_word or is_number))
 
     def boolean(self) -> bool:
-        if not isinstance(self.value, bool):
-            self._is_no("truth value")
-        return self.value
+        return bool(self._as("truth value", fits=isinstance(self.value, bool)))
 
     def text(self) -> str:
         """Any text; most of them are asked for in one of the forms below."""
-        if not isinstance(self.value, str) or len(self.value) > _MOST_LETTERS or _SURROGATE.search(self.value):
-            self._is_no("text")
-        return self.value
+        is_text = isinstance(self.value, str) and len(self.value) <= _MOST_LETTERS and not _SURROGATE.search(self.value)
+        return str(self._as("text", fits=is_text))
 
     def plain_text(self) -> str:
         """A text without anything that could end a string: a key, a constant, the argument of an operator."""
-        if not _PLAIN.fullmatch(self.text()):
-            self.refuse(f"{self.value[:100]!r} has quotes, braces or signs that cannot be printed")
-        return self.text()
+        is_plain = _PLAIN.fullmatch(self.text())
+        return self._text_if(is_plain, "has quotes, braces or signs that cannot be printed")
 
     def plain(self, *, words: bool = False) -> Any:
         """The value as it is, when all texts in it are plain, or words."""
@@ -163,9 +160,7 @@ class Data:
 
     def words(self) -> str:
         """A text that chooses between variants, such as "mean" or "ij,jk->ik": compilers may paste it into code."""
-        if not _WORDS.fullmatch(self.text()):
-            self.refuse(f"{self.value[:100]!r} chooses between no variants of an operator")
-        return self.text()
+        return self._text_if(_WORDS.fullmatch(self.text()), "chooses between no variants of an operator")
 
     def message(self) -> str:
         """A text for people, with a sign of its own for all that could end a string: compilers paste it into code."""
@@ -174,43 +169,35 @@ class Data:
     def normal_text(self) -> str:
         """A plain text that Python would not take for another one, should it become a name."""
         found = self.plain_text()
-        if not found.isascii() and (len(found) > LONGEST_NAME or normalize("NFKC", found) != found):
-            self.refuse(f"{found[:100]!r} is another name for Python")
-        return found
+        is_normal = found.isascii() or (len(found) <= LONGEST_NAME and normalize("NFKC", found) == found)
+        return self._text_if(is_normal, "is another name for Python")
 
     def name(self) -> str:
         """A name of Python, of a node or an argument: it becomes a variable of the code that torch.fx generates."""
         found = self.text()
-        # Python takes names that normalize alike for one name.
         is_name = len(found) <= LONGEST_NAME and found.isidentifier() and not keyword.iskeyword(found)
-        if not is_name or normalize("NFKC", found) != found:
-            self.refuse(f"{found[:100]!r} is no name of Python")
-        if found in _OF_GENERATED_CODE:
-            self.refuse(f"{found!r} means something else in the code that torch.fx generates")
-        return found
+        # Python takes names that normalize alike for one name.
+        self._text_if(is_name and normalize("NFKC", found) == found, "is no name of Python")
+        is_free = found not in _OF_GENERATED_CODE
+        return self._text_if(is_free, "means something else in the code that torch.fx generates")
 
     def attribute(self) -> str:
         """The name of a graph, which becomes an attribute of a module that has no such attribute."""
-        found = self.name()
-        if found.startswith("__") or found in _ATTRIBUTES:
-            self.refuse(f"{found[:100]!r} is another attribute of modules")
-        return found
+        is_free = not self.name().startswith("__") and self.value not in _ATTRIBUTES
+        return self._text_if(is_free, "is another attribute of modules")
 
     def module_path(self) -> str:
         """The dotted path of a module, or nothing."""
         found = self.text()
-        is_path = found.count(".") <= 100 and all(map(_PART.fullmatch, found.split(".")))
-        if found and not (is_path and normalize("NFKC", found) == found):
-            self.refuse(f"{found[:100]!r} is no path of a parameter or module")
-        return found
+        is_path = found.count(".") <= MOST_DOTS and all(map(_PART.fullmatch, found.split(".")))
+        is_normal = is_path and normalize("NFKC", found) == found
+        return self._text_if(is_normal or not found, "is no path of a parameter or module")
 
     def state_path(self) -> str:
         """The dotted path of a parameter, buffer or constant; no part of it is something else on a module."""
-        found = self.module_path()
-        first, *others = found.split(".")
-        if not found or first == "self" or first in _ATTRIBUTES or not _OF_MODULES.isdisjoint(others):
-            self.refuse(f"{found[:100]!r} is no path of a parameter or buffer")
-        return found
+        first, *others = self.module_path().split(".")
+        is_free = first not in ("", "self") and first not in _ATTRIBUTES and _OF_MODULES.isdisjoint(others)
+        return self._text_if(is_free, "is no path of a parameter or buffer")
 
 
 _WORDS = re.compile(r"[\w ,.:>\-]{0,500}", re.ASCII)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
-from collections.abc import Collection, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch.export import ExportedProgram
 
 from partita._torch.capture_fresh_modes import fresh_modes
+from partita._torch.trusted_archives import load_trusted
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.graphs.archives.container import Archive, Kind, kind_of, open_archive, open_file
-from partita.graphs.archives.data import Data, NotDataError, RefusedError
+from partita.graphs.archives.data import Data, MalformedError, NotDataError, RefusedError
 from partita.graphs.archives.report import ArchiveReport, Member, Problem
 
 __all__ = ["inspect_archive", "load_exported"]
@@ -41,14 +38,13 @@ def load_exported(
     # What is loaded under inference mode could never be written or trained.
     with _LOCK, fresh_modes(grad=True):
         if trusted:
-            return _tied(_loaded_by_torch(file))
+            open_file(file).close()
+            return load_trusted(file)
         with open_archive(file) as archive:
             reading = _Reading(archive, allowed)
             reading.check_container()
             _refuse(archive, reading.problems)
-            reading.check_one_program()
-            _refuse(archive, reading.problems)
-            made = reading.exported("model" if "model" in _programs(archive) else _programs(archive)[0])
+            made = reading.exported()
             _refuse(archive, reading.problems)
             assert made is not None
             return made
@@ -60,10 +56,7 @@ def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = (
     with _LOCK, fresh_modes(grad=True), open_archive(file) as archive:
         reading = _Reading(archive, allowed, is_read=False)
         reading.check_container()
-        reading.check_one_program()
-        programs = _programs(archive)
-        if "model" in programs or len(programs) == 1:
-            reading.exported("model" if "model" in programs else programs[0])
+        reading.exported()
         return ArchiveReport(
             path=str(archive.path),
             programs=tuple(_programs(archive)),
@@ -111,31 +104,27 @@ class _Reading:
             is_there = member in archive.sizes and member not in odd
             found = archive.read_text(member)[:40].decode(errors="replace").strip() if is_there else wanted
             if found != wanted:
-                what = f"it says {found[:40]!r}, and only {wanted!r} can be read here"
-                self.problems.append(Problem(member, what, is_danger=False))
-        for name in archive.sizes:
-            what = _UNWANTED.get(kind_of(name), "")
-            if what:
-                self.problems.append(Problem(name, what))
+                self._note(member, f"it says {found[:40]!r}, and only {wanted!r} can be read here")
+        kinds = {name: kind_of(name) for name in archive.sizes}
+        self.problems += [Problem(name, _UNWANTED[kind]) for name, kind in kinds.items() if kind in _UNWANTED]
 
-    def check_one_program(self) -> None:
-        """Looks for the program called "model", as torch.export.save calls it, or for the only one."""
-        names = _programs(self._archive)
-        if not names:
-            self.problems.append(Problem("models/", "the archive holds no exported program", is_danger=False))
-        elif "model" not in names and len(names) > 1:
-            told = ", ".join(map(repr, sorted(names)))
-            what = f"the archive holds several programs, {told}, and none called 'model'; save each on its own"
-            self.problems.append(Problem("models/", what, is_danger=False))
-
-    def exported(self, name: str) -> ExportedProgram | None:
-        """The program called `name`; None where that is a problem."""
+    def exported(self) -> ExportedProgram | None:
+        """The program called "model", as torch.export.save calls it, or the only one; None where that is a problem."""
         # These modules import half of torch.export.
         from partita.graphs.archives._torch.program import SavedProgram
         from partita.graphs.archives._torch.weights import Weights
 
-        member = f"models/{name}.json"
+        names, member = sorted(_programs(self._archive)), "models/"
+        name = "model" if "model" in names or not names else names[0]
         try:
+            if not names:
+                raise MalformedError("the archive holds no exported program")
+            if name != "model" and len(names) > 1:
+                told = ", ".join(map(repr, names))
+                raise MalformedError(
+                    f"it holds several programs, {told}, and none called 'model'; save each on its own"
+                )
+            member = f"models/{name}.json"
             saved = SavedProgram(Data.of(self._archive.read_text(member)))
             self.torch_version, self.schema_version = saved.torch_version, saved.schema_version
             weights, tables = Weights(self._archive, is_read=self._is_read), []
@@ -147,17 +136,19 @@ class _Reading:
             self.operators.update(saved.operators)
             return made
         except RefusedError as error:
-            problem = Problem(error.member or member, str(error), is_danger=isinstance(error, NotDataError))
-            self.problems.append(problem)
+            self._note(error.member or member, str(error), is_danger=isinstance(error, NotDataError))
         except ArchiveError as error:
-            self.problems.append(Problem(member, str(error), is_danger=False))
+            self._note(member, str(error))
         except (MemoryError, torch.OutOfMemoryError, OSError):
             raise  # The file is not to blame.
         except Exception as error:
             # torch's verifier and shape environment raise all kinds of errors for what makes no sense.
-            told = f"torch {torch.__version__} makes no program of it: {type(error).__name__}: {_last_line(error)}"
-            self.problems.append(Problem(member, told, is_danger=False))
+            told = f"{type(error).__name__}: {_last_line(error)}"
+            self._note(member, f"torch {torch.__version__} makes no program of it: {told}")
         return None
+
+    def _note(self, member: str, what: str, *, is_danger: bool = False) -> None:
+        self.problems.append(Problem(member, what, is_danger=is_danger))
 
 
 _UNWANTED = {
@@ -188,38 +179,3 @@ def _programs(archive: Archive) -> list[str]:
 def _last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no more is known"
-
-
-# Trusted ---------------------------------------------------------------------------------------------------------
-
-
-def _loaded_by_torch(file: Path) -> ExportedProgram:
-    open_file(file).close()
-    try:
-        with _quiet(logging.getLogger("torch._export.serde.serialize")):
-            return torch.export.load(file)
-    except (MemoryError, torch.OutOfMemoryError, OSError, ImportError):
-        raise
-    except Exception as error:
-        raise ArchiveError(f"{file} is trusted, but torch cannot load it: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """torch 2.13 logs with one argument too few when it unpickles, which a strict log handler turns into an error."""
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
-
-
-def _tied(exported: ExportedProgram) -> ExportedProgram:
-    """The program with one parameter again where several names share one memory; torch makes one for each name."""
-    state: dict[str, Any] = exported.state_dict
-    known: dict[Hashable, nn.Parameter] = {}
-    for name, tensor in state.items():
-        if isinstance(tensor, nn.Parameter) and tensor.data_ptr():  # Without memory nothing is shared.
-            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
-            state[name] = known.setdefault(memory, tensor)
-    return exported

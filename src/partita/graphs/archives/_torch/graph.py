@@ -18,22 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _illegal_names
 
-from partita.graphs.archives._torch.operators import (
-    LEVELS,
-    NAMESPACES,
-    SCALAR_FUNCTIONS,
-    bodies_of,
-    operator_of,
-    operators_of,
-)
+from partita.graphs.archives._torch.operators import LEVELS, NAMESPACES, SCALAR_FUNCTIONS, called_by, operator_of
 from partita.graphs.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
-from partita.graphs.archives.data import LONGEST_NAME, Data
+from partita.graphs.archives.data import LONGEST_NAME, MOST_DOTS, Data
 
 __all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
 
 _DEEPEST = 40
-#: Of modules around a node, as of dots in the path of one.
-_MOST_MODULES = 101
 #: How an argument is passed.
 _POSITIONAL, _KEYWORD = 1, 2
 #: The operators that call others have two arguments of their own, of which the one called is one.
@@ -191,7 +182,7 @@ class GraphReader:
 
     def _as_given(self, target: Callable[..., Any], inputs: Data) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of an operator without a schema; what it calls is a graph of the file, or an operator."""
-        bodies, operators = bodies_of(target), operators_of(target)
+        bodies, operators = called_by(target)
         args, kwargs = list[Any](), dict[str, Any]()
         by_name, called = list[Data](), None
         for data in inputs:
@@ -439,7 +430,7 @@ def _metadata(data: Data | None) -> dict[str, Any]:
     modules = data.get("nn_module_stack") if data is not None else None
     custom = data.get("custom") if data is not None else None
     entries = modules.text().split(";") if modules is not None and modules.value else ()
-    if modules is not None and len(entries) > _MOST_MODULES:
+    if modules is not None and len(entries) > MOST_DOTS + 1:
         modules.malformed(f"it is in {len(entries)} modules, each in the one before, which no node is")
     found: dict[str, Any] = {"nn_module_stack": dict(_module(Data(entry, modules, "entry")) for entry in entries)}
     return found if custom is None else {**found, "custom": annotations_of(custom)}

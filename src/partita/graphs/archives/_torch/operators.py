@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from partita.graphs.archives.data import Data
 
-__all__ = ["LEVELS", "NAMESPACES", "SCALAR_FUNCTIONS", "bodies_of", "operator_of", "operators_of"]
+__all__ = ["LEVELS", "NAMESPACES", "SCALAR_FUNCTIONS", "called_by", "operator_of"]
 
 
 def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
@@ -47,14 +47,10 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
     return found
 
 
-def bodies_of(target: Callable[..., Any]) -> tuple[int, ...]:
-    """The places of the arguments that an operator runs as graphs."""
-    return _BODIES.get(target.name(), ()) if isinstance(target, HigherOrderOperator) else ()
-
-
-def operators_of(target: Callable[..., Any]) -> tuple[int, ...]:
-    """The places of the arguments that an operator calls as operators."""
-    return _OPERATORS.get(target.name(), ()) if isinstance(target, HigherOrderOperator) else ()
+def called_by(target: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The places of the arguments that an operator runs as graphs, and of those that it calls as operators."""
+    name = target.name() if isinstance(target, HigherOrderOperator) else ""
+    return _BODIES.get(name, ()), _OPERATORS.get(name, ())
 
 
 def _computes(found: OpOverload) -> bool:
@@ -95,11 +91,11 @@ _BODIES = {
     **dict.fromkeys(_words("associative_scan hints_wrapper invoke_subgraph map_impl scan strict_mode"), (0,)),
     **dict.fromkeys(_words("tag_activation_checkpoint wrap wrap_activation_checkpoint"), (0,)),
     **dict.fromkeys(_words("partita_call partita_keep partita_wrap partita_wrap_activation_checkpoint"), (0,)),
+    "partita_tag_activation_checkpoint": (0,),
     **dict.fromkeys(_words("while_loop while_loop_stack_output"), (0, 1)),
     **dict.fromkeys(_words("partita_inference_mode partita_set_grad_enabled wrap_with_set_grad_enabled"), (1,)),
     **dict.fromkeys(_words("partita_autocast wrap_with_autocast"), (4,)),
     "cond": (1, 2),
-    "partita_tag_activation_checkpoint": (0,),
 }
 #: Operators that call an operator, with its place.
 _OPERATORS = {"auto_functionalized": (0,), "auto_functionalized_v2": (0,), "out_dtype": (0,), "with_effects": (1,)}

@@ -49,9 +49,10 @@ class Symbols:
         self._work = 0
         #: How many values of lists, and outputs, are still allowed; shared by all graphs of the program.
         self.values_left = 100_000
-        if ranges is not None and len(list(ranges.entries())) > _MOST_RANGES:
+        known = dict(ranges.entries()) if ranges is not None else {}
+        if ranges is not None and len(known) > _MOST_RANGES:
             ranges.malformed(f"it has more than {_MOST_RANGES} ranges, which no graph needs")
-        self._ranges = {key: _range(data) for key, data in ranges.entries()} if ranges is not None else {}
+        self._ranges = {key: _range(data) for key, data in known.items()}
         self._in_range: dict[str, sympy.Basic] = {}
         #: Ranges of expressions that have not come up yet.
         self._awaited = {key for key in self._ranges if not _SYMBOL.fullmatch(key)}
@@ -73,22 +74,16 @@ class Symbols:
         return {self._in_range[key]: allowed for key, allowed in self._ranges.items() if key in self._in_range}
 
     def integer(self, data: Data) -> Any:
-        kind, content = data.choice()
-        return content.integer() if kind == "as_int" else self.env.create_symintnode(**self._expression(data, "as_int"))
+        (kind, content), make = data.choice(), self.env.create_symintnode
+        return content.integer() if kind == "as_int" else make(**self._expression(data, "as_int"))
 
     def floating(self, data: Data) -> Any:
-        kind, content = data.choice()
-        if kind == "as_float":
-            return content.number()
-        return self.env.create_symfloatnode(**self._expression(data, "as_float"))
+        (kind, content), make = data.choice(), self.env.create_symfloatnode
+        return content.number() if kind == "as_float" else make(**self._expression(data, "as_float"))
 
     def truth(self, data: Data) -> Any:
-        kind, content = data.choice()
-        return (
-            content.boolean()
-            if kind == "as_bool"
-            else self.env.create_symboolnode(self._expression(data, "as_bool")["sym"])
-        )
+        (kind, content), make = data.choice(), self.env.create_symboolnode
+        return content.boolean() if kind == "as_bool" else make(self._expression(data, "as_bool")["sym"])
 
     def tensor(self, data: Data) -> Tensor:
         """A fake tensor like this."""
@@ -193,12 +188,11 @@ class Symbols:
                 parts = [self._made(operand) for operand in operands]
                 if any(isinstance(part, _TRUTHS) for part, _ in parts) and name not in _OF_TRUTHS:
                     raise ExpressionError(f"{name!r} computes with truth values")
-                counts = [count for _, count in parts]
-                terms = _terms(expression, counts)
-                is_dear = name in _REMAINDERS or (name in _DIVISIONS and not parts[-1][0].is_number)
-                self._charge(
-                    (_WORK_OF_REMAINDER if is_dear else _WORK_OF_OPERATION) + math.ceil(max(terms, *counts) ** 1.5)
-                )
+                counts, last = [count for _, count in parts], parts[-1][0]
+                terms = _terms(expression, counts, last)
+                is_dear = name in _REMAINDERS or (name in _DIVISIONS and not last.is_number)
+                work = _WORK_OF_REMAINDER if is_dear else _WORK_OF_OPERATION
+                self._charge(work + math.ceil(max(terms, *counts) ** 1.5))
                 return make(*(part for part, _ in parts)), terms
         raise ExpressionError(f"{getattr(expression, 'name', 'a text')!r} has no place in it")
 
@@ -244,8 +238,8 @@ def _float(written: str) -> sympy.Float:
     return sympy.Float(written, precision=53)
 
 
-def _terms(expression: Operation, counts: list[int]) -> int:
-    """A bound on the terms: sympy and torch multiply out, so products of sums grow like powers.
+def _terms(expression: Operation, counts: list[int], last: sympy.Basic) -> int:
+    """A bound on the terms, by those of the operands: sympy and torch multiply out, so products grow like powers.
 
     A function counts for what is in it, since torch may find later that it gives just that, as FloorDiv(a + b, 1) does,
     and quotients like products, since torch multiplies the denominators of one in another.
@@ -255,19 +249,12 @@ def _terms(expression: Operation, counts: list[int]) -> int:
         terms = sum(counts)
     elif expression.name in ("Mul", "*", *_QUOTIENTS):
         terms = math.prod(counts)
-    elif expression.name == "FloatPow":
-        exponent = expression.operands[1]
-        if isinstance(exponent, Operation) and exponent.name == "Float":
-            exponent = _float(str(exponent.operands[0]))
-        if not isinstance(exponent, float | sympy.Float) or abs(exponent) > _LARGEST_EXPONENT:
-            raise ExpressionError(f"it has an exponent that is no number up to {_LARGEST_EXPONENT}")
+    elif expression.name == "FloatPow" and not (last.is_Float and abs(last) <= _LARGEST_EXPONENT):
+        raise ExpressionError(f"it has an exponent that is no number up to {_LARGEST_EXPONENT}")
     elif expression.name in _POWERS:
-        exponent = expression.operands[1]
-        if isinstance(exponent, Operation) and exponent.name == "Integer":
-            exponent = exponent.operands[0]
-        if type(exponent) is not int or not 0 <= exponent <= _LARGEST_EXPONENT or _has_power(expression.operands[0]):
+        if not (last.is_Integer and 0 <= last <= _LARGEST_EXPONENT) or _has_power(expression.operands[0]):
             raise ExpressionError(f"it has a power of numbers or powers, or an exponent beyond {_LARGEST_EXPONENT}")
-        terms = int(counts[0] ** exponent)
+        terms = counts[0] ** int(last)
     if terms > _MOST_TERMS:
         raise ExpressionError(f"it has more than {_MOST_TERMS} terms")
     return terms
@@ -317,9 +304,7 @@ _FUNCTIONS = {
     **_entries(2, 2, StrictGreaterThan=sympy.Gt, GreaterThan=sympy.Ge, **{"/": functions.IntTrueDiv}),
     **_entries(2, 2, **{"==": sympy.Eq, "!=": sympy.Ne, "<": sympy.Lt, "<=": sympy.Le, ">": sympy.Gt, ">=": sympy.Ge}),
     **_of_torch(1, "ToFloat TruncToInt TruncToFloat CeilToInt FloorToInt RoundToInt Identity OpaqueUnaryFn_sqrt"),
-    **_of_torch(
-        2, "FloorDiv CleanDiv CeilDiv Mod PythonMod IntTrueDiv FloatTrueDiv PowByNatural RoundDecimal FloatPow"
-    ),
+    **_of_torch(2, "FloorDiv CleanDiv CeilDiv Mod PythonMod IntTrueDiv FloatTrueDiv PowByNatural RoundDecimal"),
     **_of_torch(2, "FloatPow BitwiseFn_bitwise_and BitwiseFn_bitwise_or BitwiseFn_bitwise_xor"),
 }
 #: The numbers that torch has for dtypes in such files; those between are of quantized types, which it does not save.
