@@ -142,6 +142,24 @@ def test_numbers_of_sizes_are_computed() -> None:
     assert saved_tensors_of(program_with(write)).reason is None
 
 
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.mean.dim, ([0, 1],)),
+        (aten.avg_pool2d.default, ([2, 2], [])),
+        (aten.max_pool2d.default, ([2], [])),
+        (aten.sum.dim_IntList, ([0],)),
+    ],
+)
+def test_lists_that_torch_takes_are_taken(target: Any, args: tuple[Any, ...]) -> None:
+    def write(graph: Graph, x: Node) -> None:
+        image = traced(graph, fake(1, 4, 4), aten.unsqueeze.default, x, 0)
+        traced(graph, target(torch.ones(1, 4, 4), *args), target, image, *args)
+
+    program = program_with(write)
+    assert saved_tensors_of(program).reason is None
+
+
 def test_a_recurrent_network_over_no_end_of_steps_is_not_run() -> None:
     def write(graph: Graph, x: Node) -> None:
         steps = graph.placeholder("steps")

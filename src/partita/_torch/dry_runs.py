@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 #: The operators that torch itself defines, and that compute on tensors.
-_NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed"))
+_NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed", "torch_nn"))
 
 
 class DryRunError(Exception):
@@ -154,7 +154,8 @@ def _why_odd(target: OpOverload, argument: Any, given: Any) -> str | None:
         return f"no {kind.__name__}"
     if argument.name in _COUNTS and isinstance(given, int) and given > _MOST_RESULTS:
         return str(given)
-    if argument.N and isinstance(given, tuple | list) and len(given) != argument.N:
+    # One only says that a number may stand for a list.
+    if (argument.N or 1) > 1 and isinstance(given, tuple | list) and len(given) != argument.N:
         # Kernels expand a single number; those of derivatives need not.
         is_single = len(given) == 1 and not target._schema.name.endswith("backward")
         if not is_single and not (argument.has_default_value() and list(given) == argument.default_value):
