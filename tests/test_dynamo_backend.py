@@ -171,6 +171,36 @@ def test_no_gradient_flows_through_a_view_made_under_no_grad(policy: Any, treatm
     assert all(result.requires_grad for result in results)
 
 
+def detached_later(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return x * 2, y.sum().detach()
+
+
+def items_of_one(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    first, second = (x * y).chunk(2)
+    return first.sin(), second.cos(), (y * 2).sum().detach()
+
+
+def given_again(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    h = x.sin()
+    return h.contiguous(), y.exp(), h * y
+
+
+@pytest.mark.parametrize("policy", [EVERY_NODE, BySize(operators=2), EVERY_THREE], ids=["one", "two", "three"])
+@pytest.mark.parametrize("function", [detached_later, items_of_one, given_again])
+def test_inputs_that_no_used_result_depends_on_get_no_gradient(function: Callable[..., Any], policy: Any) -> None:
+    """One compiled backward gives zeros to all inputs of its part."""
+
+    def gradients(call: Callable[..., Any], place: int) -> list[Any]:
+        x, y = torch.ones(2, 2, requires_grad=True), torch.full((2, 2), 2.0, requires_grad=True)
+        result = call(x, y)[place]
+        found = torch.autograd.grad(result.sum(), (x, y), allow_unused=True) if result.requires_grad else ()
+        return [None if gradient is None else gradient.tolist() for gradient in found]
+
+    cut = compiled(function, policy=policy, inner="aot_eager")
+    for place in range(len(function(torch.ones(2, 2), torch.ones(2, 2)))):
+        assert gradients(cut, place) == gradients(function, place)
+
+
 def test_a_tensor_that_crosses_twice_may_be_written() -> None:
     def twice(x: Tensor) -> Tensor:
         first = x * 2

@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 __all__ = [
+    "Edge",
     "NoGradView",
     "UnusedGradients",
     "ask_for_gradients",
+    "edges_of",
     "has_history",
     "hides_history",
     "history_of",
     "is_locked_view",
+    "links_between",
     "links_of",
     "no_grad_views",
 ]
@@ -148,6 +151,40 @@ def _is_no_grad_view(value: Any, known: Collection[int]) -> bool:
 Edge: TypeAlias = tuple[Any, int]
 
 
+def edges_of(inputs: Sequence[Any]) -> list[Edge]:
+    """Where the gradient of each input flows on to; two results of one function differ in their numbers."""
+    pairs = zip(history_of(inputs), inputs, strict=True)
+    return [(history, 0 if history is None else value.output_nr) for history, value in pairs]
+
+
+def links_between(edges: Sequence[Edge], results: Sequence[Any]) -> tuple[frozenset[int], ...]:
+    """For each result, the places of the inputs, of these edges, that its gradient comes to first.
+
+    Unlike `links_of` it takes inputs that are computed from one another, which must not have been written since.
+    """
+    known = {(id(history), number): place for place, (history, number) in enumerate(edges) if history is not None}
+    return tuple(frozenset(_first_reached(known, value)) for value in results)
+
+
+def _first_reached(known: Mapping[tuple[int, int], int], result: Any) -> set[int]:
+    if not isinstance(result, Tensor) or not result.requires_grad or not has_history(result):
+        at = (id(result), 0)
+        return {known[at]} if at in known else set()
+    held: dict[int, Any] = {}
+    reached: set[int] = set()
+    waiting: list[Edge] = [(result.grad_fn, result.output_nr)]
+    while waiting:
+        function, number = waiting.pop()
+        variable = getattr(function, "variable", None)
+        at = (id(function if variable is None else variable), number)
+        if at in known:
+            reached.add(known[at])
+        elif id(function) not in held:
+            held[id(function)] = function
+            waiting += [edge for edge in function.next_functions if edge[0] is not None]
+    return reached
+
+
 class UnusedGradients:
     """Takes the gradients of inputs that no used output depends on out of what one backward for all outputs gives.
 
@@ -165,9 +202,7 @@ class UnusedGradients:
         """What must be known of the inputs of a call before they are written."""
         if self._inputs is not None and not self._written:
             return []
-        # Two results of one function have the same history, and differ in their numbers.
-        pairs = zip(history_of(inputs), inputs, strict=True)
-        return [(history, 0 if history is None else value.output_nr) for history, value in pairs]
+        return edges_of(inputs)
 
     def watch(self, edges: Sequence[Edge], outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Sees to the backward of a call that gave `outputs` for `inputs`, of which this was known before."""

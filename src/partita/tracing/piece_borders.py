@@ -15,11 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from partita._torch.lowering_gradients import NoGradView, no_grad_views
+from partita._torch.lowering_gradients import (
+    Edge,
+    NoGradView,
+    UnusedGradients,
+    edges_of,
+    links_between,
+    no_grad_views,
+)
 from partita._torch.versions import version_of
 from partita.runtime.owned_outputs import copy_of, memory_of, owned_places, places_to_copy
 
-__all__ = ["Border", "Bordered", "PieceCall", "SharedMemoryError", "border_of_graph", "look_at"]
+__all__ = ["Border", "Bordered", "PieceCall", "SharedMemoryError", "border_of_graph", "edges_before", "look_at"]
 
 
 class SharedMemoryError(Exception):
@@ -45,6 +52,8 @@ class Border:
     owned: tuple[int, ...] = ()
     #: Outputs that are views made under `no_grad`.
     no_grad_views: tuple[NoGradView, ...] = ()
+    #: The arguments that the gradient of each output flows to; none where that is not known.
+    links: tuple[frozenset[int], ...] = ()
 
 
 @final
@@ -55,12 +64,13 @@ class Bordered(nn.Module):
         super().__init__()
         self._compiled = compiled
         self._border = border
+        self._unused = UnusedGradients(border.links, {}) if any(border.links) else None
 
     def forward(self, *args: Any) -> Sequence[Any]:
         border, given = self._border, list(args)
         for place in border.copied:
             given[place] = copy_of(given[place])
-        outputs = list(self._compiled(*given))
+        outputs = self._run(given)
         for place in reversed(border.written):
             with torch.set_grad_enabled(torch.is_grad_enabled() and place not in border.unrecorded):
                 args[place].copy_(outputs.pop())
@@ -70,6 +80,16 @@ class Bordered(nn.Module):
             outputs[place] = copy_of(outputs[place])
         for view in border.no_grad_views:
             outputs[view.place] = view.of(outputs[view.place])
+        return outputs
+
+    def _run(self, given: Sequence[Any]) -> list[Any]:
+        if self._unused is None:
+            return list(self._compiled(*given))
+        edges = self._unused.before(given)
+        outputs = list(self._compiled(*given))
+        # An argument that comes out again was made by another piece.
+        known = set(map(id, given))
+        self._unused.watch(edges, [None if id(value) in known else value for value in outputs], given)
         return outputs
 
 
@@ -93,6 +113,14 @@ class _Look:
     layout: object
 
 
+def edges_before(args: Sequence[Any]) -> list[Edge]:
+    """Where the gradients of the arguments flow on to, before a run; none where autograd does not tell."""
+    try:
+        return edges_of(args)
+    except RuntimeError:
+        return []
+
+
 def look_at(values: Iterable[Any]) -> tuple[_Look | None, ...]:
     """What a run may change in each value; nothing in what is no tensor."""
     return tuple(_look(value) if isinstance(value, Tensor) else None for value in values)
@@ -112,12 +140,23 @@ class PieceCall:
     compiled: tuple[_Look | None, ...]
     own: Border = Border()
     no_grad_views: tuple[NoGradView, ...] = ()
+    links: tuple[frozenset[int], ...] = ()
 
     @classmethod
-    def of(cls, name: str, args: Sequence[Any], outputs: Sequence[Any], before: tuple[_Look | None, ...]) -> PieceCall:
+    def of(
+        cls,
+        name: str,
+        args: Sequence[Any],
+        outputs: Sequence[Any],
+        *,
+        before: tuple[_Look | None, ...],
+        edges: Sequence[Edge],
+    ) -> PieceCall:
         after = look_at((*args, *outputs))
         views = no_grad_views((*args, *(look and look.grad_fn for look in before)), outputs)
-        return cls(name, tuple(args), tuple(outputs), before, after, after, no_grad_views=views)
+        # What was written has another history, and what is written past autograd has more than one.
+        links = () if _places_written(before, after[: len(args)]) else links_between(edges, outputs)
+        return cls(name, tuple(args), tuple(outputs), before, after, after, no_grad_views=views, links=links)
 
     def now_compiled(self, own: Border) -> PieceCall:
         """The same, for a piece that was compiled after its run, with a border because of its own writes."""
@@ -141,7 +180,7 @@ class PieceCall:
 
     def whole_border(self) -> Border:
         """With what its outputs are, and what is written after the piece, once that has run."""
-        own, later = replace(self.own, no_grad_views=self.no_grad_views), self._written_later()
+        own, later = replace(self.own, no_grad_views=self.no_grad_views, links=self.links), self._written_later()
         if not later:
             return own
         own = replace(own, owned=owned_places(self.args, self.outputs))

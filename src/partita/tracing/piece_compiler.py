@@ -23,7 +23,7 @@ from partita.errors import OptionError
 from partita.graphs.program import Program
 from partita.rewrite.writes_apart import write_apart
 from partita.tracing.backend_options import Inner
-from partita.tracing.piece_borders import Border, Bordered, PieceCall, SharedMemoryError, look_at
+from partita.tracing.piece_borders import Border, Bordered, PieceCall, SharedMemoryError, edges_before, look_at
 from partita.tracing.pieces import Compiled, Piece
 from partita.treatments.body_facts import seen_once, written_inputs
 
@@ -109,10 +109,10 @@ class _PieceCompiler(Interpreter):
         return call
 
     def _run_piece(self, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
-        before = look_at(args)
+        before, edges = look_at(args), edges_before(args)
         with runs_fake(self._mode, as_dynamo=True), own_tracing_context(self._mode):
             outputs = piece.interpreter(PropagateUnbackedSymInts).run(*args)
-        self.calls.append(PieceCall.of(str(node.target), args, outputs, before))
+        self.calls.append(PieceCall.of(str(node.target), args, outputs, before=before, edges=edges))
         return self.calls[-1]
 
     def _check_copies(self, border: Border) -> None:
