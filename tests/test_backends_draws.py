@@ -23,7 +23,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def lowered(draw: Callable[[Tensor], Tensor], x: Tensor, backend: str = "aot_eager") -> list[str]:
+def lowered(draw: Callable[[Tensor], Tensor] | nn.Module, x: Tensor, backend: str = "aot_eager") -> list[str]:
     """What could not be compiled of a program that means the same when it is lowered."""
     program = Program.of(torch.fx.symbolic_trace(draw))
     plan = plan_of(program, Lower(backend))
@@ -124,3 +124,31 @@ def test_dropout_between_layers_that_begin_to_train_later_is_kept() -> None:
         results.append(run(x)[0])
     assert torch.equal(*results)
     assert "would lose" in plan.failures[0].reason
+
+
+ALL_DROPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "function": lambda x: nn.functional.dropout(x, 1.0),
+    "function with names": lambda x: nn.functional.dropout(input=x, p=1, training=True),
+    "operator": lambda x: torch.ops.aten.dropout.default(x, 1.0, True),
+    "in place": lambda x: nn.functional.dropout(x * 1, 1.0, True, True),
+    "module": nn.Dropout(1.0),
+    "channels": lambda x: nn.functional.dropout2d(x[None], 1.0),
+    "infinite": lambda x: nn.functional.dropout(x / 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ALL_DROPPED)
+def test_nothing_is_drawn_to_drop_everything(name: str, backend: str) -> None:
+    draw = ALL_DROPPED[name]
+    wrapped = nn.Sequential(draw) if isinstance(draw, nn.Module) else draw
+    assert not lowered(wrapped, torch.randn(2, 3, 4, requires_grad=True), backend)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_attention_that_drops_everything_runs_eagerly(backend: str) -> None:
+    def attend(x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=1.0)
+
+    (reason,) = set(lowered(attend, torch.randn(2, 3, 4, requires_grad=True), backend))
+    assert "drops everything" in reason

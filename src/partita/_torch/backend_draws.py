@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.backend_fakes import mode_of
 from partita._torch.schemas import is_higher_order
-from partita._torch.traced_dropout import LostDropout
+from partita._torch.traced_dropout import LostDropout, drops_all
 from partita.errors import BackendError
 
 __all__ = ["check_draws"]
@@ -82,6 +82,8 @@ class _Order(TorchDispatchMode):
             for value in (*args, *given.values()):
                 if isinstance(value, Tensor) and not value.is_contiguous():
                     raise BackendError(f"it draws for a tensor that is not contiguous, and {reason}")
+        if func is torch.ops.aten.native_dropout.default and drops_all(args[1]):
+            raise BackendError("it drops everything, for which a trace draws random numbers and plain torch none")
         return func(*args, **given)
 
 

@@ -1,7 +1,8 @@
 """Dropout while a body is traced: as plain torch does it, or refused where a trace would lose it.
 
 Functionalization (torch 2.13) takes the output of `torch.dropout(x, p, train=False)` for memory of its own, so that a
-write to it would not reach `x`. The decompositions of recurrent networks (torch 2.13) leave dropout between layers out.
+write to it would not reach `x`. A trace draws random numbers to drop everything (p=1), plain torch multiplies by zero.
+The decompositions of recurrent networks (torch 2.13) leave dropout between layers out.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from partita.errors import BackendError
 
-__all__ = ["IdleDropout", "LostDropout", "loses_dropout"]
+__all__ = ["IdleDropout", "LostDropout", "drops_all", "loses_dropout"]
 
 
 class IdleDropout(TorchFunctionMode):
-    """Gives back the input of a dropout that is told not to train."""
+    """Gives back the input of a dropout that is told not to train, and its product with zero where all is dropped."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -28,9 +29,11 @@ class IdleDropout(TorchFunctionMode):
         named = kwargs or {}
         flag = _TRAINING.get(func)
         if flag is not None:
-            given = dict(zip(("input", "p", flag), args, strict=False)) | named
+            given = _DEFAULTS.get(func, {}) | dict(zip(("input", "p", flag, "inplace"), args, strict=False)) | named
             if given.get(flag) is False and "input" in given:
                 return given["input"]
+            if given.get(flag) is True and drops_all(given.get("p")) and not given.get("inplace") and "input" in given:
+                return given["input"] * given["input"].new_zeros(())
         return func(*args, **named)
 
 
@@ -41,6 +44,12 @@ _TRAINING = {
     torch.ops.aten.dropout: "train",
     torch.ops.aten.dropout.default: "train",
 }
+_DEFAULTS = {functional.dropout: {"p": 0.5, "training": True}}
+
+
+def drops_all(p: Any) -> bool:
+    """Whether nothing is left of a tensor after dropout with this probability; nothing is asked of symbols."""
+    return isinstance(p, int | float) and p == 1
 
 
 class LostDropout(TorchFunctionMode):
