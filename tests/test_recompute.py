@@ -14,6 +14,7 @@ from tests.checkpoint_helpers import assert_bitwise
 from tests.held_helpers import bytes_alive
 from tests.recompute_helpers import Network, calls_again, captured, recomputed, rows, trained
 from torch import Tensor, nn
+from torch._higher_order_ops import scan
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -365,3 +366,36 @@ def test_a_batch_norm_whose_result_is_mutated_is_not_kept_for_its_statistics() -
     program = partita.Program.of(torch.fx.symbolic_trace(model))
     first = ByLabel(lambda node: "norm" if node.name in ("layer", "norm") else None)
     partita.verify(program, partita.plan(program, first, Recompute()).apply(), (x,))
+class Scanned(nn.Module):
+    """A recurrence by torch's scan, which traces its body with its backward when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight[0]
+        given = self.layer(x).relu_()
+        state, steps = scan(lambda state, row: (state + row * weight, (state * row).sin()), given[0] * 0, given)
+        return state.sum() + steps.exp().sum()
+
+
+@pytest.mark.parametrize("policy", [BySize(parts=1), BySize(operators=1)], ids=["whole", "single"])
+@pytest.mark.parametrize("keep", [KeepNothing(), KeepEverything()], ids=str)
+def test_a_scan_is_recomputed(keep: Any, policy: Any) -> None:
+    program = partita.capture(Scanned(), (rows(),))
+    after = partita.plan(program, policy, Recompute(keep)).apply()
+    partita.verify(program, after, (rows(),), tolerance=partita.Tolerance())
+
+
+def test_a_scan_in_a_function_by_hand_is_recomputed() -> None:
+    """torch.utils.checkpoint (2.13) fails on it."""
+    model, x = Scanned(), rows()
+
+    def gradients(call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(x), (x, *model.parameters()))
+
+    found = gradients(lambda x: partita.hops.wrap_activation_checkpoint(model, x))
+    assert all(map(torch.equal, found, gradients(model)))

@@ -12,10 +12,12 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from partita._torch.body_operators import BodyOperator
 from partita._torch.body_text import digest_of_body
 from partita._torch.call_acts import CallActs, acts_of_call
+from partita._torch.schemas import is_higher_order
 
-__all__ = ["BodyFacts", "carry_facts", "facts_of", "note_facts", "saves_too_soon"]
+__all__ = ["BodyFacts", "carry_facts", "facts_of", "may_trace", "note_facts", "saves_too_soon"]
 
 _KEY = "partita_recompute"
 
@@ -35,6 +37,8 @@ class BodyFacts:
     knows_written: bool = False
     #: Whether an operator saves what it only writes then, so that a second run must not end with the last saving.
     saves_too_soon: bool = False
+    #: Whether an operator runs a body of its own, of which it may trace the backward when it is called.
+    may_trace: bool = False
 
     @property
     def needs_copies(self) -> bool:
@@ -51,6 +55,13 @@ def saves_too_soon(body: nn.Module) -> bool:
             if "rrelu" in str(getattr(node.target, "__name__", node.target)):
                 return True
     return False
+
+
+def may_trace(body: nn.Module) -> bool:
+    """Whether a body, or a graph inside, calls an operator such as `scan` that runs a body, and is none of ours."""
+    graphs = (module.graph for module in body.modules() if isinstance(module, GraphModule))
+    targets = (node.target for graph in graphs for node in graph.nodes)
+    return any(is_higher_order(target) and not isinstance(target, BodyOperator) for target in targets)
 
 
 def note_facts(body: GraphModule, facts: BodyFacts) -> None:
@@ -119,7 +130,8 @@ def _named_tensors(body: GraphModule) -> Iterator[tuple[str, Tensor]]:
 def _read(body: GraphModule) -> BodyFacts:
     found = {node.name: _acts(node, body) for node in body.graph.nodes if node.op.startswith("call_")}
     writers = tuple(name for name, acts in found.items() if acts.writes)
-    return BodyFacts(writers, any(acts.draws for acts in found.values()), saves_too_soon=saves_too_soon(body))
+    draws = any(acts.draws for acts in found.values())
+    return BodyFacts(writers, draws, saves_too_soon=saves_too_soon(body), may_trace=may_trace(body))
 
 
 def _acts(node: Node, owner: GraphModule) -> CallActs:

@@ -18,6 +18,7 @@ from partita._torch.checkpoint_keeping import KeptResults
 from partita._torch.checkpoint_outside import OutsideLeaves, found_outside, refuse_by_hand, refuse_generators
 from partita._torch.checkpoint_state import BodyState, TensorWatch
 from partita._torch.saves_checked import SavesInOrder
+from partita._torch.saving_hooks import but_for_traces
 from partita.errors import OptionError, RecomputeError
 
 __all__ = ["CheckpointOptions", "ContextFunction", "run_recomputed", "saves_as_always"]
@@ -85,6 +86,7 @@ class _Runs:
         #: A body that nobody has looked into may write; norms in a graph do so once they are set to training.
         self.may_write = facts is None or facts.needs_copies or inputs.has_copies
         self._saves = SavesInOrder(facts) if self.may_write else None
+        self._may_trace = facts is None or facts.may_trace
         self._has_begun = False
 
     def __call__(self, *saved: Tensor) -> Any:
@@ -95,6 +97,7 @@ class _Runs:
         with (
             _NOTHING if self._outside is None else self._outside.noting(),
             _NOTHING if self._saves is None else self._saves.first(),
+            but_for_traces() if self._may_trace else _NOTHING,
             self._kept.noting(),
             self._theirs[0],
         ):
@@ -106,6 +109,7 @@ class _Runs:
             self._inputs.again(saved) as (operands, keywords),
             _NOTHING if self._outside is None else self._outside.unchanged(),
             _NOTHING if self._saves is None else self._saves.again(),
+            but_for_traces() if self._may_trace else _NOTHING,
             self._kept.returning(),
             self._theirs[1],
         ):

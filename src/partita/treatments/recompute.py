@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
-from partita._torch.checkpoint_facts import BodyFacts, note_facts, saves_too_soon
+from partita._torch.checkpoint_facts import BodyFacts, may_trace, note_facts, saves_too_soon
 from partita._torch.node_tags import next_graph_id
 from partita._torch.toggles import ENTER_INFERENCE
 from partita.errors import OptionError, RecomputeError
@@ -136,8 +136,15 @@ class Recompute:
             *state_written(module, program if site.program is None else site.program),
         )
         draws = bool(acts.draws) or _may_draw_in_training(module)
-        too_soon = saves_too_soon(module)
-        note_facts(module, BodyFacts(may_write(program), draws, written, knows_written=True, saves_too_soon=too_soon))
+        facts = BodyFacts(
+            may_write(program),
+            draws,
+            written,
+            knows_written=True,
+            saves_too_soon=saves_too_soon(module),
+            may_trace=may_trace(module),
+        )
+        note_facts(module, facts)
         return Called(module, _CHECKPOINT)
 
 
