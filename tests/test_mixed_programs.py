@@ -8,11 +8,24 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import partita
 from partita import Program
-from partita.testing import Features, Input, LawError, Recipe, Step, build, random_case, random_crossing
+from partita.policies import ByLabel
+from partita.testing import (
+    Case,
+    Features,
+    Input,
+    LawError,
+    Recipe,
+    Step,
+    build,
+    mixed_laws,
+    random_case,
+    random_crossing,
+)
 from partita.testing.fuzz import fuzz
 from partita.testing.mixed_laws import check_mixed_law
 from partita.treatments import Call, Lower, Mode, Recompute
@@ -39,6 +52,30 @@ def test_a_broken_law_tells_the_program_and_the_treatments() -> None:
 
     with pytest.raises(LawError, match=r"several treatments(.|\n)*random_case(.|\n)*Lower(.|\n)*value of"):
         check()
+
+
+class Twice(nn.Module):
+    """Calls one batch norm twice; autograd saves its statistics for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.norm(x)
+        return self.norm(first)
+
+
+@pytest.mark.parametrize("first", [Call(), None])
+def test_the_law_allows_that_autograd_counts_the_statistics_of_a_norm_that_is_lowered_once(
+    first: Call | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(torch.fx.symbolic_trace(Twice()), (torch.randn(4, 3, requires_grad=True),), {})
+    labels = {"norm_1": "lowered"} if first is None else {"norm": "called", "norm_1": "lowered"}
+    treatments = {"called": first, "lowered": Lower("aot_eager")} if first else Lower("aot_eager")
+    chosen = partita.plan(Program.of(case.graph_module), ByLabel(lambda node: labels.get(node.name)), treatments)
+    monkeypatch.setattr(mixed_laws, "random_mixture", lambda *_, **__: (chosen, chosen.apply()))
+    check_mixed_law(case, "aot_eager", 0)
 
 
 @dataclass(frozen=True)

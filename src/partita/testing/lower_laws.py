@@ -18,7 +18,7 @@ from partita.testing.case import Case
 from partita.testing.laws import LawError
 from partita.treatments import Lower
 
-__all__ = ["check_lower_laws", "random_capability"]
+__all__ = ["check_lower_laws", "is_allowed", "random_capability", "statistics_are_counted"]
 
 
 def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
@@ -34,34 +34,40 @@ def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
         own = case.copy()
         tolerance = after.tolerance | summation_tolerance(program)
         comparison = compare(program, after, own.args, own.kwargs, tolerance=tolerance)
-        counted = _statistics_are_counted(lowering)
-        assert all(_is_allowed(found, counted=counted) for found in comparison.differences), str(comparison)
+        counted = statistics_are_counted(lowering)
+        assert all(is_allowed(found, counted=counted) for found in comparison.differences), str(comparison)
     except Exception as error:
         title = f"a program lowered by {found.name} cannot be told from the original"
         raise LawError(f"{title}\n{case!r}\n{lowering}\n{type(error).__name__}: {error}") from error
     return lowering
 
 
-def _is_allowed(difference: Difference, *, counted: bool) -> bool:
+def is_allowed(difference: Difference, *, counted: bool, other_errors: bool = False) -> bool:
     """Compiled code has gradients where autograd refuses them for a view whose base was written in secret.
 
-    Where it writes statistics that a norm has saved which is not compiled, autograd refuses the backward, as it does
-    where `torch.compile` compiles one of two calls of a norm (2.13).
+    Other treatments may refuse them with `other_errors`. Where compiled code writes statistics that a norm has saved
+    which is not compiled, autograd refuses the backward, as it does where `torch.compile` compiles one of two calls of
+    a norm (2.13).
     """
-    is_backward = difference.kind == "exception" and difference.where == "backward"
-    is_refused = counted and "modified by an inplace operation" in difference.detail
-    return is_backward and (difference.detail.endswith("!= no exception") or is_refused)
+    if difference.kind != "exception" or difference.where != "backward":
+        return False
+    if counted and "modified by an inplace operation" in difference.detail:
+        return True
+    if difference.detail.endswith("!= no exception"):
+        return True
+    return other_errors and not difference.detail.startswith("no exception")
 
 
-def _statistics_are_counted(lowering: Plan) -> bool:
+def statistics_are_counted(lowering: Plan) -> bool:
     """Whether a norm runs eagerly, where its writes are not counted, and is called by a lowered region too."""
     program, owner = lowering.program, lowering.partition.owner
+    lowered = {place for place, treatment in enumerate(lowering.treatments) if isinstance(treatment, Lower)}
     inside, outside = set[int](), set[int]()
     for number, node in enumerate(program.index.nodes):
         module = find(program.graph_module, str(node.target)) if node.op == "call_module" else None
         statistics = getattr(module, "running_mean", None)
         if statistics is not None:
-            (inside if owner[number] >= 0 else outside).add(id(statistics))
+            (inside if owner[number] in lowered else outside).add(id(statistics))
     return not inside.isdisjoint(outside)
 
 
