@@ -366,6 +366,8 @@ def test_a_batch_norm_whose_result_is_mutated_is_not_kept_for_its_statistics() -
     program = partita.Program.of(torch.fx.symbolic_trace(model))
     first = ByLabel(lambda node: "norm" if node.name in ("layer", "norm") else None)
     partita.verify(program, partita.plan(program, first, Recompute()).apply(), (x,))
+
+
 class Scanned(nn.Module):
     """A recurrence by torch's scan, which traces its body with its backward when it is called."""
 
