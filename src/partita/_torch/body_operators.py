@@ -34,6 +34,8 @@ class BodyOperator(HigherOrderOperator):
     autograd, transforms and every other tracer meet the operators in it and need no rule for this one.
     """
 
+    #: A call in eager mode traces nothing, as `scan` of torch does.
+    only_runs_body: ClassVar[bool] = True
     #: What the arguments up to the body are called, where a caller names them.
     parameters: ClassVar[tuple[str, ...]] = ("body",)
     #: How Dynamo traces a call: "inlined" by its meaning, "wrapped" as a call of a traced body, or as a "checkpoint".

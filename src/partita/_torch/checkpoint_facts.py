@@ -12,7 +12,6 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from partita._torch.body_operators import BodyOperator
 from partita._torch.body_text import digest_of_body
 from partita._torch.call_acts import CallActs, acts_of_call
 from partita._torch.schemas import is_higher_order
@@ -61,7 +60,7 @@ def may_trace(body: nn.Module) -> bool:
     """Whether a body, or a graph inside, calls an operator such as `scan` that runs a body, and is none of ours."""
     graphs = (module.graph for module in body.modules() if isinstance(module, GraphModule))
     targets = (node.target for graph in graphs for node in graph.nodes)
-    return any(is_higher_order(target) and not isinstance(target, BodyOperator) for target in targets)
+    return any(is_higher_order(target) and not getattr(target, "only_runs_body", False) for target in targets)
 
 
 def note_facts(body: GraphModule, facts: BodyFacts) -> None:
