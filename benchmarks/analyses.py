@@ -14,9 +14,9 @@ from benchmarks.scales import Scale
 from benchmarks.splitting import PARTS
 from benchmarks.timing import interleaved, median, quotient
 from partita import Partition, Program, Region
-from partita.graphs.effects import effects_of
-from partita.graphs.index import Index
-from partita.graphs.modes import modes_of
+from partita.analysis.effects import effects_of
+from partita.analysis.index import Index
+from partita.analysis.modes import modes_of
 from partita.rewrite.outline import outline
 
 __all__ = ["rows"]

@@ -16,8 +16,8 @@ from benchmarks.graphs import build, even_labels
 from benchmarks.rows import Row, at_most
 from benchmarks.scales import Scale
 from benchmarks.splitting import PARTS
+from partita.analysis.tolerance import EXACT, Tolerance
 from partita.compat.split_module import split_module
-from partita.graphs.tolerance import EXACT, Tolerance
 from partita.policies import ByLabel
 
 __all__ = ["rows"]

@@ -14,9 +14,9 @@ from benchmarks.partitioned import SomeNodes, refused_names
 from benchmarks.rows import Row, Target, at_least, at_most
 from benchmarks.scales import Scale
 from partita import Program
-from partita.graphs.values import bytes_of
+from partita.analysis.nodes import bytes_of
 from partita.policies import ByCapability
-from partita.policies.capability_units import units_of
+from partita.policies.capability import units_of
 from partita.solvers.border_bytes import border_bytes
 
 __all__ = ["rows"]

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import partita
 from benchmarks.rows import Row, Target, at_most
 from benchmarks.scales import Scale
-from partita.plans.holding import Holding, holdings
+from partita.plans.memory import Holding, holdings
 from partita.policies import ByModule
 from partita.treatments import Recompute
 

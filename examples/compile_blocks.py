@@ -13,7 +13,7 @@ import torch
 from model import Decoder, some_ids
 
 from partita.policies import ByModule
-from partita.tracing.dynamo import backend
+from partita.torch_compile.backend import backend
 
 
 def main(inner: str) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.lowering_fakes import FakeInputs, strides_of
 from partita.backends import Backend, Compiled
+from partita.backends._torch.fake_inputs import FakeInputs, strides_of
 
 
 def call(target: Any, *arguments: Any, values: Sequence[Any] = (), **keywords: Any) -> Node:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partita import Program
-from partita._torch.ambient import read_ambient, restore_autocast
-from partita.tracing.capture import capture
+from partita._torch.modes import read_ambient, restore_autocast
+from partita.capture.capture import capture
 
 Modes = Callable[[], AbstractContextManager[Any]]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from partita._torch.ambient import read_ambient, restore_autocast
+from partita._torch.modes import read_ambient, restore_autocast
 
 # One profile is small and the same in every run; the other looks for new graphs and remembers those that failed.
 settings.register_profile(

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Tracer
 
 from partita import Program, plan
 from partita.policies import ByLabel
-from partita.rewrite.state_keys import StateNaming
+from partita.rewrite.state import StateNaming
 from partita.treatments import Call
 
 

@@ -424,7 +424,7 @@ def outcome(module: nn.Module, state: nn.Module, inputs: tuple[Tensor, Tensor]) 
 
 def compare_case(seed: int) -> str:
     """Compares a drawn model with its dissolved graph; raises where they differ, and tells what kind of case it was."""
-    from partita.rewrite.dissolve import dissolve
+    from partita.dissolve.dissolve import dissolve
 
     drawing = Drawing(seed)
     model = drawing.drawn()

@@ -18,15 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from partita import Plan, Region
-from partita._torch.stage import tensors_in
-from partita._torch.trees import flatten
-from partita.graphs.saved_tensors import SavedTensors, bytes_in
-from partita.plans.holding import Holding, holding_of
-from partita.testing.build import build
-from partita.testing.case import Case
-from partita.testing.features import ALL, Features
-from partita.testing.recipe import Recipe
-from partita.testing.seeds import random_nest_recipe, random_recipe
+from partita._torch.fake_sandbox import tensors_in
+from partita._torch.pytrees import flatten
+from partita.plans.memory import Holding, holding_of
+from partita.program.saved_tensors import SavedTensors, bytes_in
+from partita.testing.generator.build import build, random_nest_recipe, random_recipe
+from partita.testing.generator.draft import Case
+from partita.testing.generator.recipe import ALL, Features, Recipe
 from partita.treatments import Recompute
 
 #: Functions that nobody knows are never run to see what they save.

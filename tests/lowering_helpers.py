@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 
 from partita import Plan, Program, plan
 from partita.backends import AotEager
+from partita.lowering.lowered import Lowered
 from partita.policies import ByLabel
-from partita.runtime.lowered import Lowered
 from partita.treatments import Lower
 
 

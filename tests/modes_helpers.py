@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from partita import Program
-from partita._torch.ambient import Ambient, read_ambient
-from partita.graphs.modes import Mode
+from partita._torch.modes import Ambient, read_ambient
+from partita.analysis.modes import Mode
 
 SEEN: dict[int, Ambient] = {}
 HALF, BRAIN = torch.float16, torch.bfloat16

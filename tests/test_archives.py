@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from partita import Program
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
-from partita.graphs.archives import ArchiveReport, Kind, inspect_archive, load_exported
+from partita.program.archives import ArchiveReport, Kind, inspect_archive, load_exported
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_one_program_under_another_name_loads_and_one_of_several_does_not(tmp_pa
 
 def test_loading_in_a_new_process_gives_the_same_values(saved: Path, tmp_path: Path) -> None:
     code = (
-        "import sys, torch; from partita.graphs.archives import load_exported; "
+        "import sys, torch; from partita.program.archives import load_exported; "
         "x = torch.linspace(-1, 1, 24).reshape(6, 4); "
         "given = load_exported(sys.argv[1]).module()(x, {'k': x}, scale=2.0, mode='sum'); "
         "torch.save(given['out'].detach(), sys.argv[2])"
@@ -533,7 +533,7 @@ def test_a_trusted_file_may_load_another(tmp_path: Path) -> None:
     outer = exported()
     outer._example_inputs = ((LoadsAnother(tmp_path / "inner.pt2"),), {})
     torch.export.save(outer, tmp_path / "outer.pt2")
-    code = "import sys; from partita.graphs.archives import load_exported; load_exported(sys.argv[1], trusted=True)"
+    code = "import sys; from partita.program.archives import load_exported; load_exported(sys.argv[1], trusted=True)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "outer.pt2")], check=True, timeout=300)
 
 

@@ -22,7 +22,7 @@ import partita
 from partita import Program
 from partita.compat.split_module import split_module
 from partita.errors import ArchiveError, RegionError
-from partita.graphs.archives import load_exported
+from partita.program.archives import load_exported
 
 SOURCE = Path(partita.__file__).parent
 READER = [

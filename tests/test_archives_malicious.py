@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from partita.errors import ArchiveError, UntrustedArchiveError
-from partita.graphs.archives import inspect_archive, load_exported
+from partita.program.archives import inspect_archive, load_exported
 
 Attack = Callable[[Spoilt, Path], None]
 
@@ -411,11 +411,11 @@ def test_weights_on_a_device_that_is_not_here_are_refused_in_words(saved: Path, 
 
 
 def test_more_members_than_any_program_has_are_refused(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("partita.graphs.archives.container.MOST_MEMBERS", 3)
+    monkeypatch.setattr("partita.program.archives.container.MOST_MEMBERS", 3)
     with pytest.raises(ArchiveError, match="no archive of a program has more than 3"):
         load_exported(saved)
     monkeypatch.undo()
-    monkeypatch.setattr("partita.graphs.archives.container.MOST_TEXT_BYTES", 100)
+    monkeypatch.setattr("partita.program.archives.container.MOST_TEXT_BYTES", 100)
     with pytest.raises(ArchiveError, match="which no graph needs"):
         load_exported(saved)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from partita import Program, capture, plan
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
-from partita.graphs.archives import load_exported
-from partita.graphs.archives._torch.symbols import stays_small
 from partita.policies import ByModule
+from partita.program.archives import load_exported
+from partita.program.archives._torch.symbols import stays_small
 from partita.treatments import Call, Recompute
 
 

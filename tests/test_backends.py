@@ -18,12 +18,12 @@ from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita import Tolerance
-from partita._torch import backend_inductor
-from partita._torch.processor import vectors
 from partita.backends import AotEager, AotInductor, Eager, Inductor, backend_names, find_backend
+from partita.backends._torch import compile as backend_inductor
+from partita.backends._torch.compile import vectors
+from partita.backends.adapting import Calling
 from partita.backends.backend import is_backend, takes_symbols, tolerance_of, trains
-from partita.backends.calling import Calling
-from partita.backends.storing import stored
+from partita.backends.inductor import stored
 from partita.errors import BackendError, OptionError
 from partita.testing import check_backend
 

@@ -16,7 +16,7 @@ from torch.fx import symbolic_trace
 
 import partita
 from partita.backends import AotInductor
-from partita.backends.calling import CompiledBody
+from partita.backends.adapting import CompiledBody
 from partita.policies import ByCapability
 from partita.testing import check_backend
 from partita.treatments import Lower

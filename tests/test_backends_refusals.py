@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.nn import functional
 
 from partita.backends import AotEager, AotInductor, Eager, Inductor
-from partita.backends.reasons import WRITES_TWICE
+from partita.backends.refusals import WRITES_TWICE
 from partita.testing import CAPTURES, captured_case, random_case
 
 aten = torch.ops.aten

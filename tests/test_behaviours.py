@@ -12,8 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita.graphs.behaviour_terms import UNKNOWN, nodes_in_slots
-from partita.graphs.behaviours import Behaviour, behaviour_of
+from partita.analysis.op_effects.calls import Behaviour, behaviour_of
+from partita.analysis.op_effects.terms import UNKNOWN, nodes_in_slots
 
 A = torch.ops.aten
 X, Y, Z = "xyz"  # Stand for the three inputs in the tables below.

@@ -18,10 +18,10 @@ import partita
 from partita import Partition, Program, Region, Tolerance
 from partita.equivalence import compare
 from partita.errors import CallbackError, CycleError, OptionError
-from partita.graphs.summation import summation_tolerance
 from partita.policies import ByCapability
-from partita.regions.reason import Reason
-from partita.testing.case import Case
+from partita.program.reordering import summation_tolerance
+from partita.regions.region import Reason
+from partita.testing.generator.draft import Case
 from partita.testing.strategies import programs
 from partita.treatments import Call
 

@@ -19,9 +19,9 @@ import partita
 from partita import Partition, Program, Region
 from partita.errors import CallbackError, CycleError, OptionError
 from partita.policies import ByCapability
-from partita.policies.places import placeable
-from partita.regions.reason import Reason
-from partita.testing.case import Case
+from partita.policies.legalize import placeable
+from partita.regions.region import Reason
+from partita.testing.generator.draft import Case
 from partita.testing.strategies import programs
 from partita.treatments import Call
 

@@ -21,11 +21,11 @@ from partita._torch.toggles import (
     IS_GRAD_ENABLED,
     SET_GRAD,
 )
+from partita.analysis.mode import AMBIENT
+from partita.analysis.mode import Mode as ModeOfNodes
 from partita.errors import ModeError, OptionError
-from partita.graphs.mode import AMBIENT
-from partita.graphs.mode import Mode as ModeOfNodes
 from partita.policies import ByMode
-from partita.testing.dump import dump
+from partita.testing.generator.build import dump
 from partita.treatments import Call, Mode
 
 

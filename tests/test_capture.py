@@ -14,8 +14,8 @@ from torch import Tensor
 
 from partita import Program, fingerprint, verify
 from partita._torch import toggles
-from partita._torch.capture_constants import Constants
-from partita.tracing.capture import capture
+from partita.capture._torch.recorder import Constants
+from partita.capture.capture import capture
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch import is_autocast_enabled as asks_for_autocast
 
 from partita._torch import toggles
-from partita._torch.ambient import read_ambient
-from partita._torch.capture_export import _swaps
-from partita._torch.capture_recorder import Recorder
+from partita._torch.modes import read_ambient
+from partita.capture._torch.recorded_export import _swaps
+from partita.capture._torch.recorder import Recorder
+from partita.capture.capture import capture
 from partita.errors import CaptureError, ModeError, OptionError, PartitaError
-from partita.tracing.capture import capture
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 OUTSIDE = nn.Parameter(torch.ones(4))

@@ -18,7 +18,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from partita import fingerprint
-from partita.tracing.capture import capture
+from partita.capture.capture import capture
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 LAYER = nn.Linear(4, 4)

@@ -12,7 +12,7 @@ from tests.capture_helpers import CALLERS, Model, captured, outcome
 from torch import Tensor
 
 from partita import fingerprint
-from partita.tracing.capture import capture
+from partita.capture.capture import capture
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 

@@ -17,10 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import partita
 from partita import Program, hops
-from partita._torch.call_acts import acts_of_call
-from partita._torch.checkpoint_facts import BodyFacts, facts_of, note_facts
+from partita.analysis._torch.body_effects import BodyFacts, acts_of_call, facts_of, note_facts
 from partita.policies import ByLabel, BySize
-from partita.testing.models import Buffered
+from partita.testing.captured import Buffered
 from partita.treatments import Recompute
 
 ATEN = torch.ops.aten

@@ -14,8 +14,8 @@ import partita
 from partita import hops
 from partita.errors import RecomputeError
 from partita.policies import BySize
+from partita.recompute.recompute import draws_from_own_generator
 from partita.treatments import Recompute
-from partita.treatments.recompute_refusals import draws_from_own_generator
 
 _checkpoint = hops.wrap_activation_checkpoint
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from partita import hops
 from partita.errors import RecomputeError
-from partita.hops import checkpoint as checkpoint_module
+from partita.recompute import operators as checkpoint_module
 
 _checkpoint = hops.wrap_activation_checkpoint
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, set_checkpoint_debug_enable
 
 import partita
 from partita import hops
-from partita._torch.ambient import read_ambient
+from partita._torch.modes import read_ambient
 
 
 def _function(block: Block) -> Callable[..., Tensor]:

@@ -31,8 +31,8 @@ from partita.compat import replace_with_hop_pass_util
 from partita.compat import wrap as ours
 from partita.compat.utils import node_inline_, nodes_filter, sequential_split
 from partita.errors import OptionError, SignatureError
-from partita.graphs.exported import check_signature
-from partita.testing.dump import dump
+from partita.program.exported import check_signature
+from partita.testing.generator.build import dump
 
 pytestmark = pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < (2, 13),

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import Graph, GraphModule
 
-from partita._torch.ambient import read_ambient
+from partita._torch.modes import read_ambient
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
 from partita.errors import ModeError, OptionError, SignatureError
-from partita.testing.dump import dump
+from partita.testing.generator.build import dump
 
 no_grad, enable_grad, autocast = torch.no_grad, torch.enable_grad, torch.autocast
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

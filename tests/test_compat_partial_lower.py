@@ -25,9 +25,9 @@ from partita import Program, compare
 from partita.compat import partial_lower as module
 from partita.compat.partial_lower import partial_lower
 from partita.errors import CallbackError, LoweringError, OptionError
-from partita.graphs.summation import summation_tolerance
-from partita.runtime.lowered import Lowered
-from partita.testing.case import Case
+from partita.lowering.lowered import Lowered
+from partita.program.reordering import summation_tolerance
+from partita.testing.generator.draft import Case
 from partita.testing.strategies import programs
 
 LOG = "partita.compat.partial_lower"
@@ -427,12 +427,12 @@ def test_it_compiles_when_first_called_and_says_so(caplog: pytest.LogCaptureFixt
         return waves(x * 0.375, weight) * 0.625
 
     x, weight = x_and_weight()
-    with caplog.at_level(logging.INFO, "partita.runtime"):
+    with caplog.at_level(logging.INFO, "partita.lowering"):
         gm = lower(traced(own, x, weight), but("cumsum"))
-        assert not told(caplog, "partita.runtime")
+        assert not told(caplog, "partita.lowering")
         for _ in range(2):
             gm(x, weight)
-    first, second, *rest = told(caplog, "partita.runtime")
+    first, second, *rest = told(caplog, "partita.lowering")
     assert first == "compiling subgraph_0 (region 1 of 2), tagged 'subgraph', with aot_eager"
     assert second.startswith("compiled subgraph_0 (region 1 of 2), tagged 'subgraph', with aot_eager in ")
     assert len(rest) == 2
@@ -455,10 +455,10 @@ class Failing:
 def test_what_cannot_be_compiled_runs_eagerly_or_raises(caplog: pytest.LogCaptureFixture) -> None:
     x, weight = x_and_weight()
     gm = partial_lower(traced(waves, x, weight), but("cumsum"), backend=Failing())
-    with caplog.at_level(logging.WARNING, "partita.runtime"):
+    with caplog.at_level(logging.WARNING, "partita.lowering"):
         for _ in range(2):
             assert torch.equal(gm(x, weight), waves(x, weight))
-    assert told(caplog, "partita.runtime") == [
+    assert told(caplog, "partita.lowering") == [
         "subgraph_0: failing failed: out of luck; it runs eagerly",
         "subgraph_1: failing failed: out of luck; it runs eagerly",
     ]

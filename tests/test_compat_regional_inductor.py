@@ -26,11 +26,11 @@ from torch.fx.traceback import annotate, preserve_node_meta
 import partita
 from partita import Program
 from partita.backends import AotEager, Inductor
-from partita.compat import _marked_regions
+from partita.compat import regional_inductor as _marked_regions
 from partita.compat.regional_inductor import regional_inductor
 from partita.errors import OptionError
+from partita.lowering.lowered import Lowered
 from partita.policies import ByAnnotation
-from partita.runtime.lowered import Lowered
 from partita.treatments import Call, Lower
 
 FAST = {"inductor_configs": {"max_autotune": False}}
@@ -147,7 +147,7 @@ def test_equal_regions_are_compiled_once(caplog: pytest.LogCaptureFixture) -> No
         return x
 
     gm, x = regional_inductor(traced(model, torch.randn(4))), torch.randn(4)
-    with caplog.at_level(logging.INFO, "partita.runtime"):
+    with caplog.at_level(logging.INFO, "partita.lowering"):
         assert torch.equal(gm(x)[0], model(x))
     assert len(regions(gm)) == 3
     assert len([record for record in caplog.records if record.getMessage().startswith("compiling")]) == 1
@@ -179,7 +179,7 @@ def test_regions_are_compiled_in_the_first_call_although_aotautograd_looks_on(ca
     counts = []
     for _ in range(2):
         caplog.clear()
-        with caplog.at_level(logging.INFO, "partita.runtime"):
+        with caplog.at_level(logging.INFO, "partita.lowering"):
             call(torch.randn(4, 4), weight).backward()
         counts.append(len([record for record in caplog.records if record.getMessage().startswith("compiled")]))
     assert counts == [2, 0], "the forward and the backward have a region each"
@@ -497,7 +497,7 @@ def test_what_is_kept_is_compiled_at_once_and_not_again(caplog: pytest.LogCaptur
     counts = []
 
     def compiler(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        with caplog.at_level(logging.INFO, "partita.runtime"):
+        with caplog.at_level(logging.INFO, "partita.lowering"):
             result = regional_inductor(gm, *inputs)
         counts.append(sum(record.getMessage().startswith("compiled") for record in caplog.records))
         assert isinstance(result, output_code.RegionalOutputCode)
@@ -505,7 +505,7 @@ def test_what_is_kept_is_compiled_at_once_and_not_again(caplog: pytest.LogCaptur
 
     call = torch.compile(model, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True)
     weight = torch.randn(4, 4, requires_grad=True)
-    with kept(), torch.autocast("cpu", enabled=False), caplog.at_level(logging.INFO, "partita.runtime"):
+    with kept(), torch.autocast("cpu", enabled=False), caplog.at_level(logging.INFO, "partita.lowering"):
         call(torch.randn(4, 4), weight).backward()
     assert counts == [1, 2]
     assert sum(record.getMessage().startswith("compiled") for record in caplog.records) == 2
@@ -552,7 +552,7 @@ def test_a_model_is_compiled_ahead_of_time_and_loaded_without_compiling_again(
     ):
         made = compiled(waves).aot_compile(((x, weight), {}))
         made.save_compiled_function(str(tmp_path / "waves.pt"))
-    with caplog.at_level(logging.INFO, "partita.runtime"):
+    with caplog.at_level(logging.INFO, "partita.lowering"):
         with open(tmp_path / "waves.pt", "rb") as file:
             loaded: Any = torch.compiler.load_compiled_function(file)
         (found,) = torch.autograd.grad(loaded(x, weight), weight)

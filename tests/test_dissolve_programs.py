@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita import Program, capture, dissolve, fingerprint, inline
 from partita._torch import toggles
-from partita._torch.ambient import read_ambient
+from partita._torch.modes import read_ambient
 from partita.errors import ModeError, OptionError
 from partita.rewrite.wrap_modes import wrap_modes
 

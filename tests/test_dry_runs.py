@@ -23,10 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from partita import Program, dissolve, plan
 from partita.errors import ModeError
-from partita.graphs.flops import Flops
-from partita.graphs.saving_run import saved_tensors_of
-from partita.graphs.saving_trials import SavingTrials
 from partita.policies import BySize
+from partita.program.flops import Flops
+from partita.program.saved_tensors import SavingTrials, saved_tensors_of
 from partita.treatments import Call, KeepAtMost, KeepExpensive, Recompute
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from partita.errors import CallbackError, LoweringError
 from partita.policies import ByCapability
-from partita.testing.models import Attention, Buffered, Casting, Frozen, Mixer
+from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
 from partita.treatments import Lower
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace, wrap
 
-from partita.graphs.effects import Effects, effects_of
-from partita.graphs.index import Index
+from partita.analysis.effects import Effects, effects_of
+from partita.analysis.index import Index
 
 A = torch.ops.aten
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from partita.graphs.effects import effects_of
-from partita.graphs.index import Index
+from partita.analysis.effects import effects_of
+from partita.analysis.index import Index
 
 A = torch.ops.aten
 SIZE = 4

@@ -11,7 +11,7 @@ from torch.export import Dim, export
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita.equivalence import compare, verify
-from partita.graphs.program import Program
+from partita.program.program import Program
 
 
 class Normalised(nn.Module):

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule
 
 from partita import Program, fingerprint, inline, verify
-from partita.graphs.exported_graph import exported_graph
+from partita.program.exported import exported_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

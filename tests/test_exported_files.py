@@ -20,8 +20,8 @@ from torch.export import ExportedProgram, unflatten
 from torch.utils._pytree import tree_leaves
 
 from partita import Program, capture, fingerprint, hops, inline, plan, verify
-from partita.graphs.exported import following
 from partita.policies import ByMode, BySize
+from partita.program.exported import following
 from partita.treatments import Lower, Mode
 
 pytestmark = pytest.mark.filterwarnings("ignore")

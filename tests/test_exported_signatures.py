@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph
 
 from partita import Program, fingerprint, inline, plan, verify
-from partita.graphs.module_stacks import settle_stacks
+from partita.analysis.nodes import settle_stacks
 from partita.policies import AroundOperators, ByLabel
 from partita.treatments import Call, Mark
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from partita.solvers import few_parts
 from partita.solvers.border_bytes import border_bytes, moved_for_bytes
 from partita.solvers.few_parts import Steps, few_steps
-from partita.solvers.levels import REFUSED, earliest_levels, latest_levels
-from partita.solvers.relation import Relation, relation
+from partita.solvers.relation import REFUSED, Relation, earliest_levels, latest_levels, relation
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita import Partition, Program, Region, fingerprint, gather, inline, verify
 from partita.errors import OptionError
-from partita.testing.dump import dump
+from partita.testing.generator.build import dump
 
 
 def calling(body: nn.Module, call: Callable[[Graph, Any], Any], **modules: nn.Module) -> Program:

@@ -28,8 +28,8 @@ from partita.testing import (
     random_recipe,
     recipes,
 )
-from partita.testing.recipe import Input, Step
-from partita.testing.steps.table import STEPS
+from partita.testing.generator.recipe import Input, Step
+from partita.testing.generator.steps.table import STEPS
 
 few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from partita._torch import nodes
-from partita._torch.nodes import GraphWriter
+from partita._torch.fx import graph_writer as nodes
+from partita._torch.fx.graph_writer import GraphWriter
 from partita.testing import Case, programs
-from partita.testing.dump import dump
+from partita.testing.generator.build import dump
 
 
 @pytest.fixture(params=[True, False], ids=["fast", "public"])

@@ -7,12 +7,10 @@ from random import Random
 
 import pytest
 
-from partita.solvers import grown_parts as growing
-from partita.solvers.fused_order import OUTSIDE, fused_order
-from partita.solvers.grown_parts import grown_parts
-from partita.solvers.levels import REFUSED
-from partita.solvers.quotient import ALONE, quotient
-from partita.solvers.relation import Relation, relation
+from partita.solvers import few_parts as growing
+from partita.solvers.few_parts import grown_parts
+from partita.solvers.quotient import ALONE, OUTSIDE, fused_order, quotient
+from partita.solvers.relation import REFUSED, Relation, relation
 
 Edges = list[tuple[int, int]]
 

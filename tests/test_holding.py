@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import partita
 from partita import Plan, Program, Region, capture
 from partita.errors import TreatmentError
-from partita.graphs.saved_tensors import Origin, SavedTensors
-from partita.graphs.saving_run import saved_tensors_of
-from partita.plans.holding import Holding, holding_of, holdings
+from partita.plans.memory import Holding, holding_of, holdings
 from partita.policies import ByLabel, BySize
-from partita.testing.models import Attention, Buffered, Casting, Frozen, Mixer
+from partita.program.saved_tensors import Origin, SavedTensors, saved_tensors_of
+from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
 from partita.treatments import Call, Recompute
 
 

@@ -19,9 +19,9 @@ from tests.selecting import slow_but
 from torch import Tensor, nn
 
 import partita
-from partita.graphs.saving_run import saved_tensors_of
-from partita.plans.holding import holdings
+from partita.plans.memory import holdings
 from partita.policies import ByModule
+from partita.program.saved_tensors import saved_tensors_of
 from partita.treatments import KeepEverything, KeepNothing, KeepOperators, Recompute
 
 transformers = pytest.importorskip("transformers")

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 import partita
 from partita import Plan, Program
-from partita._torch.ambient import read_ambient, restore_autocast
-from partita._torch.trees import flatten
-from partita.graphs.saved_tensors import SavedTensors
-from partita.graphs.saving_run import saved_tensors_of
-from partita.plans.holding import holdings
+from partita._torch.modes import read_ambient, restore_autocast
+from partita._torch.pytrees import flatten
+from partita.plans.memory import holdings
 from partita.policies import BySize
-from partita.testing.case import Case
+from partita.program.saved_tensors import SavedTensors, saved_tensors_of
+from partita.testing.generator.draft import Case
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita.hops
 from partita import hops
-from partita._torch.ambient import read_ambient
+from partita._torch.modes import read_ambient
 from partita.errors import OptionError
 
 OPERATORS = [getattr(hops, name) for name in hops.__all__]
@@ -442,7 +442,7 @@ def test_unpickling_an_operator_imports_its_module() -> None:
 
 def test_loading_the_modules_again_changes_nothing() -> None:
     before = {name: getattr(hops, name) for name in hops.__all__}
-    importlib.reload(importlib.import_module("partita.hops.operators"))
+    importlib.reload(importlib.import_module("partita.hops.modes"))
     importlib.reload(partita.hops)
     assert {name: getattr(hops, name) for name in hops.__all__} == before
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partita import hops
-from partita._torch import dynamo_operators
-from partita._torch.ambient import read_ambient
-from partita._torch.body_operators import BodyOperator
+from partita._torch.modes import read_ambient
 from partita.errors import OptionError
+from partita.hops._torch import hop_rules as dynamo_operators
+from partita.hops._torch.operator import BodyOperator
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

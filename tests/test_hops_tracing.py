@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partita import hops
-from partita._torch.ambient import read_ambient
+from partita._torch.modes import read_ambient
 from partita._torch.toggles import TOGGLES
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -11,8 +11,8 @@ from tests.core_helpers import program_of
 from torch import nn
 from torch.fx import Graph
 
+from partita.analysis.index import Index
 from partita.errors import BrokenGraphError
-from partita.graphs.index import Index
 from partita.testing import Case, programs
 
 

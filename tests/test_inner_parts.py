@@ -7,10 +7,9 @@ from random import Random
 
 import pytest
 
-from partita.solvers.inner_parts import connected_parts, cut_in_order, deep_order, kept_parts
-from partita.solvers.levels import REFUSED, earliest_levels
+from partita.solvers.few_parts import connected_parts, cut_in_order, deep_order, kept_parts
 from partita.solvers.quotient import ALONE, quotient
-from partita.solvers.relation import Relation, relation
+from partita.solvers.relation import REFUSED, Relation, earliest_levels, relation
 
 Edges = list[tuple[int, int]]
 SEEDS = pytest.mark.parametrize("seed", range(80))

@@ -18,10 +18,9 @@ from torch.nn import functional
 import partita
 from partita import Partition, Program, Region
 from partita.errors import CycleError, OptionError, SignatureError
-from partita.graphs.joint import Joint
-from partita.graphs.joint_forward import forward_part
 from partita.policies import ByCapability, ByLabel, ByModule, BySize, InForward
-from partita.regions.forward_alone import forward_alone
+from partita.program.joint import Joint
+from partita.regions.joint_forward import forward_alone, forward_part
 from partita.treatments import Call, Mark
 
 ATEN = torch.ops.aten

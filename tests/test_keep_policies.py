@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import partita
 from partita import Program, Region
 from partita.errors import OptionError, RecomputeError
-from partita.graphs.flops import Flops
-from partita.graphs.saving_run import saved_tensors_of
-from partita.graphs.saving_trials import SavingTrials
-from partita.plans.holding import holding_of
+from partita.plans.memory import holding_of
 from partita.policies import ByLabel, ByModule, BySize
-from partita.testing.models import Attention, Buffered, Mixer
+from partita.program.flops import Flops
+from partita.program.saved_tensors import SavingTrials, saved_tensors_of
+from partita.recompute.keep import keepable
+from partita.testing.captured import Attention, Buffered, Mixer
 from partita.treatments import (
     KeepAtMost,
     KeepEverything,
@@ -30,7 +30,6 @@ from partita.treatments import (
     KeepOperators,
     Recompute,
 )
-from partita.treatments.keep import keepable
 
 ROWS, SIZE = 4, 8
 

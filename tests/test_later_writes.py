@@ -13,8 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import partita
 from partita import Program, Region
-from partita.graphs.joint_halves import _written
-from partita.graphs.later_writes import (
+from partita.analysis.mutation import (
     later_writer,
     later_writers,
     names_written,
@@ -23,11 +22,12 @@ from partita.graphs.later_writes import (
     writers_of,
     writing_nodes,
 )
-from partita.graphs.saving_run import saved_tensors_of
-from partita.plans.holding import holding_of
+from partita.lowering.lower import names_written_later
+from partita.plans.memory import holding_of
 from partita.policies import ByLabel
+from partita.program.joint import _written
+from partita.program.saved_tensors import saved_tensors_of
 from partita.treatments import Recompute
-from partita.treatments.written_later import names_written_later
 
 ATEN = torch.ops.aten
 

@@ -30,9 +30,9 @@ from partita.testing import (
     random_case,
     random_labels,
 )
-from partita.testing.dump import dump
 from partita.testing.fuzz import fuzz
-from partita.testing.laws import check_laws
+from partita.testing.generator.build import dump
+from partita.testing.laws.core import check_laws
 from partita.treatments import Call
 
 #: Four cuts that are illegal, then legal ones that hold every trait that the generator knows.

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 from torch.fx._symbolic_trace import PH
 
 from partita import Program, inline, verify
-from partita._torch.lazy_modules import LazyModule
+from partita._torch.fx.lazy_graph_module import LazyModule
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
 
 Copy = Callable[[GraphModule], GraphModule]

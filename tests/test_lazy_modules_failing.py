@@ -13,7 +13,7 @@ import torch
 from tests.core_helpers import cut, program_of
 from torch.fx import Graph, GraphModule
 
-from partita._torch.ambient import read_ambient
+from partita._torch.modes import read_ambient
 from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAST, EXIT_INFERENCE, SET_GRAD
 
 Copy = Callable[[GraphModule], GraphModule]

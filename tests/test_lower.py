@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from partita import Tolerance, capture, plan, verify
 from partita.backends import Eager
 from partita.errors import LoweringError, ModeError, OptionError, TreatmentError
+from partita.plans.failures import Failure
 from partita.policies import ByLabel, BySize, Sequential
-from partita.runtime.failures import Failure
 from partita.treatments import Lower
 
 

@@ -15,12 +15,12 @@ from torch.fx import Graph, GraphModule, Node
 
 import partita
 from partita import Partition, Program
+from partita.analysis.tolerance import Tolerance
 from partita.errors import CycleError
-from partita.graphs.tolerance import Tolerance
 from partita.policies import ByCapability, ByLabel
 from partita.testing import CAPTURES, Case, LawError, captured_case, labelled_programs, random_case, random_labels
 from partita.testing.fuzz import fuzz
-from partita.testing.lower_laws import check_lower_laws
+from partita.testing.laws.lowering import check_lower_laws
 from partita.treatments import Lower
 
 #: Sums of gradients run in another order where a region is one node of autograd.
@@ -151,7 +151,7 @@ def test_inductor_compiles_a_region_once_for_all_sizes(caplog: pytest.LogCapture
     program = partita.capture(Step(), (torch.randn(5, 8),), dynamic_shapes=({0: torch.export.Dim("b", min=2)},))
     decided = partita.plan(program, ByCapability("inductor"), Lower("inductor"))
     after = decided.apply()
-    with caplog.at_level("INFO", logger="partita.runtime"):
+    with caplog.at_level("INFO", logger="partita.lowering"):
         for size in (5, 7):
             partita.verify(program, after, (torch.randn(size, 8, requires_grad=True),), no_grad_call=False)
     assert not decided.failures

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from partita.errors import LoweringError
-from partita.runtime.recent import Recent
+from partita.lowering.variant_cache import Recent
 from partita.treatments import Lower
 
 
@@ -90,7 +90,7 @@ def test_a_table_of_recent_notes_forgets_the_oldest() -> None:
 
 def test_whether_written_inputs_share_memory_is_told_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count of comparisons, since clocks are not to be trusted."""
-    from partita.runtime import choice
+    from partita.lowering import lowered as choice
 
     class Key:
         compared = 0

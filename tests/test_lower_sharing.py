@@ -22,8 +22,8 @@ from torch.fx import GraphModule, Node
 
 from partita import Program, plan
 from partita.errors import BackendError
+from partita.lowering.variant_cache import Variants
 from partita.policies import ByLabel
-from partita.runtime.variants import Variants
 from partita.treatments import Lower
 
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_stored_is_said_when_it_is_saved(caplog: pytest.LogCaptur
             raise BackendError("no paper")
 
     module = lowered(lambda x: x * 3, Lower(Forgetful()))
-    with caplog.at_level(logging.WARNING, logger="partita.runtime"):
+    with caplog.at_level(logging.WARNING, logger="partita.lowering"):
         module(torch.ones(5))
         assert not caplog.messages
         Variants.__reduce__(region_of(module)._variants)

@@ -30,12 +30,12 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
 from partita import Program, capture, fingerprint, hops, inline, mode_tree, plan, verify
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, IS_GRAD_ENABLED, SET_GRAD
+from partita.analysis.mode import AMBIENT
 from partita.errors import ModeError
-from partita.graphs.mode import AMBIENT
 from partita.policies import ByMode
-from partita.rewrite.mode_operators import OperatorFamily
+from partita.rewrite.mode_nodes import OperatorFamily
 from partita.rewrite.wrap_modes import wrap_modes
-from partita.testing.dump import dump
+from partita.testing.generator.build import dump
 from partita.treatments import Call, Mode
 
 both_families = pytest.mark.parametrize("operators", ["partita", "torch"])

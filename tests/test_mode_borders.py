@@ -27,10 +27,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partita import Program, fingerprint, inline, verify
-from partita._torch.ambient import read_ambient
+from partita._torch.modes import read_ambient
 from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAST, EXIT_INFERENCE, SET_GRAD
-from partita.graphs.mode import AMBIENT
-from partita.rewrite.mode_operators import OperatorFamily
+from partita.analysis.mode import AMBIENT
+from partita.rewrite.mode_nodes import OperatorFamily
 
 both_families = pytest.mark.parametrize("operators", ["partita", "torch"])
 no_grad, autocast = torch.no_grad, torch.autocast

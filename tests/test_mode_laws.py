@@ -30,9 +30,8 @@ from partita.testing import (
     random_nest,
 )
 from partita.testing.fuzz import fuzz
-from partita.testing.mode_oracle import modes_seen
-from partita.testing.mode_subject import ModeSubject, wrapped
-from partita.testing.steps.table import NEST_STEPS
+from partita.testing.generator.steps.table import NEST_STEPS
+from partita.testing.laws.mode_oracle import ModeSubject, modes_seen, wrapped
 
 #: Nests that once broke a law, by what was wrong.
 ONCE_BROKEN = {
@@ -220,7 +219,7 @@ def test_a_law_notices_an_operator_that_is_wrong(
     case = nest_of([("autocast", (0, 0, 0, 0)), layer, ("grad", (0, 0, 0, 0)), layer])
     program = Program.of(case.graph_module)
     spoiled = spoiled_by(wrapped(program), operator, spoil)
-    monkeypatch.setattr("partita.testing.mode_laws.wrapped", lambda other: spoiled_by(wrapped(other), operator, spoil))
+    monkeypatch.setattr("partita.testing.laws.modes.wrapped", lambda other: spoiled_by(wrapped(other), operator, spoil))
     with pytest.raises(AssertionError):
         MODE_LAWS[law](ModeSubject(case, program, spoiled))
 

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import partita.rewrite.wrap_modes as wrap_modes_module
 from partita import Program, compare, fingerprint, inline, mode_tree, plan
-from partita._torch.ambient import Ambient, read_ambient
+from partita._torch.modes import Ambient, read_ambient
 from partita._torch.toggles import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
@@ -31,8 +31,8 @@ from partita._torch.toggles import (
     IS_GRAD_ENABLED,
     SET_GRAD,
 )
+from partita.analysis.mode import AMBIENT, Mode
 from partita.errors import ModeError, PartitaError
-from partita.graphs.mode import AMBIENT, Mode
 from partita.policies import ByMode
 from partita.rewrite.wrap_modes import wrap_modes
 from partita.treatments import Mode as ModeTreatment

@@ -23,10 +23,10 @@ from torch.fx import Graph, GraphModule
 
 from partita import Program, fingerprint, gather, inline, plan, verify
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
+from partita.analysis.mode import AMBIENT
 from partita.errors import CycleError
-from partita.graphs.mode import AMBIENT
 from partita.policies import ByLabel, ByMode
-from partita.rewrite.mode_operators import OperatorFamily
+from partita.rewrite.mode_nodes import OperatorFamily
 from partita.treatments import Call, Mode
 
 both_families = pytest.mark.parametrize("operators", ["partita", "torch"])

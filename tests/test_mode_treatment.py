@@ -26,9 +26,9 @@ from partita import Program, capture, fingerprint, inline, plan, verify
 from partita._torch.toggles import ENTER_INFERENCE, EXIT_INFERENCE
 from partita.errors import OptionError, TreatmentError
 from partita.policies import ByLabel, ByMode, ByModule
-from partita.rewrite.mode_operators import OperatorFamily
+from partita.rewrite.mode_nodes import OperatorFamily
 from partita.rewrite.wrap_modes import wrap_modes
-from partita.testing.dump import dump
+from partita.testing.generator.build import dump
 from partita.treatments import Call, Mode
 
 Values = tuple[Tensor, ...]

@@ -18,8 +18,8 @@ from partita._torch.toggles import (
     IS_GRAD_ENABLED,
     SET_GRAD,
 )
+from partita.analysis.modes import AMBIENT, Autocast, Mode
 from partita.errors import ModeError
-from partita.graphs.modes import AMBIENT, Autocast, Mode
 
 
 def test_a_graph_without_toggles_has_the_mode_of_its_caller() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph
 
-from partita._torch.names import Names
+from partita._torch.fx.graph_writer import Names
 
 TARGETS: list[Any] = [
     torch.add,

@@ -12,9 +12,9 @@ from torch.fx import Graph, GraphModule
 
 from partita import Partition, Program, Region, outline, verify
 from partita._torch.toggles import SET_GRAD
+from partita.analysis.tolerance import EXACT
 from partita.errors import CycleError, MissingTargetError, RegionError
-from partita.graphs.tolerance import EXACT
-from partita.testing.dump import dump
+from partita.testing.generator.build import dump
 
 
 class Small(nn.Module):

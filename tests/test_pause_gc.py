@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from partita._torch import pause_gc
+from partita._torch import gc_pause as pause_gc
 
 
 @pytest.fixture(autouse=True)

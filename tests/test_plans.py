@@ -18,7 +18,7 @@ from partita import Plan, Program, Region, Tolerance, fingerprint, plan, verify
 from partita._torch.toggles import SET_GRAD, TOGGLES
 from partita.errors import ModeError, OptionError, PartitaError, UnknownNodeError
 from partita.policies import ByLabel, BySize
-from partita.testing.dump import dump
+from partita.testing.generator.build import dump
 from partita.treatments import Call, Mark
 
 

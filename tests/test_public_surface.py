@@ -61,7 +61,7 @@ PUBLIC = {
         "Recompute",
         "Treatment",
     },
-    "partita.treatments.keep": {
+    "partita.recompute.keep": {
         "Keep",
         "KeepAtMost",
         "KeepEverything",
@@ -105,7 +105,7 @@ PUBLIC = {
         "mode_tree",
         "plan",
     },
-    "partita.plans.holding": {
+    "partita.plans.memory": {
         "Holding",
         "Holdings",
         "Holds",
@@ -119,11 +119,11 @@ PUBLIC = {
         "compare",
         "verify",
     },
-    "partita.graphs.joint": {
+    "partita.program.joint": {
         "Held",
         "Joint",
     },
-    "partita.graphs.archives": {
+    "partita.program.archives": {
         "ArchiveReport",
         "Kind",
         "Member",
@@ -188,12 +188,12 @@ PUBLIC = {
         "wrap_with_autocast",
         "wrap_with_set_grad_enabled",
     },
-    "partita.tracing": {
+    "partita.capture": {
         "capture",
         "capture_joint",
         "joint_partition",
     },
-    "partita.tracing.dynamo": {
+    "partita.torch_compile.backend": {
         "backend",
     },
     "partita.testing": {

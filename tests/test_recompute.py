@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita
 from partita import Program, Region
-from partita._torch.checkpoint_state import refuse_writes
 from partita.errors import OptionError, RecomputeError, TreatmentError
 from partita.policies import ByLabel, ByModule, BySize
-from partita.testing.models import Attention, Buffered, Casting, Frozen, Mixer, Structured
+from partita.recompute._torch.captured_state import refuse_writes
+from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer, Structured
 from partita.treatments import (
     Call,
     KeepAtMost,

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 import partita
 from partita import Program
 from partita.policies import ByLabel, ByModule, BySize
-from partita.testing.models import Mixer
-from partita.tracing.dynamo import backend
-from partita.tracing.marked import digest_of_marks
+from partita.testing.captured import Mixer
+from partita.torch_compile.backend import backend, digest_of_marks
 from partita.treatments import Call, KeepEverything, KeepNodes, KeepNothing, KeepOperators, Recompute
 
 AGAIN, SAVED = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import partita
 from partita import hops
 from partita.policies import ByLabel, BySize
-from partita.testing import Case, LawError, compiled_laws, random_case
-from partita.testing.build import random_crossing
-from partita.testing.compiled_laws import COMPILABLE, check_compiled_recompute_law
+from partita.testing import Case, LawError, random_case
 from partita.testing.fuzz import fuzz
-from partita.tracing.dynamo import backend
+from partita.testing.generator.build import random_crossing
+from partita.testing.laws import compiled as compiled_laws
+from partita.testing.laws.compiled import COMPILABLE, check_compiled_recompute_law
+from partita.torch_compile.backend import backend
 from partita.treatments import KeepOperators, Recompute
 
 

@@ -10,10 +10,11 @@ import torch
 import partita
 from partita import Program
 from partita.policies import BySize
-from partita.testing import ALL, CAPTURES, LawError, captured_case, random_case, random_nest, recompute_laws
+from partita.testing import ALL, CAPTURES, LawError, captured_case, random_case, random_nest
 from partita.testing.fuzz import fuzz
-from partita.testing.mode_oracle import leaves_modes
-from partita.testing.recompute_laws import check_recompute_laws
+from partita.testing.laws import recompute as recompute_laws
+from partita.testing.laws.mode_oracle import leaves_modes
+from partita.testing.laws.recompute import check_recompute_laws
 from partita.treatments import KeepEverything, KeepNothing, Recompute
 
 KNOWN = replace(ALL, unknown=False, hooks=False)

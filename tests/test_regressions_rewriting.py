@@ -20,7 +20,7 @@ from partita import Partition, Plan, Program, Region, compare, inline, plan
 from partita._torch.toggles import SET_GRAD
 from partita.errors import RegionError
 from partita.policies import ByLabel, BySize
-from partita.testing.laws import _is_symbolic
+from partita.testing.laws.core import _is_symbolic
 from partita.treatments import Call
 
 

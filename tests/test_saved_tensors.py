@@ -19,12 +19,11 @@ from torch.fx import GraphModule, Tracer
 
 from partita import Program, capture, hops, plan
 from partita._torch import toggles
-from partita._torch.ambient import read_ambient, restore_autocast
+from partita._torch.modes import read_ambient, restore_autocast
 from partita.backends import Eager
-from partita.graphs.saved_tensors import Origin, SavedTensors, bytes_in
-from partita.graphs.saving_run import saved_tensors_of
 from partita.policies import ByLabel, ByMode
-from partita.testing.models import Attention, Buffered, Casting, Frozen, Mixer
+from partita.program.saved_tensors import Origin, SavedTensors, bytes_in, saved_tensors_of
+from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
 from partita.treatments import Lower, Mode
 
 

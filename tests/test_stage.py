@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from partita._torch.stage import Stage
+from partita._torch.fake_sandbox import Stage
 
 LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 

@@ -14,9 +14,9 @@ from torch.fx import GraphModule, Tracer
 
 from partita import Program, plan
 from partita.errors import OptionError
-from partita.graphs.state_keys import StateKeys
 from partita.policies import ByLabel
-from partita.rewrite.state_keys import StateNaming
+from partita.program.state_keys import StateKeys
+from partita.rewrite.state import StateNaming
 
 
 class Model(nn.Module):

@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from partita import Program, plan
-from partita._torch.ambient import read_ambient, restore_autocast
-from partita.graphs.attributes import find
-from partita.graphs.modes import has_toggles
+from partita._torch.modes import read_ambient, restore_autocast
+from partita.analysis.modes import has_toggles
+from partita.analysis.nodes import find
 from partita.policies import ByMode
-from partita.rewrite.mode_operators import OperatorFamily, runs_body, setting_of
+from partita.rewrite.mode_nodes import OperatorFamily, runs_body, setting_of
 from partita.treatments import Mode
 
 HALF, BRAIN = torch.float16, torch.bfloat16

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.symbolic import hint_of
+from partita._torch.symbolic_shapes import hint_of
 
 __all__ = [
     "Allowance",
@@ -26,6 +26,7 @@ __all__ = [
     "on_meta",
     "refusal_of_call",
 ]
+
 
 #: The operators that torch itself defines, and that compute on tensors.
 _NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed", "torch_nn"))

@@ -16,6 +16,7 @@ __all__ = [
     "TOGGLES",
 ]
 
+
 SET_GRAD = torch._C._set_grad_enabled
 IS_GRAD_ENABLED = torch.is_grad_enabled
 ENTER_AUTOCAST = _enter_autocast

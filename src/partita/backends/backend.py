@@ -1,16 +1,91 @@
-"""What a backend is: it says which nodes it refuses, and makes a function of a body; it knows nothing of regions."""
+"""Protocol, lookup by entry point, eager."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final, runtime_checkable
 
 from torch.fx import GraphModule, Node
 
+from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError
-from partita.graphs.tolerance import EXACT, Tolerance
 
-__all__ = ["Backend", "Compiled", "is_backend", "picks_kernels", "takes_symbols", "tolerance_of", "trains"]
+__all__ = [
+    "Backend",
+    "Compiled",
+    "Eager",
+    "backend_names",
+    "find_backend",
+    "is_backend",
+    "picks_kernels",
+    "takes_symbols",
+    "tolerance_of",
+    "trains",
+]
+
+
+# Eager: no compiler at all, the body as it is; for tests, and to tell a compiler's faults from a partition's.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Eager:
+    """Runs the body node by node; takes everything and changes no bit."""
+
+    name: ClassVar[str] = "eager"
+    tolerance: ClassVar[Tolerance] = EXACT
+    trains: ClassVar[bool] = True
+    takes_symbols: ClassVar[bool] = True
+
+    def refusal(self, node: Node) -> str | None:
+        """Nothing is refused."""
+        return None
+
+    def compile(self, body: GraphModule, inputs: Sequence[object]) -> Compiled:
+        """The body itself."""
+        return body.forward
+
+
+# Backends by name: ours are found as anyone else's are, through entry points.
+
+
+_GROUP = "partita.backends"
+
+
+def find_backend(wanted: str | Backend) -> Backend:
+    """The backend of that name, with its default options; a backend itself is given back."""
+    if is_backend(wanted):
+        return wanted
+    if not isinstance(wanted, str):
+        raise OptionError(f"a backend is a name or has `name`, `refusal` and `compile`; {wanted!r} is neither")
+    found = _entries().get(wanted)
+    if found is None:
+        names = backend_names()
+        near = get_close_matches(wanted, names, n=3) or names
+        raise OptionError(f"no backend is called {wanted!r}; try {', '.join(map(repr, near))}")
+    try:
+        made = found.load()()
+    except Exception as error:
+        raise OptionError(f"backend {wanted!r} cannot be had: {found.value} raised {error}") from error
+    if not is_backend(made):
+        raise OptionError(f"{found.value}, the entry point of backend {wanted!r}, makes {made!r}, which is no backend")
+    return made
+
+
+def backend_names() -> list[str]:
+    """The names of all backends that are installed."""
+    return sorted(_entries())
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+
+
+# What a backend is: it says which nodes it refuses, and makes a function of a body; it knows nothing of regions.
+
 
 #: What a backend makes: a function of the body's inputs, one after another, that gives the body's outputs.
 Compiled: TypeAlias = Callable[..., Sequence[Any]]

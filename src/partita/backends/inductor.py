@@ -1,31 +1,71 @@
-"""Inductor: torch's own compiler, called without Dynamo."""
+"""Inductor, AOTInductor, aot_eager; options, storing."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from difflib import get_close_matches
+from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 from torch.fx import GraphModule, Node
 
-from partita._torch.backend_draws import check_draws
-from partita._torch.backend_inductor import (
+from partita.analysis.tolerance import Tolerance
+from partita.backends._torch.compile import (
+    compile_ahead,
     compile_with_inductor,
     function_from_bytes,
+    function_of_package,
     function_to_bytes,
+    inductor_options,
+    instructions,
+    package_of,
+    vectors,
     vectors_of_inductor,
 )
-from partita.backends.adapting import adapt
+from partita.backends._torch.support import check_draws
+from partita.backends.adapting import Calling, CompiledBody, adapt, adapt_to_tensors
 from partita.backends.backend import Compiled
-from partita.backends.calling import CompiledBody
-from partita.backends.options import Options, checked_options, options_for_inductor
-from partita.backends.refusals import refusal_by_inductor
-from partita.backends.storing import restored, stored
-from partita.errors import BackendError
-from partita.graphs.tolerance import Tolerance
+from partita.backends.refusals import refusal_by_inductor, refusal_by_tracing
+from partita.errors import BackendError, OptionError
 
-__all__ = ["INDUCTOR_TOLERANCE", "Inductor"]
+__all__ = ["AotEager", "AotInductor", "Inductor", "stored"]
+
+
+# AOTAutograd alone: the body as forward and backward graphs of core operators, run without a compiler.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AotEager:
+    """Traces what Inductor would trace and then runs it eagerly; values have the bits that eager gives them.
+
+    A region that goes wrong here goes wrong in tracing, not in a compiler. Gradients of a value with several uses are
+    summed region by region.
+    """
+
+    name: ClassVar[str] = "aot_eager"
+    tolerance: ClassVar[Tolerance] = Tolerance(rounding=torch.finfo(torch.float64).eps)
+    trains: ClassVar[bool] = True
+    takes_symbols: ClassVar[bool] = True
+    picks_kernels: ClassVar[bool] = True
+
+    def refusal(self, node: Node) -> str | None:
+        """Why AOTAutograd cannot trace `node`."""
+        return refusal_by_tracing(node)
+
+    def compile(self, body: GraphModule, inputs: Sequence[object]) -> Compiled:
+        """What AOTAutograd makes of the body."""
+        check_draws(body, inputs)
+        adapted = adapt(body, inputs)
+        function = compile_ahead(body, adapted.inputs)
+        return CompiledBody(function, adapted.calling())
+
+
+# Inductor: torch's own compiler, called without Dynamo.
 
 
 #: Inductor adds in other orders and has its own elementary functions: blocks of transformers in float32 are off by 3e-6
@@ -82,3 +122,150 @@ class Inductor:
         vectors = vectors_of_inductor(options)
         calling, code = restored(self.name, data, vectors=vectors)
         return CompiledBody(function_from_bytes(code, options), calling, stored=code, vectors=vectors)
+
+
+# AOTInductor: a body as native code that can be stored, moved to another process and run there without a compiler.
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class AotInductor:
+    """Compiles for inference, into a library that needs neither Python nor a compiler; `options` are Inductor's.
+
+    Compiling takes longer than with `Inductor`, since all of it goes through a C++ compiler. A view of an input that
+    the body writes comes out as a copy: `Lower` makes views itself and asks no backend for them.
+    """
+
+    options: Options
+
+    name: ClassVar[str] = "aot_inductor"
+    tolerance: ClassVar[Tolerance] = INDUCTOR_TOLERANCE
+    trains: ClassVar[bool] = False
+    takes_symbols: ClassVar[bool] = True
+
+    def __init__(self, options: Mapping[str, object] | Options = ()) -> None:
+        object.__setattr__(self, "options", checked_options(options))
+
+    def refusal(self, node: Node) -> str | None:
+        """Why AOTInductor does not take `node`."""
+        return refusal_by_inductor(node)
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """The function in the package that AOTInductor makes of the body."""
+        check_draws(body, inputs)
+        adapted = adapt_to_tensors(body, inputs)
+        package = package_of(body, adapted.inputs, options_for_inductor(self.options))
+        return CompiledBody(function_of_package(package), adapted.calling(), stored=package, vectors=vectors())
+
+    def save(self, compiled: Compiled) -> bytes:
+        """The package with what is needed to call it."""
+        if not isinstance(compiled, CompiledBody) or compiled.stored is None:
+            raise BackendError(f"aot_inductor stores what it has compiled itself, not a {type(compiled).__name__}")
+        return stored(self.name, compiled.calling, compiled.stored, vectors=compiled.vectors)
+
+    def load(self, data: bytes) -> Compiled:
+        """What was stored; it runs native code, so load nothing that you do not trust."""
+        calling, package = restored(self.name, data, vectors=vectors())
+        return CompiledBody(function_of_package(package), calling, stored=package, vectors=vectors())
+
+
+# Options of Inductor: sorted pairs, so that equal ones are equal, and known to it, so that none is lost on a typo.
+
+
+#: Names and values, sorted by name; lists are tuples.
+Options: TypeAlias = tuple[tuple[str, object], ...]
+
+
+def checked_options(options: Mapping[str, object] | Options) -> Options:
+    """The options as sorted pairs, if Inductor knows them all and their values have the right types."""
+    if not options:
+        return ()
+    try:
+        given = {name.replace("-", "_"): value for name, value in dict(options).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise OptionError(f"options are a mapping from names to values, not {options!r}") from None
+    known = inductor_options()
+    return tuple(sorted((name, _checked(name, value, known)) for name, value in given.items()))
+
+
+def options_for_inductor(options: Options) -> dict[str, object]:
+    """The options as Inductor takes them, beside those that keep eager's numbers unless they say otherwise."""
+    known = inductor_options() if options else {}
+    given = {name: [*value] if isinstance(known[name], list) else value for name, value in options}  # type: ignore[misc]
+    return {**_EAGERS_NUMBERS, **given}
+
+
+def _checked(name: str, value: object, known: Mapping[str, object]) -> object:
+    if name not in known:
+        near = get_close_matches(name, known, n=3)
+        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "; see torch._inductor.config"
+        raise OptionError(f"Inductor has no option {name!r}{hint}")
+    default = known[name]
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
+    if isinstance(value, list):
+        value = tuple(value)
+    wanted = tuple if isinstance(default, list) else type(default)
+    if isinstance(default, bool | int | float | str | list) and type(value) is not wanted:
+        raise OptionError(f"Inductor's option {name!r} is a {type(default).__name__}, not {value!r}")
+    try:
+        hash(value)
+    except TypeError:
+        raise OptionError(f"the value {value!r} of option {name!r} can be changed; give one that cannot") from None
+    return value
+
+
+#: Random numbers from eager's generator, and values of few bits rounded wherever eager rounds them.
+_EAGERS_NUMBERS = {"fallback_random": True, "emulate_precision_casts": True}
+
+
+# Storing: compiled bodies as bytes that only load where their code can run.
+
+
+_MAGIC = b"partita compiled body\n"
+
+
+def stored(backend: str, calling: Calling, code: bytes, *, vectors: str) -> bytes:
+    """The code of a compiled body and how to call it, under a line that says where it can run."""
+    header = {"backend": backend, **_here(vectors), "instructions": instructions()}
+    return _MAGIC + json.dumps(header).encode() + b"\n" + pickle.dumps((calling, code))
+
+
+def restored(backend: str, data: bytes, *, vectors: str) -> tuple[Calling, bytes]:
+    """What `stored` was given; what follows the header is only looked at if it fits."""
+    header, _, content = data.removeprefix(_MAGIC).partition(b"\n")
+    try:
+        found = json.loads(header) if data.startswith(_MAGIC) else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise BackendError(f"these {len(data)} bytes are no compiled body; give {backend} what its `save` gave")
+    differences = _differences(found, {"backend": backend, **_here(vectors)})
+    if differences:
+        raise BackendError(f"the code was compiled for something else: {'; '.join(differences)}; compile it again here")
+    try:
+        calling, code = pickle.loads(content)
+    except Exception as error:
+        raise BackendError(f"the compiled body is damaged: {error}; compile it again") from error
+    return calling, code
+
+
+def _here(vectors: str) -> dict[str, str]:
+    """What has to be the same where native code runs."""
+    return {
+        "torch": torch.__version__,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "vectors": vectors,
+    }
+
+
+def _differences(found: dict[str, object], wanted: dict[str, str]) -> list[str]:
+    different = [
+        f"{key} {found.get(key)!r}, here {value!r}" for key, value in wanted.items() if found.get(key) != value
+    ]
+    used, known = found.get("instructions"), frozenset(instructions())
+    if not isinstance(used, list):
+        return [*different, "unknown instructions"]
+    # Inductor has the C++ compiler use whatever the processor offers.
+    missing = [name for name in used if name not in known]
+    return [*different, f"instructions that are not here: {', '.join(map(str, missing))}"] if missing else different

@@ -1,30 +1,78 @@
-"""Why compilers that trace a body with fake tensors do not take a node, in a few words each."""
+"""What fake-tensor tracers cannot take."""
 
 from __future__ import annotations
 
+import operator
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
-from partita._torch.backend_kernels import is_operator
-from partita._torch.schemas import is_higher_order
+from partita._torch.operators.schemas import has_registered_effect, is_higher_order, registers_hook
 from partita._torch.toggles import TOGGLES
-from partita.backends.reasons import (
-    FOREACH_ADDITION,
-    FUSED_ADAM,
-    INSIDE_TRANSFORM,
-    RANDPERM,
-    RESHAPES,
-    SHARES_MEMORY,
+from partita.analysis.functorch import is_inside_transform
+from partita.analysis.nodes import find, value_of
+from partita.analysis.op_effects.functions import rule_of_function, rule_of_method
+from partita.analysis.op_effects.modules import behaviour_of_module
+from partita.analysis.op_effects.terms import nodes_in
+from partita.backends._torch.compile_context import loses_dropout
+from partita.backends._torch.support import (
+    has_meta_kernel,
+    is_operator,
+    name_of_operator,
+    size_depends_on_data,
+    value_depends_on_data,
 )
-from partita.backends.refused_functions import refusal_of_function, refusal_of_method
-from partita.backends.refused_modules import refusal_of_higher_order, refusal_of_module
-from partita.backends.refused_operators import refusal_of_operator
-from partita.backends.refused_values import refusal_of_values
-from partita.backends.transforms import is_inside_transform
 
-__all__ = ["refusal_by_inductor", "refusal_by_tracing"]
+__all__ = ["WRITES_TWICE", "refusal_by_inductor", "refusal_by_tracing"]
+
+
+# The reasons for which compilers that trace with fake tensors refuse a node.
+
+
+NO_META_KERNEL = "no meta kernel"
+SIZE_DEPENDS_ON_DATA = "size depends on data"
+VALUE_DEPENDS_ON_DATA = "value depends on data"
+LEAVES_TORCH = "gives data to Python"
+
+# A trace keeps what these computed, and forgets what else they did.
+SIDE_EFFECT = "side effect"
+UNKNOWN_FUNCTION = "unknown Python function"
+UNKNOWN_METHOD = "unknown method"
+UNKNOWN_MODULE = "unknown module"
+
+SPARSE = "sparse tensor"
+QUANTIZED = "quantized tensor"
+MKLDNN = "mkldnn tensor"
+NESTED = "nested tensor"
+CPLUSPLUS_OBJECT = "object of a C++ class"
+
+AUTOGRAD = "autograd inside the graph"
+HOOK = "hook, which gets the sum of all gradients of its tensor"
+TRANSFORM = "torch.func transform"
+INSIDE_TRANSFORM = "inside a torch.func transform"
+GENERATOR = "draws from a generator of its own"
+IN_PLACE_COLLECTIVE = "collective that writes in place"
+
+# Decompositions (torch 2.13) leave out what recurrent networks drop between layers.
+DROPOUT = "dropout that a trace loses"
+# AOTAutograd (torch 2.13) keeps a None for the backward of oneDNN's kernel, and then refuses to run it.
+LSTM = "lstm: its backward fails when traced"
+
+FUSED_ADAM = "fused adam is not supported yet"
+FOREACH_ADDITION = "scalar foreach addition is not supported yet"
+# A pattern of torch 2.13 for `x[torch.randperm(n)[:k]]` raises where nothing is sliced off.
+RANDPERM = "randperm: Inductor fails where it is an index"
+WRITES_TWICE = "an in-place foreach whose tensors may share memory: a trace would write it once"
+SHARES_MEMORY = "its results share memory, which a trace does not see"
+RESHAPES = "changes the shape of a tensor in place"
+
+
+# Why compilers that trace a body with fake tensors do not take a node, in a few words each.
 
 
 def refusal_by_tracing(node: Node) -> str | None:
@@ -91,3 +139,241 @@ _NOT_YET: dict[Any, str] = {
         for overload in _overloads(packet, "Scalar")
     },
 }
+
+
+# Python functions and methods that compilers which trace with fake tensors do not take.
+
+
+def refusal_of_function(node: Node) -> str | None:
+    """Why a call of a Python function is refused: a trace keeps what it computed, and forgets what else it did."""
+    target = node.target
+    assert callable(target)
+    behaviour = rule_of_function(target).usual
+    name = getattr(target, "__name__", "")
+    if target is operator.getitem:
+        return SIZE_DEPENDS_ON_DATA if is_mask_among(node.args[1:]) else None
+    if target is getattr:
+        return AUTOGRAD if node.args[1:2] in (("grad",), ("grad_fn",)) else None
+    if behaviour.fences:
+        module = getattr(target, "__module__", None) or ""
+        return TRANSFORM if "functorch" in module else AUTOGRAD
+    if behaviour.unknown and target not in _WRITING:
+        return UNKNOWN_FUNCTION
+    if behaviour.impure and target not in _WRITING:
+        return SIDE_EFFECT
+    return _refusal_by_name(node, name)
+
+
+def refusal_of_method(node: Node) -> str | None:
+    """Why a call of a method is refused."""
+    name = str(node.target)
+    if name in _AUTOGRAD:
+        return AUTOGRAD
+    if name in _LEAVING:
+        return LEAVES_TORCH
+    if rule_of_method(name).usual.unknown:
+        return UNKNOWN_METHOD
+    if name == "__getitem__":
+        return SIZE_DEPENDS_ON_DATA if is_mask_among(node.args[1:]) else None
+    return _refusal_by_name(node, name)
+
+
+def _refusal_by_name(node: Node, name: str) -> str | None:
+    if name in _SIZE_FROM_DATA or (name == "where" and len(node.args) + len(node.kwargs) == 1):
+        return SIZE_DEPENDS_ON_DATA
+    if name == "lstm":
+        return LSTM
+    if node.op == "call_function" and loses_dropout(node.target, node.args, node.kwargs):
+        return DROPOUT
+    if name in VALUE_FROM_DATA:
+        return VALUE_DEPENDS_ON_DATA
+    for word, reason in _KINDS.items():
+        if word in name and not name.startswith("fake_"):
+            return reason
+    if node.kwargs and node.kwargs.get("generator") is not None:
+        return GENERATOR
+    return None
+
+
+_AUTOGRAD = frozenset(
+    ["backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"]
+)
+_LEAVING = frozenset(
+    ["__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "tolist", "untyped_storage"]
+)
+_SIZE_FROM_DATA = frozenset(["argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"])
+_KINDS = {"sparse": SPARSE, "quantize": QUANTIZED, "mkldnn": MKLDNN}
+#: Functions that the rules call unknown because what they write depends on what they are given.
+_UPDATES = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem"
+_WRITING = frozenset(getattr(operator, name) for name in _UPDATES.split())
+
+
+# Modules and bodies that compilers which trace with fake tensors do not take.
+
+
+def refusal_of_module(node: Node, refusal: Callable[[Node], str | None]) -> str | None:
+    """Why the call of a module is refused; that of a graph, if `refusal` refuses a node in it."""
+    module = _named(node)
+    return _refusal_of_body(module, refusal) if isinstance(module, nn.Module) else UNKNOWN_MODULE
+
+
+def refusal_of_higher_order(node: Node, refusal: Callable[[Node], str | None]) -> str | None:
+    """Why the call of an operator that runs bodies is refused."""
+    if registers_hook(node.target):
+        return HOOK
+    if name_of_operator(node.target)[1] in _EFFECTS:
+        return SIDE_EFFECT
+    for given in node.all_input_nodes:
+        body = _named(given) if given.op == "get_attr" else None
+        reason = _refusal_of_body(body, refusal) if isinstance(body, nn.Module) else None
+        if reason is not None:
+            return reason
+    return None
+
+
+def _refusal_of_body(module: nn.Module, refusal: Callable[[Node], str | None]) -> str | None:
+    if not isinstance(module, GraphModule):
+        if any(isinstance(part, nn.LSTM) for part in module.modules()):
+            return LSTM
+        if any(map(_drops_between_layers, module.modules())):
+            return DROPOUT
+        behaviour = behaviour_of_module(module)
+        return UNKNOWN_MODULE if behaviour.unknown else SIDE_EFFECT if behaviour.impure else None
+    for node in module.graph.nodes:
+        reason = refusal(node)
+        if reason is not None:
+            return f"in its body: {reason}"
+    return None
+
+
+def _drops_between_layers(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) and module.training and module.num_layers > 1 and module.dropout > 0
+
+
+def _named(node: Node) -> object:
+    """What the node names, if its graph knows the module that it belongs to."""
+    owner = node.graph.owning_module
+    return None if owner is None else find(owner, str(node.target))
+
+
+_EFFECTS = frozenset(("call_torchbind", "print", "with_effects"))
+
+
+# Operators that compilers which trace with fake tensors do not take.
+
+
+#: Operators that give Python a truth value.
+VALUE_FROM_DATA = frozenset(("allclose", "equal", "is_nonzero"))
+
+
+def refusal_of_operator(node: Node) -> str | None:
+    """Why a call of an operator with a schema is refused."""
+    target = node.target
+    reason = _known_refusal(target)
+    if reason == NO_META_KERNEL:
+        # Someone may have registered one since.
+        reason = _refusal_of_all_calls(target)
+    if reason is not None:
+        return reason
+    if loses_dropout(target, node.args, node.kwargs):
+        return DROPOUT
+    if target in _INDEXING and is_mask_among(node.args[1:]):
+        return SIZE_DEPENDS_ON_DATA
+    if _FOREACH_IN_PLACE.fullmatch(name_of_operator(target)[1]) and not _are_apart(node.args[0]):
+        return WRITES_TWICE
+    if has_registered_effect(target) and not name_of_operator(target)[1].startswith(_COMPILED_EFFECTS):
+        return SIDE_EFFECT
+    if node.kwargs and node.kwargs.get("generator") is not None:
+        return GENERATOR
+    return None
+
+
+def _refusal_of_all_calls(target: Any) -> str | None:
+    """Why calls of an operator are refused whatever their arguments."""
+    if target is torch.ops.aten.flatten.using_ints:
+        return None
+    namespace, name = name_of_operator(target)
+    if namespace in _NAMESPACES:
+        return _NAMESPACES[namespace]
+    if name == "lstm":
+        return LSTM
+    if target is torch.ops.aten._assert_async.default:
+        # Functionalization (torch 2.13) keeps the overload with a message, and loses this one.
+        return SIDE_EFFECT
+    if not has_meta_kernel(target):
+        return NO_META_KERNEL
+    if size_depends_on_data(target) and target not in _INDEXING:
+        return SIZE_DEPENDS_ON_DATA
+    depends = name in VALUE_FROM_DATA or (value_depends_on_data(target) and name not in _READING)
+    return VALUE_DEPENDS_ON_DATA if depends else None
+
+
+def is_mask_among(arguments: Iterable[object]) -> bool:
+    """Whether one of the arguments is a tensor of truth values, as far as the graph tells."""
+    return any(map(_is_mask, nodes_in(list(arguments))))
+
+
+def _are_apart(listed: object) -> bool:
+    """Whether the tensors of a list have memory of their own, as far as the graph tells."""
+    nodes = list(nodes_in(listed))
+    return len(nodes) == 1 or (len(set(nodes)) == len(nodes) and all(map(_is_given, nodes)))
+
+
+def _is_given(node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
+
+
+def _is_mask(node: Node) -> bool:
+    value = value_of(node)
+    if value is not None:
+        return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == operator.invert.__name__:
+        return any(map(_is_mask, node.all_input_nodes))
+    return node.op in ("call_function", "call_method") and name.partition(".")[0] in _COMPARING
+
+
+#: Functionalization (torch 2.13) writes a tensor that is in the list twice, or overlaps another, as if it were once.
+_FOREACH_IN_PLACE = re.compile(r"_foreach_\w*[a-z]_")
+_known_refusal = lru_cache(maxsize=1 << 12)(_refusal_of_all_calls)
+_NAMESPACES = {
+    "c10d": IN_PLACE_COLLECTIVE,
+    "mkldnn": MKLDNN,
+    "onednn": MKLDNN,
+    "profiler": SIDE_EFFECT,
+    "quantized": QUANTIZED,
+    "sparse": SPARSE,
+}
+_INDEXING = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor))
+#: Operators that give Python one number, for which a trace has symbols.
+_READING = frozenset(("item", "_local_scalar_dense"))
+#: Checks, and waiting for a collective: compilers keep these effects where they stand.
+_COMPILED_EFFECTS = ("_assert", "_functional_assert", "sym_constrain_range", "_functional_sym_constrain", "wait_tensor")
+_COMPARISONS = """
+    eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne signbit
+"""
+_COMPARING = frozenset(_COMPARISONS.split())
+
+
+# Tensors of kinds that compilers which trace with fake tensors do not take, as far as the traced values tell.
+
+
+def refusal_of_values(node: Node) -> str | None:
+    """Why a node is refused for what it takes or gives."""
+    for each in (node, *node.all_input_nodes):
+        value = value_of(each)
+        if isinstance(value, Tensor):
+            reason = _refusal_of_tensor(value)
+            if reason is not None:
+                return reason
+        elif isinstance(value, torch.ScriptObject):
+            return CPLUSPLUS_OBJECT
+    return None
+
+
+def _refusal_of_tensor(value: Tensor) -> str | None:
+    if value.is_nested:
+        return NESTED
+    if value.layout is not torch.strided:
+        return MKLDNN if value.is_mkldnn else SPARSE
+    return QUANTIZED if value.is_quantized else None

@@ -9,6 +9,7 @@ from partita.cli import demo
 
 __all__ = ["main"]
 
+
 _COMMANDS = (demo,)
 
 

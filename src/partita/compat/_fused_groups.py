@@ -11,11 +11,11 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from partita.analysis.nodes import find
 from partita.errors import CycleError, OptionError, RegionError
-from partita.graphs.attributes import find
-from partita.graphs.program import Program
-from partita.regions.cycles import cycle_error
-from partita.rewrite.fused_bodies import names_module
+from partita.program.program import Program
+from partita.regions.partition import cycle_error
+from partita.rewrite.fuse import names_module
 from partita.solvers.quotient import ALONE, NOWHERE, quotient
 
 __all__ = [

@@ -11,16 +11,16 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
 
 from partita._torch import toggles
+from partita.analysis.mode import AMBIENT, Grad, Mode
+from partita.analysis.modes import only_argument, traced_grad
 from partita.errors import OptionError
-from partita.graphs.body_modes import traced_grad
-from partita.graphs.exported import check_signature, following
-from partita.graphs.mode import AMBIENT, Grad, Mode
-from partita.graphs.mode_runs import ModeRun
-from partita.graphs.mode_switches import only_argument
-from partita.graphs.program import Program
+from partita.program.exported import check_signature, following
+from partita.program.mode_runs import ModeRun
+from partita.program.program import Program
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 
 __all__ = ["Signature", "replace_with_operators"]
+
 
 Signature: TypeAlias = ExportGraphSignature | None
 

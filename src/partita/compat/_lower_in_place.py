@@ -12,18 +12,18 @@ from typing import final
 from torch import nn
 from torch.fx import Graph, GraphModule, Node, Tracer
 
-from partita._torch.standing_modules import StandsForBody
-from partita.graphs.state_keys import UNMOVED, StateKeys
+from partita._torch.nn_modules import StandsForBody
+from partita.lowering.lower import Lower
+from partita.plans.failures import Failures
 from partita.plans.treatment import Site, treated
+from partita.program.state_keys import UNMOVED, StateKeys
 from partita.regions import Partition, Region
-from partita.rewrite.assembly import rewrite_in_place
 from partita.rewrite.bodies import BodyStyle
 from partita.rewrite.outline import OutlineStyle, outlined
-from partita.rewrite.state_keys import MovedByPart, name_state
-from partita.runtime.failures import Failures
-from partita.treatments.lower import Lower
+from partita.rewrite.state import MovedByPart, name_state, rewrite_in_place
 
 __all__ = ["Prepared", "commit", "prepare", "record_of"]
+
 
 #: Under what a module that lowers a part of itself keeps the record of it in its `meta`.
 _KEY = "partita_lowering"

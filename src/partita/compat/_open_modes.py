@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from partita._torch import toggles
+from partita.analysis.modes import only_argument
 from partita.errors import ModeError
-from partita.graphs.mode_switches import only_argument
 
 __all__ = ["NOTHING_OPEN", "OpenModes"]
+
 
 _ENTERS = frozenset((toggles.ENTER_AUTOCAST, toggles.ENTER_INFERENCE))
 _EXITS = frozenset((toggles.EXIT_AUTOCAST, toggles.EXIT_INFERENCE))

@@ -1,22 +1,79 @@
-"""A proposal: the regions that a capability gives, as torch's partitioner would number and order them."""
+"""Regions numbered as torch does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import final
 
 from torch.fx import Node
 
-from partita.compat._container_items import possible_items
-from partita.errors import CycleError
-from partita.graphs.program import Program
+from partita._torch.operators.registry import qualified_names
+from partita._torch.operators.schemas import may_return_container
+from partita.analysis.nodes import value_of
+from partita.errors import CycleError, OptionError
 from partita.policies.by_capability import ByCapability
-from partita.policies.capability_units import Units, units_of
-from partita.solvers.grown_parts import grown_parts
-from partita.solvers.levels import REFUSED, earliest_levels, latest_levels
-from partita.solvers.relation import Relation
+from partita.policies.capability import Units, units_of
+from partita.program.program import Program
+from partita.solvers.few_parts import grown_parts
+from partita.solvers.relation import REFUSED, Relation, earliest_levels, latest_levels
 
-__all__ = ["Proposed", "proposal"]
+__all__ = ["NamedOperators", "bookends", "checked_names", "proposal"]
+
+
+# Operators that a user names by text: which nodes call them, and which of those stand at the border of a partition.
+
+
+def checked_names(names: Sequence[str] | None, role: str) -> Sequence[str]:
+    """`names` itself, when it is a collection of names; none if it is None."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
+        raise OptionError(f"{role} is a list of names of functions, like ['torch.ops.aten.view'], not {names!r}")
+    return [] if names is None else names
+
+
+@final
+class NamedOperators:
+    """The functions with these names; the name of an operator stands for all of its overloads."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        # By identity, since hashing an operator is slow; what is asked about is alive in its graph meanwhile.
+        self._known: dict[int, bool] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether `node` calls one of the functions."""
+        if not self.names or node.op != "call_function":
+            return False
+        key = id(node.target)
+        if key not in self._known:
+            self._known[key] = not self.names.isdisjoint(qualified_names(node.target))
+        return self._known[key]
+
+    def names_call(self, node: Node) -> bool:
+        """Whether `node` calls one of the functions, as a function or as a method of a tensor."""
+        return node in self or (node.op == "call_method" and f"torch.ops.aten.{node.target}" in self.names)
+
+
+def bookends(nodes: Collection[Node], idle: NamedOperators) -> set[Node]:
+    """The idle nodes that read nothing in `nodes` but such nodes, and those that nothing else in `nodes` reads."""
+    inside, in_order = frozenset(nodes), sorted(nodes)
+    leading: set[Node] = set()
+    for node in in_order:
+        if node in idle and all(_is_passed_over(read, inside, leading) for read in node.all_input_nodes):
+            leading.add(node)
+    trailing: set[Node] = set()
+    for node in reversed(in_order):
+        if node in idle and all(_is_passed_over(user, inside, trailing) for user in node.users):
+            trailing.add(node)
+    return leading | trailing
+
+
+def _is_passed_over(node: Node, inside: frozenset[Node], idle: set[Node]) -> bool:
+    return node not in inside or node in idle or node.op == "placeholder"
+
+
+# A proposal: the regions that a capability gives, as torch's partitioner would number and order them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +265,35 @@ def _number_of(program: Program, numbers: Sequence[int], ids: Mapping[int, int],
             piece_of.update(dict.fromkeys(pieces[gone], joined))
             pieces[joined] += pieces.pop(gone)
     return max(pieces, key=lambda piece: len(pieces[piece]))
+
+
+# Items of what may be a container: torch's partitioner keeps a getitem beside its source if nothing else reads that.
+#
+# `torch.max(x, 0)` gives a tuple and `torch.max(x)` a tensor. In a graph without traced values nobody knows which it
+# is, and a tuple that crosses a border whole is more than a compiler takes.
+
+
+def possible_items(program: Program) -> dict[Node, Node]:
+    """Each getitem that the program does not know to take out an item, with the node whose container it may be from."""
+    known = frozenset(program.index.nodes[number] for number in program.projections)
+    found: dict[Node, Node] = {}
+    for node in program.graph.find_nodes(op="call_function", target=operator.getitem):
+        source = node.args[0]
+        if node in known or not isinstance(source, Node) or not all(map(_takes_item, source.users)):
+            continue
+        if source in found:
+            found[node] = found[source]
+        elif _may_be_container(source):
+            found[node] = source
+    return found
+
+
+def _may_be_container(node: Node) -> bool:
+    if node.op in ("call_module", "placeholder"):
+        return value_of(node) is None
+    is_call = node.op in ("call_function", "call_method") and node.target is not operator.getitem
+    return is_call and value_of(node) is None and may_return_container(node.target)
+
+
+def _takes_item(node: Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[1], int)

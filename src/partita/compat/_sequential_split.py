@@ -9,17 +9,17 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch import toggles
-from partita._torch.nodes import GraphWriter, copy_meta
-from partita._torch.pause_gc import gc_paused
+from partita._torch.fx.graph_writer import GraphWriter, copy_meta
+from partita._torch.gc_pause import gc_paused
+from partita.analysis.modes import has_toggles
 from partita.compat._open_modes import NOTHING_OPEN
 from partita.compat.split_module import split_module
 from partita.errors import CallbackError, OptionError
-from partita.graphs.modes import has_toggles
-from partita.graphs.program import Program
-from partita.rewrite.assembly import module_like
-from partita.rewrite.state import share_state
+from partita.program.program import Program
+from partita.rewrite.state import module_like, share_state
 
 __all__ = ["sequential_split"]
+
 
 _EXIT_OF: dict[Any, Callable[..., Any]] = {
     toggles.ENTER_AUTOCAST: toggles.EXIT_AUTOCAST,

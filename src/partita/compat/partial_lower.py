@@ -1,30 +1,33 @@
-"""`torch.distributed._spmd.partial_lower`, which torch has removed: lower what a compiler takes, run the rest."""
+"""Partial_lower."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
-from partita._torch.pause_gc import gc_paused
-from partita._torch.standing_modules import StandsForBody
-from partita.backends.backend import Backend
-from partita.backends.finding import find_backend
-from partita.compat._contiguous_runs import contiguous_runs, partition_of_runs
+from partita._torch.gc_pause import gc_paused
+from partita._torch.nn_modules import StandsForBody
+from partita.analysis.mode import Mode
+from partita.analysis.nodes import find
+from partita.backends.backend import Backend, find_backend
 from partita.compat._fused_groups import free_names
 from partita.compat._lower_in_place import commit, prepare
 from partita.errors import CallbackError, OptionError
-from partita.graphs.attributes import find
-from partita.graphs.program import Program
-from partita.plans.left_out import left_out
-from partita.policies.asking import asked
+from partita.lowering.lower import Lower
+from partita.plans.report import left_out
 from partita.policies.by_capability import ByCapability
+from partita.policies.legalize import Piece, asked, legal_partition, no_places, placeable
+from partita.program.program import Program
 from partita.regions import Partition, Region
-from partita.treatments.lower import Lower
 
 __all__ = ["MIN_ATEN_OPS_TO_LOWER", "partial_lower"]
+
+
+# `torch.distributed._spmd.partial_lower`, which torch has removed: lower what a compiler takes, run the rest.
+
 
 #: Fewer operators than this are not worth a call of compiled code.
 MIN_ATEN_OPS_TO_LOWER = 10
@@ -141,3 +144,62 @@ def _tag(dumper: Callable[[str], str], region: Region, body: GraphModule) -> str
     if not isinstance(tag, str):
         raise CallbackError(f"the dumper gives a tag, which is text, and it gave {tag!r}; nothing was changed")
     return tag
+
+
+# Contiguous runs: accepted nodes between two refused ones, in graph order, all in one mode.
+
+
+#: Told of a node that ends a run, and why.
+Breaks = Callable[[Node, str], None]
+
+
+def contiguous_runs(program: Program, refusal: Callable[[Node], str | None], breaks: Breaks) -> list[list[Node]]:
+    """The runs, with attributes that are read in them; each node is asked about once, in graph order.
+
+    Mode toggles are not asked about: what follows one that changes something begins another run.
+    """
+    runs: list[list[Node]] = [[]]
+    mode: Mode | None = None
+    for node, at in _nodes_with_modes(program):
+        reason = refusal(node)
+        if reason is None and None not in (mode, at) and at != mode:
+            _break(runs, node, f"it runs under {at}, and what is before it under {mode}", breaks)
+            mode = at
+        if reason is None:
+            runs[-1].append(node)
+            mode = at if mode is None else mode
+        else:
+            _break(runs, node, reason, breaks)
+            mode = None
+    return [run for run in runs if _holds_operator(run)]
+
+
+def partition_of_runs(program: Program, runs: Sequence[Sequence[Node]], names: Sequence[str]) -> Partition:
+    """A partition with a region for each run that holds an operator."""
+    places, can_be_placed = no_places(program), frozenset(placeable(program))
+    for place, run in enumerate(runs):
+        for node in run:
+            number = program.index.number[node]
+            if number in can_be_placed:
+                places[number] = place
+    return legal_partition(program, places, [Piece(name) for name in names])
+
+
+def _nodes_with_modes(program: Program) -> Iterator[tuple[Node, Mode | None]]:
+    """The nodes but for inputs, output and toggles; the mode is None for what means the same in every mode."""
+    modes, scalars = program.modes, program.symbolic_scalars
+    for number, node in enumerate(program.index.nodes):
+        if node.op in ("placeholder", "output") or number in modes.toggles:
+            continue
+        has_mode = node.op != "get_attr" and number not in scalars
+        yield node, modes.at(number) if has_mode else None
+
+
+def _break(runs: list[list[Node]], node: Node, reason: str, breaks: Breaks) -> None:
+    if _holds_operator(runs[-1]):
+        breaks(node, reason)
+    runs.append([])
+
+
+def _holds_operator(run: Sequence[Node]) -> bool:
+    return any(node.op != "get_attr" for node in run)

@@ -10,16 +10,16 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from partita._torch.pause_gc import gc_paused
+from partita._torch.gc_pause import gc_paused
 from partita.compat._fused_groups import FusionError, checked_module
-from partita.compat._named_operators import NamedOperators, bookends, checked_names
-from partita.compat._proposal import proposal
+from partita.compat._proposal import NamedOperators, bookends, checked_names, proposal
 from partita.compat.fuser_utils import fuse_by_partitions
 from partita.errors import OptionError
-from partita.graphs.program import Program, program_being_edited
-from partita.policies.asking import asked
+from partita.policies.legalize import asked
+from partita.program.program import Program, program_being_edited
 
 __all__ = ["CapabilityBasedPartitioner", "Partition"]
+
 
 log = logging.getLogger(__name__)
 

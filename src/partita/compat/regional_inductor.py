@@ -1,22 +1,34 @@
-"""`torch.fx.passes.regional_inductor`: marked regions are compiled by Inductor, the rest runs as it is."""
+"""Regional_inductor."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
 from torch.fx import GraphModule, Node
 
-from partita._torch.boxed_calls import take_inputs_in_a_list
-from partita._torch.lowering_fakes import stand_ins
-from partita._torch.pause_gc import gc_paused
-from partita._torch.regional_output import for_the_cache, is_kept_in_the_cache, modes_of_compiled_graphs
+from partita._torch.fx.lazy_graph_module import take_inputs_in_a_list
+from partita._torch.gc_pause import gc_paused
+from partita.analysis.nodes import find, value_of
+from partita.backends._torch.fake_inputs import stand_ins
+from partita.backends.backend import Backend
+from partita.backends.inductor import Inductor
 from partita.compat._fused_groups import checked_module, free_names
 from partita.compat._lower_in_place import Prepared, commit, prepare
-from partita.compat._marked_regions import MarkedRegions, marked_modules
-from partita.graphs.values import value_of
-from partita.regions import Region
-from partita.runtime.lowered import Lowered
-from partita.treatments.lower import Lower
+from partita.compat._torch.regional_output import for_the_cache, is_kept_in_the_cache, modes_of_compiled_graphs
+from partita.errors import OptionError
+from partita.lowering.lower import Lower
+from partita.lowering.lowered import Lowered
+from partita.policies.by_capability import ByCapability
+from partita.program.program import Program
+from partita.regions import Partition, Region
 
 __all__ = ["regional_inductor"]
+
+
+# `torch.fx.passes.regional_inductor`: marked regions are compiled by Inductor, the rest runs as it is.
 
 
 @gc_paused()
@@ -63,3 +75,114 @@ def _prepared(regions: MarkedRegions) -> Prepared:
         return Lower(regions.backend_of(region))
 
     return prepare(regions.partition, free_names(root, "inductor_region_", len(regions.partition)), lower)
+
+
+# Regions that `torch.fx.traceback.annotate({"compile_with_inductor": ...})` marks, and the options of each.
+
+
+log = logging.getLogger(__name__)
+
+_MARK = "compile_with_inductor"
+
+
+def is_marked(node: Node) -> bool:
+    """Whether the node is to be compiled."""
+    custom = node.meta.get("custom")
+    return node.op not in ("placeholder", "output") and isinstance(custom, Mapping) and _MARK in custom
+
+
+def marked_modules(gm: GraphModule) -> list[GraphModule]:
+    """`gm` and the bodies of its operators that hold marked nodes; not those that a marked operator runs whole."""
+    found: dict[GraphModule, None] = {}
+    waiting = [gm]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += _bodies(module)
+    return [module for module in found if any(map(is_marked, module.graph.nodes))]
+
+
+@final
+class MarkedRegions:
+    """The fewest regions that hold all marked nodes of a module which Inductor takes.
+
+    Nodes with different options are apart, and so are nodes with different names of their regions.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        program = Program.of(gm)
+        marked = _Marked({node: _label(node) for node in program.operators() if is_marked(node)}, {})
+        for node, label in marked.labels.items():
+            if label not in marked.backends:
+                marked.backends[label] = _backend(node)
+        self._marked = marked
+        cut = ByCapability(marked, apart=marked.labels.get)
+        self.partition = cut(program) if marked.labels else Partition(program, [])
+        for node, reason in self.partition.reasons.items():
+            if node in marked.labels and marked(node) is not None:
+                log.warning("%s is marked with %r and runs as it is: %s", node, _MARK, reason)
+
+    def backend_of(self, region: Region) -> Backend:
+        """Inductor with the options of a region."""
+        labels = self._marked.labels
+        return self._marked.backends[next(labels[node] for node in region.nodes if node in labels)]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Marked:
+    """The label of each marked node, and for each label the backend, which says whether it takes the nodes."""
+
+    labels: dict[Node, Hashable]
+    backends: dict[Hashable, Backend]
+
+    @property
+    def __name__(self) -> str:
+        return next(iter(self.backends.values())).name
+
+    def __call__(self, node: Node) -> str | None:
+        if node not in self.labels:
+            return f"not marked with {_MARK!r}"
+        return self.backends[self.labels[node]].refusal(node)
+
+
+def _label(node: Node) -> Hashable:
+    """What the nodes of one region have in common: the name of the region, and the options."""
+    value = node.meta["custom"][_MARK]
+    name = value.get("inductor_region") if isinstance(value, Mapping) else None
+    try:
+        hash(name)
+    except TypeError as error:
+        raise OptionError(
+            f"the annotation of {node.name!r} calls its 'inductor_region' {name!r}, by which regions cannot be told "
+            "apart; give it a name or a number"
+        ) from error
+    return name, repr(sorted(_options(node).items(), key=repr))
+
+
+def _options(node: Node) -> Mapping[str, Any]:
+    value = node.meta["custom"][_MARK]
+    found = value.get("inductor_configs") if isinstance(value, Mapping) else None
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise OptionError(
+            f"the annotation of {node.name!r} has the 'inductor_configs' {found!r}; give a mapping from names of "
+            "Inductor's options to their values"
+        )
+    return found
+
+
+def _backend(node: Node) -> Backend:
+    try:
+        return Inductor(_options(node))
+    except OptionError as error:
+        raise OptionError(f"Invalid inductor config key in the annotation of {node.name!r}: {error}") from error
+
+
+def _bodies(module: GraphModule) -> Iterator[GraphModule]:
+    for node in module.graph.find_nodes(op="get_attr"):
+        body = find(module, str(node.target))
+        if isinstance(body, GraphModule) and not all(map(is_marked, node.users)):
+            yield body

@@ -13,18 +13,19 @@ from typing import Any, TypeAlias
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
 
-from partita._torch.nodes import copy_meta
+from partita._torch.fx.graph_writer import copy_meta
+from partita.analysis.nodes import find
 from partita.compat._hop_passes import Signature
 from partita.compat.utils import node_replace_
 from partita.errors import OptionError, SignatureError
-from partita.graphs.attributes import find
-from partita.graphs.exported import following
+from partita.program.exported import following
 
 __all__ = [
     "_replace_with_hop_helper",
     "_replace_with_hop_pass_helper",
     "_sequential_split_and_maybe_inline_subgraphs_helper",
 ]
+
 
 #: Cuts a module, and makes of each part what it shall be.
 Treated: TypeAlias = Callable[[GraphModule, Signature], tuple[GraphModule, Signature]]

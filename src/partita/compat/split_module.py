@@ -1,27 +1,31 @@
-"""`torch.fx.passes.split_module`, with its names, arguments and results, on Partita's engine."""
+"""Split_module."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch import toggles
-from partita._torch.pause_gc import gc_paused
+from partita._torch.gc_pause import gc_paused
+from partita.analysis.modes import traced_grad
 from partita.compat._open_modes import NOTHING_OPEN
-from partita.compat._split_order import alone_first, lifo_order, original_order
 from partita.errors import CallbackError, CycleError, MissingLabelError, OptionError
-from partita.graphs.body_modes import traced_grad
-from partita.graphs.program import Program
+from partita.program.program import Program
 from partita.regions import Partition as RegionPartition
 from partita.regions import Region
 from partita.rewrite.bodies import BodyStyle
 from partita.rewrite.outline import Outlined, OutlineStyle, outlined
+from partita.solvers.quotient import quotient
 
 __all__ = ["Partition", "split_module", "split_module_simple"]
+
+
+# `torch.fx.passes.split_module`, with its names, arguments and results, on Partita's engine.
+
 
 log = logging.getLogger(__name__)
 
@@ -240,3 +244,67 @@ def _records(cut: Outlined, partition: RegionPartition) -> list[Partition]:
             records[before].dependents[records[after].name] = None
             records[after].dependencies[records[before].name] = None
     return records
+
+
+# The orders in which torch writes the parts of a split, where they obey every dependency.
+
+
+def lifo_order(partition: RegionPartition) -> list[int]:
+    """Last in, first out over the parts without open dependencies; torch's order, kept unless it breaks an effect."""
+    index, parts = partition.program.index, len(partition)
+    every = _between_parts(partition.quotient.causes, parts)
+    if not len(partition.program.effects.before):
+        return alone_first(partition, _lifo(parts, every))
+    order = _lifo(parts, _between_parts(quotient(partition.owner, parts, index.edges()).causes, parts))
+    place = {part: at for at, part in enumerate(order)}
+    if any(place[before] > place[after] for before, after in every):
+        order = _lifo(parts, every)
+    return alone_first(partition, order)
+
+
+def original_order(partition: RegionPartition) -> list[int]:
+    """Parts by first appearance, each after the attributes that it is the first to read."""
+    parts, nodes = len(partition), partition.program.index.nodes
+    order: dict[int, None] = {}
+    for vertex in partition.order:
+        if vertex < parts:
+            for crossing in partition.borders.of_regions[vertex].inputs:
+                if isinstance(crossing, int) and nodes[crossing].op == "get_attr":
+                    order.setdefault(parts + crossing)
+            order.setdefault(vertex)
+        elif nodes[vertex - parts].op != "get_attr":
+            order.setdefault(vertex)
+    # An attribute that only the output reads comes last; one that nobody outside reads is dropped, as torch drops it:
+    # parts have modules of their own.
+    number, owner = partition.program.index.number, partition.owner
+    late = (vertex for vertex in partition.order if vertex not in order)
+    return [*order, *(at for at in late if any(owner[number[user]] < 0 for user in nodes[at - parts].users))]
+
+
+def alone_first(partition: RegionPartition, order: Iterable[int]) -> list[int]:
+    """`order` of the parts, after everything that stands alone: attributes, and items of the inputs."""
+    parts = len(partition)
+    alone = [vertex for vertex in partition.order if vertex >= parts]
+    return [*alone, *(vertex for vertex in order if vertex < parts)]
+
+
+def _between_parts(edges: Iterable[tuple[int, int]], parts: int) -> list[tuple[int, int]]:
+    return [(before, after) for before, after in edges if before < parts and after < parts]
+
+
+def _lifo(parts: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    waits = [0] * parts
+    successors: list[list[int]] = [[] for _ in range(parts)]
+    for before, after in edges:
+        waits[after] += 1
+        successors[before].append(after)
+    ready = [part for part in range(parts) if not waits[part]]
+    order = []
+    while ready:
+        part = ready.pop()
+        order.append(part)
+        for after in successors[part]:
+            waits[after] -= 1
+            if not waits[after]:
+                ready.append(after)
+    return order

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from partita.compat._sequential_split import sequential_split
 from partita.errors import BrokenGraphError
-from partita.rewrite.inline_call import inline_call
+from partita.rewrite.in_place import inline_call
 
 __all__ = [
     "node_inline_",
@@ -20,6 +20,7 @@ __all__ = [
     "nodes_map",
     "sequential_split",
 ]
+
 
 Nodes = TypeVar("Nodes", bound=Iterable[Node])
 

@@ -11,8 +11,8 @@ from partita.hops import (
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
-from partita.hops.checkpoint import TagActivationCheckpoint, WrapActivationCheckpoint
-from partita.hops.operators import Wrap, WrapWithAutocast, WrapWithSetGradEnabled
+from partita.hops.modes import Wrap, WrapWithAutocast, WrapWithSetGradEnabled
+from partita.recompute.operators import TagActivationCheckpoint, WrapActivationCheckpoint
 
 __all__ = [
     "TagActivationCheckpoint",

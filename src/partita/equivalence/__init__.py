@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from partita.analysis.tolerance import Tolerance
 from partita.equivalence.compare import compare, verify
-from partita.equivalence.findings import Comparison, Difference
-from partita.graphs.tolerance import Tolerance
+from partita.equivalence.differences import Comparison, Difference
 
 __all__ = ["Comparison", "Difference", "Tolerance", "compare", "verify"]

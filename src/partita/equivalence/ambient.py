@@ -1,17 +1,23 @@
-"""Ambient modes and settings: whatever a call leaves switched is switched back."""
+"""Modes and RNG state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch import Tensor, nn
 
-from partita._torch.ambient import read_ambient, restore_autocast
+from partita._torch.modes import read_ambient, restore_autocast
 
-__all__ = ["Settings", "read_settings", "restored_ambient"]
+__all__ = ["RandomState", "Settings", "generators_of", "random_state", "read_settings", "restored_ambient"]
+
+
+# Ambient modes and settings: whatever a call leaves switched is switched back.
 
 
 #: A module whose attributes are settings, which it has no types for.
@@ -76,3 +82,85 @@ def restored_ambient() -> Iterator[None]:
     finally:
         restore_autocast(found)
         settings.restore()
+
+
+# Random state: what the generators would draw next, read and put back.
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The states of Python's and NumPy's generators, of torch's on every device, and of those a program is given."""
+
+    python: tuple[object, ...]
+    #: None where nobody has imported NumPy.
+    numpy: Any
+    cpu: Tensor
+    cuda: tuple[Tensor, ...]
+    owned: tuple[tuple[Any, Any], ...] = ()
+
+    def restore(self) -> None:
+        """Puts every generator back to where it stood."""
+        for generator, state in self.owned:
+            _put(generator, state)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+    def moved(self, other: RandomState) -> tuple[str, ...]:
+        """The generators that stand elsewhere in `other`."""
+        named = {
+            "Python's random": self.python == other.python,
+            "NumPy's random": str(self.numpy) == str(other.numpy),
+            "the CPU": torch.equal(self.cpu, other.cpu),
+        }
+        for number, (mine, theirs) in enumerate(zip(self.cuda, other.cuda, strict=True)):
+            named[f"cuda:{number}"] = torch.equal(mine, theirs)
+        return tuple(name for name, same in named.items() if not same)
+
+
+def random_state(owned: Iterable[object] = ()) -> RandomState:
+    """The random state now, that of the `owned` generators included."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    states = tuple((generator, _read(generator)) for generator in owned)
+    return RandomState(random.getstate(), _numpy_state(), torch.get_rng_state(), tuple(cuda), states)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return (name, keys.tolist(), *rest)
+
+
+def generators_of(roots: Iterable[nn.Module], values: Iterable[object]) -> list[object]:
+    """The generators of torch, Python and NumPy that modules hold as attributes, or that are among `values`."""
+    held = (value for root in roots for module in root.modules() for value in vars(module).values())
+    found = {id(value): value for value in (*held, *values) if _read(value) is not None}
+    return list(found.values())
+
+
+def _read(value: Any) -> Any:
+    """The state of a generator; None for anything else, and for a generator without a state."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return value.get_state()
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    return None
+
+
+def _put(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

@@ -1,20 +1,28 @@
-"""Comparing: whether two programs mean the same, as far as calls on the given arguments can tell."""
+"""Compare, verify, findings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from partita.equivalence.findings import Comparison, Difference
-from partita.equivalence.inputs import arguments_of
-from partita.equivalence.run import Call
-from partita.equivalence.subject import Comparable, subject_of
-from partita.equivalence.trial import pair_of, tried, tried_on_other_shapes
+from partita._torch.symbolic_shapes import symbols_in
+from partita._torch.tensors import plain_tensors
+from partita.analysis.nodes import value_of
+from partita.analysis.tolerance import Tolerance
+from partita.equivalence.ambient import generators_of, random_state
+from partita.equivalence.differences import Comparison, Difference, differences
+from partita.equivalence.inputs import Arguments, arguments_of, resized
+from partita.equivalence.observe import Call, Observation, Start, Watched, run
+from partita.equivalence.state import Pairing, paired, snapshot_of, storage_key
+from partita.equivalence.subject import Comparable, Subject, subject_of
 from partita.errors import OptionError, VerificationError
-from partita.graphs.tolerance import Tolerance
 
 __all__ = ["compare", "verify"]
+
+
+# Comparing: whether two programs mean the same, as far as calls on the given arguments can tell.
 
 
 def compare(
@@ -96,3 +104,109 @@ def _merged(parts: Sequence[Comparison]) -> Comparison:
     notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
     calls, raised = sum(part.calls for part in parts), sum(part.raised for part in parts)
     return Comparison(tuple(told.values()), notes, calls, raised)
+
+
+# Trials: the same calls of both programs, and what they show to be different.
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two programs with the places of their state that belong together, and the start of all their runs."""
+
+    before: Subject
+    after: Subject
+    before_state: tuple[Watched, ...]
+    after_state: tuple[Watched, ...]
+    start: Start
+    tolerance: Tolerance
+    notes: tuple[str, ...]
+
+
+def pair_of(before: Subject, after: Subject, arguments: Arguments, *, tolerance: Tolerance | None) -> Pair:
+    """A pair ready to run; without a tolerance, the one that the programs themselves declare."""
+    restored = before.written | after.written
+    slots = (*before.slots, *after.slots)
+    plain = (tensor for slot in slots for tensor in plain_tensors(slot.tensor))
+    keys = frozenset(key for tensor in plain if (key := storage_key(tensor)) is not None)
+    roots = [subject.root for subject in (before, after) if subject.root is not None]
+    pairing = paired(before.slots, after.slots)
+    one, other = _watched(pairing, restored)
+    allowed = before.tolerance | after.tolerance if tolerance is None else tolerance
+    random = random_state(generators_of(roots, arguments.tree.leaves))
+    start = Start(snapshot_of(roots, slots, written=restored), random, keys, restored)
+    return Pair(before, after, one, other, start, allowed, pairing.notes)
+
+
+def _watched(pairing: Pairing, restored: frozenset[int]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
+    """Both sides of the pairing, under the original's names; a place is written if either program may write it."""
+    ones: list[Watched] = []
+    others: list[Watched] = []
+    for one, other in zip(pairing.before, pairing.after, strict=True):
+        may_be_written = any(storage_key(slot.tensor) in restored for slot in (one, other))
+        for slot, side in ((one, ones), (other, others)):
+            side.append(Watched(one.name, one.label, slot, may_be_written, slot.tensor.grad_fn is not None))
+    return tuple(ones), tuple(others)
+
+
+def tried(pair: Pair, calls: Sequence[Call]) -> Comparison:
+    """What differs in these calls, made one after the other."""
+    ones = run([pair.before, pair.after], pair.before_state, calls, pair.start)
+    return _against(pair, calls, ones)
+
+
+def _against(pair: Pair, calls: Sequence[Call], ones: Sequence[Observation]) -> Comparison:
+    others = run([pair.after, pair.before], pair.after_state, calls, pair.start)
+    found: list[Difference] = []
+    notes: list[str] = []
+    for call, one, other in zip(calls, ones, others, strict=True):
+        names = _output_nodes(pair.before, one)
+        for difference in differences(one, other, pair.tolerance):
+            where = names.get(difference.where, difference.where)
+            found.append(replace(difference, where=where, when=call.name))
+        notes += _exceptions(call, one)
+    raised = sum(one.raised is not None for one in ones)
+    return Comparison(tuple(found), tuple(notes), len(calls), raised)
+
+
+def tried_on_other_shapes(pair: Pair, call: Call) -> Comparison:
+    """The first other sizes that the original accepts, compared."""
+    refused = []
+    for words, arguments in _other_sizes(pair, call.arguments):
+        other = replace(call, name=f"with {words}", arguments=arguments)
+        ones = run([pair.before, pair.after], pair.before_state, [other], pair.start)
+        if ones[0].raised is None:
+            return _against(pair, [other], ones)
+        refused.append(f"{words} ({ones[0].raised})")
+    notes = [f"the original accepts no other sizes: {'; '.join(refused)}"] if refused else []
+    inputs = (*pair.before.placeholders, *pair.after.placeholders)
+    if not refused and any(symbols_in(value_of(node)) for node in inputs):
+        notes.append(
+            "sizes are symbolic, but other sizes were not tried: no argument gives a symbol by itself, in order"
+        )
+    return Comparison((), tuple(notes))
+
+
+def _other_sizes(pair: Pair, arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
+    for subject in (pair.before, pair.after):
+        found = False
+        for sizes in resized(arguments, subject.placeholders):
+            found = True
+            yield sizes
+        if found:
+            return
+
+
+def _output_nodes(subject: Subject, observation: Observation) -> dict[str, str]:
+    """Each output's place with the name of the node that gives it, where the graph tells."""
+    if len(subject.output_names) != len(observation.outputs):
+        return {}
+    pairs = zip(observation.outputs, subject.output_names, strict=True)
+    return {place: f"{place} (node {name!r})" for (place, _), name in pairs if name}
+
+
+def _exceptions(call: Call, seen: Observation) -> list[str]:
+    return [
+        f"{call.name}: {what} raises {raised}, so less could be compared"
+        for what, raised in (("the original", seen.raised), ("the original's backward", seen.backward_raised))
+        if raised is not None
+    ]

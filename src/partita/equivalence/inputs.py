@@ -1,20 +1,84 @@
-"""Inputs: the arguments of one call, copied where the call may write them, sharing memory as the originals do."""
+"""Arguments, other data, other shapes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from partita._torch.trees import Tree, flatten, keywords_of
-from partita.equivalence.other_data import fill_with_other_data
-from partita.equivalence.storages import storage_key, storage_of
+from partita._torch.pytrees import Tree, flatten, keywords_of
+from partita._torch.symbolic_shapes import symbol_of, symbols_in
+from partita._torch.tensors import plain_tensors
+from partita.analysis.nodes import value_of
+from partita.equivalence.state import storage_key, storage_of
 
-__all__ = ["Arguments", "Inputs", "arguments_of", "input_name"]
+__all__ = ["Arguments", "Inputs", "arguments_of", "input_name", "resized"]
+
+
+# Other shapes: the same arguments with other sizes wherever a graph says that a size is free.
+
+
+_STEPS: tuple[Callable[[int], int], ...] = (lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1)
+
+
+def resized(arguments: Arguments, placeholders: Sequence[Node]) -> Iterator[tuple[str, Arguments]]:
+    """Arguments with every free size changed alike, in several ways, each with words such as `s0 = 5`.
+
+    Nobody knows which sizes the program accepts, so whoever asks tries them in turn.
+    """
+    if not arguments.matches(placeholders):
+        return
+    values = [value_of(node) for node in placeholders]
+    sizes = _sizes(values, arguments.tree.leaves)
+    for step in _STEPS if sizes else ():
+        others = {symbol: max(step(size), 1) for symbol, size in sizes.items()}
+        leaves = [_other(leaf, value, others) for leaf, value in zip(arguments.tree.leaves, values, strict=True)]
+        words = ", ".join(f"{symbol} = {size}" for symbol, size in others.items())
+        yield words, Arguments(replace(arguments.tree, leaves=tuple(leaves)))
+
+
+def _sizes(values: Sequence[Any], leaves: Sequence[object]) -> dict[Any, int]:
+    """The symbols that stand alone as an input or a size, and what the arguments give for them."""
+    sizes: dict[Any, int] = {}
+    for value, leaf in zip(values, leaves, strict=True):
+        pairs: Sequence[tuple[Any, Any]] = [(value, leaf)]
+        if isinstance(value, Tensor) and isinstance(leaf, Tensor):
+            pairs = list(zip(value.shape, leaf.shape, strict=False))
+        for size, given in pairs:
+            symbol = symbol_of(size)
+            if symbol is not None and type(given) is int:
+                sizes.setdefault(symbol, given)
+    return sizes
+
+
+def _other(leaf: object, value: Any, sizes: Mapping[Any, int]) -> object:
+    if isinstance(value, Tensor) and isinstance(leaf, Tensor) and symbols_in(value):
+        return _stretched(leaf, [_evaluated(size, sizes) for size in value.shape])
+    return _evaluated(value, sizes) if isinstance(value, torch.SymInt) else leaf
+
+
+def _evaluated(size: Any, sizes: Mapping[Any, int]) -> int:
+    return int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _stretched(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The tensor cut off or repeated along each axis, its axes in the same order in memory."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    other = tensor.detach().permute(order)
+    for axis, source in enumerate(order):
+        if tensor.shape[source] != sizes[source]:
+            places = torch.arange(sizes[source], device=tensor.device) % max(tensor.shape[source], 1)
+            other = other.index_select(axis, places)
+    back = sorted(range(tensor.ndim), key=order.__getitem__)
+    return other.contiguous().permute(back).requires_grad_(tensor.requires_grad)
+
+
+# Inputs: the arguments of one call, copied where the call may write them, sharing memory as the originals do.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +225,56 @@ def _laid_out(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     if tensor.is_conj():
         copy = copy.conj()
     return copy
+
+
+# Other data: different values of the same kind, in the same memory.
+
+
+def fill_with_other_data(leaves: Sequence[object]) -> None:
+    """Writes other values into tensors that share one memory.
+
+    Whole numbers only change places, since they may be indices; floats also shrink by a quarter and, unless none was
+    negative, change sign, so that probabilities stay probabilities.
+    """
+    for leaf in leaves:
+        inside = [tensor for tensor in plain_tensors(leaf) if _is_fillable(tensor)] if isinstance(leaf, Tensor) else []
+        for tensor in inside:
+            _fill(tensor.detach())
+        if inside:
+            # The others look at the same memory, which has been changed by now.
+            return
+
+
+def _is_fillable(tensor: Tensor) -> bool:
+    special = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return not special and tensor.numel() > 0
+
+
+def _fill(tensor: Tensor) -> None:
+    once = _unexpanded(tensor)
+    try:
+        once.copy_(_other_values(once))
+    except RuntimeError:
+        # Elements that overlap in memory cannot be written one by one; such an input keeps its values.
+        return
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    for axis, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor if _looks_like_offsets(tensor) else tensor.flatten().roll(1).reshape(tensor.shape)
+    if tensor.element_size() == 1:
+        return tensor.view(torch.uint8).flatten().roll(1).reshape(tensor.shape).view(tensor.dtype)
+    sign = 1 if tensor.is_complex() or bool((tensor >= 0).all()) else -1
+    return tensor.flatten().roll(1).reshape(tensor.shape) * (0.75 * sign)
+
+
+def _looks_like_offsets(tensor: Tensor) -> bool:
+    """Rising numbers in one row are often offsets, and kernels read wherever falling ones lead them."""
+    return tensor.ndim == 1 and tensor.dtype is not torch.bool and bool((tensor.diff() >= 0).all())

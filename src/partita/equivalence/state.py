@@ -1,18 +1,295 @@
-"""State: the tensors that a module holds, and where it holds them."""
+"""State, snapshots, storages, pairing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
+from torch.utils import swap_tensors
 
-from partita._torch.trees import flatten
-from partita.equivalence.storages import storage_of
+from partita._torch.pytrees import flatten
+from partita._torch.tensors import base_of, inner_tensors, plain_tensors
 
-__all__ = ["Slot", "slots_of"]
+__all__ = [
+    "Home",
+    "Pairing",
+    "Slot",
+    "Snapshot",
+    "detach_in_place",
+    "homes_of",
+    "paired",
+    "slots_of",
+    "snapshot_of",
+    "storage_key",
+    "storage_of",
+]
+
+
+# Aliasing: with which input, state or earlier output each output shares its memory.
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The first named tensor in the same memory, and how many elements further on this one starts."""
+
+    name: str
+    offset: int
+
+    def __str__(self) -> str:
+        return f"shares memory with {self.name}" + (f" from element {self.offset} on" if self.offset else "")
+
+
+def homes_of(
+    outputs: Iterable[tuple[str, Tensor]], around: Iterable[tuple[str, Tensor]]
+) -> tuple[tuple[str, Home | None], ...]:
+    """The home of each output among the tensors `around` the call and the outputs before it; None for new memory."""
+    known: dict[int, tuple[str, int]] = {}
+    for name, tensor in around:
+        key = storage_key(tensor)
+        if key is not None:
+            known.setdefault(key, (name, int(tensor.storage_offset())))
+    homes: list[tuple[str, Home | None]] = []
+    for name, tensor in outputs:
+        key = storage_key(tensor)
+        if key is None or key not in known:
+            homes.append((name, None))
+        else:
+            owner, start = known[key]
+            homes.append((name, Home(owner, int(tensor.storage_offset()) - start)))
+        if key is not None:
+            known.setdefault(key, (name, int(tensor.storage_offset())))
+    return tuple(homes)
+
+
+# Pairing: which tensor of one program's state stands for which tensor of the other's.
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """For each tensor of the original the place where the other program holds it, under the original's name."""
+
+    before: tuple[Slot, ...]
+    after: tuple[Slot, ...]
+    notes: tuple[str, ...]
+
+
+def paired(before: Sequence[Slot], after: Sequence[Slot]) -> Pairing:
+    """Pairs by identity, then by memory, then by name; a program that shares nothing may be paired by position.
+
+    A tensor that the other program does not hold stands for itself: no call of that program changes it.
+    """
+    found = _by_identity(before, after)
+    copies = _by_name(before, after, taken=found)
+    if not found and not copies:
+        copies = _by_position(before, after)
+    places = tuple(found.get(place) or copies.get(place) or slot for place, slot in enumerate(before))
+    return Pairing(tuple(before), places, _notes(before, after, copies))
+
+
+def _by_identity(before: Sequence[Slot], after: Sequence[Slot]) -> dict[int, Slot]:
+    objects = {id(slot.tensor): slot for slot in reversed(after)}
+    places = {_place(slot.tensor): slot for slot in reversed(after)}
+    found = {n: objects.get(id(slot.tensor)) or places.get(_place(slot.tensor)) for n, slot in enumerate(before)}
+    return {number: slot for number, slot in found.items() if slot is not None}
+
+
+def _by_name(before: Sequence[Slot], after: Sequence[Slot], *, taken: dict[int, Slot]) -> dict[int, Slot]:
+    shared = {id(slot.tensor) for slot in taken.values()}
+    named = {slot.name: slot for slot in after if id(slot.tensor) not in shared}
+    return {
+        number: named[slot.name]
+        for number, slot in enumerate(before)
+        if number not in taken and slot.name in named and _alike(slot, named[slot.name])
+    }
+
+
+def _by_position(before: Sequence[Slot], after: Sequence[Slot]) -> dict[int, Slot]:
+    if len(before) != len(after) or not all(map(_alike, before, after)):
+        return {}
+    return dict(enumerate(after))
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return storage_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _alike(one: Slot, other: Slot) -> bool:
+    return one.tensor.shape == other.tensor.shape and one.tensor.dtype == other.tensor.dtype
+
+
+def _notes(before: Sequence[Slot], after: Sequence[Slot], copies: dict[int, Slot]) -> tuple[str, ...]:
+    if not copies:
+        return ()
+    number, other = next(iter(copies.items()))
+    how = "name" if before[number].name == other.name else "position"
+    return (
+        f"{len(copies)} of {len(before)} state tensors are not shared but copies, paired by {how} "
+        f"(the first is {before[number].label})",
+    )
+
+
+# Snapshots: state as it was, copied only where it may be written, and put back as often as needed.
+
+
+_Container: TypeAlias = list[object] | dict[object, object]
+
+_PLAIN = (type(None), bool, int, float, complex, str, Tensor, tuple, list, dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copies of the memory that may be written, and for all tensors and modules what else could change."""
+
+    memory: tuple[tuple[UntypedStorage, UntypedStorage], ...]
+    layouts: tuple[_Layout | _Wrapper, ...]
+    attributes: tuple[_Attributes, ...]
+
+    def restore(self) -> None:
+        """Puts everything back as it was."""
+        for attributes in self.attributes:
+            attributes.restore()
+        for layout in self.layouts:
+            layout.restore()
+        for storage, copy in self.memory:
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+
+
+def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, written: frozenset[int]) -> Snapshot:
+    """A snapshot of these modules that copies no other memory than what `written` names by storage key."""
+    held = {id(slot.tensor): slot.tensor for slot in slots}.values()
+    wrappers = [tensor for tensor in held if inner_tensors(tensor)]
+    tensors = {id(plain): plain for tensor in held for plain in plain_tensors(tensor)}.values()
+    memory: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        key, storage = storage_key(tensor), storage_of(tensor)
+        if key is not None and storage is not None and key in written:
+            memory.setdefault(key, storage)
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    return Snapshot(
+        memory=tuple((storage, storage.clone()) for storage in memory.values()),
+        layouts=(*map(_wrapper_of, wrappers), *map(_layout_of, tensors)),
+        # A graph writes tensors, never attributes; what changes in its module is code that is made when first needed.
+        attributes=tuple(_attributes_of(module) for module in modules if not isinstance(module, GraphModule)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    tensor: Tensor
+    storage: UntypedStorage
+    place: tuple[int, torch.Size, tuple[int, ...]]
+    requires_grad: bool
+    in_graph: bool
+
+    def restore(self) -> None:
+        tensor = self.tensor
+        if self.in_graph:
+            return
+        with torch.no_grad():
+            if tensor.grad_fn is not None:
+                detach_in_place(tensor)
+            if _place_of(tensor) != self.place or tensor.untyped_storage().data_ptr() != self.storage.data_ptr():
+                tensor.set_(self.storage, *self.place)
+            if tensor.requires_grad != self.requires_grad:
+                tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapper:
+    """A tensor that wraps others, which have layouts of their own."""
+
+    tensor: Tensor
+    inner: dict[str, Tensor]
+    requires_grad: bool
+    in_graph: bool
+
+    def restore(self) -> None:
+        tensor = self.tensor
+        if self.in_graph:
+            return
+        if tensor.grad_fn is not None:
+            detach_in_place(tensor)
+        for name, inner in self.inner.items():
+            if getattr(tensor, name) is not inner:
+                setattr(tensor, name, inner)
+        if tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
+
+
+def _wrapper_of(tensor: Tensor) -> _Wrapper:
+    return _Wrapper(tensor, inner_tensors(tensor), tensor.requires_grad, tensor.grad_fn is not None)
+
+
+def _layout_of(tensor: Tensor) -> _Layout:
+    in_graph = tensor.grad_fn is not None
+    return _Layout(tensor, tensor.untyped_storage(), _place_of(tensor), tensor.requires_grad, in_graph)
+
+
+def _place_of(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return int(tensor.storage_offset()), tensor.size(), tensor.stride()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    module: Module
+    values: dict[str, object]
+    contents: tuple[tuple[_Container, _Container], ...]
+
+    def restore(self) -> None:
+        table = vars(self.module)
+        for name, value in list(table.items()):
+            if name not in self.values and isinstance(value, _PLAIN):
+                del table[name]
+        table.update({name: value for name, value in self.values.items() if isinstance(value, _PLAIN)})
+        for container, content in self.contents:
+            _refill(container, content)
+
+
+def _attributes_of(module: Module) -> _Attributes:
+    values = dict(vars(module))
+    containers = [value for value in values.values() if type(value) in (list, dict, OrderedDict)]
+    return _Attributes(module, values, tuple((value, value.copy()) for value in containers))
+
+
+def _refill(container: _Container, content: _Container) -> None:
+    container.clear()
+    if isinstance(container, dict) and isinstance(content, dict):
+        container.update(content)
+    elif isinstance(container, list):
+        container.extend(content)
+
+
+# Detaching: a tensor that a call wrote is cut off the graph of that call, and stays the same object.
+
+
+def detach_in_place(tensor: Tensor) -> None:
+    """Cuts `tensor` off; a view as well, and what it is a view of, which `Tensor.detach_` refuses."""
+    base = base_of(tensor)
+    if base is None:
+        tensor.detach_()
+        return
+    if base.grad_fn is not None:
+        base.detach_()
+    # A view that is made without gradients could not be written with gradients any more.
+    with torch.enable_grad():
+        fresh = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    # Where somebody keeps the graph alive, the tensor stays in it: a backward pass through it raises in both programs.
+    with suppress(RuntimeError):
+        swap_tensors(tensor, fresh)
+
+
+# State: the tensors that a module holds, and where it holds them.
+
 
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 
@@ -68,3 +345,25 @@ def _slots_in(container: object, prefix: str, owner: Module, name: str) -> Itera
     for leaf, (path, item) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
         if isinstance(item, Tensor):
             yield Slot(f"{prefix}{name}{path}", "attribute", owner, name, leaf, item)
+
+
+# Storages: which memory a tensor lives in, so that sharing can be seen and memory put back.
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """The memory of a tensor; None where it has none of its own to read (sparse, fake, meta, some subclasses).
+
+    That of a wrapper, such as a DTensor, is the memory of the first tensor inside it.
+    """
+    try:
+        storage = plain_tensors(tensor)[0].untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return None if storage.device.type == "meta" else storage
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """A number that two living tensors have in common exactly when they share memory."""
+    storage = storage_of(tensor)
+    # The address of the data will not do: all empty storages have address 0.
+    return None if storage is None else int(StorageWeakRef(storage).cdata)

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import Module
 
-from partita._torch.trees import flatten
-from partita._torch.wrapper_tensors import plain_tensors
+from partita._torch.pytrees import flatten
+from partita._torch.tensors import plain_tensors
+from partita.analysis.tolerance import EXACT, Tolerance
 from partita.equivalence.inputs import Arguments
-from partita.equivalence.state import Slot, slots_of
-from partita.equivalence.storages import storage_key
+from partita.equivalence.state import Slot, slots_of, storage_key
 from partita.errors import OptionError, PartitaError
-from partita.graphs.program import Program
-from partita.graphs.tolerance import EXACT, Tolerance
+from partita.program.program import Program
 
 __all__ = ["Comparable", "Subject", "subject_of"]
+
 
 Comparable: TypeAlias = Program | Module | Callable[..., object]
 

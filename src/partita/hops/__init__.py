@@ -1,14 +1,8 @@
 """Operators with a body: a region as one call, under a grad, inference or autocast mode, or recomputed in backward."""
 
-from partita._torch.dynamo_operators import tell_dynamo
-from partita.hops.checkpoint import keep, tag_activation_checkpoint, wrap_activation_checkpoint
-from partita.hops.operators import (
-    call,
-    wrap,
-    wrap_with_autocast,
-    wrap_with_inference_mode,
-    wrap_with_set_grad_enabled,
-)
+from partita.hops._torch.hop_rules import tell_dynamo
+from partita.hops.modes import call, wrap, wrap_with_autocast, wrap_with_inference_mode, wrap_with_set_grad_enabled
+from partita.recompute.operators import keep, tag_activation_checkpoint, wrap_activation_checkpoint
 
 __all__ = [
     "call",
@@ -20,6 +14,7 @@ __all__ = [
     "wrap_with_inference_mode",
     "wrap_with_set_grad_enabled",
 ]
+
 
 tell_dynamo(
     (

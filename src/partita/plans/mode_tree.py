@@ -11,15 +11,15 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from partita.graphs.attributes import find
-from partita.graphs.program import Program
-from partita.graphs.projections import is_projection
-from partita.graphs.values import value_of
+from partita.analysis.nodes import find, value_of
+from partita.analysis.projections import is_projection
+from partita.program.program import Program
 from partita.rewrite.inline import inline
-from partita.rewrite.mode_operators import runs_body, setting_of
+from partita.rewrite.mode_nodes import runs_body, setting_of
 from partita.rewrite.wrap_modes import wrap_modes
 
 __all__ = ["ModeTree", "mode_tree"]
+
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -13,15 +13,13 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from partita._torch.pause_gc import gc_paused
+from partita._torch.gc_pause import gc_paused
+from partita.analysis.mode import AMBIENT
+from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
-from partita.graphs.mode import AMBIENT
-from partita.graphs.program import Program
-from partita.graphs.tolerance import EXACT, Tolerance
-from partita.plans.explaining import Explanation, explanation
-from partita.plans.holding import Holdings, holdings
-from partita.plans.left_out import LeftOut, left_out
-from partita.plans.table import table
+from partita.plans.failures import Failures
+from partita.plans.memory import Holdings, holdings
+from partita.plans.report import Explanation, LeftOut, explanation, left_out, table
 from partita.plans.treatment import (
     Called,
     Site,
@@ -35,17 +33,16 @@ from partita.plans.treatment import (
     tolerance_of,
     treated,
 )
+from partita.program.program import Program
 from partita.regions import Partition, Region
-from partita.regions.forward_alone import forward_alone
+from partita.regions.joint_forward import forward_alone
 from partita.rewrite.inline import inline
-from partita.rewrite.marking import add_marks, marked
-from partita.rewrite.module_calls import calling_modules
-from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall, call_through
-from partita.rewrite.outline import Surroundings, outlined
-from partita.rewrite.state_keys import MovedByPart, StateNaming, name_state
-from partita.runtime.failures import Failures
+from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall, call_through, calling_modules
+from partita.rewrite.outline import Surroundings, add_marks, marked, outlined
+from partita.rewrite.state import MovedByPart, StateNaming, name_state
 
 __all__ = ["Plan", "Policy", "plan"]
+
 
 #: A policy reads a program and names its regions.
 Policy = Callable[[Program], Partition]

@@ -10,13 +10,13 @@ from typing import Protocol, TypeAlias, TypeGuard, TypeVar, final, runtime_check
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import TreatmentError
-from partita.graphs.mode import AMBIENT, Mode
-from partita.graphs.program import Program
-from partita.graphs.tolerance import EXACT, Tolerance
+from partita.plans.failures import Failures
+from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.operator_calls import OperatorCall
-from partita.runtime.failures import Failures
 
 __all__ = [
     "Called",

@@ -2,14 +2,11 @@
 
 from partita.plans import Policy
 from partita.policies.around_operators import AroundOperators
-from partita.policies.by_annotation import ByAnnotation
 from partita.policies.by_capability import ByCapability
-from partita.policies.by_label import ByLabel
+from partita.policies.by_label import ByAnnotation, ByLabel, InForward
 from partita.policies.by_mode import ByMode
 from partita.policies.by_module import ByModule
-from partita.policies.by_size import BySize
-from partita.policies.in_forward import InForward
-from partita.policies.sequential import Sequential
+from partita.policies.in_order import BySize, Sequential
 
 __all__ = [
     "AroundOperators",

@@ -8,14 +8,13 @@ from typing import Literal, final
 
 from torch.fx import GraphModule, Node
 
+from partita.analysis.mode import AMBIENT, Mode, identifier_of
+from partita.analysis.modes import bodies_of, has_toggles, traced_grad
+from partita.analysis.nodes import find
 from partita.errors import OptionError
-from partita.graphs.attributes import find
-from partita.graphs.body_modes import bodies_of, traced_grad
-from partita.graphs.mode import AMBIENT, Mode, identifier_of
-from partita.graphs.mode_runs import mode_runs
-from partita.graphs.modes import has_toggles
-from partita.graphs.program import Program
-from partita.policies.naming import distinct_names
+from partita.policies.legalize import distinct_names
+from partita.program.mode_runs import mode_runs
+from partita.program.program import Program
 from partita.regions import Partition, Region
 
 __all__ = ["ByMode"]

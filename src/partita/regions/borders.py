@@ -1,15 +1,10 @@
-"""Borders: what crosses into and out of each region, so that only tensors and symbolic numbers do.
-
-Items of a container are taken out on the side of the container's producer. A container that is still used whole on
-another side crosses item by item and is put together again there. A region also gets every symbol that the shapes of
-its inputs mention, and what its copies of scalars are computed from.
-"""
+"""What crosses in and out."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -18,16 +13,31 @@ from typing import NamedTuple
 from torch import nn
 from torch.fx import GraphModule
 
-from partita.graphs.attributes import find
-from partita.graphs.index import Index
-from partita.graphs.modes import Modes
-from partita.graphs.program import Program
-from partita.graphs.symbols import Dimension, Symbols
-from partita.graphs.values import container_items, crossing_places, value_of
-from partita.regions.scalars import Copies
+from partita.analysis.index import Index
+from partita.analysis.modes import Modes
+from partita.analysis.nodes import container_items, crossing_places, find, value_of
+from partita.analysis.symbols import Dimension, Symbols
+from partita.program.program import Program
 from partita.solvers.quotient import ALONE, NOWHERE
 
-__all__ = ["Border", "Borders", "Crossing", "Item", "borders_of", "item_taken", "settle_projections"]
+__all__ = [
+    "Border",
+    "Borders",
+    "Copies",
+    "Crossing",
+    "Item",
+    "borders_of",
+    "item_taken",
+    "settle_projections",
+    "settle_scalars",
+]
+
+
+# Borders: what crosses into and out of each region, so that only tensors and symbolic numbers do.
+#
+# Items of a container are taken out on the side of the container's producer. A container that is still used whole on
+# another side crosses item by item and is put together again there. A region also gets every symbol that the shapes
+# of its inputs mention, and what its copies of scalars are computed from.
 
 
 class Item(NamedTuple):
@@ -231,3 +241,33 @@ class _Sweep:
         for number, region in enumerate(self.owner):
             first.setdefault(region, number)
         return first
+
+
+# Where truth values and symbolic floats are computed: in the regions that read them.
+#
+# torch cannot save a body that takes one (2.13). They are cheap and follow from symbolic integers, which can cross.
+
+
+#: For each scalar that several places read, the regions that compute it for themselves.
+Copies = Mapping[int, frozenset[int]]
+
+
+def settle_scalars(owner: list[int], program: Program) -> Copies:
+    """Moves each symbolic scalar to the only place that reads it; of the others, the copies that regions need.
+
+    No cycle can arise: a region only waits for more of what its values were computed from.
+    """
+    index = program.index
+    read_in: dict[int, frozenset[int]] = {}
+    copies: dict[int, frozenset[int]] = {}
+    # The last one first, since what a scalar is computed from goes wherever it goes.
+    for number in sorted(program.symbolic_scalars, reverse=True):
+        readers = [index.number[user] for user in index.nodes[number].users] or [number]
+        places = frozenset[int]().union(*(read_in.get(at, {max(owner[at], ALONE)}) for at in readers))
+        read_in[number] = places
+        if len(places) == 1:
+            (owner[number],) = places
+        else:
+            owner[number] = ALONE if ALONE in places else NOWHERE
+            copies[number] = places - {ALONE}
+    return copies

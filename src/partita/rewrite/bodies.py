@@ -1,4 +1,4 @@
-"""Bodies: the graph of one region, with its inputs first, its own modes set and put back, and its border as output."""
+"""The graph of one region."""
 
 from __future__ import annotations
 
@@ -6,23 +6,88 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.nodes import GraphWriter
-from partita.graphs.attributes import attribute_of
-from partita.graphs.mode import AMBIENT, Mode
-from partita.graphs.modes import Modes
-from partita.graphs.program import Program
-from partita.graphs.symbols import Dimension
-from partita.graphs.values import VALUE_KEYS, container_items, crossing_places, value_of
+from partita._torch.fx.graph_writer import GraphWriter
+from partita._torch.fx.lazy_graph_module import lazy_module
+from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import Modes
+from partita.analysis.nodes import VALUE_KEYS, attribute_of, container_items, crossing_places, value_of
+from partita.analysis.symbols import Dimension
+from partita.errors import ModeError
+from partita.program.program import Program
 from partita.regions.borders import Border, Crossing, Item, item_taken
 from partita.regions.partition import Partition
-from partita.rewrite.mode_writer import ModeWriter
+from partita.rewrite.mode_nodes import ModeWriter
+from partita.rewrite.state import place
 
-__all__ = ["PLAIN_BODY", "Body", "BodyStyle", "meta_of_crossing", "name_of_crossing", "rebuilt", "write_body"]
+__all__ = [
+    "PLAIN_BODY",
+    "Body",
+    "BodyStyle",
+    "bare_body",
+    "meta_of_crossing",
+    "name_of_crossing",
+    "rebuilt",
+    "write_body",
+]
+
+
+# Bare bodies: the body of a region in one mode, without the toggles that set it, and the mode itself.
+
+
+class BareBody(NamedTuple):
+    """A body whose nodes all run under `mode`, which whoever calls it has to set."""
+
+    mode: Mode
+    module: GraphModule
+
+
+def bare_body(program: Program) -> BareBody:
+    """The body that `program` is, without toggles; it must hold one mode."""
+    if program.modes.by_number is None:
+        return BareBody(AMBIENT, program.graph_module)
+    return BareBody(_only_mode(program), _without_toggles(program))
+
+
+def _only_mode(program: Program) -> Mode:
+    """The mode of all nodes that compute something; items of containers and numbers are the same in every mode."""
+    modes = program.modes
+    idle = modes.toggles | program.symbolic_scalars | frozenset(program.projections)
+    first: int | None = None
+    for number, node in enumerate(program.index.nodes):
+        if number in idle or node.op in ("placeholder", "get_attr", "output"):
+            continue
+        first = number if first is None else first
+        if modes.at(number) != modes.at(first):
+            raise ModeError(
+                f"{program.index.nodes[first].name!r} runs under {modes.at(first)} and {node.name!r} under "
+                f"{modes.at(number)}, but a body is compiled in one mode; cut it where the mode changes"
+            )
+    return AMBIENT if first is None else modes.at(first)
+
+
+def _without_toggles(program: Program) -> GraphModule:
+    source, nodes, toggles = program.graph_module, program.index.nodes, program.modes.toggles
+    writer = GraphWriter(program.graph._tracer_cls)
+    kept = [node for number, node in enumerate(nodes) if number not in toggles]
+    writer.names.reserve(node.name for node in kept)
+    # The result of a toggle that somebody reads is None.
+    env: dict[Node, object] = dict.fromkeys(program.modes.read)
+    writer.copy_run(kept, env, [node.name for node in kept])
+    graph = writer.close()
+    module = lazy_module(
+        graph, training=source.training, is_impure=bool(getattr(source, "_is_impure", False)), is_part=True
+    )
+    for path in {str(node.target): None for node in kept if node.op in ("get_attr", "call_module")}:
+        place(module, path, source.get_submodule(path))
+    return module
+
+
+# Bodies: the graph of one region, with its inputs first, its own modes set and put back, and its border as output.
 
 
 @dataclass(frozen=True, slots=True)

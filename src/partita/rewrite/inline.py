@@ -1,26 +1,35 @@
-"""Inlining: a call of a body becomes the nodes of the body; the inverse of outlining and of wrapping modes."""
+"""The inverse of outline."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from partita._torch.pause_gc import gc_paused
+from partita._torch.fx.graph_writer import GraphWriter, map_nodes
+from partita._torch.gc_pause import gc_paused
+from partita._torch.operators.registry import SYM_SIZE
+from partita.analysis.index import Index
+from partita.analysis.mode import AMBIENT, Block, Grad, Mode, Setting
+from partita.analysis.modes import has_toggles, modes_of
+from partita.analysis.nodes import attribute_of, find, runs_its_graph
 from partita.errors import ModeError, OptionError
-from partita.graphs.attributes import find
-from partita.graphs.faithful import runs_its_graph
-from partita.graphs.index import Index
-from partita.graphs.mode import AMBIENT, Mode
-from partita.graphs.modes import has_toggles, modes_of
-from partita.graphs.program import Program
-from partita.rewrite.bodies_of_operators import with_bodies
-from partita.rewrite.inlining import BodyCall, Inlining
-from partita.rewrite.mode_operators import runs_body, setting_of
+from partita.program.program import Program
+from partita.rewrite.mode_nodes import ModeWriter, runs_body, setting_of
+from partita.rewrite.outline import with_bodies
+from partita.rewrite.state import is_persistent, module_like, place, share_state
 
-__all__ = ["inline"]
+__all__ = ["bound_arguments", "inline", "returned_value"]
+
+
+# Inlining: a call of a body becomes the nodes of the body; the inverse of outlining and of wrapping modes.
 
 
 def inline(program: Program | GraphModule | ExportedProgram, calls: Collection[str] | str | None = None) -> Program:
@@ -121,3 +130,296 @@ def _obstacle(body: object) -> str | None:
     if type(body.graph._codegen) is not CodeGen:
         return "its inputs and outputs are trees that its own code takes apart"
     return None
+
+
+# The flat graph of a program while it is written: bodies are copied where they are called, at any depth.
+
+
+@dataclass(frozen=True, slots=True)
+class BodyCall:
+    """A call of a body: its path in the program, what it is given, and the setting that it runs under, if any."""
+
+    path: str
+    body: GraphModule
+    operands: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    sets: Setting | None
+    #: The node that reads the body for an operator.
+    read: Node | None = None
+
+
+@dataclass(slots=True)
+class _Scope:
+    """A graph that is being copied: new values for its nodes, and where and in which mode it is called."""
+
+    program: Program
+    calls: Mapping[Node, BodyCall]
+    env: dict[Node, Any]
+    path: str = ""
+    around: Mode = AMBIENT
+    #: The calls that led here, the outermost first: a body may be called several times.
+    calls_around: tuple[Node, ...] = ()
+    _modes: dict[int, Mode] = field(default_factory=dict)
+
+    def mode_at(self, number: int) -> Mode:
+        """The mode of a node, whatever the graph is called under included."""
+        mode = self.program.modes.at(number)
+        if not self.calls_around:
+            return mode
+        if id(mode) not in self._modes:
+            self._modes[id(mode)] = mode.within(self.around, call=self.calls_around)
+        return self._modes[id(mode)]
+
+
+class Inlining:
+    """Inlines `calls`, and in the bodies those that `calls_in` finds."""
+
+    def __init__(
+        self,
+        program: Program,
+        calls: Mapping[Node, BodyCall],
+        calls_in: Callable[[Program], Mapping[Node, BodyCall]],
+    ) -> None:
+        self.program, self.calls, self.calls_in = program, calls, calls_in
+        self.root = program.graph_module
+        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.modes = ModeWriter(self.writer, caller=self.program.caller)
+        self.placed: dict[str, Any] = {}
+        self.fleeting: set[str] = set()
+
+    def inlined(self) -> Program:
+        scope = _Scope(self.program, self.calls, dict.fromkeys(self.program.modes.read))
+        nodes = self.program.index.nodes
+        self.writer.names.reserve(node.name for node in nodes if not _vanishes(node, self.calls))
+        self._write(scope)
+        output = nodes[-1]
+        self.modes.switch(self.program.modes.final)
+        self.writer.copy(output, scope.env.__getitem__, name=output.name)
+        return self._assembled()
+
+    def _write(self, scope: _Scope) -> None:
+        """Everything but the output."""
+        toggles, calls, env = scope.program.modes.toggles, scope.calls, scope.env
+        for number, node in enumerate(scope.program.index.nodes):
+            if number in toggles or node in env or node.op == "output" or _is_body_only(node, calls):
+                continue
+            if node in calls:
+                env[node] = self._write_body(node, calls[node], scope, number)
+            elif _takes_item(node, env):
+                env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+            else:
+                if node.op not in ("get_attr", "placeholder"):  # Both mean the same in every mode.
+                    self.modes.switch(scope.mode_at(number))
+                env[node] = self._copy(node, scope)
+
+    def _copy(self, node: Node, scope: _Scope) -> Node:
+        if not scope.calls_around:
+            return self.writer.copy(node, scope.env.__getitem__, name=node.name)
+        target = self._place(node, scope) if node.op in ("call_module", "get_attr") else None
+        return self.writer.copy(node, scope.env.__getitem__, name=self.writer.names.fresh(node.name), target=target)
+
+    def _write_body(self, node: Node, call: BodyCall, scope: _Scope, number: int) -> Any:
+        """Writes the nodes of the body that `node` calls; what it gives."""
+        inner = scope.program.body(call.body)
+        given = bound_arguments(node, call.body.graph, call.operands, call.keywords)
+        env = {placeholder: map_nodes(value, scope.env.__getitem__) for placeholder, value in given.items()}
+        env.update(dict.fromkeys(inner.modes.read))
+        output = inner.index.nodes[-1]
+        calls = (*scope.calls_around, node)
+        body = _Scope(
+            inner,
+            self.calls_in(inner),
+            env,
+            path=f"{scope.path}{call.path}.",
+            around=_mode_inside(scope.mode_at(number), calls, call.sets),
+            calls_around=calls,
+        )
+        self._write(body)
+        return map_nodes(returned_value(node, output), env.__getitem__)
+
+    def _place(self, node: Node, scope: _Scope) -> str:
+        """A path for what the body names: where it was before it moved, or else where it is now."""
+        body = scope.program.graph_module
+        value = attribute_of(body, node)
+        now = f"{scope.path}{node.target}"
+        before = self.program.state_keys.original(now)
+        known = self.placed.get(before, find(self.root, before))
+        path = before if known is None or known is value or _is_rest_of(known, value) else now
+        if path == now and node.op == "get_attr" and isinstance(value, GraphModule):
+            path = self._place_at_the_top(str(node.target), value)
+        self.placed[path] = value
+        if not is_persistent(body, str(node.target)):
+            self.fleeting.add(path)
+        return path
+
+    def _place_at_the_top(self, name: str, body: GraphModule) -> str:
+        """A path for the body of an operator: torch.export cannot save one that lies deeper."""
+        base = path = name.replace(".", "_")
+        count = 0
+        while self.placed.get(path, getattr(self.root, path, body)) is not body:
+            count += 1
+            path = f"{base}_{count}"
+        return path
+
+    def _assembled(self) -> Program:
+        graph = self.writer.close()
+        self.modes.close()
+        had_users = {node.name for node in self.program.index.nodes if node.users}
+        for node in reversed(graph.nodes):
+            if node.target in (SYM_SIZE, operator.getitem) and not node.users and node.name in had_users:
+                graph.erase_node(node)
+        module = module_like(self.root, graph, restores_modes=self.modes.has_switched)
+        gone = {call.path for call in self.calls.values()}
+        kept = _folders_of_targets(graph)
+        share_state(self.root, module, without=frozenset(gone) - kept, room_for=self.placed)
+        for path, value in self.placed.items():
+            if find(module, path) is not value:
+                place(module, path, value, persistent=path not in self.fleeting)
+        paths = (path for path, _ in module.named_modules(remove_duplicate=False) if path not in self.placed)
+        return self.program.rewritten(module, state_keys=self.program.state_keys.of_paths(paths))
+
+
+def _vanishes(node: Node, calls: Mapping[Node, BodyCall]) -> bool:
+    source = node.args[0] if node.target is operator.getitem and node.args else None
+    return node in calls or (isinstance(source, Node) and source in calls) or _is_body_only(node, calls)
+
+
+def _is_body_only(node: Node, calls: Mapping[Node, BodyCall]) -> bool:
+    """Whether `node` reads a body for nothing but calls that are inlined."""
+    users = [calls.get(user) for user in node.users] if node.op == "get_attr" else []
+    return bool(users) and all(call is not None and call.read is node for call in users)
+
+
+def _takes_item(node: Node, env: Mapping[Node, Any]) -> bool:
+    """Whether `node` unpacks what an inlined body gave as a tuple."""
+    if node.target is not operator.getitem or len(node.args) != 2:
+        return False
+    source, item = node.args
+    return isinstance(source, Node) and isinstance(item, int) and isinstance(env.get(source), tuple | list)
+
+
+def _mode_inside(mode: Mode, calls: tuple[Node, ...], sets: Setting | None) -> Mode:
+    """The mode of a body that the last of `calls` runs under a setting."""
+    if sets is None:
+        return mode
+    return replace(mode, grad=sets.enabled) if isinstance(sets, Grad) else mode.inside(Block(calls, sets, mode.grad))
+
+
+def _is_rest_of(container: Any, module: object) -> bool:
+    """Whether a plain container holds nothing but tensors of the module that has moved from its place."""
+    if type(container) is not nn.Module or not isinstance(module, nn.Module) or container._modules:
+        return False
+    left = {**container._parameters, **container._buffers}
+    return all(getattr(module, name, None) is tensor for name, tensor in left.items())
+
+
+def _folders_of_targets(graph: Graph) -> set[str]:
+    """The paths that a graph names, and every path above one of them."""
+    paths = (str(node.target).split(".") for node in graph.nodes if node.op in ("call_module", "get_attr"))
+    return {".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}
+
+
+# Calling conventions: what a call gives to each input of its body, and what the call returns.
+
+
+def bound_arguments(
+    call: Node, graph: Graph, operands: Sequence[Any] | None = None, keywords: Mapping[str, Any] | None = None
+) -> dict[Node, Any]:
+    """What `call` gives to each input of the body `graph`: by position, by keyword, or its default.
+
+    The operands are all arguments of the call, unless it is an operator that takes others before them.
+    """
+    positional = call.args if operands is None else operands
+    named = call.kwargs if keywords is None else keywords
+    inputs = graph.find_nodes(op="placeholder")
+    trees = _trees_of(call, graph)
+    if trees is None:
+        parameters = [(str(node.target), node.args) for node in inputs]
+        return dict(zip(inputs, _bound(call, parameters, positional, named), strict=True))
+    parameters = [(name, ()) for name in trees.orig_args]
+    given = dict(zip(trees.orig_args, _bound(call, parameters, positional, named), strict=True))
+    by_place, by_name = trees.in_spec.children()
+    places = trees.orig_args[: by_place.num_children]
+    names = by_name.context or trees.orig_args[by_place.num_children :]
+    value = (tuple(_plain(given[name]) for name in places), {name: _plain(given[name]) for name in names})
+    try:
+        return dict(zip(inputs, trees.in_spec.flatten_up_to(value), strict=True))
+    except (ValueError, TypeError, KeyError) as error:
+        raise OptionError(
+            f"the arguments of the call {call.name!r} are nested otherwise than its body takes them apart: {error}"
+        ) from error
+
+
+def returned_value(call: Node, output: Node) -> Any:
+    """What a body returns, in terms of its own nodes."""
+    trees = _trees_of(call, output.graph)
+    if trees is None or trees.out_spec is None:
+        return output.args[0]
+    flat: Any = output.args[0]
+    value = trees.out_spec.unflatten(list(flat))
+    if not _can_be_argument(value):
+        raise OptionError(
+            f"the body of the call {call.name!r} returns {type(value).__name__}, which no node can be given; "
+            "return tuples, lists or dicts"
+        )
+    return value
+
+
+def _trees_of(call: Node, graph: Graph) -> Any:
+    """How the code around a graph takes arguments apart and puts results together; None where it does not."""
+    convention = graph._codegen
+    if type(convention) is CodeGen:
+        return None
+    if hasattr(convention, "pytree_info"):
+        return convention.pytree_info
+    raise OptionError(
+        f"the body of the call {call.name!r} has a calling convention of its own, {type(convention).__name__}; "
+        "set it to torch.fx.graph.CodeGen"
+    )
+
+
+def _bound(
+    call: Node,
+    parameters: Sequence[tuple[str, tuple[Any, ...]]],
+    operands: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> list[Any]:
+    """A value for each parameter, given as its name and, in a tuple, its default."""
+    values: list[Any] = []
+    positional, named = deque(operands), dict(keywords)
+    for name, default in parameters:
+        if name.startswith("**"):
+            values.append(named)
+            named = {}
+        elif name.startswith("*"):
+            values.append(tuple(positional))
+            positional.clear()
+        elif positional:
+            values.append(positional.popleft())
+        elif name in named:
+            values.append(named.pop(name))
+        elif default:
+            values.append(default[0])
+        else:
+            raise OptionError(f"the call {call.name!r} gives no value for {name!r}; pass one, or give it a default")
+    if positional or named:
+        extra = ", ".join([*map(repr, positional), *(f"{name}={value!r}" for name, value in named.items())])
+        raise OptionError(f"the call {call.name!r} gives more than its body takes: {extra}; take it out")
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """An argument with plain containers, which trees are made of, in place of fx's own."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return tuple(map(_plain, value)) if type(value) is tuple else value
+
+
+def _can_be_argument(value: Any) -> bool:
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_can_be_argument, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(_can_be_argument, value))
+    return value is None or isinstance(value, Node | bool | int | float | complex | str)

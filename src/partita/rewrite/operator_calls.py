@@ -1,4 +1,4 @@
-"""Calls of a body through an operator: exported programs call nothing else, and a mode needs one that sets it."""
+"""Calls of a body through an operator or module."""
 
 from __future__ import annotations
 
@@ -7,13 +7,56 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
-from partita._torch.unread_nodes import keep_unread_nodes
-from partita.graphs.module_stacks import common_stack, outermost_stack
+from partita._torch.fx.lazy_graph_module import keep_unread_nodes
+from partita._torch.nn_modules import drop_fleeting_hooks
+from partita.analysis.nodes import common_stack, outermost_stack
+from partita.program._torch.guards import check_inputs
+from partita.program.program import Program
+from partita.rewrite.state import module_like, share_state
 
-__all__ = ["PLAIN_CALL", "OperatorCall", "call_through", "only_call"]
+__all__ = ["PLAIN_CALL", "OperatorCall", "call_through", "calling_modules", "only_call", "owned_inputs"]
+
+
+# Calls of modules in an exported program: it can hold none, so it becomes the module that it stands for.
+
+
+def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Program:
+    """The module of an exported program, with calls of these modules where it runs bodies, by the name of the call.
+
+    It is a module of ours, so that it can be pickled, which torch's own cannot. It checks its inputs against the sizes,
+    ranges and conditions that were exported, and so does a pickled one.
+    """
+    exported = program.exported()
+    unlifted = exported.module(check_guards=False)
+    assert isinstance(unlifted, GraphModule)
+    drop_fleeting_hooks(unlifted)
+    check_inputs(unlifted, exported)
+    graph, replaced = unlifted.graph, dict[str, nn.Module]()
+    for node in list(graph.nodes):
+        if node.name in modules:
+            body, *operands = node.args
+            assert isinstance(body, Node)
+            replaced[str(body.target)] = modules[node.name]
+            node.op, node.target, node.args = "call_module", body.target, tuple(operands)
+            graph.erase_node(body)
+    module = module_like(unlifted, graph)
+    share_state(unlifted, module, without=frozenset(replaced))
+    for name, called in replaced.items():
+        module.add_module(name, called)
+    return Program(
+        module,
+        pure=program.pure,
+        state_keys=program.state_keys,
+        tolerance=program.tolerance,
+        caller=program.caller,
+    )
+
+
+# Calls of a body through an operator: exported programs call nothing else, and a mode needs one that sets it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +125,17 @@ def only_call(module: GraphModule) -> tuple[GraphModule, OperatorCall] | None:
         return None
     body = module.get_submodule(str(call.args[bodies[0]].target))
     return (body, OperatorCall(call.target, call.args[: bodies[0]])) if isinstance(body, GraphModule) else None
+
+
+# Owned inputs: the inputs of an exported program that stand for its parameters, buffers and constants.
+
+
+def owned_inputs(program: Program) -> dict[Node, Tensor]:
+    """The tensor that each of these inputs stands for; none for a program made from a graph module."""
+    if program.export is None:
+        return {}
+    held = {**program.export.constants, **program.export.state}
+    specs = {spec.arg.name: spec.target for spec in program.export.signature.input_specs if spec.target is not None}
+    inputs = program.graph.find_nodes(op="placeholder")
+    owned = ((node, held.get(specs.get(node.name, ""))) for node in inputs)
+    return {node: tensor for node, tensor in owned if isinstance(tensor, Tensor)}

@@ -1,16 +1,84 @@
-"""State: putting what one module holds on another, without copying a tensor."""
+"""State and names on new modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import copy
+import keyword
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.blank_modules import blank_module
+from partita._torch.fx.graph_writer import ADDED_BY_EXPORT, copy_meta, identifier, map_nodes
+from partita._torch.fx.lazy_graph_module import LazyModule, blank_module, lazy_module
+from partita.analysis.nodes import find
+from partita.errors import OptionError
+from partita.program.state_keys import StateKeys
 
-__all__ = ["adopt_hooks", "is_persistent", "place", "share_plain_attributes", "share_state"]
+__all__ = [
+    "MovedByPart",
+    "StateNaming",
+    "is_persistent",
+    "module_like",
+    "name_state",
+    "place",
+    "rewrite_in_place",
+    "share_state",
+    "unique_names",
+]
+
+
+# Assembly: a module around a new graph that is called like the one around the old, or the old graph made like it.
+
+
+def module_like(root: GraphModule, graph: Graph, *, restores_modes: bool = False) -> LazyModule:
+    """A module without state that runs `graph` by the calling convention, hooks and flags of `root`."""
+    # The code generator carries the calling convention; a copy, so that neither graph can change the other's.
+    graph.set_codegen(copy.copy(root.graph._codegen))
+    module = lazy_module(graph, training=root.training, restores_modes=restores_modes)
+    copy_meta(root.meta, module.meta, {})
+    module.shape_env = getattr(root, "shape_env", None)
+    type(module).__name__ = type(root).__name__
+    adopt_hooks(root, module)
+    share_plain_attributes(root, module)
+    return module
+
+
+def rewrite_in_place(graph: Graph, wanted: Graph, *, kept: Collection[Node]) -> None:
+    """Makes `graph` like `wanted`: nodes of it that are `kept` stay the same objects, found by name; others go.
+
+    Nodes of `wanted` that call what no kept node of that name calls are made anew. Nothing here can fail: `wanted` is a
+    graph that was linted.
+    """
+    by_name = {node.name: node for node in kept}
+    output, env = graph.output_node(), dict[Node, Node]()
+    metas: dict[int, object] = {}
+    for node in wanted.nodes:
+        args, kwargs = (map_nodes(given, env.__getitem__) for given in (node.args, node.kwargs))
+        old = output if node.op == "output" else by_name.get(node.name)
+        if old is not None and (old.op, old.target) == (node.op, node.target):
+            if old is not output:
+                output.prepend(old)
+            old.args, old.kwargs = args, kwargs
+        else:
+            with graph.inserting_before(output):
+                old = graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
+            copy_meta(node.meta, old.meta, metas)
+        env[node] = old
+    stays = frozenset(env.values())
+    for node in reversed(list(graph.nodes)):
+        if node not in stays:
+            graph.erase_node(node)
+    for node, old in env.items():
+        old.name = node.name  # Distinct there, so distinct here, now that the nodes are gone which had the names.
+
+
+# State: putting what one module holds on another, without copying a tensor.
+
 
 _HOOKS = (
     "_backward_pre_hooks",
@@ -114,3 +182,132 @@ def adopt_hooks(source: nn.Module, target: nn.Module) -> None:
     for name in _HOOKS:
         getattr(target, name).update(getattr(source, name))
     target._is_full_backward_hook = source._is_full_backward_hook
+
+
+# Naming the state of a rewritten module: by where things went, or as the original called them.
+
+
+StateNaming = Literal["split", "original"]
+
+
+def name_state(module: nn.Module, keys: StateKeys, *, naming: StateNaming) -> None:
+    """Lets `module` save and load its state under the original's names, where `naming` asks for that."""
+    if naming not in ("split", "original"):
+        raise OptionError(f'state_names is "split" or "original", not {naming!r}')
+    _forget_renaming(module)
+    if naming == "original" and keys.rewrites:
+        own = tuple(module.state_dict(keep_vars=True))
+        module.register_state_dict_post_hook(_Saving(keys))
+        module.register_load_state_dict_pre_hook(_Loading(keys, own))
+
+
+class MovedByPart:
+    """The modules that moved into parts, by where they are once it is known what is called in the place of each."""
+
+    def __init__(self, moved: Mapping[str, str]) -> None:
+        self.settled: dict[str, str] = {}
+        self._by_part: dict[str, dict[str, str]] = defaultdict(dict)
+        for path, original in moved.items():
+            self._by_part[path.partition(".")[0]][path] = original
+
+    def settle(self, part: str, body: nn.Module, called: nn.Module) -> None:
+        """Notes that `called`, which may hold the body anywhere, is called in its place."""
+        moved = self._by_part.get(part, {})
+        if called is body or not moved:
+            self.settled |= moved
+            return
+        names: dict[int, dict[str, str]] = defaultdict(dict)
+        for path, original in moved.items():
+            local = path[len(part) + 1 :]
+            names[id(find(body, local))][local] = original
+        self.settled |= {
+            f"{part}.{path}": _name_at(path, names[id(module)]) for path, module in _outermost(called, names)
+        }
+
+
+def _outermost(root: nn.Module, wanted: Container[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The paths of the modules with these ids, but not of what is inside them, whose path follows from theirs."""
+    found = [("", root)]
+    while found:
+        path, module = found.pop()
+        if id(module) in wanted:
+            yield path, module
+            continue
+        below = [
+            (f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None
+        ]
+        found += reversed(below)
+
+
+def _name_at(path: str, names: Mapping[str, str]) -> str:
+    """Which of the original names of one module is the one at `path`: that of the place in the body it ends in."""
+    fitting = (original for local, original in names.items() if f".{path}".endswith(f".{local}"))
+    return next(fitting, next(iter(names.values())))
+
+
+@dataclass
+class _Saving:
+    """A hook that renames what a module has just put into a state dict; torch writes a flag on it, so it is open."""
+
+    keys: StateKeys
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        for table in (state, getattr(state, "_metadata", {})):
+            for key, value in _taken(table, prefix).items():
+                table[prefix + self.keys.original(key)] = value
+
+
+@dataclass
+class _Loading:
+    """A hook that renames what a module is about to take from a state dict."""
+
+    keys: StateKeys
+    own: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+        given = _taken(state, prefix)
+        state.update({prefix + key: value for key, value in self.keys.from_original(given, self.own).items()})
+        versions = getattr(state, "_metadata", None) or {}
+        for path, _ in module.named_modules(remove_duplicate=False):
+            # Modules look up the version of their state by where they are now.
+            original = prefix + self.keys.original(path)
+            if original in versions:
+                versions.setdefault(prefix + path, versions[original])
+
+
+def _taken(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries below `prefix`, without it, taken out of the table."""
+    keys = [key for key in table if key.startswith(prefix)]
+    return {key[len(prefix) :]: table.pop(key) for key in keys}
+
+
+def _forget_renaming(module: nn.Module) -> None:
+    """Takes back the renaming of an earlier rewrite, which the new keys include."""
+    tables: tuple[Mapping[int, Any], ...] = (module._state_dict_hooks, module._load_state_dict_pre_hooks)
+    for table in tables:
+        assert isinstance(table, dict)
+        ours = [key for key, hook in table.items() if isinstance(getattr(hook, "hook", hook), _Saving | _Loading)]
+        for key in ours:
+            del table[key]
+
+
+# Names for new submodules that collide with nothing a module already has.
+
+
+def unique_names(wanted: Iterable[str], root: nn.Module) -> tuple[str, ...]:
+    """The wanted names as identifiers, numbered where `root` or another of them has that name."""
+    taken: set[str] = set()
+    counts: dict[str, int] = {}
+    names = []
+    for name in wanted:
+        base = identifier(name) or "region"
+        base = f"region_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
+        count = counts.get(base, 0)
+        chosen = f"{base}_{count}" if count else base
+        while chosen in taken or chosen in ADDED_BY_EXPORT or hasattr(root, chosen):
+            count += 1
+            chosen = f"{base}_{count}"
+        counts[base] = count
+        taken.add(chosen)
+        names.append(chosen)
+    return tuple(names)

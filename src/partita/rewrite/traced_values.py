@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from partita._torch.dry_runs import refusal_of_call
-from partita._torch.nodes import GraphWriter, map_nodes
-from partita._torch.stage import Stage
+from partita._torch.fake_sandbox import Stage
+from partita._torch.fx.graph_writer import GraphWriter, map_nodes
+from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.errors import ModeError, OptionError
-from partita.graphs.attributes import attribute_of
-from partita.graphs.program import Program
-from partita.graphs.values import VALUE_KEYS, value_of
+from partita.program.program import Program
 
 __all__ = ["call_with", "can_carry_gradients", "has_value", "nodes_read", "stage_of", "value_read", "write_beside"]
 

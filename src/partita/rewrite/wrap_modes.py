@@ -12,21 +12,18 @@ from functools import reduce
 
 from torch.fx import GraphModule, Node
 
-from partita._torch.pause_gc import gc_paused
-from partita.graphs.attributes import find
-from partita.graphs.mode import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, identifier_of
-from partita.graphs.mode_runs import ModeRun, mode_runs, nested_mode_runs, openers_of
-from partita.graphs.modes import has_toggles
-from partita.graphs.program import Program
+from partita._torch.gc_pause import gc_paused
+from partita.analysis.mode import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, identifier_of
+from partita.analysis.modes import has_toggles
+from partita.analysis.nodes import find
+from partita.program.mode_runs import ModeRun, mode_runs, nested_mode_runs, openers_of
+from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.rewrite.bodies import PLAIN_BODY
-from partita.rewrite.bodies_of_operators import with_bodies
-from partita.rewrite.mode_operators import OperatorFamily, operator_for, setting_of
+from partita.rewrite.mode_nodes import OperatorFamily, operator_for, setting_of
 from partita.rewrite.operator_calls import call_through
-from partita.rewrite.outer_graph import OutlineStyle, Surroundings
-from partita.rewrite.outline import outlined
-from partita.rewrite.state_keys import MovedByPart
-from partita.rewrite.unique_names import unique_names
+from partita.rewrite.outline import OutlineStyle, Surroundings, outlined, with_bodies
+from partita.rewrite.state import MovedByPart, unique_names
 
 __all__ = ["WrapStyle", "wrap_modes"]
 

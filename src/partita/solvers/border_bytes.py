@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from partita.solvers.few_parts import Steps
-from partita.solvers.levels import REFUSED
-from partita.solvers.relation import Relation
+from partita.solvers.relation import REFUSED, Relation
 
 __all__ = ["border_bytes", "moved_for_bytes"]
+
 
 _SWEEPS = 6
 #: So many units are looked at in all, so that a graph of a million takes seconds.

@@ -1,21 +1,22 @@
-"""Few parts for nodes of several kinds, when a part holds nodes of one kind.
-
-The fewest are NP-hard to find: chains of two kinds alone contain the shortest common supersequence. This runs the graph
-in thought, and each time runs the kind from which the longest chain of parts is still to come, as far as it goes; it
-does so from both ends, with two ways to break ties, and gives the best.
-"""
+"""Fewest parts of several kinds; growing, splitting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import TypeAlias, final
 
-from partita.solvers.levels import REFUSED
-from partita.solvers.relation import Relation
+from partita.solvers.relation import REFUSED, Relation, components, relation
 
-__all__ = ["Steps", "few_steps"]
+__all__ = ["Steps", "connected_parts", "cut_in_order", "deep_order", "few_steps", "grown_parts", "kept_parts"]
+
+
+# Few parts for nodes of several kinds, when a part holds nodes of one kind.
+#
+# The fewest are NP-hard to find: chains of two kinds alone contain the shortest common supersequence. This runs the
+# graph in thought, and each time runs the kind from which the longest chain of parts is still to come, as far as it
+# goes; it does so from both ends, with two ways to break ties, and gives the best.
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +143,238 @@ def _heights(relation: Relation, kinds: Sequence[int]) -> list[int]:
             height = max(height, heights[after] + step)
         heights[unit] = height
     return heights
+
+
+# Parts of a part: some of its units, cut so that they can run one after another where the part ran.
+#
+# No path leaves a part of a legal partition and comes back to it. So only what is inside matters, and what can run in
+# the place of the part is legal in the whole, whatever becomes of the other parts. Everything here is linear in the
+# part.
+
+
+def kept_parts(between: Relation, units: Sequence[int], kept: Collection[int]) -> list[list[int]]:
+    """The fewest parts of `kept` if the other `units` of a part, all in an order that can run, run by themselves."""
+    levels: dict[int, int] = {}
+    parts: dict[int, list[int]] = {}
+    for unit in units:
+        is_kept = unit in kept
+        level = 1 if is_kept else 0
+        for source in between.behind[unit]:
+            reached = levels.get(source, -1)
+            if reached >= level:
+                level = reached + 1 if is_kept and source not in kept else reached
+        levels[unit] = level
+        if is_kept:
+            parts.setdefault(level, []).append(unit)
+    return [parts[level] for level in sorted(parts)]
+
+
+def connected_parts(between: Relation, units: Sequence[int]) -> list[list[int]]:
+    """The units of a part in parts that data connects, by their first units."""
+    pieces = _linked(between, units)
+    if len(pieces) == 1:
+        return pieces
+    piece_of = {unit: at for at, piece in enumerate(pieces) for unit in piece}
+    found: list[list[int]] = []
+    for knot in components(range(len(pieces)), _edges_of_pieces(between, units, piece_of)):
+        if len(knot) == 1:
+            found.append(pieces[knot[0]])
+        else:  # Effects lead from one piece to another and back.
+            members = frozenset(unit for at in knot for unit in pieces[at])
+            found += _grown(between, [unit for unit in units if unit in members])
+    place = {unit: at for at, unit in enumerate(units)}
+    return sorted(found, key=lambda part: place[part[0]])
+
+
+def deep_order(between: Relation, units: Sequence[int]) -> list[int]:
+    """The units of a part in an order that can run, each shortly after what it reads, so that runs are connected."""
+    inside, seen, order = frozenset(units), set[int](), list[int]()
+    for last in reversed(units):
+        path = [] if last in seen else [(last, _inside(between.behind[last], inside))]
+        seen.add(last)
+        while path:
+            unit, rest = path[-1]
+            for source in rest:
+                if source not in seen:
+                    seen.add(source)
+                    path.append((source, _inside(between.behind[source], inside)))
+                    break
+            else:
+                order.append(unit)
+                path.pop()
+    return order
+
+
+def cut_in_order(units: Sequence[int], sizes: Mapping[int, int], largest: int) -> list[list[int]]:
+    """The units, in an order that can run, in parts of at most the largest size; a unit alone may be larger."""
+    parts: list[list[int]] = []
+    held = largest
+    for unit in units:
+        if held + sizes[unit] > largest:
+            parts.append([])
+            held = 0
+        parts[-1].append(unit)
+        held += sizes[unit]
+    return parts
+
+
+def _linked(between: Relation, units: Sequence[int]) -> list[list[int]]:
+    root = {unit: unit for unit in units}
+
+    def find(unit: int) -> int:
+        while root[unit] != unit:
+            root[unit] = unit = root[root[unit]]
+        return unit
+
+    for unit in units:
+        for source in _inside(between.reads[unit], root):
+            root[find(source)] = find(unit)
+    pieces: dict[int, list[int]] = {}
+    for unit in units:
+        pieces.setdefault(find(unit), []).append(unit)
+    return list(pieces.values())
+
+
+def _edges_of_pieces(between: Relation, units: Sequence[int], piece_of: Mapping[int, int]) -> dict[int, list[int]]:
+    edges: dict[int, list[int]] = {}
+    for unit in units:
+        for source in _inside(between.behind[unit], piece_of):
+            if piece_of[source] != piece_of[unit]:
+                edges.setdefault(piece_of[source], []).append(piece_of[unit])
+    return edges
+
+
+def _grown(between: Relation, units: Sequence[int]) -> list[list[int]]:
+    """Connected parts that grow along the data; single units where that would take too long."""
+    place = {unit: at for at, unit in enumerate(units)}
+    order = range(len(units))
+    data = ((place[source], place[unit]) for unit in units for source in _inside(between.reads[unit], place))
+    behind = ((place[source], place[unit]) for unit in units for source in _inside(between.behind[unit], place))
+    part_of = grown_parts(relation(order, order, data=data, effects=behind), [0] * len(units)) or order
+    parts: dict[int, list[int]] = {}
+    for unit, part in zip(units, part_of, strict=True):
+        parts.setdefault(part, []).append(unit)
+    return list(parts.values())
+
+
+def _inside(found: Sequence[int], inside: Collection[int]) -> Iterator[int]:
+    return (unit for unit in found if unit in inside)
+
+
+# Parts that grow along the data: from the last unit on, each joins the parts that read it, where no cycle arises.
+#
+# The merged units form a graph in which every vertex has a height, and heights fall along every edge. So a path
+# between two vertices can only lead through heights between theirs, and a search for one looks at nothing else.
+
+
+#: How many vertices may be looked at for each unit, on average, before the search is given up.
+_VISITS_PER_UNIT = 50
+_VISITS_ANYWAY = 2_000_000
+
+
+def grown_parts(relation: Relation, kinds: Sequence[int]) -> list[int] | None:
+    """A number for each unit, the same for those of one part; None where that would not take linear time.
+
+    Every part is connected by data and holds units of one kind.
+    """
+    growth = _Growth(relation, kinds)
+    for unit in reversed(relation.order):
+        growth.add(unit)
+        if growth.visits > _VISITS_PER_UNIT * len(relation) + _VISITS_ANYWAY:
+            return None
+    return [growth.find(unit) for unit in range(len(relation))]
+
+
+@final
+class _Growth:
+    """The graph of merged units: a vertex is called by one of its units."""
+
+    def __init__(self, relation: Relation, kinds: Sequence[int]) -> None:
+        self.visits = 0
+        self._relation, self._kinds = relation, kinds
+        self._parent = list(range(len(relation)))
+        self._sizes = [1] * len(relation)
+        self._height = [0] * len(relation)
+        self._after: dict[int, set[int]] = {}
+        self._behind: dict[int, set[int]] = {}
+
+    def find(self, unit: int) -> int:
+        """The vertex that `unit` is in."""
+        parent = self._parent
+        while parent[unit] != unit:
+            parent[unit] = unit = parent[parent[unit]]
+        return unit
+
+    def add(self, unit: int) -> None:
+        """Adds a unit that nothing stands before yet, and merges it with those that read it."""
+        after = {self.find(target) for target in self._relation.before[unit]}
+        self._after[unit], self._behind[unit] = after, set()
+        for target in after:
+            self._behind[target].add(unit)
+        self._height[unit] = 1 + max((self._height[target] for target in after), default=0)
+        if self._kinds[unit] == REFUSED:
+            return
+        vertex = unit
+        for reader in self._relation.readers[unit]:
+            other = self.find(reader)
+            if self._kinds[other] == self._kinds[unit] and other != vertex:
+                vertex = self._merged(vertex, other) or vertex
+
+    def _merged(self, one: int, other: int) -> int | None:
+        """The vertex of both, unless a path leads from one to the other through a third."""
+        height = self._height
+        top, bottom = (one, other) if height[one] > height[other] else (other, one)
+        others = [vertex for vertex in self._neighbours(self._after, top) if vertex != bottom]
+        if height[top] > height[bottom] and self._reaches(others, bottom):
+            return None
+        raised = max(height[bottom], 1 + max((height[vertex] for vertex in others), default=0))
+        vertex = self._joined(top, bottom)
+        height[vertex] = raised
+        self._raise_behind(vertex)
+        return vertex
+
+    def _reaches(self, starts: Iterable[int], bottom: int) -> bool:
+        height, lowest = self._height, self._height[bottom]
+        waiting = [vertex for vertex in starts if height[vertex] > lowest]
+        seen = set(waiting)
+        while waiting:
+            for vertex in self._neighbours(self._after, waiting.pop()):
+                if vertex == bottom:
+                    return True
+                if height[vertex] > lowest and vertex not in seen:
+                    seen.add(vertex)
+                    waiting.append(vertex)
+        return False
+
+    def _joined(self, one: int, other: int) -> int:
+        larger, smaller = (one, other) if self._sizes[one] >= self._sizes[other] else (other, one)
+        self._parent[smaller] = larger
+        self._sizes[larger] += self._sizes[smaller]
+        for table in (self._after, self._behind):
+            table[larger] = _united(table[larger], table.pop(smaller))
+        return larger
+
+    def _raise_behind(self, vertex: int) -> None:
+        """Puts everything that stands before `vertex` above it."""
+        height, waiting = self._height, [vertex]
+        while waiting:
+            low = waiting.pop()
+            for behind in self._neighbours(self._behind, low):
+                if height[behind] <= height[low]:
+                    height[behind] = height[low] + 1
+                    waiting.append(behind)
+
+    def _neighbours(self, table: dict[int, set[int]], vertex: int) -> set[int]:
+        """The vertices in the entry of `vertex`, as they are called by now."""
+        found = set(map(self.find, table[vertex]))
+        found.discard(vertex)
+        table[vertex] = found
+        self.visits += 1 + len(found)
+        return found
+
+
+def _united(one: set[int], other: set[int]) -> set[int]:
+    if len(one) < len(other):
+        one, other = other, one
+    one |= other
+    return one

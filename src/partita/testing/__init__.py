@@ -1,17 +1,13 @@
 """For whoever tests a policy, a treatment or a backend: random programs that run, regions over them, and laws."""
 
-from partita.testing.backend_laws import check_backend
-from partita.testing.backend_report import BackendReport, BrokenLaw
-from partita.testing.build import build, random_case, random_crossing, random_nest
+from partita.testing.backend_check import BackendReport, BrokenLaw, check_backend
 from partita.testing.captured import CAPTURES, captured_case
-from partita.testing.case import Case
-from partita.testing.export_laws import EXPORTABLE, check_export_laws
-from partita.testing.features import ALL, Features
-from partita.testing.laws import LAWS, LawError, check_laws
-from partita.testing.mode_laws import MODE_LAWS, check_mode_laws
-from partita.testing.recipe import Input, Recipe, Step
-from partita.testing.regions import Labelling, Labels, label, random_labelling, random_labels
-from partita.testing.seeds import random_recipe
+from partita.testing.generator.build import build, random_case, random_crossing, random_nest, random_recipe
+from partita.testing.generator.draft import Case
+from partita.testing.generator.recipe import ALL, Features, Input, Recipe, Step
+from partita.testing.generator.regions import Labelling, Labels, label, random_labelling, random_labels
+from partita.testing.laws.core import LAWS, LawError, check_laws
+from partita.testing.laws.modes import EXPORTABLE, MODE_LAWS, check_export_laws, check_mode_laws
 from partita.testing.strategies import captured_programs, labelled_programs, labellings, nests, programs, recipes
 
 __all__ = [

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
 from torch.nn import functional
 
-from partita.testing.state import ramp
+from partita.testing.generator.state import ramp
 
 __all__ = ["BODIES", "Body"]
+
 
 #: The inputs of a body, by how many rows their tensors have.
 Inputs: TypeAlias = Callable[[int], tuple[Any, ...]]

@@ -18,20 +18,20 @@ from multiprocessing import get_context
 import torch
 
 from partita.backends import backend_names
-from partita.testing.build import random_case, random_crossing, random_nest
-from partita.testing.case import Case
-from partita.testing.compiled_laws import COMPILABLE, check_compiled_recompute_law
-from partita.testing.export_laws import EXPORTABLE, check_export_laws
-from partita.testing.features import ALL, Features
-from partita.testing.laws import check_laws
-from partita.testing.lower_laws import check_lower_laws
-from partita.testing.mixed_laws import check_mixed_law
-from partita.testing.mode_laws import check_mode_laws
-from partita.testing.mode_oracle import leaves_modes
-from partita.testing.recompute_laws import check_recompute_laws
-from partita.testing.regions import random_labels
+from partita.testing.generator.build import random_case, random_crossing, random_nest
+from partita.testing.generator.draft import Case
+from partita.testing.generator.recipe import ALL, Features
+from partita.testing.generator.regions import random_labels
+from partita.testing.laws.compiled import COMPILABLE, check_compiled_recompute_law
+from partita.testing.laws.core import check_laws
+from partita.testing.laws.lowering import check_lower_laws
+from partita.testing.laws.mixed import check_mixed_law
+from partita.testing.laws.mode_oracle import leaves_modes
+from partita.testing.laws.modes import EXPORTABLE, check_export_laws, check_mode_laws
+from partita.testing.laws.recompute import check_recompute_laws
 
 __all__ = ["Tally", "fuzz", "main"]
+
 
 _CHUNK = 50
 #: From this many programs on, the share of legal partitions, or of nests that are not refused, tells something.

@@ -7,18 +7,16 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from partita.testing.build import build
 from partita.testing.captured import CAPTURES, captured_case
-from partita.testing.case import Case
-from partita.testing.features import ALL, Features
-from partita.testing.inputs import INPUT_KINDS, PLAIN_INPUT_KINDS
-from partita.testing.nests import NEST_KINDS
-from partita.testing.outputs import OUTPUT_KINDS, PLAIN_OUTPUT_KINDS
-from partita.testing.recipe import LARGEST_PICK, METADATA, Input, Picks, Recipe, Step
-from partita.testing.regions import LABEL_STYLES, Labelling, Labels, label
-from partita.testing.steps.table import families_of, kinds_in
+from partita.testing.generator.build import NEST_KINDS, OUTPUT_KINDS, PLAIN_OUTPUT_KINDS, build
+from partita.testing.generator.draft import Case
+from partita.testing.generator.inputs import INPUT_KINDS, PLAIN_INPUT_KINDS
+from partita.testing.generator.recipe import ALL, LARGEST_PICK, METADATA, Features, Input, Picks, Recipe, Step
+from partita.testing.generator.regions import LABEL_STYLES, Labelling, Labels, label
+from partita.testing.generator.steps.table import families_of, kinds_in
 
 __all__ = ["captured_programs", "labelled_programs", "labellings", "nests", "programs", "recipes"]
+
 
 _MOST_INPUTS = 5
 

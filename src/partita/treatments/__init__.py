@@ -1,8 +1,8 @@
 """Treatments: what happens to a region, and what a recomputed one keeps."""
 
+from partita.lowering.lower import Lower
 from partita.plans import Treatment
-from partita.treatments.call import Call
-from partita.treatments.keep import (
+from partita.recompute.keep import (
     Keep,
     KeepAtMost,
     KeepEverything,
@@ -11,10 +11,8 @@ from partita.treatments.keep import (
     KeepNothing,
     KeepOperators,
 )
-from partita.treatments.lower import Lower
-from partita.treatments.mark import Mark
-from partita.treatments.mode import Mode
-from partita.treatments.recompute import Recompute
+from partita.recompute.recompute import Recompute
+from partita.treatments.basic import Call, Mark, Mode
 
 __all__ = [
     "Call",

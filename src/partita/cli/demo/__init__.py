@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to", "run"]
 
+
 _CHAPTERS = (splitting, wrong_answers, modes, lowering, recomputing)
 
 

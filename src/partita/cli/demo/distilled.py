@@ -7,6 +7,7 @@ from torch import nn
 
 __all__ = ["Distilled", "seeded"]
 
+
 WIDTH, CLASSES = 32, 10
 
 

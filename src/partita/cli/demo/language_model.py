@@ -14,6 +14,7 @@ from partita.cli.demo.model import WORDS, Decoder
 
 __all__ = ["seeded", "small_chip"]
 
+
 #: What the chip has no kernel for.
 _MISSING = {"scaled_dot_product_attention": "no kernel for attention", "rsqrt": "no table of roots"}
 _COMPILER = Inductor()

@@ -14,6 +14,7 @@ from partita.treatments import Lower
 
 __all__ = ["TITLE", "tell"]
 
+
 TITLE = "A language model, compiled as far as a chip can take it"
 
 #: Where a C++ compiler is slow, or used for the first time, Inductor may take longer than a demo should.

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 __all__ = ["Decoder"]
 
+
 WORDS, WIDTH, HEADS = 97, 32, 4
 
 

@@ -19,6 +19,7 @@ from partita.treatments import Mode
 
 __all__ = ["TITLE", "tell"]
 
+
 TITLE = "Nested no_grad and autocast blocks, out and back"
 
 

@@ -14,6 +14,7 @@ from partita.treatments import Recompute
 
 __all__ = ["TITLE", "tell"]
 
+
 TITLE = "The transformer, trained with its blocks computed again"
 
 _STEPS = 3

@@ -13,6 +13,7 @@ from partita.treatments import Call
 
 __all__ = ["TITLE", "tell"]
 
+
 TITLE = "A transformer, cut around its attention"
 
 

@@ -14,6 +14,7 @@ from partita.compat.split_module import split_module
 
 __all__ = ["TITLE", "tell"]
 
+
 TITLE = "Three graphs that torch's split_module gets wrong, silently"
 
 

@@ -1,0 +1,355 @@
+"""Running single nodes or whole programs on fake tensors, leaving no trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum, auto
+from threading import RLock, get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import _TorchDispatchModeKey
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils import _pytree as pytree
+
+from partita._torch.modes import fresh_modes, read_ambient, restore_after_error, restore_autocast
+from partita._torch.symbolic_shapes import hint_of
+
+__all__ = [
+    "FakeCopies",
+    "Look",
+    "Stage",
+    "Tracing",
+    "ambient_kept",
+    "fake_mode_of",
+    "forget_memos",
+    "map_leaves",
+    "map_tensors",
+    "runs_fake",
+    "shared_fake_mode",
+    "tensors_in",
+    "to_fake",
+    "traces_after_dispatch",
+    "tracing_now",
+]
+
+
+# Fake copies of what a program is given and of what it owns, so that it can be run without memory and without a
+# trace.
+#
+# The copies have a fake mode of their own, and numbers where a trace has symbols. What shares memory still does.
+
+
+class FakeCopies:
+    """Copies in one fake `mode`; the same tensor, memory or module always gives the same copy."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        # Without a fallback, which runs an operator on real memory of the same size.
+        self.mode: Any = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        #: The tensors of modules, and their copies.
+        self.owned: list[Tensor] = []
+        self._storages: dict[int, Any] = {}
+        # By identity; what is copied belongs to the program, which outlives this.
+        self._tensors: dict[int, Tensor] = {}
+        self._modules: dict[int, nn.Module] = {}
+
+    def value(self, value: Any) -> Any:
+        """A traced value with copies in place of its tensors, and numbers in place of its symbols."""
+        return pytree.tree_map(lambda leaf: self.tensor(leaf) if isinstance(leaf, Tensor) else hint_of(leaf), value)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """A fake that looks like `tensor`, and needs gradients if that does."""
+        known = self._tensors.get(id(tensor))
+        if known is None:
+            known = self._tensors[id(tensor)] = self._copy(tensor)
+        return known
+
+    def module(self, module: nn.Module) -> nn.Module:
+        """A module with the same code and the same attributes, but copies of all parameters, buffers and tensors."""
+        known = self._modules.get(id(module))
+        if known is not None:
+            return known
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NotImplementedError("a TorchScript module keeps its state out of reach")
+        if isinstance(module, _LazyGraphModule):
+            module.real_recompile()  # The code belongs to the class, which the copy shares.
+        copied: nn.Module = object.__new__(type(module))
+        self._modules[id(module)] = copied
+        copied.__dict__.update(self.attributes(module))
+        return copied
+
+    def attributes(self, module: nn.Module) -> dict[str, Any]:
+        """Everything that `module` holds, its own parameters, buffers and children among it, copied."""
+        plain = {name: self._held(value) for name, value in module.__dict__.items()}
+        tables = {
+            "_parameters": {name: self._held(value) for name, value in module._parameters.items()},
+            "_buffers": {name: self._held(value) for name, value in module._buffers.items()},
+            "_modules": {
+                name: None if child is None else self.module(child) for name, child in module._modules.items()
+            },
+        }
+        return {**plain, **tables}
+
+    def _held(self, value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        if not isinstance(value, Tensor):
+            return value
+        copied = self.tensor(value)
+        self.owned += (value, copied)
+        return copied
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise NotImplementedError("it is given a tensor that is more than memory, sizes and strides")
+        size, stride = ([hint_of(number) for number in numbers] for numbers in (tensor.shape, tensor.stride()))
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        meta.set_(self._storage(tensor), hint_of(tensor.storage_offset()), size, stride)
+        fake: Tensor = FakeTensor(self.mode, meta, tensor.device)
+        if not tensor.requires_grad:
+            return fake
+        if tensor.is_leaf:
+            return fake.requires_grad_()
+        with self.mode:  # Unlike a leaf, it may be written.
+            return fake.copy_(torch.empty_like(fake).requires_grad_())
+
+    def _storage(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            memory = torch.empty(hint_of(storage.nbytes()), dtype=torch.uint8, device="meta")
+            known = self._storages[storage._cdata] = memory.untyped_storage()
+        return known
+
+
+# A stage: single nodes are tried on fake tensors, under modes set for the occasion; nothing of it stays behind.
+
+
+#: Stages of one trace share its fake mode, which is for one thread at a time.
+_LOCK = RLock()
+
+
+class Look(NamedTuple):
+    """What a tensor looks like from outside."""
+
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Look:
+        stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        return cls(tuple(tensor.size()), stride, tensor.dtype, tensor.device)
+
+
+class Stage:
+    """Fake tensors that look like traced values, in the fake mode that those belong to."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._mode = _mode_of_trace(values)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, operators compute metadata only, gradients are on, autocast and inference mode are off."""
+        with ExitStack() as stack:
+            stack.enter_context(_LOCK)
+            stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(fresh_modes(grad=True))
+            stack.enter_context(_guards_ignored(self._mode))
+            stack.enter_context(runs_fake(self._mode))
+            yield
+
+    def copy(self, value: Any, *, requires_grad: bool = False) -> Any:
+        """A value with new fake tensors in place of its tensors."""
+        return map_tensors(lambda tensor: self.like(tensor).requires_grad_(requires_grad), value)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A new fake tensor that looks like `tensor`."""
+        if tensor.layout is not torch.strided:
+            with self._mode, torch.no_grad():
+                return self._mode.from_tensor(tensor, static_shapes=True).detach()  # type: ignore[no-any-return]
+        return self.made(Look.of(tensor))
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """A fake tensor in the same storage as a traced value."""
+        mode = fake_mode_of(tensor)
+        if mode is None:
+            return self.like(tensor)
+        with mode, torch.no_grad():
+            return tensor.detach()
+
+    def made(self, look: Look) -> Tensor:
+        """A new fake tensor that looks so."""
+        with self._mode:
+            return torch.empty_strided(look.size, look.stride, dtype=look.dtype, device=look.device)
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """A value with `change(tensor)` in place of each of its tensors."""
+    return pytree.tree_map_only(Tensor, change, value)
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """A value with `change(leaf)` in place of everything in it that is no container."""
+    return pytree.tree_map(change, value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value, in order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def fake_mode_of(tensor: Tensor) -> Any:
+    """The mode that a fake tensor belongs to; None for a real one."""
+    # Only fake tensors have the attribute; to import their class takes a while, and means that there are some.
+    return getattr(tensor, "fake_mode", None)
+
+
+def _mode_of_trace(values: Iterable[Any]) -> Any:
+    """The fake mode of a trace: that of a symbolic tensor if there is one, since only that knows the symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    modes = []
+    for tensor in (tensor for value in values for tensor in tensors_in(value)):
+        mode = fake_mode_of(tensor)
+        if mode is not None and tensor._has_symbolic_sizes_strides:
+            return mode
+        modes.append(mode)
+    return next((mode for mode in modes if mode is not None), None) or FakeTensorMode()
+
+
+def _guards_ignored(mode: Any) -> AbstractContextManager[Any]:
+    """The trace is over: what was asked about its sizes then was asked for good."""
+    env = mode.shape_env
+    return nullcontext() if env is None else env.suppress_guards()
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """An operator that fails on fake tensors is an answer here, and no error; what other threads log is heard."""
+    log, thread = logging.getLogger(logger), get_ident()
+
+    def is_heard(_: logging.LogRecord) -> bool:
+        return get_ident() != thread
+
+    log.addFilter(is_heard)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_heard)
+
+
+# Fake tensors for a compiler backend: in the mode that Dynamo set up, with the symbolic sizes that it chose.
+
+
+def shared_fake_mode(example_inputs: Sequence[Any]) -> Any:
+    """The fake mode of the trace that is going on or of the inputs; a new one where there is neither."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return detect_fake_mode(list(example_inputs)) or FakeTensorMode()
+
+
+def to_fake(value: Any, mode: Any) -> Any:
+    """A tensor as a fake one of `mode`; anything else as it is. One tensor always gives the same fake."""
+    from torch._guards import TracingContext
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(value, torch.Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
+        return value
+    context = TracingContext.try_get()
+    symbolic = None if context is None else context.tensor_to_context.get(value)
+    if symbolic is None:
+        return mode.from_tensor(value, static_shapes=True)
+    return mode.from_tensor(value, symbolic_context=symbolic, source=symbolic.tensor_source)
+
+
+@contextmanager
+def runs_fake(mode: Any, *, as_dynamo: bool = False) -> Iterator[None]:
+    """Operators compute metadata only; real parameters among their arguments are read as fakes and never written.
+
+    With `as_dynamo`, Python's versions of operators run, as they do under Dynamo: matmul in C++ fixes the sizes that it
+    reads (torch 2.11). These copy where plain torch gives the same tensor back.
+    """
+    allowed, autograd = mode.allow_non_fake_inputs, torch._C._autograd
+    # Hooks on saved tensors are the user's: they expect tensors with data.
+    traced = autograd._saved_tensors_hooks_set_tracing(True)
+    mode.allow_non_fake_inputs = True
+    try:
+        with _fresh_symbols_ignored(mode), enable_python_dispatcher() if as_dynamo else nullcontext(), mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = allowed
+        autograd._saved_tensors_hooks_set_tracing(traced)
+
+
+def forget_memos(mode: Any) -> None:
+    """Lets a second run of the same nodes make new unbacked symbols, which then get the old names."""
+    mode.epoch += 1
+
+
+@contextmanager
+def ambient_kept() -> Iterator[None]:
+    """Puts back the modes that a graph leaves behind, since running it on fakes must change nothing."""
+    ambient = read_ambient()
+    try:
+        yield
+    except BaseException as error:
+        restore_after_error(ambient, error)
+        raise
+    torch.set_grad_enabled(ambient.grad)
+    restore_autocast(ambient)
+
+
+def _fresh_symbols_ignored(mode: Any) -> AbstractContextManager[Any]:
+    """The next tracer asks where every new unbacked symbol is bound; those of a fake run are bound nowhere."""
+    env = mode.shape_env
+    return nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
+
+
+# Whether what runs now is being written down by a tracer, and how.
+
+
+class Tracing(Enum):
+    """Who watches a body run."""
+
+    #: Nobody: the values matter.
+    NOT = auto()
+    #: A tracer that writes down the operators inside, and nothing of the mode around them.
+    OPEN = auto()
+    #: A tracer that writes down the call, with its mode, and the body beside it.
+    KEPT = auto()
+
+
+def tracing_now() -> Tracing:
+    """Whether torch.export, `make_fx` or AOTAutograd runs this to see what it does."""
+    if torch.compiler.is_exporting():
+        return Tracing.OPEN
+    if torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)):
+        return Tracing.OPEN
+    before_dispatch = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+    return Tracing.OPEN if before_dispatch and _len_torch_dispatch_stack_pre_dispatch() > 0 else Tracing.NOT
+
+
+def traces_after_dispatch() -> bool:
+    """Whether `make_fx` writes down what runs, after dispatch, and nothing functionalizes it first."""
+    if torch.compiler.is_exporting() or torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    proxies, functional = map(torch._C._get_dispatch_mode, _TRACERS)
+    is_functionalized = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize)
+    return proxies is not None and functional is None and not is_functionalized
+
+
+_TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)

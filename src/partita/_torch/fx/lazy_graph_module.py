@@ -1,0 +1,502 @@
+"""Graph modules that generate code on first call and pickle as data."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import importlib
+import sys
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from types import BuiltinFunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.fx.graph
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph_module import _WrappedCall
+from torch.utils import _pytree as pytree
+
+from partita._torch.fx.graph_writer import GraphWriter
+from partita._torch.gc_pause import gc_paused
+from partita._torch.modes import read_ambient, restore_after_error
+from partita._torch.operators.registry import (
+    WRAP_WITH_SET_GRAD_ENABLED,
+    Entered,
+    close_dual_level,
+    entered_by,
+    entered_by_any,
+    is_dual_level_open,
+)
+
+__all__ = [
+    "LazyModule",
+    "blank_module",
+    "generate_code",
+    "keep_unread_nodes",
+    "lazy_module",
+    "make_lazy_again",
+    "restore_levels",
+    "take_inputs_in_a_list",
+]
+
+
+# Boxed calls: a graph takes its inputs in one list, which it empties, so that each can be freed after its last use.
+#
+# AOTAutograd calls compiled graphs like this.
+
+
+#: torch 2.11 may not have it; graphs are then called with their inputs one by one, which AOTAutograd can do as well.
+_BoxedCodeGen: Any = getattr(torch.fx.graph, "_BoxedCodeGen", None)
+
+
+def take_inputs_in_a_list(graph: Graph) -> None:
+    """Lets the code of a plain graph be called with one list of its inputs, too; other graphs keep their convention."""
+    inputs = graph.find_nodes(op="placeholder")
+    is_plain = type(graph._codegen) is torch.fx.graph.CodeGen
+    if _BoxedCodeGen is not None and is_plain and not any(node.args or str(node.target)[0] == "*" for node in inputs):
+        graph.set_codegen(_ListOrInputs())
+
+
+class _ListOrInputs(_BoxedCodeGen or torch.fx.graph.CodeGen):  # type: ignore[misc]
+    """Torch's own takes nothing but a list, so that whoever calls the graph by hand has to know about it."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [text.partition(":")[0].partition("=")[0].strip() for text in free_vars if text != "self"]
+        lines = [f"def {self._func_name}(self, *given_){maybe_return_annotation}:"]
+        if names:
+            lines += [
+                "    given_ = given_[0] if len(given_) == 1 and type(given_[0]) is list else list(given_)",
+                f"    [{', '.join(names)}] = given_",
+                "    given_.clear()",
+            ]
+        return "\n".join(lines)
+
+
+# Graph modules that generate their Python code when they are first called, and not before.
+
+
+# The specification of a leaf is an instance of a class that torch 2.13 deprecates, so that every copy and pickle of a
+# module with one would warn. Copied as what `treespec_leaf` gives, it is the same and says nothing.
+copyreg.pickle(type(pytree.treespec_leaf()), lambda leaf: (pytree.treespec_leaf, ()))
+
+#: Two threads that call one module for the first time must not both install its code.
+_CODE_LOCK = threading.RLock()
+
+
+class LazyModule(_LazyGraphModule):
+    """A graph module whose code waits for its first call, that keeps its whole graph when pickled or copied.
+
+    torch's own graph modules are pickled as source text and traced again on load, which executes and drops every node
+    that has no tensor input (mode toggles, random draws, constants). This one stores the nodes.
+    """
+
+    #: Whether the graph switches modes and must put them back when a node in it raises.
+    _restores_modes: bool
+    #: Whether the graph ends with the grad mode that its caller is taken to have; calling it puts back the real one.
+    _restores_grad: bool
+    #: The levels of transforms that the graph and its parts start, once there is code.
+    _entered = Entered(transform=False, dual_level=False)
+
+    @property
+    def __call__(self) -> Any:  # type: ignore[override]
+        """Generates the code, then is what any module's `__call__` is.
+
+        torch's lazy modules generate code inside `forward`, after the hooks have run, and so run them twice. This way
+        the code is there before anyone asks for `forward`, which is also what Dynamo needs.
+        """
+        self.real_recompile()
+        return types.MethodType(type(self).__call__, self)
+
+    def _lazy_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.real_recompile()
+        return self.forward(*args, **kwargs)
+
+    def _real_recompile(self) -> Any:
+        cls: Any = type(self)
+        # The code's own `__call__`, installed below, would look for the one above it, which is the property here.
+        cls._wrapped_call = _WrappedCall(cls, _call_as_module)
+        code = super()._real_recompile()
+        # Code that calls parts is about to need theirs; parts that went to a compiler are no lazy modules any more.
+        for child in self.children():
+            if isinstance(child, LazyModule):
+                child.real_recompile()
+        inner = [child for child in self.children() if isinstance(child, GraphModule)]
+        entered = [child._entered if isinstance(child, LazyModule) else entered_by(child.graph) for child in inner]
+        cls._entered = entered_by_any([entered_by(self.graph), *entered])
+        leaves_modes = self.graph.find_nodes(op="call_function", target=WRAP_WITH_SET_GRAD_ENABLED, sort=False)
+        if self.__dict__.get("_restores_modes") or leaves_modes or any(cls._entered):
+            keeps_grad = bool(self.__dict__.get("_restores_grad"))
+            cls.forward = _keep_modes(cls.forward, grad=keeps_grad, dual_level=cls._entered.dual_level)
+        if self.__dict__.get("_is_part"):
+            # The wrapper that shows the failing line of generated code is around the outer module already.
+            cls.__call__ = _call_as_module
+        return code
+
+    def recompile(self) -> Any:  # type: ignore[override]
+        """The body of an operator that has code has it again at once: Dynamo can trace code, but not how it is made."""
+        waits = self._needs_recompile() or not keeps_unread_nodes(self._graph)
+        return super().recompile() if waits else self._real_recompile()
+
+    def real_recompile(self) -> None:
+        with _CODE_LOCK, gc_paused():
+            super().real_recompile()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {key: value for key, value in self.__dict__.items() if key != "_graph"}
+        # What a live trace left on the module means nothing in another process, and does not pickle either.
+        state |= {"shape_env": None, "meta": {key: value for key, value in self.meta.items() if is_plain(value)}}
+        return _unpickle, (type(self).__name__, state, record_of_graph(self._graph))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyModule:
+        graph: Any = Graph(tracer_cls=self._graph._tracer_cls)
+        copied = _blank(type(self).__name__)
+        memo[id(self)] = copied
+        values: dict[Any, Any] = {}
+        output = graph.graph_copy(self._graph, values, return_output_node=True)
+        if output is not None:
+            value, old_output = output
+            new_output = graph.output(value, type_expr=getattr(old_output, "type", None))
+            new_output.meta = copy.copy(old_output.meta)
+        graph.set_codegen(copy.copy(self._graph._codegen))
+        if keeps_unread_nodes(self._graph):
+            keep_unread_nodes(graph)
+        shared = {"meta": copy.copy(self.meta), "shape_env": self.shape_env, "_tracer_extras": self._tracer_extras}
+        state = {key: value for key, value in self.__dict__.items() if key != "_graph" and key not in shared}
+        copied.__dict__.update(copy.deepcopy(state, memo), **shared)
+        _adopt(copied, graph)
+        if not self._needs_recompile():
+            # Whoever copies a module that can be traced can trace the copy.
+            copied.real_recompile()
+        return copied
+
+
+def lazy_module(
+    graph: Graph,
+    *,
+    training: bool,
+    restores_modes: bool = False,
+    restores_grad: bool = False,
+    is_impure: bool = False,
+    is_part: bool = False,
+) -> LazyModule:
+    """A module without state that runs `graph`; register what its nodes name before it is called."""
+    module = _blank("GraphModule")
+    module.__dict__.update(blank_attributes())
+    tracer = graph._tracer_cls
+    module.__dict__.update(
+        training=training,
+        meta={},
+        shape_env=None,
+        _tracer_cls=tracer if tracer is not None and "<locals>" not in tracer.__qualname__ else None,
+        _tracer_extras=graph._tracer_extras or {},
+        _replace_hooks=[],
+        _create_node_hooks=[],
+        _erase_node_hooks=[],
+        _deepcopy_hooks=[],
+        # `Graph.eliminate_dead_code` asks for this name: without it a call that only has effects is deleted.
+        _is_impure=is_impure,
+        _restores_modes=restores_modes,
+        _restores_grad=restores_grad,
+        _is_part=is_part,
+    )
+    _adopt(module, graph)
+    return module
+
+
+def generate_code(attributes: Iterable[object]) -> None:
+    """Generates the code of all lazy modules among `attributes` and inside them, without calling any."""
+    for attribute in attributes:
+        for module in attribute.modules() if isinstance(attribute, nn.Module) else ():
+            if isinstance(module, LazyModule):
+                module.real_recompile()
+
+
+def make_lazy_again(module: nn.Module) -> None:
+    """Gives lazy modules their class back, which torch's GraphPickler makes plain graph modules without code.
+
+    It reduces every graph module in its own way (torch 2.13), whatever the module says of itself.
+    """
+    for each in module.modules():
+        if type(each).forward is nn.Module.forward and "_restores_modes" in each.__dict__:
+            each.__class__ = _lazy_class(type(each).__name__)
+
+
+def _blank(class_name: str) -> LazyModule:
+    return object.__new__(_lazy_class(class_name))
+
+
+def _lazy_class(name: str) -> type[LazyModule]:
+    """A class for one module, into which its code will go."""
+    cls = type("GraphModuleImpl", (LazyModule,), {"forward": LazyModule._lazy_forward})
+    cls.__name__ = name
+    return cls
+
+
+def _call_as_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What calling any module does; looked up at each call, since tracers put their own function there for a while."""
+    return nn.Module.__call__(module, *args, **kwargs)
+
+
+def _adopt(module: LazyModule, graph: Graph) -> None:
+    module.__dict__["_graph"] = graph
+    graph.owning_module = module
+
+
+def _unpickle(class_name: str, state: dict[str, Any], record: Any) -> LazyModule:
+    module = _blank(class_name)
+    module.__dict__.update(state)
+    _adopt(module, graph_from_record(record))
+    return module
+
+
+class _RestoringModule(GraphModule):
+    """A graph module of torch whose code leaves the transforms that it entered when a node raises."""
+
+    def recompile(self) -> Any:
+        code, cls = super().recompile(), type(self)
+        cls.forward = _keep_modes(cls.forward, grad=False, dual_level=_entered_in(self).dual_level)
+        return code
+
+
+def restore_levels(module: GraphModule) -> None:
+    """Lets a module of torch, and its copies, leave the transforms that its graphs enter when a node raises."""
+    if any(_entered_in(module)):
+        # Each graph module has a class of its own, below the one that it was made from.
+        own, made_from = type(module), type(module).__bases__[0]
+        own.__bases__ = (type(made_from)("_RestoringModule", (_RestoringModule, made_from), {}),)
+        module.recompile()
+
+
+def _entered_in(module: nn.Module) -> Entered:
+    return entered_by_any(entered_by(inner.graph) for inner in module.modules() if isinstance(inner, GraphModule))
+
+
+def _keep_modes(forward: Callable[..., Any], *, grad: bool, dual_level: bool) -> Callable[..., Any]:
+    """`forward` that restores the modes when it raises, and with `grad` the grad mode in any case.
+
+    With `dual_level`, the level of forward-mode AD is one of them.
+    """
+
+    @functools.wraps(forward)
+    def forward_keeping_modes(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return run(self, *args, **kwargs)
+        ambient, had_dual_level = read_ambient(), dual_level and is_dual_level_open()
+        try:
+            return run(self, *args, **kwargs)
+        except BaseException as error:
+            restore_after_error(ambient, error)
+            if dual_level and not had_dual_level:
+                close_dual_level()
+            raise
+
+    def keep_grad(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = torch.is_grad_enabled()
+        result = forward(self, *args, **kwargs)
+        if torch.is_grad_enabled() is not found:
+            torch._C._set_grad_enabled(found)
+        return result
+
+    run = keep_grad if grad else forward
+    return forward_keeping_modes
+
+
+# Modules with nothing in them, made without the set-up of `nn.Module`, which costs more than all else about a part.
+
+
+def blank_module(*, training: bool) -> nn.Module:
+    """What `nn.Module()` gives."""
+    module = nn.Module.__new__(nn.Module)
+    module.__dict__.update(blank_attributes(), training=training)
+    return module
+
+
+def blank_attributes() -> dict[str, Any]:
+    """The attributes of a fresh module, in tables of its own."""
+    return {name: value.copy() if name in _TABLES else value for name, value in _TEMPLATE.items()}
+
+
+_TEMPLATE = dict(nn.Module().__dict__)
+_TABLES = frozenset(name for name, value in _TEMPLATE.items() if hasattr(value, "copy"))
+
+
+# A graph as plain data that pickles: every node with its name, target and arguments, nothing traced again.
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecord:
+    """Rows of (op, target, args, kwargs, name, type, metadata), and what generates code from them."""
+
+    rows: tuple[tuple[Any, ...], ...]
+    codegen: Any
+    tracer_cls: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    namespace: str
+    name: str
+    overload: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Builtin:
+    module: str
+    name: str
+
+
+def record_of_graph(graph: Graph) -> GraphRecord:
+    """`graph` as data; of the metadata only plain values are kept, since traced tensors do not pickle."""
+    references: dict[Node, _Reference] = {}
+    rows = []
+    for node in graph.nodes:
+        rows.append(
+            (
+                node.op,
+                _packed_target(node.target),
+                _packed(node.args, references),
+                _packed(node.kwargs, references),
+                node.name,
+                node.type,
+                {key: value for key, value in node.meta.items() if is_plain(value)},
+            )
+        )
+        references[node] = _Reference(len(references))
+    tracer = graph._tracer_cls
+    return GraphRecord(
+        tuple(rows), graph._codegen, tracer if tracer and "<locals>" not in tracer.__qualname__ else None
+    )
+
+
+def graph_from_record(record: GraphRecord) -> Graph:
+    """The graph that `record_of_graph` wrote down."""
+    writer = GraphWriter(record.tracer_cls)
+    writer.names.reserve(row[4] for row in record.rows)
+    nodes: list[Node] = []
+    for op, target, args, kwargs, name, type_expr, meta in record.rows:
+        read, named = _unpacked(args, nodes), _unpacked(kwargs, nodes)
+        node = writer.write(op, _unpacked_target(target), read, named, name=name, type_expr=type_expr)
+        node.meta.update(meta)
+        nodes.append(node)
+    graph = writer.close()
+    graph.set_codegen(record.codegen)
+    return graph
+
+
+def _packed(argument: Any, references: dict[Node, _Reference]) -> Any:
+    """Arguments with references for nodes, in ordinary containers."""
+    if isinstance(argument, Node):
+        return references[argument]
+    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        return type(argument)(*(_packed(item, references) for item in argument))
+    if isinstance(argument, tuple):
+        return tuple(_packed(item, references) for item in argument)
+    if isinstance(argument, list):
+        return [_packed(item, references) for item in argument]
+    if isinstance(argument, dict):
+        return {key: _packed(item, references) for key, item in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(_packed(item, references) for item in (argument.start, argument.stop, argument.step)))
+    if isinstance(argument, OpOverload | OpOverloadPacket | HigherOrderOperator | BuiltinFunctionType):
+        return _packed_target(argument)
+    if isinstance(argument, torch.memory_format | torch.layout):
+        return _Builtin("torch", str(argument).removeprefix("torch."))
+    return argument
+
+
+def _unpacked(argument: Any, nodes: list[Node]) -> Any:
+    if isinstance(argument, _Reference):
+        return nodes[argument.row]
+    if isinstance(argument, _Operator | _Builtin):
+        return _unpacked_target(argument)
+    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        return type(argument)(*(_unpacked(item, nodes) for item in argument))
+    if isinstance(argument, tuple):
+        return tuple(_unpacked(item, nodes) for item in argument)
+    if isinstance(argument, list):
+        return [_unpacked(item, nodes) for item in argument]
+    if isinstance(argument, dict):
+        return {key: _unpacked(item, nodes) for key, item in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(_unpacked(item, nodes) for item in (argument.start, argument.stop, argument.step)))
+    return argument
+
+
+def _packed_target(target: Any) -> Any:
+    if isinstance(target, OpOverload):
+        name, overload = target._schema.name.partition("::")[2], target._overloadname
+        return _Operator(target.namespace, name, overload)
+    if isinstance(target, OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return _Operator(namespace, name, None)
+    if isinstance(target, HigherOrderOperator):
+        return _Operator("higher_order", target.name(), None)
+    if isinstance(target, BuiltinFunctionType) and isinstance(target.__self__, ModuleType):
+        # The older protocols of pickle, which torch.save uses, would try to store the module itself.
+        return _Builtin(target.__self__.__name__, target.__name__)
+    return target
+
+
+def _unpacked_target(target: Any) -> Any:
+    if isinstance(target, _Builtin):
+        return attrgetter(target.name)(_module(target.module))
+    if not isinstance(target, _Operator):
+        return target
+    packet = getattr(getattr(torch.ops, target.namespace), target.name)
+    return packet if target.overload is None else getattr(packet, target.overload)
+
+
+def _module(path: str) -> Any:
+    """A module by its path; some of torch's are attributes of others and cannot be imported."""
+    package, _, rest = path.partition(".")
+    module = importlib.import_module(package)
+    return sys.modules.get(path) or (attrgetter(rest)(module) if rest else module)
+
+
+_PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` is nothing but numbers, text and containers of them."""
+    if type(value) in _PLAIN or isinstance(value, torch.dtype):
+        return True
+    if type(value) in (tuple, list, set, frozenset, torch.Size):
+        return all(map(is_plain, value))
+    if type(value) in (dict, OrderedDict):
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
+    return False
+
+
+# Nodes that nobody reads, in bodies: torch's dead-code elimination looks into bodies and there deletes too much.
+
+
+def keep_unread_nodes(graph: Graph) -> None:
+    """Lets dead-code elimination of the graph around it leave this graph as it is.
+
+    A trace keeps random draws, and batch norms that write their statistics without saying so, though nobody reads
+    them; but in the bodies that the traced graph calls it deletes them (torch 2.13).
+    """
+    graph.eliminate_dead_code = _nothing_is_dead  # type: ignore[method-assign]
+
+
+def keeps_unread_nodes(graph: Graph) -> bool:
+    """Whether that was asked for; a copy of the graph does not know."""
+    return "eliminate_dead_code" in graph.__dict__
+
+
+def _nothing_is_dead(*args: Any, **keywords: Any) -> bool:
+    return False

@@ -1,0 +1,180 @@
+"""Keys of bodies and modules that are equal for equal code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import reduce
+from hashlib import blake2b
+from operator import itemgetter
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import Graph, GraphModule, Node
+
+from partita._torch.fx.graph_writer import map_nodes
+from partita._torch.nn_modules import interposed
+from partita._torch.operators.registry import is_lasting
+
+__all__ = ["body_key", "digest_of_body", "modules_key", "settings_of"]
+
+
+# Keys of bodies and modules: equal for two of which the same code can be made, whatever nodes and tensors are called.
+#
+# Unlike a fingerprint they hold the functions themselves, so that they are good for one process, and order counts.
+
+
+def body_key(body: GraphModule) -> Hashable | None:
+    """The key, or None for a body that holds something of which nobody knows whether it equals something else."""
+    try:
+        return _Keys(_refused).of_graph(body)
+    except _UniqueError:
+        return None
+
+
+def modules_key(body: GraphModule) -> tuple[Hashable, ...]:
+    """The keys of the modules that a body calls, in which something that nobody knows equals itself alone."""
+    called = {str(node.target): None for node in body.graph.find_nodes(op="call_module")}
+    return tuple(_Keys(_Itself).of_module(body.get_submodule(target)) for target in called)
+
+
+def settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What hangs on a module beside its tables: options, tensors that are neither parameters nor buffers."""
+    lists_weights = isinstance(module, nn.RNNBase)
+    for name, value in vars(module).items():
+        if name not in _TABLES and not (lists_weights and name.startswith("_flat_weight")):
+            yield name, value
+
+
+class _UniqueError(Exception):
+    """Something equals nothing but itself."""
+
+
+def _refused(value: object) -> Hashable:
+    raise _UniqueError
+
+
+@final
+class _Itself:
+    """Equals another if both hold one object; none that comes out of a file does."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Itself, (object(),)
+
+
+@final
+class _Keys:
+    """Makes keys; `unknown` gives the key of what nobody knows."""
+
+    def __init__(self, unknown: Callable[[object], Hashable]) -> None:
+        self._unknown = unknown
+
+    def of_graph(self, module: GraphModule) -> Hashable:
+        graph: Graph = module.graph
+        number = {node: at for at, node in enumerate(graph.nodes)}
+        groups: dict[Any, int] = {}
+        return tuple(self._of_node(node, module, number, groups) for node in number)
+
+    def of_module(self, module: Any) -> Hashable:
+        """The key of a module that is called, or of the body that an operator is given, without its tensors."""
+        if not isinstance(module, nn.Module) or interposed(module) is not None:
+            return self._unknown(module)
+        if isinstance(module, GraphModule):
+            return "graph", self.of_graph(module), *_names_of_tensors(module)
+        children = ((name, self.of_module(child)) for name, child in module._modules.items() if child is not None)
+        kind: Hashable = type(module)  # type: ignore[assignment]
+        return kind, *_names_of_tensors(module), *self._settings_of(module), *children
+
+    def _of_node(self, node: Node, root: GraphModule, number: dict[Node, int], groups: dict[Any, int]) -> Hashable:
+        if node.op == "placeholder":
+            return node.op, len(node.args)
+        if node.op in ("get_attr", "call_module"):
+            target: Hashable = self.of_module(_attribute(root, str(node.target)))
+        else:
+            target = node.target
+        marks = node.meta.get("recompute"), groups.setdefault(node.meta.get("ac_graph_id"), len(groups))
+        return node.op, target, self._of(node.args, number), self._of(node.kwargs, number), marks
+
+    def _of(self, value: Any, number: dict[Node, int]) -> Hashable:
+        if isinstance(value, Node):
+            return "node", number[value]
+        if isinstance(value, tuple | list):
+            return type(value).__name__, *(self._of(item, number) for item in value)
+        if isinstance(value, dict):
+            return "dict", *((self._of(key, number), self._of(item, number)) for key, item in value.items())
+        if isinstance(value, slice):
+            return "slice", *(self._of(item, number) for item in (value.start, value.stop, value.step))
+        if type(value) in _PRINTED:
+            return type(value), repr(value)
+        if isinstance(value, _EQUAL) or is_lasting(value):
+            return value  # type: ignore[no-any-return]
+        return self._unknown(value)
+
+    def _settings_of(self, module: nn.Module) -> Iterator[Hashable]:
+        """What hangs on a module beside tensors and modules; who compiles for a call asks for the training flag."""
+        for name, value in settings_of(module):
+            yield name, "tensor" if isinstance(value, Tensor) else self._of(value, {})
+
+
+_PRINTED = (bool, int, float, complex, str, bytes, type(None), type(...))
+_EQUAL = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _attribute(root: Any, path: str) -> Any:
+    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), root)
+
+
+def _names_of_tensors(module: nn.Module) -> Iterator[Hashable]:
+    for table in (module._parameters, module._buffers):
+        yield tuple((name, value is None) for name, value in table.items())
+
+
+_TABLES = frozenset(vars(nn.Module()))
+
+
+# A body as a short text: equal for two with the same graphs, in every process, whatever their nodes are called.
+
+
+def digest_of_body(body: GraphModule) -> str:
+    """The text for a body and the modules inside of it; in time linear in their nodes.
+
+    Values of tensors do not count. A function that no module holds, a closure say, equals itself alone.
+    """
+    lines: list[str] = []
+    for path, module in sorted(body.named_modules(remove_duplicate=False), key=itemgetter(0)):
+        if isinstance(module, GraphModule):
+            lines.append(path)
+            lines += _lines_of(module)
+        else:
+            lines.append(f"{path} {type(module).__module__}.{type(module).__qualname__}")
+    return blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _lines_of(module: GraphModule) -> list[str]:
+    places = {node: f"%{place}" for place, node in enumerate(module.graph.nodes)}
+    texts: dict[Any, str] = {}
+    lines = []
+    for node in places:
+        target = "" if node.op == "placeholder" else node.target
+        if target not in texts:
+            texts[target] = _text_of(target)
+        arguments = map_nodes((node._args, node._kwargs), places.__getitem__)
+        lines.append(f"{node.op} {texts[target]} {arguments!r}")
+    return lines
+
+
+def _text_of(target: Any) -> str:
+    if isinstance(target, str | OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return str(target)
+    name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', target)}"
+    return name if is_lasting(target) else f"{name} {id(target)}"

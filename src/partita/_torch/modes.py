@@ -1,0 +1,165 @@
+"""Grad, inference and autocast state of the thread: read, set, restore; the toggle functions."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.fx import Interpreter
+
+from partita._torch.operators.registry import close_levels, count_levels
+
+__all__ = [
+    "Ambient",
+    "can_autocast",
+    "fresh_modes",
+    "initial_modes",
+    "read_ambient",
+    "restore_after_error",
+    "restore_autocast",
+    "would_autocast",
+]
+
+
+# The modes that every thread starts with, in place of those that the caller has set.
+
+
+@cache
+def initial_modes() -> Ambient:
+    """The modes of a thread in which nobody has switched any."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(read_ambient).result()
+
+
+@contextmanager
+def fresh_modes(*, grad: bool) -> Iterator[None]:
+    """Inside, no inference mode and no autocast is on, and gradients are as asked; afterwards all is as it was."""
+    found = read_ambient()
+    with ExitStack() as stack:
+        if found.inference:
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.callback(restore_autocast, found)
+        restore_autocast(initial_modes())
+        yield
+
+
+@cache
+def would_autocast(device: str, dtype: torch.dtype | None) -> bool:
+    """Whether a block for this device and dtype casts here; torch switches one off that the machine cannot serve."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(torch.autocast(device, dtype)._enabled)
+
+
+# Ambient modes: grad, inference, autocast and transforms as a call finds them; putting them back after an error.
+
+
+#: Taken once: while a model is captured, other things stand in these places.
+_GUARD = torch._C._InferenceMode
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
+_is_autocast_cache_enabled = torch.is_autocast_cache_enabled
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+_get_autocast_dtype = torch.get_autocast_dtype
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "privateuseone")
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The modes of this thread at one moment."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    autocast_depth: int
+    #: Of transforms of torch.func; an operator in one may run its body in a level less, under the same modes.
+    levels: int = field(compare=False)
+
+
+def read_ambient() -> Ambient:
+    """The modes that the next operator would run under."""
+    return Ambient(
+        grad=_is_grad_enabled(),
+        inference=_is_inference_mode_enabled(),
+        autocast=tuple(
+            (device, _is_autocast_enabled(device), _get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES
+        ),
+        autocast_cache=_is_autocast_cache_enabled(),
+        autocast_depth=_autocast_depth(),
+        levels=count_levels(),
+    )
+
+
+@cache
+def can_autocast(device_type: str) -> bool:
+    """Whether torch has autocast for a type of devices."""
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:  # It is no type of devices at all.
+        return False
+
+
+def restore_autocast(found: Ambient) -> None:
+    """Puts back the autocast state of every device, the cache flag and the depth of nesting."""
+    for device, enabled, dtype in found.autocast:
+        if (_is_autocast_enabled(device), _get_autocast_dtype(device)) != (enabled, dtype):
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(found.autocast_cache)
+    depth = _autocast_depth()
+    for _ in range(depth - found.autocast_depth):
+        torch.autocast_decrement_nesting()
+    for _ in range(found.autocast_depth - depth):
+        torch.autocast_increment_nesting()
+    torch.clear_autocast_cache()
+
+
+def restore_after_error(found: Ambient, error: BaseException) -> None:
+    """Puts back the modes in `found` after `error` has left a graph with its own still set."""
+    close_levels(found.levels)
+    # The guards of open inference blocks live in the frames that raised. Each restores all modes as it found them, so
+    # the innermost goes first.
+    for guard in reversed(_open_guards(error.__traceback__)):
+        guard.__exit__(None, None, None)
+    # Where a graph module has dropped its frames, they went in the order in which they were made.
+    if _is_inference_mode_enabled() != found.inference:
+        _set_inference(found.inference)
+    torch.set_grad_enabled(found.grad)
+    restore_autocast(found)
+
+
+def _open_guards(raised: TracebackType | None) -> list[Any]:
+    """The guards of inference blocks in the frames that an exception came through, in the order they were entered."""
+    guards: dict[int, Any] = {}
+    # The first frame is that of whoever asks.
+    for frame, _ in traceback.walk_tb(None if raised is None else raised.tb_next):
+        for value in list(frame.f_locals.values()):
+            held = value.env.values() if isinstance(value, Interpreter) else (value,)
+            guards |= {id(guard): guard for guard in held if isinstance(guard, _GUARD)}
+    return list(guards.values())
+
+
+def _set_inference(enabled: bool) -> None:  # noqa: FBT001
+    """Switches inference mode for good: torch has guards only, and the second one restores what the first has set."""
+    first, second = _GUARD(enabled), _GUARD(enabled)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+
+
+def _autocast_depth() -> int:
+    """How many autocast blocks are open; torch tells only when it counts."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()

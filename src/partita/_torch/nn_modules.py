@@ -1,0 +1,69 @@
+"""Private state of nn.Module: hooks, own forward, compiled call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn.modules import module as torch_module
+
+__all__ = ["HOOKS_OF_ALL", "StandsForBody", "drop_fleeting_hooks", "has_only_export_hooks", "hooks_of", "interposed"]
+
+
+# Hooks that torch.export puts on the module of a program.
+
+
+def has_only_export_hooks(module: nn.Module) -> bool:
+    """Whether a module has the hooks by which torch.export checks its inputs, and nothing else that a call runs."""
+    hooks = [hook for table in hooks_of(module) for hook in table.values()]
+    is_plain = "forward" not in vars(module) and module._compiled_call_impl is None
+    return is_plain and bool(hooks) and all(getattr(hook, "__module__", "") == "torch.export._unlift" for hook in hooks)
+
+
+def drop_fleeting_hooks(module: nn.Module) -> None:
+    """Takes off the hooks that cannot be pickled, which only serve programs that take modules as inputs."""
+    for table in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(table.items()):
+            if "<locals>" in getattr(hook, "__qualname__", ""):
+                for known in (table, module._forward_hooks_always_called, module._forward_hooks_with_kwargs):
+                    known.pop(key, None)
+    # These raise in torch, since the flag is fixed when a program is exported; they are bound to torch's own module.
+    for name in ("train", "eval"):
+        module.__dict__.pop(name, None)
+
+
+# What stands between a call of a module and the code of its class: hooks, a `forward` of its own, a compiled call.
+
+
+#: The hooks that every module runs.
+HOOKS_OF_ALL: tuple[Mapping[Any, Any], ...] = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:
+    """The tables of the hooks that a call of the module runs."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def interposed(module: nn.Module) -> str | None:
+    """What a call of the module does beside running the code of its class, in words; None if nothing."""
+    if any(hooks_of(module)):
+        return "runs hooks"
+    if "forward" in vars(module):
+        return "has a forward of its own"
+    return None if module._compiled_call_impl is None else "has a compiled call of its own"
+
+
+# Modules that stand for a body: they run something else in its place that means the same.
+
+
+class StandsForBody(nn.Module):
+    """A module whose calls do what those of `body` do, which holds the state."""
+
+    body: GraphModule

@@ -1,0 +1,170 @@
+"""Watching a call from below autograd and autocast: the operators that it comes down to, and what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partita._torch.dry_runs import Allowance
+from partita._torch.fake_sandbox import Look, fake_mode_of, map_tensors, tensors_in
+
+__all__ = ["Label", "Performance", "Step", "Watch", "labels_in"]
+
+
+_CAST = torch.ops.aten._to_copy.default
+_DETACH = torch.ops.aten.detach.default
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A tensor, as one watched call tells it from others; `text` is the same in every run of the same call."""
+
+    text: str
+    serial: int = 0
+    #: Whether the call was given the tensor.
+    is_given: bool = False
+    #: What was cast, where the tensor is nothing but a cast of something that a call was given.
+    cast_of: Label | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.text}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operator that ran, with labels in place of tensors."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    #: How each tensor of the result looks, in order.
+    looks: tuple[Look, ...]
+    #: Whether gradients were recorded.
+    grad: bool
+    #: Everything that must be the same for two steps to compute the same.
+    text: str
+
+    @property
+    def cast(self) -> Label | None:
+        """What the step makes, where it only casts something that the call was given."""
+        return self.result if isinstance(self.result, Label) and self.result.cast_of is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Performance:
+    """What a call came down to: its steps, and its result with labels in place of tensors, or what it raised."""
+
+    steps: tuple[Step, ...]
+    result: Any
+    looks: tuple[Look, ...]
+    error: Exception | None
+
+    def text(self, first: int = 0) -> list[str]:
+        """What must be the same for two performances to compute the same, from one step on."""
+        raised = "" if self.error is None else type(self.error).__name__
+        return [*(step.text for step in self.steps[first:]), repr(self.result), repr(self.looks), raised]
+
+
+class Watch:
+    """Watches calls one after another; what autocast has kept from earlier ones stays known."""
+
+    def __init__(self, allowance: Allowance) -> None:
+        self.allowance = allowance
+        # By the address of a tensor, not by object: to hold on to results would change what autograd does with them.
+        # An address that is taken again belongs to a new fake, which gets a new label before anyone reads it.
+        self._labels: dict[int, Label] = {}
+        self._casts = 0
+
+    def label(self, tensor: Tensor, label: Label) -> None:
+        """Lets the next calls know `tensor` by this label."""
+        self._labels[tensor._cdata] = label
+
+    def known(self, tensor: Tensor) -> Label:
+        """The label of a tensor; a real one among the fakes is a constant that the call has made up by itself."""
+        known = None if fake_mode_of(tensor) is None else self._labels.get(tensor._cdata)
+        return known or Label("constant", -1)
+
+    def of(self, call: Callable[[], Any]) -> Performance:
+        """What `call` comes down to."""
+        recorder = _Recorder(self)
+        result, error = None, None
+        with recorder:
+            try:
+                result = call()
+            except Exception as raised:
+                error = raised
+        labelled = map_tensors(self.known, result)
+        steps = _without_idle_detaching(recorder.steps, labelled)
+        return Performance(tuple(steps), labelled, tuple(map(Look.of, tensors_in(result))), error)
+
+    def fresh_cast(self, source: Label, text: str) -> Label:
+        """A label for a new cast of what has the label `source`."""
+        self._casts += 1
+        return Label(text, self._casts, cast_of=source)
+
+
+class _Recorder(TorchDispatchMode):
+    """The steps of one call."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+        self.steps: list[Step] = []
+        self.results = 0
+        self.casts: dict[Label, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # Fake tensors are asked for their device all the time.
+            return func(*args, **kwargs)
+        self.watch.allowance.spend(func, args, kwargs)
+        labels, named = given = map_tensors(self.watch.known, (args, kwargs))
+        looks = tuple(map(Look.of, tensors_in((args, kwargs))))
+        grad = torch.is_grad_enabled()
+        text = f"{func} {given} {looks} {grad}"
+        result = func(*args, **kwargs)
+        self._label_results(func, given, result, read={tensor._cdata for tensor in tensors_in((args, kwargs))})
+        made = map_tensors(self.watch.known, result)
+        self.steps.append(Step(func, labels, named, made, tuple(map(Look.of, tensors_in(result))), grad, text))
+        return result
+
+    def _label_results(self, func: Any, given: Any, result: Any, *, read: set[int]) -> None:
+        source = _cast_source(func, *given)
+        for tensor in tensors_in(result):
+            if source is not None:
+                count = self.casts[source] = self.casts.get(source, 0) + 1
+                self.watch.label(tensor, self.watch.fresh_cast(source, f"{source.text} as {tensor.dtype} ({count})"))
+            elif tensor._cdata not in read:
+                self.results += 1
+                self.watch.label(tensor, Label(f"result {self.results}"))
+
+
+def labels_in(value: Any) -> Iterator[Label]:
+    """The labels in a value, in order."""
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Label))
+
+
+def _cast_source(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Label | None:
+    """What the call was given that this step only casts."""
+    if target is not _CAST or set(kwargs) != {"dtype"}:
+        return None
+    source: Label = args[0]
+    return source if source.is_given else None
+
+
+def _without_idle_detaching(steps: Iterable[Step], result: Any) -> list[Step]:
+    """The steps without those by which autograd keeps a result for itself."""
+    read, kept = set(labels_in(result)), []
+    for step in reversed(list(steps)):
+        if step.target is _DETACH and step.result not in read:
+            continue
+        kept.append(step)
+        read.update(labels_in((step.args, step.kwargs)))
+    return kept[::-1]

@@ -1,0 +1,151 @@
+"""Operators by name, torch HOPs, functorch levels, process-lifetime targets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch._functorch import predispatch
+from torch._higher_order_ops.wrap import wrap, wrap_with_autocast, wrap_with_set_grad_enabled
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import Graph
+from torch.fx.node import _get_qualified_name, has_side_effect
+
+__all__ = [
+    "ENDS_OF_LEVELS",
+    "OPERATORS",
+    "STARTS_OF_LEVELS",
+    "SYM_SIZE",
+    "WRAP_WITH_SET_GRAD_ENABLED",
+    "Entered",
+    "close_dual_level",
+    "close_levels",
+    "count_levels",
+    "entered_by",
+    "entered_by_any",
+    "is_dual_level_open",
+    "is_lasting",
+    "operator_names",
+    "qualified_names",
+]
+
+
+# Levels of torch.func's transforms: the functions by which a graph starts and ends one, and leaving those open.
+
+
+#: Taken once: while a model is captured, other things stand in these places.
+_enter_dual_level = torch._C._enter_dual_level
+_exit_dual_level = torch._C._exit_dual_level
+
+
+def count_levels() -> int:
+    """How many levels are open in this thread."""
+    return torch._C._functorch.get_dynamic_layer_stack_depth()
+
+
+def close_levels(count: int) -> None:
+    """Leaves the innermost levels, until only so many are open."""
+    if count_levels() > count:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(count)
+
+
+def is_dual_level_open() -> bool:
+    """Whether forward-mode AD has its one level, in any thread; torch tells only by refusing to open it again."""
+    try:
+        level = _enter_dual_level()
+    except RuntimeError:
+        return True
+    _exit_dual_level(level=level)
+    return False
+
+
+def close_dual_level() -> None:
+    """Leaves the level of forward-mode AD, if it is open."""
+    if is_dual_level_open():
+        _exit_dual_level(level=0)
+
+
+class Entered(NamedTuple):
+    """Which levels a graph starts: they stay open where a node behind the start raises."""
+
+    transform: bool
+    dual_level: bool
+
+
+def entered_by(graph: Graph) -> Entered:
+    return Entered(_calls(graph, STARTS_OF_LEVELS), _calls(graph, _STARTS_OF_DUAL_LEVEL))
+
+
+def entered_by_any(parts: Iterable[Entered]) -> Entered:
+    """Which levels graphs start together: of those that call each other, one may start what another one ends."""
+    several = list(parts)
+    return Entered(any(one.transform for one in several), any(one.dual_level for one in several))
+
+
+def _calls(graph: Graph, functions: Iterable[Callable[..., Any]]) -> bool:
+    return any(graph.find_nodes(op="call_function", target=function, sort=False) for function in functions)
+
+
+def _named(ending: str) -> frozenset[Callable[..., Any]]:
+    places: Iterable[Any] = (torch._C._functorch, predispatch)
+    return frozenset(getattr(place, name) for place in places for name in dir(place) if name.endswith(ending))
+
+
+STARTS_OF_LEVELS = _named("_increment_nesting")
+ENDS_OF_LEVELS = _named("_decrement_nesting")
+_STARTS_OF_DUAL_LEVEL = _named("_enter_dual_level") | {_enter_dual_level}
+
+
+# Targets that live as long as the process, so that what is known of them may be kept as long.
+
+
+def is_lasting(target: Any) -> bool:
+    """Whether `target` is an operator, a builtin, or a function that its module still holds; a closure is not."""
+    if isinstance(target, OpOverload | OpOverloadPacket | BuiltinFunctionType):
+        return True
+    module = sys.modules.get(getattr(target, "__module__", None) or "")
+    name = getattr(target, "__qualname__", None)
+    return module is not None and name is not None and getattr(module, name, None) is target
+
+
+# Operators: what they are, and those that Partita itself writes into graphs.
+
+
+#: The classes of the objects in `torch.ops`; they print as their qualified name.
+OPERATORS = (OpOverload, OpOverloadPacket)
+
+SYM_SIZE = torch.ops.aten.sym_size.int
+
+
+def operator_names() -> list[str]:
+    """The names of all operators that are registered now, as `torch.ops` spells them, without overloads."""
+    names = (name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
+    return sorted(set(names))
+
+
+# What torch's passes call a function when users name operators by text.
+
+
+def qualified_names(function: Any) -> tuple[str, ...]:
+    """The names by which a user may mean `function`: its own, and for an overload also that of all its overloads."""
+    try:
+        name = _get_qualified_name(function)
+    except (RuntimeError, AttributeError, TypeError):  # A lambda, or an object that is called, may have none.
+        return ()
+    return (name, name.rpartition(".")[0]) if isinstance(function, OpOverload) else (name,)
+
+
+# torch's own operators that run a body as one unit, or under a mode.
+
+
+WRAP = wrap
+WRAP_WITH_AUTOCAST = wrap_with_autocast
+#: It leaves its mode switched when its body raises (seen in torch 2.13), so whoever calls it puts that back.
+WRAP_WITH_SET_GRAD_ENABLED = wrap_with_set_grad_enabled
+
+for _operator in (WRAP, WRAP_WITH_AUTOCAST, WRAP_WITH_SET_GRAD_ENABLED):
+    # torch takes them for pure, so its dead-code elimination would delete a body that only writes (torch 2.13).
+    has_side_effect(_operator)  # type: ignore[arg-type]

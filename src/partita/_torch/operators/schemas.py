@@ -1,0 +1,266 @@
+"""What torch declares of a target: schema, tags, aliasing, containers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import Graph, Node
+from torch.fx.graph import CodeGen
+from torch.fx.node import _side_effectful_functions
+from torch.jit._builtins import _find_builtin
+
+from partita._torch.operators.registry import is_lasting
+
+__all__ = [
+    "HARMLESS",
+    "NO_DEFAULT",
+    "Argument",
+    "Signature",
+    "flattens_inputs",
+    "has_keywords",
+    "has_registered_effect",
+    "is_higher_order",
+    "may_return_container",
+    "nodes_by_target",
+    "returns_container",
+    "signatures_of",
+    "signatures_of_method",
+    "storage_key",
+    "viewed_node",
+    "written_nodes",
+]
+
+
+# Which functions and methods give a tuple or list, as their schemas say.
+
+
+def returns_container(target: Any) -> bool:
+    """Whether a call of `target` (a function, or the name of a tensor method) surely gives a tuple, list or size."""
+    return (isinstance(target, str) or is_lasting(target)) and _returns_container(target)
+
+
+def may_return_container(target: Any) -> bool:
+    """Whether a call of `target` gives a tuple or list for some arguments, or nobody knows what it gives."""
+    schemas = _schemas(target)
+    return not schemas or any(map(_gives_several, schemas))
+
+
+@cache
+def _returns_container(target: Any) -> bool:
+    if target == "size":  # With an argument it gives a number, which nobody indexes.
+        return True
+    schemas = _schemas(target)
+    return bool(schemas) and all(map(_gives_several, schemas))
+
+
+def _schemas(target: Any) -> list[Any]:
+    if isinstance(target, OpOverload):
+        return [target._schema]
+    if isinstance(target, OpOverloadPacket):
+        schemas = [getattr(target, name)._schema for name in target.overloads()]
+    elif isinstance(target, str):
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{target}")
+    else:
+        name = _find_builtin(target)
+        schemas = torch._C._jit_get_schemas_for_operator(name) if name else []
+    return [schema for schema in schemas if not any(argument.is_out for argument in schema.arguments)]
+
+
+def _gives_several(schema: Any) -> bool:
+    returns = schema.returns
+    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch._C.ListType))
+
+
+# What torch itself declares about a target: operator schemas, tags, side effects, and where a storage lives.
+
+
+NO_DEFAULT = object()
+
+#: Functions of torch's own machinery that graphs contain although they do nothing to any value.
+HARMLESS = (
+    torch._C._get_tracing_state,
+    torch._C._log_api_usage_once,
+    torch.overrides.has_torch_function,
+    torch.overrides.is_tensor_like,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an operator; its position is -1 where only a keyword reaches it."""
+
+    position: int
+    name: str
+    written: bool
+    shared: bool
+    default: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One overload of an operator, as far as effects go."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    returns: int
+    draws: bool
+    may_share: bool
+    is_out: bool
+
+
+def signatures_of(target: Any) -> tuple[Signature, ...]:
+    """The overloads that a call of `target` may reach; none where torch has no schema for it."""
+    if isinstance(target, OpOverload):
+        return (_signature(target._schema, target.tags),)
+    if isinstance(target, OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return tuple(_signature(overload._schema, overload.tags) for overload in overloads)
+    if isinstance(target, HigherOrderOperator):
+        return ()
+    # An operator of another dialect, such as ExecuTorch's, wraps one of torch's and carries its schema.
+    schema = getattr(target, "_schema", None)
+    if isinstance(schema, torch._C.FunctionSchema):
+        return (_signature(schema, _tags(schema)),)
+    name = _find_builtin(target)
+    return _signatures_named(name) if name else ()
+
+
+def signatures_of_method(name: str) -> tuple[Signature, ...]:
+    """The overloads that a call of the tensor method `name` may reach."""
+    return _signatures_named(f"aten::{name}")
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether `target` is an operator that runs bodies."""
+    return isinstance(target, HigherOrderOperator)
+
+
+def registers_hook(target: Any) -> bool:
+    """Whether `target` is the operator by which Dynamo (torch 2.13) writes down `tensor.register_hook`."""
+    return is_higher_order(target) and target.name() == "register_hook"
+
+
+def has_registered_effect(target: Any) -> bool:
+    """Whether someone told torch that `target` has a side effect; asked anew each time, since the list may grow."""
+    if target in _side_effectful_functions:
+        return True
+    return _get_effect is not None and isinstance(target, OpOverload) and _get_effect(target) is not None
+
+
+def has_keywords(nodes: Iterable[Node]) -> bool:
+    """Whether any of these calls passes an argument by keyword."""
+    return any(map(_keywords, nodes))
+
+
+def nodes_by_target(graph: Graph) -> Mapping[tuple[str, Any], Collection[Node]]:
+    """The nodes of `graph` by op and target (None for all but functions), from the table that torch keeps.
+
+    There may be none for a target: whoever asked for its nodes has left an entry there.
+    """
+    table = getattr(graph, "_find_nodes_lookup_table", None)
+    if table is not None:
+        return table.table  # type: ignore[no-any-return]
+    found: dict[tuple[str, Any], list[Node]] = {}
+    for node in graph.nodes:
+        found.setdefault((node.op, node.target if node.op == "call_function" else None), []).append(node)
+    return found
+
+
+def flattens_inputs(graph: Graph) -> bool:
+    """Whether a call of the graph takes other arguments than its placeholders say."""
+    return type(graph._codegen) is not CodeGen
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that two live tensors have in common if they share a storage."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # Sparse and opaque tensors have no storage of their own.
+        return id(tensor)
+
+
+@cache
+def _signatures_named(name: str) -> tuple[Signature, ...]:
+    schemas = torch._C._jit_get_schemas_for_operator(name)
+    # TorchScript adds overloads for Python numbers and lists, under names that mean something else for tensors.
+    dispatched = [schema for schema in schemas if torch._C._dispatch_has_kernel(_full_name(schema))]
+    return tuple(_signature(schema, _tags(schema)) for schema in dispatched or schemas)
+
+
+def _full_name(schema: Any) -> str:
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+
+
+def _tags(schema: Any) -> Collection[Any]:
+    namespace, _, name = schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    overload = getattr(packet, schema.overload_name or "default", None)
+    return getattr(overload, "tags", ())
+
+
+def _signature(schema: Any, tags: Collection[Any]) -> Signature:
+    returned = [result.alias_info for result in schema.returns if result.alias_info is not None]
+    return Signature(
+        name=schema.name,
+        arguments=tuple(_argument(i, argument, returned) for i, argument in enumerate(schema.arguments)),
+        returns=len(schema.returns),
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        may_share=_MAY_SHARE in tags,
+        is_out=any(argument.is_out for argument in schema.arguments),
+    )
+
+
+def _argument(position: int, argument: Any, returned: list[Any]) -> Argument:
+    alias = argument.alias_info
+    return Argument(
+        position=-1 if argument.kwarg_only else position,
+        name=argument.name,
+        written=alias is not None and alias.is_write,
+        shared=alias is not None and any(_overlap(alias, result) for result in returned),
+        default=argument.default_value if argument.has_default_value() else NO_DEFAULT,
+    )
+
+
+def _overlap(argument: Any, result: Any) -> bool:
+    """Whether two alias sets may name one storage; lists and wildcards have empty sets or a star."""
+    given, got = argument.before_set | argument.after_set, result.before_set
+    return not given or not got or "*" in given or "*" in got or not given.isdisjoint(got)
+
+
+try:
+    from torch._higher_order_ops.effects import _get_effect
+except ImportError:
+    _get_effect = None  # type: ignore[assignment]
+_keywords = operator.attrgetter("_kwargs")
+_MAY_SHARE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
+
+
+def written_nodes(node: Node) -> list[Node]:
+    """The nodes whose tensors an operator with a schema writes; lists of tensors item by item."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    written: list[Node] = []
+    for place, argument in enumerate(node.target._schema.arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            items = given if isinstance(given, tuple | list) else (given,)
+            written += [item for item in items if isinstance(item, Node)]
+    return written
+
+
+def viewed_node(node: Node) -> Node | None:
+    """The node of whose tensor this one gives a view, or the same after a write; None if it gives something new."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+    elif isinstance(node.target, OpOverload) and any(value.alias_info for value in node.target._schema.returns):
+        source = node.args[0] if node.args else None
+    else:
+        source = None
+    return source if isinstance(source, Node) else None

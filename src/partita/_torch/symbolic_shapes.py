@@ -1,0 +1,86 @@
+"""Symbols in values, expressions as nodes and as Python conditions."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+__all__ = ["NUMBER_FUNCTIONS", "hint_of", "is_unbacked", "symbol_of", "symbols_in", "write_number"]
+
+
+# Symbolic numbers: which symbols a traced value mentions.
+
+
+#: The functions by which exported programs compute with numbers; of numbers, they only make numbers.
+NUMBER_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    (
+        *(getattr(operator, name) for name in operator.__all__ if name != "call"),
+        *(function for function in vars(math).values() if callable(function)),
+        *(function for name, function in vars(torch).items() if name.startswith(("sym_", "_sym_"))),
+    )
+)
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def symbols_in(value: Any) -> tuple[Any, ...]:
+    """The free symbols of a tensor, symbolic number or container of them, sorted by name."""
+    if not _is_symbolic(value):
+        return ()
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    return tuple(sorted(free_symbols(value), key=str))
+
+
+def symbol_of(value: Any) -> Any:
+    """The symbol that `value` is, when it is one symbol and nothing more; else None."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
+        return None
+    expression = value.node.expr
+    return expression if expression.is_symbol else None
+
+
+def hint_of(value: Any, default: int = 1) -> Any:
+    """A number itself; of a symbolic one the value that it had in the trace, or `default` where nobody knows."""
+    if not isinstance(value, _SYMBOLIC):
+        return value
+    return value.node.hint if value.node.has_hint() else default
+
+
+def is_unbacked(symbol: Any) -> bool:
+    """Whether the symbol's value is only known once the program has run up to it."""
+    return str(symbol).startswith(("u", "zuf"))
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return bool(value._has_symbolic_sizes_strides)
+    if isinstance(value, tuple | list):
+        return any(map(_is_symbolic, value))
+    return isinstance(value, _SYMBOLIC)
+
+
+# Symbolic numbers as nodes: the arithmetic of an expression, written behind the nodes of a graph.
+
+
+def write_number(number: torch.SymInt, by_symbol: Mapping[Any, Node]) -> Node | int | None:
+    """A new node that computes `number` from these nodes, or a constant; None if the node for a symbol is missing."""
+    expression = number.node.expr
+    if expression.is_number:
+        return int(expression)
+    if not by_symbol.keys() >= expression.free_symbols:
+        return None
+    # This brings sympy, which takes longer to import than all of Partita.
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    tracers = {node.graph: GraphAppendingTracer(node.graph) for node in by_symbol.values()}
+    proxies = {symbol: Proxy(node, tracers[node.graph]) for symbol, node in by_symbol.items()}
+    made = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    return made.node if isinstance(made, Proxy) else int(made)

@@ -1,0 +1,58 @@
+"""Transforms: nodes of a graph that run between the start and the end of a torch.func transform.
+
+Nothing is kept about a graph beyond a question: graphs are edited, and nodes hold their graph with all its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import chain
+
+from torch.fx import Graph, Node
+
+from partita._torch.operators.registry import ENDS_OF_LEVELS, STARTS_OF_LEVELS
+from partita._torch.operators.schemas import nodes_by_target
+
+__all__ = ["is_inside_transform", "transforms_found_once"]
+
+
+def is_inside_transform(node: Node) -> bool:
+    """Whether tensors that `node` meets may be wrapped by a transform of torch.func."""
+    found = _FOUND.get()
+    if found is not None and found[0] is node.graph:
+        return node in found[1]
+    depth = sum(map(node.__ge__, _calls(node.graph, STARTS_OF_LEVELS)))
+    return depth > sum(map(node.__gt__, _calls(node.graph, ENDS_OF_LEVELS))) if depth else False
+
+
+@contextmanager
+def transforms_found_once(graph: Graph) -> Iterator[None]:
+    """Looks for the transforms of a graph once for all questions about its nodes; meanwhile nobody may edit it."""
+    token = _FOUND.set((graph, _nodes_inside(graph)))
+    try:
+        yield
+    finally:
+        _FOUND.reset(token)
+
+
+def _calls(graph: Graph, functions: frozenset[object]) -> Iterable[Node]:
+    by_target = nodes_by_target(graph)
+    return chain.from_iterable([by_target.get(("call_function", function), ()) for function in functions])
+
+
+def _nodes_inside(graph: Graph) -> frozenset[Node]:
+    starts, ends = (frozenset(_calls(graph, functions)) for functions in (STARTS_OF_LEVELS, ENDS_OF_LEVELS))
+    inside: list[Node] = []
+    depth = 0
+    for node in graph.nodes if starts else ():
+        depth += node in starts
+        if depth > 0:
+            inside.append(node)
+        depth -= node in ends
+    return frozenset(inside)
+
+
+#: The graph about which questions are asked, and its nodes inside transforms.
+_FOUND: ContextVar[tuple[Graph, frozenset[Node]] | None] = ContextVar("transforms found", default=None)

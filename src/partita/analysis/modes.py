@@ -1,0 +1,419 @@
+"""The mode of every node; bodies and what they leave switched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from partita._torch import toggles
+from partita._torch.modes import can_autocast
+from partita._torch.operators.schemas import is_higher_order
+from partita.analysis.index import Index
+from partita.analysis.mode import AMBIENT, EVERY_SETTING, Autocast, Block, Grad, Inference, Mode, with_cache
+from partita.analysis.nodes import find
+from partita.errors import ModeError
+
+__all__ = [
+    "AMBIENT",
+    "Autocast",
+    "Mode",
+    "Modes",
+    "bodies_of",
+    "check_bodies",
+    "has_toggles",
+    "modes_of",
+    "only_argument",
+    "traced_grad",
+]
+
+
+# Bodies that a graph calls, the modes that they leave behind, and the grad mode that it was all traced under.
+
+
+def traced_grad(module: GraphModule) -> bool | None:
+    """The grad mode that a graph was traced under, as its constants tell; None if it sets none, or puts back by value.
+
+    A traced block ends by setting what was on when it was entered, so the last constant of a graph is that mode. After
+    an odd number of them one block was never closed; then it is taken to be True. Leaving an inference block puts back
+    the grad mode, so constants in one tell nothing. Where bodies tell otherwise than the graph around them, it is True:
+    a body that ends by switching gradients on would leave them on for a caller without.
+    """
+    every = list(_grad_constants(module))
+    if not any(found.values for found in every) or not all(found.are_constant for found in every):
+        return None
+    telling = [found.outside_inference for found in every if found.in_callers_mode and found.outside_inference]
+    return not telling or any(values[-1] is not False or len(values) % 2 == 1 for values in telling)
+
+
+def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
+    """The bodies that operators of a graph run."""
+    for read in module.graph.find_nodes(op="get_attr", sort=False):
+        found = find(module, str(read.target))
+        if isinstance(found, GraphModule):
+            yield found
+
+
+def check_bodies(index: Index, root: nn.Module, modes: Modes, *, grad: bool | None = None) -> None:
+    """Raises where a call leaves a mode switched for the nodes after it: modes are told by the toggles in the graph.
+
+    `grad` is the grad mode of the caller, if it is known. Where it is not, a body that ends by switching gradients on
+    has closed a block without, as far as anyone can tell.
+    """
+    _Checking().check(index, root, modes, grad=grad)
+
+
+class _Checking:
+    """The bodies that were looked at, and under which grad mode: one that is called often is walked once."""
+
+    def __init__(self) -> None:
+        self.known: dict[GraphModule, tuple[Index, Modes]] = {}
+        self.checked: set[tuple[GraphModule, bool | None]] = set()
+
+    def check(self, index: Index, root: nn.Module, modes: Modes, *, grad: bool | None) -> None:
+        waiting: list[tuple[Index, nn.Module, Modes, bool | None]] = [(index, root, modes, grad)]
+        while waiting:  # No recursion, since nests may be deep.
+            waiting += self._check_one(*waiting.pop())
+
+    def _check_one(
+        self,
+        index: Index,
+        root: nn.Module,
+        modes: Modes,
+        grad: bool | None,  # noqa: FBT001
+    ) -> Iterator[tuple[Index, GraphModule, Modes, bool | None]]:
+        """Checks the calls of one graph, and gives the bodies that are still to be looked into."""
+        graph = index.graph
+        for node in (*graph.find_nodes(op="call_module", sort=False), *graph.find_nodes(op="get_attr", sort=False)):
+            body = find(root, str(node.target))
+            if not isinstance(body, GraphModule):
+                continue
+            inner, inside = self._analysed(body)
+            calls = (node,) if node.op == "call_module" else tuple(node.users)
+            around = [grad if at is None else at for at in (modes.at(index.number[call]).grad for call in calls)]
+            if inside.final != AMBIENT and not _puts_back(body, inside.final, zip(calls, around, strict=True)):
+                raise ModeError(
+                    f"the body {node.target!r} of node {node.name!r} leaves {inside.final} behind for everything after "
+                    "it; close its blocks"
+                )
+            found = {_grad_inside(call, at) for call, at in zip(calls, around, strict=True)}
+            known = found.pop() if len(found) == 1 else None
+            if (body, known) not in self.checked:
+                self.checked.add((body, known))
+                yield inner, body, inside, known
+
+    def _analysed(self, body: GraphModule) -> tuple[Index, Modes]:
+        if body not in self.known:
+            index = Index(body.graph)
+            self.known[body] = (index, modes_of(index))
+        return self.known[body]
+
+
+def _puts_back(body: GraphModule, left: Mode, calls: Iterable[tuple[Node, bool | None]]) -> bool:
+    """Whether a body that leaves this mode switched leaves what these calls found, or what they put back themselves."""
+    if left != Mode(grad=left.grad):
+        return False
+    found_if_unknown = traced_grad(body) is not False
+    return all(
+        _sets_grad(call) is not None or left.grad == (found_if_unknown if at is None else at) for call, at in calls
+    )
+
+
+def _grad_inside(call: Node, around: bool | None) -> bool | None:  # noqa: FBT001
+    """The grad mode that a body starts in."""
+    sets = _sets_grad(call)
+    return around if sets is None else sets
+
+
+def _sets_grad(call: Node) -> bool | None:
+    """The grad mode that an operator sets for its body and takes back afterwards, if it is one that does."""
+    name = getattr(call.target, "__name__", None) if is_higher_order(call.target) else None
+    given = call.args[0] if call.args and name in _GRAD_OPERATORS else None
+    if not isinstance(given, bool):
+        return None
+    return not given if name == "partita_inference_mode" else given
+
+
+_GRAD_OPERATORS = ("wrap_with_set_grad_enabled", "partita_set_grad_enabled", "partita_inference_mode")
+
+
+@dataclass(frozen=True, slots=True)
+class _GradConstants:
+    """What one graph sets the grad mode to, in order."""
+
+    values: tuple[object, ...]
+    outside_inference: tuple[object, ...]
+    #: Whether the graph starts in the grad mode of whoever calls the outermost one.
+    in_callers_mode: bool
+
+    @property
+    def are_constant(self) -> bool:
+        return all(isinstance(value, bool) for value in self.values)
+
+
+def _grad_constants(module: GraphModule) -> Iterator[_GradConstants]:
+    """What the grad mode is set to, by graph: in the module's and in all bodies that its operators run."""
+    waiting, seen = [(module, True)], {(module, True)}
+    while waiting:  # No recursion, since nests may be deep.
+        owner, in_callers_mode = waiting.pop()
+        index = Index(owner.graph)
+        modes = modes_of(index)
+        switches = owner.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
+        outside = [switch for switch in switches if modes.at(index.number[switch]).inference is None]
+        yield _GradConstants(_values_set(switches), _values_set(outside), in_callers_mode)
+        for read in owner.graph.find_nodes(op="get_attr"):
+            body = find(owner, str(read.target))
+            if not isinstance(body, GraphModule):
+                continue
+            is_kept = any(_grad_inside(call, modes.at(index.number[call]).grad) is None for call in read.users)
+            found = (body, in_callers_mode and is_kept)
+            if found not in seen:
+                seen.add(found)
+                waiting.append(found)
+
+
+def _values_set(switches: Iterable[Node]) -> tuple[object, ...]:
+    return tuple(value for switch in switches for value in (*switch.args, *switch.kwargs.values()))
+
+
+# Modes: the grad, inference and autocast state that each node runs under, found in one forward pass.
+#
+# A graph switches modes by nodes that act on everything after them. Taken as a property of the nodes in between, a
+# mode no longer depends on order: a node can move, and whoever writes it down again sets the mode that it needs.
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The mode of every node; `toggles` are the nodes that only switch modes, `final` is what they leave behind."""
+
+    by_number: tuple[Mode, ...] | None = None
+    toggles: frozenset[int] = frozenset()
+    final: Mode = AMBIENT
+
+    #: Toggles whose result somebody reads: it is always None.
+    read: tuple[Node, ...] = ()
+
+    def with_projections(self, sources: Mapping[int, int]) -> Modes:
+        """Modes in which taking an item has the mode of what made the container: it runs beside that."""
+        if self.by_number is None or not sources:
+            return self
+        by_number = list(self.by_number)
+        for number, source in sources.items():
+            by_number[number] = by_number[source]
+        return replace(self, by_number=tuple(by_number))
+
+    def at(self, number: int) -> Mode:
+        return AMBIENT if self.by_number is None else self.by_number[number]
+
+
+def modes_of(index: Index, caller: Mode = AMBIENT) -> Modes:
+    """The modes of all nodes, as far as they differ from `caller`; costs nothing in a graph that switches none."""
+    if not has_toggles(index.graph):
+        return Modes()
+    switches, by_number, found = ModeSwitches(caller), [], set()
+    for number, node in enumerate(index.nodes):
+        if node.op == "call_function" and switches.take(node):
+            found.add(number)
+        by_number.append(switches.shown)
+    read = tuple(_read_toggles(index.nodes[number] for number in sorted(found)))
+    return Modes(tuple(by_number), frozenset(found), switches.shown, read)
+
+
+def has_toggles(graph: Graph, kinds: Collection[type] = EVERY_SETTING) -> bool:
+    """Whether a graph switches any mode by toggles of these kinds."""
+    targets = (target for kind in kinds for target in _TOGGLES_OF[kind])
+    return any(graph.find_nodes(op="call_function", target=target, sort=False) for target in targets)
+
+
+_TOGGLES_OF: dict[type, tuple[Callable[..., Any], ...]] = {
+    Grad: (toggles.SET_GRAD,),
+    Inference: (toggles.ENTER_INFERENCE, toggles.EXIT_INFERENCE),
+    Autocast: (toggles.ENTER_AUTOCAST, toggles.EXIT_AUTOCAST),
+}
+
+
+def _read_toggles(nodes: Iterable[Node]) -> Iterator[Node]:
+    for node in nodes:
+        readers = [user for user in node.users if user.target not in toggles.TOGGLES]
+        if readers and node.target in (toggles.ENTER_AUTOCAST, toggles.ENTER_INFERENCE):
+            raise ModeError(
+                f"node {readers[0].name!r} reads {node.name!r}, the handle of a block; only the node that leaves the "
+                "block may read it: take it out of the arguments"
+            )
+        if readers and node.target is not toggles.IS_GRAD_ENABLED:
+            yield node
+
+
+# The toggles of a graph, taken one after another: the mode in force, and what each open block will put back.
+
+
+class ModeSwitches:
+    """`shown` is the mode in force, as far as it differs from that of the caller."""
+
+    def __init__(self, caller: Mode) -> None:
+        self.caller = caller
+        self.mode = replace(caller, blocks=())
+        self.shown = Mode()
+        self.active = {autocast.device: autocast for autocast in with_cache(caller.autocast, None)}
+        self.cache = _cache_of(caller)
+        self.open_autocasts: dict[Node, tuple[Autocast | None, bool | None]] = {}
+        self.open_inference: dict[Node, tuple[Mode, tuple[Node, ...]]] = {}
+        self.order: list[Node] = []
+        self.has_crossed = False
+        self.asked_grad: dict[Node, bool | None] = {}
+
+    def take(self, node: Node) -> bool:
+        """Takes note of `node`; whether it does nothing but switch modes."""
+        action = _ACTIONS.get(node.target)  # type: ignore[arg-type]
+        if action is not None:
+            action(self, node)
+            self.shown = self.mode.beside(self.caller)
+            return True
+        if node.target is toggles.IS_GRAD_ENABLED:
+            self.asked_grad[node] = self.mode.grad
+            return bool(node.users) and all(user.target is toggles.SET_GRAD for user in node.users)
+        return False
+
+    def set_grad(self, node: Node) -> None:
+        wanted = only_argument(node, "enabled")
+        if isinstance(wanted, Node) and wanted in self.asked_grad:
+            self.mode = replace(self.mode, grad=self.asked_grad[wanted])
+        elif isinstance(wanted, bool):
+            self.mode = replace(self.mode, grad=wanted)
+        else:
+            raise _not_constant(node)
+
+    def enter_inference(self, node: Node) -> None:
+        wanted = node.args[0] if node.args else node.kwargs.get("mode", True)
+        if not isinstance(wanted, bool):
+            raise _not_constant(node)
+        if not node.users:
+            return  # The block ends when its handle is dropped, which generated code does at once.
+        self.open_inference[node] = (self.mode, tuple(self.open_autocasts))
+        self.order.append(node)
+        changed = (self.mode.inference, self.mode.grad) != (wanted, not wanted)
+        entered = self.mode.inside(Block(node, Inference(wanted), self.shown.grad))
+        self.mode = entered if changed else self.mode
+
+    def exit_inference(self, node: Node) -> None:
+        opener = _opener(node, self.open_inference)
+        before, blocks = self.open_inference.pop(opener)
+        closed = self.order[-1] is opener and blocks == tuple(self.open_autocasts)
+        if not closed or before.autocast != self.mode.autocast:
+            # Leaving an inference block puts back the whole dispatch state, autocast included (seen in torch 2.13).
+            inner = self.order[self.order.index(opener) + 1 :]
+            crossing = sorted({block.name for block in {*blocks} ^ {*self.open_autocasts} | {*inner}}) or ["autocast"]
+            raise ModeError(
+                f"{', '.join(map(repr, crossing))} crosses the inference block that {node.name!r} leaves: autocast is "
+                "not as it was where the block was entered; close the inner blocks before the outer one"
+            )
+        self.order.pop()
+        self.mode = before
+
+    def enter_autocast(self, node: Node) -> None:
+        entered = autocast_arguments(node)
+        outer = self.active.get(entered.device)
+        self.open_autocasts[node] = (outer, self.cache)
+        self.order.append(node)
+        if entered.cache is None and self.cache is not _cache_of(self.mode):
+            entered = replace(entered, cache=self.cache)  # Blocks that crossed have left the flag switched.
+        inside = self.mode.inside(Block(node, entered, self.shown.grad))
+        self.cache = _cache_of(inside)
+        if inside == self.mode:
+            return  # It changes nothing.
+        self.active[entered.device] = replace(entered.within(outer), cache=None)
+        self.mode = inside
+
+    def exit_autocast(self, node: Node) -> None:
+        opener = _opener(node, self.open_autocasts)
+        device = autocast_arguments(opener).device
+        outer, self.cache = self.open_autocasts.pop(opener)
+        if outer is None:
+            self.active.pop(device, None)
+        else:
+            self.active[device] = outer
+        blocks = self.mode.blocks
+        self.has_crossed = self.has_crossed or self.order[-1] is not opener
+        if self.has_crossed:
+            blocks = self._settled(node)
+        elif blocks and blocks[-1].key is opener:
+            blocks = blocks[:-1]
+        if self.order[-1] is opener:
+            self.order.pop()
+        else:
+            self.order.remove(opener)
+        self.has_crossed = self.has_crossed and bool(self.open_autocasts)
+        self.mode = replace(self.mode, autocast=with_cache(self.active.values(), self.cache), blocks=blocks)
+
+    def _settled(self, node: Node) -> tuple[Block, ...]:
+        """Blocks that give the state in force, after blocks were left in another order than they were entered in."""
+        blocks = self.mode.blocks
+        kept = max((at + 1 for at, block in enumerate(blocks) if isinstance(block.sets, Inference)), default=0)
+        around = with_cache(self.caller.autocast, None)
+        own = [autocast for autocast in self.active.values() if autocast not in around]
+        if own and self.cache is not _cache_of(self.caller):
+            own[-1] = replace(own[-1], cache=self.cache)
+        grad = self.shown.grad
+        return (*blocks[:kept], *(Block((node, autocast.device), autocast, grad) for autocast in own))
+
+
+_ACTIONS = {
+    toggles.SET_GRAD: ModeSwitches.set_grad,
+    toggles.ENTER_INFERENCE: ModeSwitches.enter_inference,
+    toggles.EXIT_INFERENCE: ModeSwitches.exit_inference,
+    toggles.ENTER_AUTOCAST: ModeSwitches.enter_autocast,
+    toggles.EXIT_AUTOCAST: ModeSwitches.exit_autocast,
+}
+
+
+def _cache_of(mode: Mode) -> bool | None:
+    """Whether autocast keeps the weights that it has cast, if the mode says so."""
+    return mode.autocast[0].cache if mode.autocast else None
+
+
+def autocast_arguments(node: Node) -> Autocast:
+    """What the node that enters an autocast block asks for, by position, by keyword or by default."""
+    named = dict(zip(("device_type", "dtype", "enabled", "cache_enabled"), node.args, strict=False)) | dict(node.kwargs)
+    device, dtype = named.get("device_type"), named.get("dtype")
+    enabled, cache = named.get("enabled", True), named.get("cache_enabled")
+    if (
+        isinstance(device, str)
+        and isinstance(dtype, torch.dtype | None)
+        and isinstance(enabled, bool)
+        and isinstance(cache, bool | None)
+    ):
+        if not can_autocast(device):
+            raise ModeError(
+                f"node {node.name!r} enters autocast on {device!r}, which is no device type that torch can cast on; "
+                "it takes a type without an index, for example 'cpu' or 'cuda'"
+            )
+        return Autocast(device.partition(":")[0], dtype, enabled, cache)  # torch takes "cpu:0" for "cpu".
+    raise _not_constant(node)
+
+
+def only_argument(node: Node, name: str) -> object:
+    """The one argument of a toggle, by position or by keyword; None if there is another number of them."""
+    given = (*node.args, *(value for keyword, value in node.kwargs.items() if keyword == name))
+    return given[0] if len(given) == 1 and len(node.args) + len(node.kwargs) == 1 else None
+
+
+def _opener(node: Node, still_open: Mapping[Node, object]) -> Node:
+    opener = only_argument(node, "mode")
+    if isinstance(opener, Node) and opener in still_open:
+        return opener
+    named = opener.name if isinstance(opener, Node) else opener
+    raise ModeError(
+        f"node {node.name!r} leaves {named!r}, which is not an open block: it was never entered or is left twice; "
+        f"erase {node.name!r}, or enter the block before it"
+    )
+
+
+def _not_constant(node: Node) -> ModeError:
+    return ModeError(
+        f"node {node.name!r} switches a mode by values that are not constants: {node.format_node()}; "
+        "a mode must be known before the program runs: trace the model again with the mode fixed"
+    )

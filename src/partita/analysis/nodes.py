@@ -1,0 +1,272 @@
+"""What a node carries: traced value, attribute, module stack."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from partita._torch.nn_modules import interposed
+from partita.errors import MissingTargetError
+
+__all__ = [
+    "VALUE_KEYS",
+    "ModuleStack",
+    "Neighbours",
+    "attribute_of",
+    "bytes_of",
+    "bytes_of_value",
+    "common_stack",
+    "container_items",
+    "crossing_places",
+    "find",
+    "imported",
+    "imported_class",
+    "modules_in",
+    "neighbours_of",
+    "outermost_stack",
+    "runs_its_graph",
+    "settle_stacks",
+    "tensors_in",
+    "value_of",
+]
+
+
+# Whether calling a graph module runs its graph, and nothing else.
+
+
+def runs_its_graph(module: nn.Module) -> bool:
+    """No hook, no `forward` put on the instance and no compiled call stands between a call and the graph."""
+    return isinstance(module, GraphModule) and interposed(module) is None
+
+
+# Looking up a full name among the modules that have been imported, without importing any.
+
+
+def imported(full_name: str) -> Any:
+    """The class or function of that name, or None where no imported module has it.
+
+    Modules and objects may run code to answer, so the name comes from the user, never from a file.
+    """
+    module, names = _module_and_names(full_name)
+    found: Any = sys.modules.get(module)
+    for name in names:
+        found = getattr(found, name, None)
+    return found if callable(found) else None
+
+
+def imported_class(full_name: str) -> type | None:
+    """The class of that name, or None where no imported module has it; to look for it runs nothing."""
+    module, names = _module_and_names(full_name)
+    found: Any = sys.modules.get(module)
+    # `vars` and `isinstance` ask the object, and lazy modules load what they stand for when they are asked.
+    held = object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
+    for name in names:
+        found = held.get(name)
+        if not issubclass(type(found), type):
+            return None
+        held = type.__getattribute__(found, "__dict__")
+    return found if names else None
+
+
+def _module_and_names(full_name: str) -> tuple[str, list[str]]:
+    """The imported module with the longest name, and the names to follow from there."""
+    module, _, name = full_name.rpartition(".")
+    names = [name]
+    while module and module not in sys.modules:
+        module, _, name = module.rpartition(".")
+        names.append(name)
+    return module, names[::-1]
+
+
+# Module stacks: where in the model a traced node belongs, as torch.export writes it down.
+
+
+#: The calls of modules around a node, the outermost first, by a key of the call: path and type of the module.
+ModuleStack: TypeAlias = dict[str, Any]
+
+_KEY = "nn_module_stack"
+
+
+def common_stack(nodes: Iterable[Node]) -> ModuleStack:
+    """The calls of modules that all of these nodes are in; inputs belong where they come from."""
+    common: list[tuple[str, Any]] | None = None
+    for node in nodes:
+        stack = node.meta.get(_KEY) if node.op not in ("placeholder", "output") else None
+        if not stack:
+            continue
+        if common is None:
+            common = list(stack.items())
+        shared = 0
+        for ours, theirs in zip(common, stack.items(), strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        common = common[:shared]
+    return dict(common or ())
+
+
+def outermost_stack(graph: Graph) -> ModuleStack:
+    """The call of the whole model, for nodes that belong to no module in it."""
+    found: ModuleStack = next((stack for node in graph.nodes if (stack := node.meta.get(_KEY))), {})
+    return dict(list(found.items())[:1])
+
+
+def settle_stacks(graph: Graph) -> None:
+    """Keeps the nodes of each call of a module in one run, as `torch.export.unflatten` takes for granted.
+
+    A node that would go back into a call which has ended stays in the call around it; an item goes with its source.
+    """
+    # A call has a number of its own inside of each other: stacks as a whole would take memory like their depth squared.
+    numbers: dict[tuple[int, tuple[str, Any]], int] = {}
+    current: list[int] = []
+    ended: set[int] = set()
+    for node in graph.nodes:
+        source = node.args[0] if node.target is operator.getitem else None
+        stack = (source if isinstance(source, Node) else node).meta.get(_KEY) or node.meta.get(_KEY)
+        if not stack or node.op in ("placeholder", "output"):
+            continue
+        calls = tuple(stack.items())
+        if calls[0][1][0] != "":  # What torch adds to a graph belongs wherever it stands.
+            continue
+        running, number = list[int](), 0
+        for call in calls:
+            number = numbers.setdefault((number, call), len(numbers) + 1)
+            if number in ended:
+                break
+            running.append(number)
+        ended.update(set(current).difference(running))
+        current = running
+        node.meta[_KEY] = dict(calls[: len(running)])
+
+
+# Traced values: what the tracer noted about the result of a node, under either of the two names it uses.
+
+
+#: torch.export and make_fx write "val", Dynamo writes "example_value".
+VALUE_KEYS = ("val", "example_value")
+
+
+def value_of(node: Node) -> Any:
+    """The traced value of `node`, or None where nothing was noted."""
+    meta = node.meta
+    for key in VALUE_KEYS:
+        if key in meta:
+            return meta[key]
+    return None
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a traced value, in order; tracers write containers as tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def container_items(node: Node) -> tuple[Any, ...] | None:
+    """The traced items of a plain tuple, list or torch.Size; None where `node` gives something else or unknown."""
+    value = value_of(node)
+    return tuple(value) if type(value) in (tuple, list, torch.Size) else None
+
+
+def crossing_places(items: Sequence[Any]) -> tuple[int, ...]:
+    """The places of a container whose items must be passed on; the others are known constants.
+
+    A tracer that writes symbols into a size has made sure of the plain numbers beside them. Sizes of nothing but plain
+    numbers may be those of an example, so these are passed on.
+    """
+    fixed = any(isinstance(item, torch.SymInt) for item in items)
+    return tuple(place for place, item in enumerate(items) if not fixed or type(item) is not int)
+
+
+def bytes_of(node: Node, root: GraphModule | None = None) -> int | None:
+    """The bytes of the tensors that `node` gives; None where that is unknown or symbolic."""
+    value = value_of(node)
+    if value is None and node.op == "get_attr" and root is not None:
+        value = find(root, str(node.target))
+    return None if value is None else bytes_of_value(value)
+
+
+def bytes_of_value(value: Any) -> int | None:
+    """The bytes of a traced tensor, or of all in a container; None where a size is symbolic."""
+    total = 0
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(item, torch.Tensor):
+            count = item.numel()
+            if not isinstance(count, int):
+                return None
+            total += count * item.element_size()
+    return total
+
+
+# Attributes: what the dotted target of a node names on a module.
+
+
+def attribute_of(root: nn.Module, node: Node) -> Any:
+    """What `node` names by its dotted target."""
+    value = find(root, str(node.target))
+    if value is None and not _exists(root, str(node.target)):
+        raise MissingTargetError(
+            f"Node target {node.target} not found! Node {node.name!r} ({node.op}) names it, but the module has nothing "
+            "there; register it on the module, or erase the node"
+        )
+    return value
+
+
+def find(root: nn.Module, path: str) -> Any:
+    """What stands at a dotted path, or None."""
+    value: Any = root
+    for part in path.split("."):
+        # Most of a path is modules, and asking a module for an attribute takes it three tables and a miss.
+        inner = value._modules.get(part) if isinstance(value, nn.Module) else None
+        value = getattr(value, part, None) if inner is None else inner
+    return value
+
+
+def modules_in(root: nn.Module) -> Iterator[nn.Module]:
+    """`root` and all modules inside it, each once, as `root.modules()` has them, in linear time in deep nests too."""
+    seen: set[nn.Module] = set()
+    found = [root]
+    while found:
+        module = found.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            found += [child for child in reversed(module._modules.values()) if child is not None]
+
+
+def _exists(root: nn.Module, path: str) -> bool:
+    """Whether something stands at a path, even if that is None."""
+    folder, _, name = path.rpartition(".")
+    return hasattr(find(root, folder) if folder else root, name)
+
+
+# Neighbours: for each node, by number, those right before it and right after it along some edges.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The nodes before and after each node; a node that has none is missing."""
+
+    before: Mapping[int, Sequence[int]]
+    after: Mapping[int, Sequence[int]]
+
+
+def neighbours_of(edges: Iterable[tuple[int, int]]) -> Neighbours:
+    """The neighbours along edges from a node to one after it, in the order of the edges."""
+    before: dict[int, list[int]] = {}
+    after: dict[int, list[int]] = {}
+    for source, target in edges:
+        before.setdefault(target, []).append(source)
+        after.setdefault(source, []).append(target)
+    return Neighbours(before, after)

@@ -1,0 +1,325 @@
+"""Effects of Python functions and methods."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import math
+import operator
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from partita._torch.operators.registry import is_lasting
+from partita._torch.operators.schemas import HARMLESS, returns_container, signatures_of, signatures_of_method
+from partita.analysis.nodes import value_of
+from partita.analysis.op_effects.operators import rule_of_operator
+from partita.analysis.op_effects.terms import (
+    ALIASES,
+    ALIASING,
+    EVERY,
+    FENCES,
+    FIRST,
+    IMPURE,
+    PURE,
+    QUIET,
+    UNKNOWN,
+    Behaviour,
+    Rule,
+    Slot,
+    argument,
+)
+
+__all__ = ["rule_of_function", "rule_of_method"]
+
+
+# The behaviour of methods, which a graph knows by name only.
+
+
+@cache
+def rule_of_method(name: str) -> Rule:
+    """The rule for every call of the method `name`, on whatever object."""
+    if name in _KNOWN_METHODS:
+        return _KNOWN_METHODS[name]
+    if name.startswith("__i") and f"__{name[3:]}" in _OPERATORS:
+        return _UPDATES_FIRST
+    if name == "__pos__":  # It gives its argument back.
+        return ALIASES
+    if name in _OPERATORS or name.replace("__r", "__", 1) in _OPERATORS:
+        return QUIET
+    # An operator may have the name of something else's method: `wait` is one of torch, and of a handle on a collective.
+    signatures = signatures_of_method(name) if hasattr(Tensor, name) or hasattr(str, name) else ()
+    if not signatures:
+        return Rule(UNKNOWN)
+    # Tensor methods take no `out`.
+    rule = replace(rule_of_operator(signatures), out=None)
+    return replace(rule, is_quiet=rule.by_call is None and not rule.usual.acts)
+
+
+_UPDATES_FIRST = Rule(Behaviour(writes=(FIRST,), aliases=(FIRST,)))
+_KEEPS = Rule(Behaviour(writes=(FIRST,), aliases=(EVERY,)))
+_DRAWS = Rule(Behaviour(draws=True))
+
+_OPERATOR_NAMES = """
+    abs add and bool complex contains div eq float floordiv format ge gt hash index int invert le len long lshift lt
+    matmul mod mul ne neg nonzero or pos pow repr rshift sizeof str sub truediv xor
+"""
+_OPERATORS = frozenset(f"__{name}__" for name in _OPERATOR_NAMES.split())
+
+_ASKING = """
+    const_data_ptr count data_ptr dim dim_order element_size endswith get_device is_complex is_contiguous
+    is_floating_point is_inference is_set is_shared is_signed isdisjoint issubset join lower lu ndimension nelement
+    new_tensor numel replace size startswith storage_offset storage_type stride strip to_sparse_coo tolist unique upper
+"""
+_SHARING = """
+    __array__ __dlpack__ __get__ __getitem__ __iter__ __reversed__ _asdict _replace as_subclass bfloat16 bool byte
+    cdouble cfloat char copy cuda double float get half int ipu items keys long mtia new numpy short storage type
+    untyped_storage values xpu
+"""
+_KEEPING = """
+    __delattr__ __delitem__ __set__ __setattr__ __setitem__ append clear extend insert pop popitem remove reverse
+    setdefault share_memory_ update
+"""
+_SEEDING = """
+    clone_state get_state graphsafe_get_state graphsafe_set_state initial_seed manual_seed seed set_state
+"""
+
+#: Methods without a schema, and those whose name means something else to TorchScript.
+_KNOWN_METHODS: dict[str, Rule] = {
+    **dict.fromkeys(_ASKING.split(), QUIET),
+    **dict.fromkeys(_SHARING.split(), ALIASES),
+    **dict.fromkeys(_KEEPING.split(), _KEEPS),
+    **dict.fromkeys(_SEEDING.split(), _DRAWS),
+    "backward": FENCES,
+    "retain_grad": _UPDATES_FIRST,
+}
+
+
+# The behaviour of Python's own functions: `operator`, `math` and the builtins.
+
+
+def _of_concatenation(node: Node) -> Behaviour:
+    """`+` and `*` copy tensors and numbers, but a list made from lists holds the items of both."""
+    return ALIASING if all(map(_may_concatenate, node.args)) else PURE
+
+
+def _of_update(node: Node) -> Behaviour:
+    """`+=` writes its left side; a list then also holds the items of the right side."""
+    return Behaviour(writes=(FIRST,), aliases=(EVERY,) if any(map(_is_container, node.args)) else (FIRST,))
+
+
+def _of_setitem(node: Node) -> Behaviour:
+    """A tensor copies what is put into it; a list or dict keeps it."""
+    container, key = node.args[0], node.args[1]
+    is_tensor = key is None or isinstance(key, slice | tuple | Node | type(...))
+    if isinstance(container, Node) and isinstance(value_of(container), torch.Tensor):
+        is_tensor = True
+    return Behaviour(writes=(FIRST,), aliases=(FIRST,) if is_tensor else (EVERY,))
+
+
+def _may_concatenate(value: object) -> bool:
+    """A list is added to a list, or repeated so many times; a tensor takes part in neither."""
+    return isinstance(value, int) or _is_container(value)
+
+
+def _is_container(value: object) -> bool:
+    if not isinstance(value, Node):
+        return isinstance(value, tuple | list)
+    traced = value_of(value)
+    if traced is not None:
+        return isinstance(traced, tuple | list)
+    # An input without a traced value may be a list as well as a tensor.
+    return (
+        value.op == "placeholder"
+        or value.target in (list, tuple)
+        or (value.op in ("call_function", "call_method") and returns_container(value.target))
+    )
+
+
+def _named(module: object, names: Iterable[str], rule: Rule) -> dict[Any, Rule]:
+    return {getattr(module, name): rule for name in names if callable(getattr(module, name, None))}
+
+
+_QUIET_BUILTINS = """
+    abs all any bool bytes callable chr complex divmod float format hasattr hash hex id int isinstance issubclass len
+    oct ord pow range repr round slice str sum type
+"""
+_ALIASING_BUILTINS = "dict enumerate frozenset getattr iter list max min reversed set sorted tuple zip"
+_UPDATES = """
+    iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor
+"""
+
+#: Every function of the language whose behaviour we know.
+PYTHON_RULES: dict[Any, Rule] = {
+    **_named(math, dir(math), QUIET),
+    **_named(operator, operator.__all__, QUIET),
+    **_named(operator, ("pos",), ALIASES),
+    **_named(operator, ("attrgetter", "call", "itemgetter", "methodcaller"), Rule(UNKNOWN)),
+    **_named(operator, _UPDATES.split(), Rule(UNKNOWN, _of_update)),
+    **_named(operator, ("add", "mul", "or_"), Rule(PURE, _of_concatenation, is_quiet=True)),
+    **_named(builtins, _QUIET_BUILTINS.split(), QUIET),
+    **_named(builtins, _ALIASING_BUILTINS.split(), ALIASES),
+    **_named(builtins, ("delattr", "next", "setattr"), _KEEPS),
+    operator.concat: ALIASES,
+    operator.delitem: _KEEPS,
+    operator.getitem: Rule(Behaviour(aliases=((0, "a"),)), is_quiet=True),
+    operator.setitem: Rule(UNKNOWN, _of_setitem),
+    print: IMPURE,
+    typing.cast: ALIASES,
+}
+
+
+# The behaviour of functions: a schema where there is one, torch's own signatures and naming rules elsewhere.
+
+
+def rule_of_function(target: Callable[..., Any]) -> Rule:
+    """The rule for every call of `target`; a function that nobody knows gets the rule for the unknown."""
+    # A closure may hold a whole model, so nothing is kept that would keep one alive.
+    return _kept_rule(target) if is_lasting(target) else _rule(target)
+
+
+@lru_cache(maxsize=1 << 16)
+def _kept_rule(target: Callable[..., Any]) -> Rule:
+    return _rule(target)
+
+
+def _rule(target: Callable[..., Any]) -> Rule:
+    if target in _KNOWN_FUNCTIONS:
+        return _KNOWN_FUNCTIONS[target]
+    module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
+    by_place = _rule_by_place(module, name)
+    if by_place is not None:
+        return by_place
+    signatures = signatures_of(target)
+    if signatures:
+        return rule_of_operator(signatures)
+    if getattr(torch.Tensor, name, None) is target:
+        return rule_of_method(name)
+    if name == "__get__":
+        return ALIASES
+    if module in ("torch.nn.functional", "torch.functional", "torch._lowrank", "torch._lobpcg"):
+        return _rule_by_parameters(target)
+    return _rule_by_name(target, module, name)
+
+
+def _rule_by_place(module: str, name: str) -> Rule | None:
+    """Whole modules of torch that do one kind of thing."""
+    if module in ("torch.random", "torch.cuda.random", "torch.mps.random", "torch.xpu.random"):
+        return Rule(Behaviour(draws=True))
+    if module == "torch.nn.init":
+        tensor = (0, "tensor")
+        return Rule(Behaviour(writes=(tensor,), aliases=(tensor,), draws=True))
+    if module.startswith(("torch.masked.", "torch.signal.")):
+        return ALIASES
+    if module.startswith(("torch._functorch.", "torch._C._functorch")):
+        return ALIASES if name in _INSIDE_FUNCTORCH else FENCES
+    return None
+
+
+def _rule_by_name(target: Any, module: str, name: str) -> Rule:
+    if module == "torch" or module.startswith(_PLACES_OF_QUESTIONS):
+        if name.startswith(("_sym_", "are_", "get_", "is_", "sym_", "typename")):
+            return QUIET
+        if name.startswith(("_assert", "_check")):
+            return IMPURE
+        if name.startswith(("_enter", "_exit", "_set_", "autocast_", "clear_autocast", "set_", "use_")):
+            return FENCES
+    if isinstance(target, type) and issubclass(target, tuple) and hasattr(target, "_fields"):
+        return ALIASES
+    return Rule(UNKNOWN)
+
+
+def _rule_by_parameters(target: Callable[..., Any]) -> Rule:
+    """Functions of torch.nn.functional: the names of their parameters tell what they write and when they draw."""
+    name = target.__name__
+    parameters = inspect.signature(target).parameters
+    first = (0, next(iter(parameters), "input"))
+    aliases: tuple[Slot, ...] = (first,) if name in _HANDS_BACK else ()
+    usual = Behaviour(aliases=(EVERY,) if name.startswith("_") else aliases, draws=name in _RANDOM)
+    if name.endswith("_"):
+        return Rule(replace(usual, writes=(first,), aliases=(first,)))
+    if not usual.draws and parameters.keys().isdisjoint(("inplace", "max_norm", "out", "running_mean")):
+        return Rule(usual, is_quiet=True)
+    places = {key: (i, key) for i, key in enumerate(parameters)}
+
+    def by_call(node: Node) -> Behaviour:
+        given = {key: argument(node, slot, parameters[key].default) for key, slot in places.items()}
+        writes = tuple(places[key] for key in _written(given))
+        shared = tuple(slot for slot in writes if slot[1] == "out")
+        if given.get("inplace", False) is not False:
+            writes, shared = (*writes, first), (*shared, first)
+        draws = usual.draws and not _is_off(name, given)
+        return replace(usual, writes=writes, aliases=usual.aliases + shared, draws=draws)
+
+    return Rule(usual, by_call)
+
+
+def _written(given: dict[str, Any]) -> list[str]:
+    """The parameters, other than the input, that a call with these arguments writes."""
+    names = [] if given.get("out") is None else ["out"]
+    if given.get("max_norm") is not None:
+        names.append("weight" if "weight" in given else "input")
+    updates = given.get("training", given.get("use_input_stats", False))
+    if "running_mean" in given and updates is not False:
+        names += [key for key in ("running_mean", "running_var") if given[key] is not None]
+    return names
+
+
+def _is_off(name: str, given: dict[str, Any]) -> bool:
+    """Whether a call with these arguments draws nothing."""
+    chance = given.get("p" if "dropout" in name else "dropout_p")
+    return given.get("training") is False or (isinstance(chance, int | float) and chance == 0)
+
+
+_PLACES_OF_QUESTIONS = (
+    "torch._C",
+    "torch._jit_internal",
+    "torch.amp",
+    "torch.autograd",
+    "torch.compiler",
+    "torch.overrides",
+)
+_DROPOUTS = frozenset(
+    ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
+)
+#: Functions that may return their input itself.
+_HANDS_BACK = _DROPOUTS | {"local_response_norm"}
+_RANDOM = (
+    _DROPOUTS
+    | {"get_approximate_basis", "gumbel_softmax", "lobpcg", "multi_head_attention_forward", "pca_lowrank", "rrelu"}
+    | {"svd_lowrank", "fractional_max_pool2d", "fractional_max_pool3d", "_fractional_max_pool2d"}
+    | {"_fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"}
+)
+
+#: Functions of functorch that wrap, unwrap or ask; all others there change the stack of transforms.
+_INSIDE_FUNCTORCH = frozenset(
+    (
+        "_add_batch_dim",
+        "_make_dual",
+        "_remove_batch_dim",
+        "_unpack_dual",
+        "_unwrap_batched",
+        "_unwrap_for_grad",
+        "_wrap_for_grad",
+        "get_unwrapped",
+        "is_batchedtensor",
+        "lazy_load_decompositions",
+        "maybe_get_bdim",
+        "maybe_get_level",
+    )
+)
+
+_KNOWN_FUNCTIONS: dict[Any, Rule] = {
+    **PYTHON_RULES,
+    **dict.fromkeys(HARMLESS, QUIET),
+    **dict.fromkeys((torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo, torch.Generator), QUIET),
+    **dict.fromkeys((torch.nn.Parameter, torch.asarray, torch.from_numpy, torch.frombuffer), ALIASES),
+    torch.autograd.backward: FENCES,
+    torch.autograd.grad: FENCES,
+}

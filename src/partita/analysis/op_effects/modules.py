@@ -1,0 +1,114 @@
+"""The behaviour of the modules that torch.nn brings; any other leaf module is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from partita.analysis.op_effects.terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, Behaviour, merged
+
+__all__ = ["behaviour_of_module", "is_check", "may_draw"]
+
+
+def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> Behaviour:
+    """What a call of `module` may do, children included; `pure` may name modules or their classes."""
+    if module in pure or type(module) in pure:
+        return replace(ALIASING, shares_state=True)
+    if is_check(module):
+        return Behaviour(impure=True)
+    parts = list(module.modules())
+    if not all(map(_is_torch_own, parts)):
+        return UNKNOWN
+    told = merged(map(_of_one, parts))
+    return told if len(parts) == 1 else replace(told, aliases=(EVERY,), shares_state=True)
+
+
+def is_check(module: nn.Module) -> bool:
+    """Whether a module only checks the inputs of an exported program."""
+    return (type(module).__module__, type(module).__name__) in _ASSERTING
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether a call of `module` may draw random numbers, if not now then once it is set to training."""
+    return any(not _is_torch_own(part) or isinstance(part, _DRAWING) for part in module.modules())
+
+
+def _is_torch_own(module: nn.Module) -> bool:
+    """Whether only torch's own code runs when `module` is called."""
+    if not type(module).__module__.startswith("torch.nn.modules.") or "forward" in vars(module):
+        return False
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        return False
+    activation = vars(module).get("activation")
+    return activation is None or activation in (functional.relu, functional.gelu) or isinstance(activation, str)
+
+
+def _of_one(module: nn.Module) -> Behaviour:
+    """What `module` itself may do, its children aside."""
+    own = _state_written(module)
+    in_place = bool(getattr(module, "inplace", False))
+    return Behaviour(
+        writes=(FIRST,) if in_place else (),
+        aliases=(FIRST,) if in_place else _aliases(module),
+        draws=_draws(module),
+        communicates=isinstance(module, nn.SyncBatchNorm) and module.training,
+        state_writes=tuple(tensor for tensor in own if tensor is not None),
+    )
+
+
+def _aliases(module: nn.Module) -> tuple[tuple[int, str], ...]:
+    file = type(module).__module__.rpartition(".")[2]
+    if file in _FRESH and not isinstance(module, nn.Identity):
+        return PURE.aliases
+    return ALIASING.aliases
+
+
+def _state_written(module: Any) -> tuple[Tensor | None, ...]:
+    if isinstance(module, _INSTANCE_NORMS):
+        writes = module.training or not module.track_running_stats
+        return (module.running_mean, module.running_var) if writes else ()
+    if isinstance(module, _BATCH_NORMS):
+        writes = module.training and module.track_running_stats
+        return (module.running_mean, module.running_var, module.num_batches_tracked) if writes else ()
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        return (module.weight,)
+    return ()
+
+
+def _draws(module: Any) -> bool:
+    if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        return True
+    if not module.training:
+        return False
+    if isinstance(module, _DROPOUTS):
+        return bool(module.p != 0)
+    if isinstance(module, nn.RNNBase):
+        return bool(module.dropout != 0) and module.num_layers > 1
+    if isinstance(module, nn.MultiheadAttention):
+        return bool(module.dropout != 0)
+    return isinstance(module, nn.RReLU)
+
+
+#: The modules by which the module of an exported program checks its inputs: torch's, and ours, which can be pickled.
+_ASSERTING = frozenset((("torch.export._unlift", "GuardsFn"), ("partita.program._torch.guards", "InputGuards")))
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DRAWING = (
+    *_DROPOUTS,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "parametrizations")
+
+#: Files of torch.nn.modules whose modules always give new tensors (unless in place).
+_FRESH = frozenset(
+    ("activation", "batchnorm", "conv", "distance", "instancenorm", "linear", "loss", "normalization", "padding")
+) | {"pooling", "rnn", "sparse"}

@@ -1,0 +1,104 @@
+"""Projections: nodes that only take an item out of a container; they touch no memory and belong to its producer."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from partita._torch.nn_modules import StandsForBody
+from partita._torch.operators.registry import OPERATORS, is_lasting
+from partita._torch.operators.schemas import returns_container
+from partita.analysis.index import Index
+from partita.analysis.nodes import runs_its_graph, value_of
+
+__all__ = ["is_projection", "projections_of", "takes_item"]
+
+
+def projections_of(index: Index, root: nn.Module) -> tuple[int, ...]:
+    """The projections of a graph by number, in graph order; other nodes are not even looked at."""
+    written: dict[Node, bool] = {}
+    found = []
+    for target in (operator.getitem, getattr):
+        for node in index.graph.find_nodes(op="call_function", target=target, sort=False):
+            if is_projection(node, root, written):
+                found.append(index.number[node])
+    return tuple(sorted(found))
+
+
+def is_projection(node: Node, root: nn.Module | None = None, written: dict[Node, bool] | None = None) -> bool:
+    """Whether `node` only takes one item, at a constant place, out of a container that nobody changes."""
+    return takes_item(node, root) and not _is_written(node.all_input_nodes[0], {} if written is None else written)
+
+
+def takes_item(node: Node, root: nn.Module | None = None) -> bool:
+    """Whether `node` takes one item, at a constant place, out of a container that another node gives."""
+    if node.op != "call_function" or len(node.args) != 2:
+        return False
+    source, place = node.args
+    if not isinstance(source, Node) or not isinstance(place, int | str):
+        return False
+    if node.target is operator.getitem:
+        return isinstance(place, int) and _gives_container(source, root)
+    return node.target is getattr and isinstance(place, str) and isinstance(value_of(source), tuple)
+
+
+def _is_written(source: Node, known: dict[Node, bool]) -> bool:
+    """Whether somebody may change the container itself, so that its items depend on when they are taken."""
+    if source not in known:
+        known[source] = not all(map(_only_reads, source.users))
+    return known[source]
+
+
+def _only_reads(user: Node) -> bool:
+    """Operators and tensor methods never put anything into a list that they are given; anyone else might."""
+    if user.op == "call_function":
+        return user.target not in _WRITERS and (user.target in (operator.getitem, getattr) or _is_of_torch(user.target))
+    return user.op == "output" or (user.op == "call_method" and user.target not in _WRITERS)
+
+
+def _is_of_torch(target: Any) -> bool:
+    module = getattr(target, "__module__", None) or ""
+    return isinstance(target, OPERATORS) or (
+        is_lasting(target) and module.split(".")[0] in ("torch", "_operator", "builtins")
+    )
+
+
+#: What changes a list or dict in place.
+_WRITERS = frozenset(
+    (
+        operator.setitem,
+        operator.delitem,
+        operator.iadd,
+        operator.imul,
+        operator.iconcat,
+        operator.ior,
+        *["append", "extend", "insert", "pop", "popitem", "remove", "clear", "sort", "reverse", "update", "setdefault"],
+        *["__setitem__", "__delitem__", "__iadd__", "__imul__", "__ior__"],
+    )
+)
+
+
+def _gives_container(node: Node, root: nn.Module | None) -> bool:
+    value = value_of(node)
+    if value is not None:
+        return isinstance(value, tuple | list)
+    if node.op == "call_module":
+        return _module_gives_container(node, root)
+    if node.target is getattr:
+        return node.args[1:] == ("shape",)
+    return node.op in ("call_function", "call_method") and returns_container(node.target)
+
+
+def _module_gives_container(node: Node, root: nn.Module | None) -> bool:
+    """A body that was cut out before says in its own graph what it gives."""
+    body = None if root is None else root.get_submodule(str(node.target))
+    if isinstance(body, StandsForBody):
+        body = body.body
+    return (
+        isinstance(body, GraphModule)
+        and runs_its_graph(body)
+        and isinstance(body.graph.output_node().args[0], tuple | list)
+    )

@@ -1,0 +1,121 @@
+"""Symbolic sizes and scalars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.fx import Node
+
+from partita._torch.operators.schemas import nodes_by_target
+from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, is_unbacked, symbol_of, symbols_in
+from partita.analysis.index import Index
+from partita.analysis.nodes import value_of
+
+__all__ = ["Dimension", "Symbols", "symbolic_scalars_of"]
+
+
+# Symbolic scalars: truth values and floats that follow from symbolic numbers alone, the same in every mode.
+
+
+def symbolic_scalars_of(index: Index) -> frozenset[int]:
+    """The nodes that compute one, by number; only calls of functions of numbers are looked at."""
+    calls = (nodes for (_, target), nodes in nodes_by_target(index.graph).items() if target in NUMBER_FUNCTIONS)
+    return frozenset(index.number[node] for nodes in calls for node in nodes if _is_scalar(node))
+
+
+def _is_scalar(node: Node) -> bool:
+    """Integers are none: they cross borders as they are. Neither is what `.item()` gives: that reads memory."""
+    return isinstance(value_of(node), torch.SymBool | torch.SymFloat) and all(
+        isinstance(value_of(read), _NUMBERS) for read in node.all_input_nodes
+    )
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+# Symbols: the symbolic sizes that traced values mention, and where in a graph each one can be read.
+
+
+class Dimension(NamedTuple):
+    """The size of one dimension of the tensor that a node gives."""
+
+    number: int
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where symbols can be read: symbolic inputs, sizes of tensor inputs, and symbolic results of other nodes."""
+
+    inputs: dict[Any, int]
+    sizes: dict[Any, Dimension]
+    results: dict[Any, int]
+
+
+@final
+class Symbols:
+    """The symbols of one graph; nothing is computed until a value that mentions one is asked about."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._mentioned: dict[int, tuple[Any, ...]] = {}
+
+    def sources(self, number: int) -> list[tuple[int | Dimension, Any]]:
+        """For each symbol that the value of node `number` mentions: where to read it, and the symbol itself."""
+        found = []
+        for symbol in self._mentions(number):
+            place = self._place(symbol, number)
+            if place is not None:
+                found.append((place, symbol))
+        return found
+
+    def symbol_at(self, number: int) -> Any:
+        """The symbol that node `number` gives, when it gives one symbol and nothing more; else None."""
+        return symbol_of(value_of(self._index.nodes[number]))
+
+    def _mentions(self, number: int) -> tuple[Any, ...]:
+        known = self._mentioned.get(number)
+        if known is None:
+            known = self._mentioned[number] = symbols_in(value_of(self._index.nodes[number]))
+        return known
+
+    def _place(self, symbol: Any, number: int) -> int | Dimension | None:
+        places = self._places
+        if symbol in places.inputs:
+            return places.inputs[symbol]
+        if symbol in places.sizes and not is_unbacked(symbol):
+            return places.sizes[symbol]
+        computed = places.results.get(symbol)
+        # A result that comes later cannot be waited for: the value itself exists already.
+        if computed is not None and computed <= number:
+            return computed
+        return _bare_sizes(number, value_of(self._index.nodes[number])).get(symbol)
+
+    @cached_property
+    def _places(self) -> _Places:
+        places = _Places({}, {}, {})
+        for number, node in enumerate(self._index.nodes):
+            value = value_of(node)
+            if value is None:
+                continue
+            symbol = symbol_of(value)
+            if symbol is not None:
+                (places.inputs if node.op == "placeholder" else places.results).setdefault(symbol, number)
+            elif node.op == "placeholder":
+                for found, dimension in _bare_sizes(number, value).items():
+                    places.sizes.setdefault(found, dimension)
+        return places
+
+
+def _bare_sizes(number: int, value: Any) -> dict[Any, Dimension]:
+    if not isinstance(value, torch.Tensor):
+        return {}
+    sizes: dict[Any, Dimension] = {}
+    for axis, size in enumerate(value.shape):
+        symbol = symbol_of(size)
+        if symbol is not None:
+            sizes.setdefault(symbol, Dimension(number, axis))
+    return sizes

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from partita._torch.modes import read_ambient, restore_after_error, restore_autocast
+from partita.errors import BackendError
+
+__all__ = ["LostDropout", "compiler_scope", "drops_all", "loses_dropout"]
+
+
+# The surroundings in which a compiler runs: those of the call, without what would confuse a trace, and put back.
+
+
+@contextmanager
+def compiler_scope() -> Iterator[None]:
+    """Inside, inference mode is no_grad, since inference tensors cannot be traced; random states stay as they are.
+
+    Modes and the default dtype are put back, whatever was done to them inside.
+    """
+    found, dtype = read_ambient(), torch.get_default_dtype()
+    hooks = torch._C._autograd
+    # Hooks on saved tensors are the user's: they expect tensors with data.
+    traced = hooks._saved_tensors_hooks_set_tracing(True)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(torch.random.fork_rng(devices=_devices()))
+            stack.enter_context(IdleDropout())
+            stack.enter_context(IdleExpand())
+            if found.inference:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            yield
+        # A compiler may leave modes switched also where it succeeds.
+        if read_ambient() != found:
+            torch.set_grad_enabled(found.grad)
+            restore_autocast(found)
+    except BaseException as error:
+        restore_after_error(found, error)
+        raise
+    finally:
+        if torch.get_default_dtype() is not dtype:
+            torch.set_default_dtype(dtype)
+        hooks._saved_tensors_hooks_set_tracing(traced)
+
+
+def _devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
+# Expanding that repeats nothing, while a body is traced: a view like any other.
+#
+# Functionalization (torch 2.13) takes a write through an expanded tensor back to `x + (written - x)`, which rounds,
+# and makes 0.0 of -0.0. Plain torch lets nobody write where an element was in fact repeated, so only idle ones
+# matter.
+
+
+class IdleExpand(TorchFunctionMode):
+    """Gives a plain view for an expanded tensor that has no more elements than its input."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _EXPANDING and args and isinstance(args[0], Tensor) and _repeats_nothing(args[0], result):
+            return args[0].view(result.shape)
+        return result
+
+
+def _repeats_nothing(given: Tensor, expanded: Tensor) -> bool:
+    """Whether all that was added are axes of one element; nothing is asked of symbols."""
+    added = expanded.ndim - given.ndim
+    new, old = expanded.shape[:added], expanded.shape[added:]
+    return all(type(size) is int and size == 1 for size in new) and all(map(_is_known_equal, given.shape, old))
+
+
+def _is_known_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
+        return bool(one.node.expr == other.node.expr)
+    return type(one) is int and type(other) is int and one == other
+
+
+_EXPANDING = frozenset(
+    (
+        Tensor.broadcast_to,
+        Tensor.expand,
+        Tensor.expand_as,
+        torch.broadcast_to,
+        torch.ops.aten.broadcast_to.default,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.expand_as.default,
+    )
+)
+
+
+# Dropout while a body is traced: as plain torch does it, or refused where a trace would lose it.
+#
+# Functionalization (torch 2.13) takes the output of `torch.dropout(x, p, train=False)` for memory of its own, so that
+# a write to it would not reach `x`. A trace draws random numbers to drop everything (p=1), plain torch multiplies by
+# zero. The decompositions of recurrent networks (torch 2.13) leave dropout between layers out.
+
+
+class IdleDropout(TorchFunctionMode):
+    """Gives back the input of a dropout that is told not to train, and its product with zero where all is dropped."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        flag = _TRAINING.get(func)
+        if flag is not None:
+            given = _DEFAULTS.get(func, {}) | dict(zip(("input", "p", flag, "inplace"), args, strict=False)) | named
+            if given.get(flag) is False and "input" in given:
+                return given["input"]
+            if given.get(flag) is True and drops_all(given.get("p")) and not given.get("inplace") and "input" in given:
+                return given["input"] * given["input"].new_zeros(())
+        return func(*args, **named)
+
+
+#: The functions, and what their third argument is called.
+_TRAINING = {
+    functional.dropout: "training",
+    torch.dropout: "train",
+    torch.ops.aten.dropout: "train",
+    torch.ops.aten.dropout.default: "train",
+}
+_DEFAULTS = {functional.dropout: {"p": 0.5, "training": True}}
+
+
+def drops_all(p: Any) -> bool:
+    """Whether nothing is left of a tensor after dropout with this probability; nothing is asked of symbols."""
+    return isinstance(p, int | float) and p == 1
+
+
+class LostDropout(TorchFunctionMode):
+    """Raises a `BackendError` at a call whose dropout a trace would lose."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if loses_dropout(func, args, named):
+            raise BackendError(f"{_name(func)} drops values in training, and a trace would lose that")
+        return func(*args, **named)
+
+
+def loses_dropout(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a trace of this call drops nothing where plain torch does; what nodes stand for counts as true."""
+    name = _name(target)
+    if name in _RECURRENT:
+        given = _recurrent_arguments(name, args, kwargs)
+        several, dropout, train = (given.get(key) for key in ("num_layers", "dropout", "train"))
+        return _may_exceed(several, 1) and _may_exceed(dropout, 0) and (isinstance(train, Node) or bool(train))
+    if name == "native_dropout":
+        # Its kernels take None for True, its decomposition for False.
+        given = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
+        return given.get("train") is None
+    return False
+
+
+_RECURRENT = frozenset(("gru", "rnn_relu", "rnn_tanh"))
+
+
+def _name(target: Any) -> str:
+    return str(getattr(target, "__name__", "")).partition(".")[0]
+
+
+def _recurrent_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a recurrent network by name: of packed sequences, or of tensors."""
+    packet = getattr(torch.ops.aten, name)
+    # Only packed sequences have their weights, which are a list, behind three tensors.
+    packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], list | tuple))
+    names = (argument.name for argument in (packet.data if packed else packet.input)._schema.arguments)
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _may_exceed(value: Any, bound: float) -> bool:
+    return isinstance(value, Node) or (isinstance(value, int | float) and value > bound)

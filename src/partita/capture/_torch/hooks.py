@@ -1,0 +1,47 @@
+"""Hooks that a model registers while it is traced: autograd calls them in the backward, and no graph can hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from partita.capture._torch.patching import Swap
+from partita.capture._torch.recorder import listening_recorder
+from partita.errors import CaptureError
+
+__all__ = ["hook_swaps"]
+
+
+def hook_swaps() -> list[Swap]:
+    """The ways to register a hook, each of which raises inside a model that is being captured."""
+    return [
+        Swap(Tensor, "register_hook", _refusing(Tensor.register_hook, "Tensor.register_hook")),
+        Swap(
+            Tensor,
+            "register_post_accumulate_grad_hook",
+            _refusing(Tensor.register_post_accumulate_grad_hook, "Tensor.register_post_accumulate_grad_hook"),
+        ),
+        Swap(
+            saved_tensors_hooks,
+            "__enter__",
+            # What only moves saved tensors elsewhere, as `save_on_cpu` does, changes no values.
+            _refusing(saved_tensors_hooks.__enter__, "saved_tensors_hooks", only=saved_tensors_hooks),
+        ),
+    ]
+
+
+def _refusing(method: Callable[..., Any], name: str, *, only: type | None = None) -> Callable[..., Any]:
+    @wraps(method)
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if listening_recorder() is None or (only is not None and type(self) is not only):
+            return method(self, *args, **kwargs)
+        raise CaptureError(
+            f"it calls {name}, and no graph keeps a hook; register it outside of the model, on an input, a weight or "
+            "a result, or write what it does as an operator with a gradient of its own (torch.library.custom_op)"
+        )
+
+    return register

@@ -1,0 +1,183 @@
+"""Capture: options, repeated traces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from partita.capture._torch.caller_modes import GradSwitch
+from partita.capture._torch.recorded_export import export_recorded
+from partita.capture._torch.recorder import is_only_traced
+from partita.capture.function_module import FunctionModule, name_of
+from partita.capture.trace_check import Stopping, Traced, Wrapping
+from partita.errors import CaptureError, OptionError, PartitaError
+from partita.program.program import Program
+from partita.rewrite.inline import inline
+
+__all__ = ["capture", "check_options"]
+
+
+# Capturing a model: its operators, with every grad, inference and autocast block that its author wrote.
+
+
+def capture(
+    model: nn.Module | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Program:
+    """The program that a model runs for these arguments; `args`, `kwargs`, `dynamic_shapes` are as for torch.export.
+
+    The modes that `capture` is called under make no difference. Blocks of the model are kept as they were written, and
+    outside of them the program follows whoever calls it; it leaves no mode switched behind. A model that asks for the
+    modes of its caller is traced again under another answer: what it only hands on is kept, and if it does something
+    else altogether, a warning is logged and the program is what it does with gradients on and autocast off. Whether
+    the caller is in inference mode is always answered with no. A checkpointed call becomes a plain call with the same
+    values and gradients: what to keep and what to compute again is for whoever treats the graph.
+    """
+    check_options(model, args, kwargs)
+    try:
+        module = model if isinstance(model, nn.Module) else FunctionModule(model)
+        exported = ModelCall(module, args, kwargs, dynamic_shapes).exported()
+    except CaptureError as error:
+        raise CaptureError(f"{name_of(model)} cannot be captured: {error}") from error
+    except PartitaError as error:
+        error.add_note(f"This happened while {name_of(model)} was captured.")
+        raise
+    except Exception as error:
+        raise CaptureError(f"{name_of(model)} cannot be captured: {_reason(error)}") from error
+    if is_only_traced((*exported.constants.values(), *exported.state_dict.values())):
+        raise CaptureError(f"{name_of(model)} cannot be captured: {_of_gradient_transform()}")
+    return inline(Program.of(exported))
+
+
+def check_options(model: object, args: object, kwargs: object) -> None:
+    """Raises where these cannot be a model and its arguments."""
+    if isinstance(model, Program | ExportedProgram):
+        raise OptionError(
+            f"this is a {type(model).__name__}, captured already; Program.of(...) takes it as it is, and its module() "
+            "can be captured again"
+        )
+    if not callable(model):
+        raise OptionError(f"a model is a torch.nn.Module or a function, not {type(model).__name__}")
+    if not isinstance(args, tuple):
+        raise OptionError(f"`args` is a tuple of all positional arguments, not {type(args).__name__}; give (x,)")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise OptionError("`kwargs` maps the names of keyword arguments to their values")
+
+
+def _of_gradient_transform() -> str:
+    return (
+        f"it runs a gradient transform such as torch.func.grad, and torch {torch.__version__} loses what that computes "
+        "where a model is exported; call the transform outside of the model, or use partita inside torch.compile"
+    )
+
+
+def _reason(error: Exception) -> str:
+    if _LOST_TENSOR in str(error):
+        return (
+            "it makes a tensor that no trace can follow. `.data` does: write under torch.no_grad() instead, and read "
+            "what has no gradients with `.detach()`. So does torch.vmap with `out_dims` other than 0: leave that at 0, "
+            "and move the axis of the result with `.movedim(0, axis)`"
+        )
+    if _FUNCTORCH_TENSOR in str(error):
+        return _of_gradient_transform()
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+#: What torch.export says of it, and that one should file an issue (2.13).
+_LOST_TENSOR = "a fake tensor in the exported program constant's list"
+#: And of what `vjp` and `jacrev` wrap.
+_FUNCTORCH_TENSOR = "meta conversion to view functorch tensor"
+
+
+# Exporting a model with all that its mode blocks mean, the part that hangs on its caller included.
+#
+# A model may ask for the modes of its caller, and gets a plain True or False while it is traced. So one that does is
+# traced again under another answer, and the difference tells what is its caller's: gradients that are off then and on
+# before, or blocks that switch autocast off only if it was on.
+
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A model and the arguments that it is traced with."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    dynamic_shapes: Any
+
+    def exported(self) -> ExportedProgram:
+        """The model as an exported program whose modes are set by operators."""
+        wrapping = Wrapping()
+        program = self._run(wrapping, grad=True)
+        if wrapping.recorder.asks_for_autocast:
+            program, wrapping = self._told_of_autocast(program, wrapping)
+        recorder = wrapping.recorder
+        if not recorder.hangs_on_callers_grad:
+            return program
+        callers = self._callers_switches(wrapping)
+        if not callers:
+            return program
+        return self._run(Wrapping(says_autocast=recorder.says_autocast, callers=callers), grad=True)
+
+    def _told_of_autocast(self, program: ExportedProgram, without: Wrapping) -> tuple[ExportedProgram, Wrapping]:
+        """What the model does if its caller has autocast on, provided that this is right as well if it has not."""
+        wrapping = Wrapping(says_autocast=True)
+        try:
+            other = self._run(wrapping, grad=True)
+        except Exception as error:
+            self._warn(
+                "cannot be traced as if autocast were on (%s); captured is what it does with autocast off", error
+            )
+            return program, without
+        if wrapping.trace.only_switches_off_more(without.trace):
+            return other, wrapping
+        self._warn("does something else when its caller has autocast on; captured is what it does with autocast off")
+        return program, without
+
+    def _callers_switches(self, with_grad: Wrapping) -> tuple[GradSwitch, ...]:
+        """The toggles that switch gradients on only because the caller had them on."""
+        without = Stopping(says_autocast=with_grad.recorder.says_autocast)
+        try:
+            self._run(without, grad=False)
+        except Traced:
+            pass
+        except Exception as error:
+            self._warn("cannot be traced with gradients off (%s); captured is what it does with gradients on", error)
+            return ()
+        if not without.trace.differs_in_grad_only(with_grad.trace):
+            self._warn("does something else when gradients are off; captured is what it does with gradients on")
+            return ()
+        on, off = with_grad.grads, without.grads
+        if any(was_off is False and is_on for was_off, is_on in zip(on.grads, off.grads, strict=True)):
+            raise CaptureError(
+                "it switches gradients off where its caller has them on, and on where its caller has them off, and no "
+                "graph can say that; set the grad mode to a constant, or to the caller's own"
+            )
+        return tuple(switch for switch, number in on.holds_for.items() if off.grads[number] is False)
+
+    def _warn(self, what: str, *values: object) -> None:
+        _LOG.warning(f"%s {what}", name_of(self.model), *values)
+
+    def _run(self, region_pass: Wrapping | Stopping, *, grad: bool) -> ExportedProgram:
+        return export_recorded(
+            self.model,
+            self.args,
+            self.kwargs,
+            dynamic_shapes=self.dynamic_shapes,
+            recorder=region_pass.recorder,
+            region_pass=region_pass,
+            grad=grad,
+        )

@@ -1,0 +1,236 @@
+"""The traced graph, checked and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+from torch.export.graph_signature import ExportGraphSignature
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from partita._torch import toggles
+from partita._torch.modes import initial_modes, would_autocast
+from partita.analysis.index import Index
+from partita.analysis.mode import AMBIENT, Autocast, Mode
+from partita.analysis.modes import modes_of
+from partita.analysis.nodes import find
+from partita.capture._torch.caller_modes import GradSwitch, GradTrace, ask_for_callers_grad
+from partita.capture._torch.recorder import Recorder, Seen
+from partita.errors import CaptureError
+from partita.program.exported import ExportRecord
+from partita.program.program import Program
+from partita.rewrite.mode_nodes import setting_of
+from partita.rewrite.wrap_modes import wrap_modes
+
+__all__ = ["Stopping", "Traced", "Wrapping"]
+
+
+# What torch.export runs in the place of its region passes, on the graph as it was traced.
+
+
+@final
+class Wrapping:
+    """Gives a traced graph the operators that its toggles stand for, once it is known that they tell the truth."""
+
+    def __init__(self, *, says_autocast: bool = False, callers: tuple[GradSwitch, ...] = ()) -> None:
+        self.recorder, self.callers = Recorder(says_autocast=says_autocast), callers
+        self.trace, self.grads = Trace(), GradTrace()
+
+    def __call__(self, raw: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, ExportGraphSignature]:
+        recorder = self.recorder
+        if recorder.hangs_on_caller:
+            self.trace, self.grads = Trace.of(raw, recorder), GradTrace.of(raw, recorder.seen)
+        ask_for_callers_grad(raw, self.callers)
+        _check(recorder, raw)
+        wrapped = wrap_modes(Program(raw, export=_record(signature)))
+        return wrapped.graph_module, signature if wrapped.export is None else wrapped.export.signature
+
+
+class Traced(Exception):  # noqa: N818
+    """Ends an export of which only the trace was wanted."""
+
+
+@final
+class Stopping:
+    """Goes no further than the trace."""
+
+    def __init__(self, *, says_autocast: bool) -> None:
+        self.recorder = Recorder(says_autocast=says_autocast)
+        self.trace, self.grads = Trace(), GradTrace()
+
+    def __call__(self, raw: GraphModule, signature: ExportGraphSignature) -> NoReturn:
+        self.trace, self.grads = Trace.of(raw, self.recorder), GradTrace.of(raw, self.recorder.seen)
+        raise Traced
+
+
+def _check(recorder: Recorder, raw: GraphModule) -> None:
+    if recorder.problems:
+        raise CaptureError(f"{recorder.problems[0]}, and no graph can say that; enter and leave blocks using `with`")
+    if recorder.constants.has_lost_gradients:
+        raise CaptureError(
+            "it computes with a tensor that requires gradients but is neither an argument nor in its state, so that "
+            "these gradients would be lost; register it as a parameter, or its module as a submodule"
+        )
+    check_against_trace(raw, recorder.seen)
+
+
+def _record(signature: ExportGraphSignature) -> ExportRecord:
+    """What is known of an exported program while torch still makes it."""
+    return ExportRecord(
+        signature, state={}, constants={}, ranges={}, module_calls=(), example_inputs=None, verifiers=()
+    )
+
+
+# What one trace of a model has come to, so that two traces under different callers can be compared.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The operators of a traced graph and of its bodies, each with its arguments and its mode, and the constants."""
+
+    operators: tuple[Any, ...] = ()
+    modes: tuple[Mode, ...] = ()
+    constants: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, graph_module: GraphModule, recorder: Recorder) -> Trace:
+        """What a graph says, and the tensors that its recorder has met."""
+        bodies = [(path, body.graph) for path, body in graph_module.named_modules() if isinstance(body, GraphModule)]
+        found = [(path, *operator) for path, graph in bodies for operator in _operators(graph)]
+        return cls(
+            tuple((path, *said) for path, said, _ in found),
+            tuple(mode for _, _, mode in found),
+            tuple(recorder.constants.tensors),
+        )
+
+    def computes_the_same(self, other: Trace) -> bool:
+        """Whether both run the same operators on the same values, under whatever modes."""
+        if self.operators != other.operators or len(self.constants) != len(other.constants):
+            return False
+        return all(map(_is_same_tensor, self.constants, other.constants))
+
+    def differs_in_grad_only(self, other: Trace) -> bool:
+        """Whether this is `other` but for where gradients are on."""
+        pairs = zip(self.modes, other.modes, strict=True) if self.computes_the_same(other) else None
+        return pairs is not None and all(
+            ours.inference == theirs.inference and ours.autocast == theirs.autocast for ours, theirs in pairs
+        )
+
+    def only_switches_off_more(self, other: Trace) -> bool:
+        """Whether this is `other` but for blocks that switch autocast off where `other` leaves it to the caller."""
+        pairs = zip(self.modes, other.modes, strict=True) if self.computes_the_same(other) else None
+        return pairs is not None and all(
+            ours.grad is theirs.grad
+            and ours.inference == theirs.inference
+            and _only_switches_off_more(_by_device(ours), _by_device(theirs))
+            for ours, theirs in pairs
+        )
+
+
+def _operators(graph: Graph) -> Iterator[tuple[tuple[Any, ...], Mode]]:
+    """What each node says that is no toggle, in terms that mean the same in the graph of another trace."""
+    index = Index(graph)
+    modes = modes_of(index)
+    places: dict[Node, int] = {}
+    for number, node in enumerate(index.nodes):
+        if number in modes.toggles or node.target is toggles.IS_GRAD_ENABLED:
+            continue
+        given = map_aggregate((node.args, dict(node.kwargs)), lambda value: _said(value, places))
+        places[node] = len(places)
+        # Arguments come in and results go out under no mode of their own.
+        yield (node.op, node.target, given), AMBIENT if node.op in ("placeholder", "output") else modes.at(number)
+
+
+def _said(value: Any, places: Mapping[Node, int]) -> tuple[Any, ...]:
+    if isinstance(value, Node):
+        return ("node", places.get(value))
+    # Not every number equals itself, and some equal others that do not compute the same: nan, True, -0.0.
+    return (type(value), repr(value) if isinstance(value, float | complex) else value)
+
+
+def _is_same_tensor(ours: Tensor, theirs: Tensor) -> bool:
+    if ours is theirs:
+        return True
+    if (ours.dtype, ours.shape, ours.device) != (theirs.dtype, theirs.shape, theirs.device) or ours.is_meta:
+        return False
+    with torch.no_grad():
+        return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
+
+
+def _by_device(mode: Mode) -> Mapping[str, Autocast]:
+    return {entered.device: entered for entered in mode.autocast}
+
+
+def _only_switches_off_more(ours: Mapping[str, Autocast], theirs: Mapping[str, Autocast]) -> bool:
+    if any(ours.get(device) != entered for device, entered in theirs.items()):
+        return False
+    return not any(entered.enabled for device, entered in ours.items() if device not in theirs)
+
+
+# Checks a traced graph against the modes that were really in force while each of its nodes was written.
+
+
+def check_against_trace(graph_module: GraphModule, seen: Mapping[Node, Seen]) -> None:
+    """Raises where a node ran under another mode than the toggles before it say: something switched it unseen."""
+    for node, mode in _modes_with_bodies(graph_module, Mode(grad=True, inference=False)):
+        found = seen.get(node)
+        if found is not None and not _agree(mode, found):
+            raise CaptureError(_what_happened(node, mode, found))
+
+
+def _modes_with_bodies(graph_module: GraphModule, outer: Mode) -> Iterator[tuple[Node, Mode]]:
+    """Every operator in a graph and in the bodies that it calls, with the mode that the toggles tell."""
+    index = Index(graph_module.graph)
+    modes = modes_of(index)
+    for number, node in enumerate(index.nodes):
+        if node.op != "call_function" or number in modes.toggles:
+            continue
+        mode = modes.at(number).within(outer)
+        yield node, mode
+        setting = setting_of(node)
+        inside = mode if setting is None else mode.setting(setting)
+        for operand in node.all_input_nodes:
+            body = find(graph_module, str(operand.target)) if operand.op == "get_attr" else None
+            if isinstance(body, GraphModule):
+                yield from _modes_with_bodies(body, replace(inside, blocks=()))
+
+
+def _agree(mode: Mode, seen: Seen) -> bool:
+    # A body in inference mode is traced without gradients even where it switches them on: that has no effect there.
+    grad = seen.grad if mode.inference and not seen.grad else mode.grad
+    if grad is not seen.grad or seen.inference:
+        return False
+    told = {autocast.device: autocast.dtype for autocast in mode.autocast if autocast.enabled}
+    found = dict(seen.autocast)
+    if not told and not found:
+        return True
+    start = {device: dtype for device, _, dtype in initial_modes().autocast}
+    wanted = {device: start.get(device) if dtype is None else dtype for device, dtype in told.items()}
+    return found == {device: dtype for device, dtype in wanted.items() if would_autocast(device, dtype)}
+
+
+def _what_happened(node: Node, mode: Mode, seen: Seen) -> str:
+    where = f"node {node.name!r}{_place(node)}"
+    if mode.grad and not seen.grad:
+        return (
+            f"{where} ran without gradients, but no block around it says so; a torch.autograd.Function or a backward "
+            "pass inside the model does that, and a graph cannot keep how gradients flow there: make a function an "
+            "operator with torch.library.custom_op and register_autograd, or put it under torch.no_grad()"
+        )
+    ran = Mode(seen.grad, seen.inference, tuple(Autocast(device, dtype) for device, dtype in seen.autocast))
+    return (
+        f"{where} ran under: {ran}; but the blocks around it say: {mode}. Switch modes with torch's context managers "
+        "only, so that they can be captured"
+    )
+
+
+def _place(node: Node) -> str:
+    """Where the model's code calls a node's operator."""
+    lines = str(node.meta.get("stack_trace") or "").splitlines()
+    places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+    return f" ({places[-1]})" if places else ""

@@ -1,0 +1,332 @@
+"""No_grad as detach."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from partita._torch.dry_runs import Allowance, Guard, is_of_level
+from partita._torch.fake_sandbox import Look, Stage, map_tensors, tensors_in
+from partita._torch.fx.graph_writer import GraphWriter
+from partita._torch.operators.schemas import is_higher_order
+from partita._torch.toggles import IS_GRAD_ENABLED
+from partita.analysis.mode import Mode
+from partita.analysis.nodes import find, value_of
+from partita.analysis.op_effects.calls import Behaviours, storages_of, written_classes
+from partita.analysis.op_effects.terms import nodes_in_slots
+from partita.analysis.projections import takes_item
+from partita.errors import ModeError, OptionError
+from partita.program.program import Program
+from partita.rewrite.operator_calls import owned_inputs
+from partita.rewrite.state import module_like, share_state
+from partita.rewrite.traced_values import (
+    call_with,
+    can_carry_gradients,
+    has_value,
+    nodes_read,
+    stage_of,
+    value_read,
+    write_beside,
+)
+
+__all__ = ["ReturnedArguments", "dissolve_grad", "records_gradients"]
+
+
+# no_grad and inference mode as `detach`: a program that means the same and switches neither.
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def dissolve_grad(program: Program) -> Program:
+    """A flat program without grad and inference toggles; the same object if no node of it runs under one.
+
+    `program` must be free of autocast.
+    """
+    if program.modes.by_number is None and records_gradients(program.caller):
+        return program
+    stage = stage_of(program)
+    with stage.opened():
+        return _Detacher(program, stage).dissolved()
+
+
+class _Detacher:
+    """The new graph while it is written."""
+
+    def __init__(self, program: Program, stage: Stage) -> None:
+        self.program, self.stage = program, stage
+        self.returned = ReturnedArguments(program, stage)
+        self.carriers = gradient_carriers(program, self.returned)
+        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
+        self.detached: dict[Node, Any] = {}
+        #: What a container holds that is one of the arguments of whoever made it.
+        self.items: dict[Node, dict[int | None, Node]] = {}
+
+    def dissolved(self) -> Program:
+        program, modes = self.program, self.program.modes
+        self.writer.names.reserve(node.name for node in program.index.nodes)
+        projections = frozenset(program.projections)
+        for number, node in enumerate(program.index.nodes):
+            if number in modes.toggles:
+                continue
+            mode = modes.at(number).within(program.caller)
+            if number in projections:
+                self._take_item(node)
+            elif node.target is IS_GRAD_ENABLED and (mode.grad is not None or mode.inference):
+                self.env[node] = records_gradients(mode)
+            elif node.op in ("placeholder", "get_attr", "output") or records_gradients(mode):
+                self._copy(node)
+                for written in self.returned.written_by(node):
+                    self.detached.pop(written, None)
+            else:
+                self._write_without_gradients(node)
+        module = module_like(program.graph_module, self.writer.close())
+        share_state(program.graph_module, module, without=frozenset())
+        return program.rewritten(module)
+
+    def _write_without_gradients(self, node: Node) -> None:
+        if node.op == "call_module":
+            raise OptionError(
+                f"node {node.name!r} calls the module {node.target!r} where no gradients are recorded, and its "
+                "parameters are out of reach there; trace the model into operators, for example with "
+                "partita.capture(model, args)"
+            )
+        written = self.returned.written_by(node) & self.carriers
+        if detaches(node) or not (written or self._gives_numbers(node)):
+            self._copy(node)
+            return
+        if written:
+            self.returned.check_writing(node)
+        same = {item: source for item, source in self.returned.of(node).items() if source in self.carriers}
+        # What a node writes, it writes through a detached alias; what it just returns, it returns with its history.
+        kept = set(same.values()) - written
+        detached = {read for read in node.all_input_nodes if read in self.carriers and read not in kept}
+        self._copy(node, without_gradients=detached)
+        self.items[node] = {item: source for item, source in same.items() if source in written}
+        if None in self.items[node]:
+            self.env[node] = self.env[same[None]]
+
+    def _gives_numbers(self, node: Node) -> bool:
+        """Whether a result of `node` could carry gradients."""
+        return not has_value(node) or any(map(can_carry_gradients, tensors_in(value_of(node))))
+
+    def _take_item(self, node: Node) -> None:
+        container, place = node.args
+        source = self.items.get(container, {}).get(place)  # type: ignore[arg-type]
+        if source is not None:
+            self.env[node] = self.env[source]
+        else:
+            self._copy(node)
+
+    def _copy(self, node: Node, *, without_gradients: Collection[Node] = ()) -> None:
+        for read in node.all_input_nodes:
+            if read in without_gradients and read not in self.detached:
+                self.detached[read] = self._detach(read, node)
+        swap = {
+            read: self.detached[read] if read in without_gradients else self.env[read] for read in node.all_input_nodes
+        }
+        self.env[node] = self.writer.copy(node, swap.__getitem__, name=node.name)
+
+    def _detach(self, source: Node, reader: Node) -> Any:
+        """A node that gives what `source` gives, without gradients and in the same storage."""
+        value = value_read(self.program, source)
+        if isinstance(value, tuple | list):
+            items = range(len(value))
+            taken = [self._item(self.env[source], place, value[place], reader) for place in items]
+            return [self._detach_node(node, reader, value[place]) for place, node in zip(items, taken, strict=True)]
+        return self._detach_node(self.env[source], reader, value)
+
+    def _item(self, container: Any, place: int, value: Any, reader: Node) -> Any:
+        if not isinstance(container, Node):
+            return container[place]
+        return write_beside(self.writer, reader, operator.getitem, (container, place), value=value)
+
+    def _detach_node(self, node: Any, reader: Node, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not can_carry_gradients(value):
+            return node
+        return write_beside(self.writer, reader, _DETACH, (node,), value=map_tensors(self.stage.alias, value))
+
+
+# Gradient carriers: the nodes whose results gradients may flow back through.
+
+
+def records_gradients(mode: Mode) -> bool:
+    """Whether operators in this mode record gradients; a caller of whom nothing is known does."""
+    return mode.grad is not False and not mode.inference
+
+
+def detaches(node: Node) -> bool:
+    """Whether `node` only cuts gradients off."""
+    return node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach, torch.detach, "detach")
+
+
+def gradient_carriers(program: Program, returned: ReturnedArguments) -> frozenset[Node]:
+    """The nodes that may carry gradients: all whose values have them but for what is computed without.
+
+    Buffers carry none, unless something that does is written into them where gradients are recorded.
+    """
+    return _Carriers(program, returned).found()
+
+
+class _Carriers:
+    def __init__(self, program: Program, returned: ReturnedArguments) -> None:
+        self.program, self.returned = program, returned
+        index, root = program.index, program.graph_module
+        behaviours = Behaviours(root, program.pure)
+        acting = behaviours.acting(index.graph)
+        storages = storages_of(index, behaviours, acting)
+        self.classes = storages.roots()
+        self.written = written_classes(index, storages, acting)
+        self.unknown = {node for node, told in acting.items() if told.unknown}
+        self.owned = owned_inputs(program)
+        self.tainted: set[int] = set()
+
+    def found(self) -> frozenset[Node]:
+        """Walks until no more storage turns out to hold gradients: twice in all but contrived graphs."""
+        while True:
+            before = len(self.tainted)
+            carriers = self._walked()
+            if len(self.tainted) == before:
+                return frozenset(carriers)
+
+    def _walked(self) -> set[Node]:
+        carriers: set[Node] = set()
+        modes, caller = self.program.modes, self.program.caller
+        for number, node in enumerate(self.program.index.nodes):
+            records = records_gradients(modes.at(number).within(caller))
+            reads_some = any(read in carriers for read in node.all_input_nodes)
+            if records and reads_some:
+                self.tainted |= self.written.get(number, set())
+            if self._may_hold(node) and (
+                self.classes[number] in self.tainted or self._carries(node, records=records, carriers=carriers)
+            ):
+                carriers.add(node)
+        return carriers
+
+    def _carries(self, node: Node, *, records: bool, carriers: Collection[Node]) -> bool:
+        if node.op == "placeholder":
+            return records_gradients(self.program.caller) and _may_require_gradients(self.owned.get(node))
+        if node.op == "get_attr":
+            return _may_require_gradients(find(self.program.graph_module, str(node.target)))
+        if not records:
+            return any(source in carriers for source in self.returned.of(node).values())
+        makes_some = node.op == "call_module" or node in self.unknown or _asks_for_gradients(node)
+        return makes_some or (not detaches(node) and any(read in carriers for read in node.all_input_nodes))
+
+    def _may_hold(self, node: Node) -> bool:
+        """Whether the result of `node` has numbers that can have gradients, as far as anyone knows."""
+        value: Any = value_of(node)
+        if node.op == "get_attr":
+            value = find(self.program.graph_module, str(node.target))
+        elif node.op == "output":
+            return False
+        elif not has_value(node):
+            return True
+        return any(map(can_carry_gradients, tensors_in(value)))
+
+
+def _may_require_gradients(owned: Any) -> bool:
+    """Whether a tensor of the module may require gradients, now or when it is no longer frozen; inputs may."""
+    if isinstance(owned, Tensor) and not isinstance(owned, nn.Parameter):
+        return owned.requires_grad
+    return not isinstance(owned, nn.Module)
+
+
+def _asks_for_gradients(node: Node) -> bool:
+    return node.kwargs.get("requires_grad") is True or "requires_grad_" in str(node.target)
+
+
+# Returned arguments: nodes whose result is one of their arguments itself, not a copy nor a view of it.
+
+
+class ReturnedArguments:
+    """Asks nodes on fake tensors, and only those that may return what they are given; `stage` must be open."""
+
+    def __init__(self, program: Program, stage: Stage) -> None:
+        self._program, self._stage = program, stage
+        self._behaviours = Behaviours(program.graph_module, program.pure)
+        self._known: dict[Node, dict[int | None, Node]] = {}
+        self._aliasing = self._behaviours.aliasing(program.graph)
+        self._allowance = Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes))
+
+    def of(self, node: Node) -> dict[int | None, Node]:
+        """The nodes that give the result of `node`, by item where the result is a container, else under None."""
+        if node not in self._known:
+            self._known[node] = self._found(node)
+        return self._known[node]
+
+    def written_by(self, node: Node) -> frozenset[Node]:
+        """The nodes whose tensors `node` may write."""
+        told = self._behaviours.of(node)
+        return frozenset(nodes_in_slots(node, told.writes)) if told.writes else frozenset()
+
+    def check_writing(self, node: Node) -> None:
+        """Raises where `node` gives a tensor another shape, which an alias of the tensor would not see."""
+        written = self.written_by(node)
+        read = nodes_read(node)
+        fakes = [self._stage.copy(value_read(self._program, given)) for given in read]
+        before = [Look.of(tensor) for tensor in tensors_in(fakes)]
+        with torch.no_grad():
+            self._attempt(node, fakes)
+        if before != [Look.of(tensor) for tensor in tensors_in(fakes)]:
+            names = ", ".join(sorted(repr(given.name) for given in written))
+            raise ModeError(
+                f"node {node.name!r} changes the shape or the storage of {names} in place where no gradients are "
+                "recorded, which no plain operator can do to a tensor that has gradients; use the out-of-place form"
+            )
+
+    def _found(self, node: Node) -> dict[int | None, Node]:
+        if takes_item(node, self._program.graph_module):
+            container, item = node.args
+            source = self.of(container).get(item)  # type: ignore[arg-type]
+            return {} if source is None else {None: source}
+        if node not in self._aliasing or (node.op == "call_function" and _is_more_than_a_call(node.target)):
+            return {}
+        read = nodes_read(node)
+        values = [value_read(self._program, given) for given in read]
+        if has_value(node) and not _look_alike(value_of(node), values):
+            return {}
+        return self._asked(node, read, values)
+
+    def _asked(self, node: Node, read: list[Node], values: list[Any]) -> dict[int | None, Node]:
+        fakes = [self._stage.copy(value) for value in values]
+        with torch.no_grad():
+            result = self._attempt(node, fakes)
+        given = {id(fake): source for source, fake in zip(read, fakes, strict=True) if isinstance(fake, Tensor)}
+        if isinstance(result, Tensor):
+            return {None: given[id(result)]} if id(result) in given else {}
+        items = enumerate(result) if isinstance(result, tuple | list) else ()
+        return {place: given[id(item)] for place, item in items if id(item) in given}
+
+    def _attempt(self, node: Node, fakes: list[Any]) -> Any:
+        """What `node` gives; nothing where that depends on the data."""
+        try:
+            with Guard(self._allowance):
+                return call_with(node, fakes)()
+        except Exception:
+            return None
+
+
+#: How many operators attempts may come down to, and how many more for each node.
+_CALLS, _CALLS_BY_NODE = 100_000, 100
+
+
+def _is_more_than_a_call(target: Any) -> bool:
+    """Whether it runs a body, or works in a level of torch.func, which is not open here."""
+    return is_higher_order(target) or is_of_level(target)
+
+
+def _look_alike(result: Any, values: list[Any]) -> bool:
+    looks = [_look(tensor) for tensor in tensors_in(values)]
+    return any(_look(tensor) in looks for tensor in tensors_in(result))
+
+
+def _look(tensor: Tensor) -> tuple[object, ...]:
+    """Sizes and dtype; sizes as text, since comparing sizes that hang on data is an error."""
+    return (*map(str, tensor.shape), tensor.dtype)

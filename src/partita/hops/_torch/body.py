@@ -1,0 +1,282 @@
+"""Running and tracing the body of a higher-order operator."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.utils import reenter_make_fx
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    py_sym_types,
+    set_meta,
+    set_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.traceback import has_preserved_node_meta
+from torch.utils import _pytree as pytree
+from torch.utils._thunk import Thunk
+
+from partita._torch.fx.lazy_graph_module import keep_unread_nodes
+from partita._torch.modes import read_ambient, restore_after_error
+from partita._torch.operators.schemas import nodes_by_target
+from partita.hops._torch.node_tags import TaggedInterpreter
+
+__all__ = ["KeptCall", "run_body", "trace_call"]
+
+
+# Calls in a trace: the body as a graph of its own beside the graph that calls it, closed over nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCall:
+    """A call as the graph keeps it: the operator, what comes before the body, keywords, and metadata of the body."""
+
+    operator: Any
+    mode: Sequence[Any]
+    keywords: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+
+def trace_call(
+    tracer: Any,
+    kept: KeptCall,
+    *,
+    body: Callable[..., Any],
+    scope: AbstractContextManager[Any],
+    operands: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> Any:
+    """What `body` gives, with one call of the operator in the graph of `tracer`.
+
+    The body runs once. In the graph its inputs and outputs are flat and without constants: a body can then be saved,
+    inlined and called whatever containers the caller used. Tensors and sizes that it found outside become inputs too.
+    """
+    flat = _FlatBody(body, operands, keywords, tracer)
+    with scope:
+        traced: GraphModule = reenter_make_fx(flat)(*flat.inputs)
+    inputs = (*flat.inputs, *flat.symbols.used, *lift_tensors(traced, tracer))
+    outputs = flat.outputs if flat.has_outputs else _give_an_input(traced, inputs)
+    traced.recompile()
+    keep_unread_nodes(traced.graph)
+    _note_missing_values(traced)
+    traced.meta.update(kept.metadata)
+    operator = kept.operator
+    name = tracer.get_fresh_qualname(f"{operator.name()}_body_")
+    tracer.root.register_module(name, traced)
+    args = pytree.tree_map(tracer.unwrap_proxy, (*kept.mode, traced, *inputs))
+    call = tracer.create_proxy("call_function", operator, args, dict(kept.keywords), name=operator.name())
+    if flat.has_outputs:
+        _announce_symbols(traced, outputs)
+        track_tensor_tree(outputs, call, constant=None, tracer=tracer)
+    else:
+        set_meta(call, outputs)
+    return flat.result
+
+
+class _FlatBody:
+    """A body as a function from the traced leaves of its arguments to those of its result, which it keeps."""
+
+    def __init__(
+        self, body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any], outer: Any
+    ) -> None:
+        self._body = body
+        self._outer = outer
+        self._leaves, self._structure = pytree.tree_flatten((operands, dict(keywords)))
+        self.inputs = tuple(filter(_is_traced, self._leaves))
+        self.symbols = FreeSymbols()
+        self.result: Any = None
+        self.outputs: Any = ()
+
+    @property
+    def has_outputs(self) -> bool:
+        return not isinstance(self.outputs, tuple) or bool(self.outputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.symbols.offer(self._outer)
+        given = iter(inputs)
+        leaves = [next(given) if _is_traced(leaf) else leaf for leaf in self._leaves]
+        operands, keywords = pytree.tree_unflatten(leaves, self._structure)
+        self.result = run(self._body, operands, keywords)
+        self.outputs = self.result
+        if not _is_traced(self.result):
+            self.outputs = tuple(filter(_is_traced, pytree.tree_leaves(self.result)))
+        return self.outputs
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, _TRACED)
+
+
+def _give_an_input(traced: GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Makes a body that only writes return a tensor that it is given: torch 2.13 cannot load a call without outputs."""
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    pairs = [pair for pair in zip(placeholders, inputs, strict=True) if isinstance(pair[1], Tensor)][:1]
+    traced.graph.output_node().args = (tuple(node for node, _ in pairs),)
+    return tuple(tensor for _, tensor in pairs)
+
+
+def _note_missing_values(traced: GraphModule) -> None:
+    """Gives every call a traced value: torch does so for a whole program, but not in bodies (vmap and jvp, 2.13)."""
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and not isinstance(node.target, OpOverload):
+            node.meta.setdefault("val", None)
+
+
+def _announce_symbols(traced: GraphModule, outputs: Any) -> None:
+    """Lets the call bind the data-dependent sizes that its body gives out, as their first owner in this graph."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    env = None if mode is None else mode.shape_env
+    if env is None:
+        return
+    bound = {symbol for node in traced.graph.nodes for symbol in node.meta.get("unbacked_bindings") or ()}
+    if bound:
+        given = free_unbacked_symbols(pytree.tree_leaves(outputs))
+        env.pending_fresh_unbacked_symbols.extend(sorted(bound & given, key=str))
+
+
+_TRACED = (Tensor, *py_sym_types, torch.ScriptObject, FakeScriptObject)
+
+
+# What a traced body finds outside of itself, tensors and symbolic sizes, as inputs of it.
+
+
+class FreeSymbols:
+    """The symbolic sizes of an outer trace that a body uses though none of its operands has them, in order of use."""
+
+    def __init__(self) -> None:
+        self.used: list[Any] = []
+
+    def offer(self, outer: Any) -> None:
+        """Lets the trace that is running now take any size that `outer` knows; it becomes an input once it is used."""
+        tracing = get_proxy_mode()
+        if tracing is None:
+            return
+        inner: Any = tracing.tracer
+        for symbol, known in list(outer.sympy_expr_tracker.items()):
+            if symbol not in inner.sympy_expr_tracker:
+                set_proxy_slot(known.value, inner, Thunk(partial(self._take, inner, known.value)))
+
+    def _take(self, tracer: Any, size: Any) -> Proxy:
+        self.used.append(size)
+        node = _append_input(tracer.graph, "size")
+        proxy: Proxy = tracer.proxy(node)
+        set_meta(proxy, size)
+        return proxy
+
+
+def lift_tensors(traced: GraphModule, outer: Any) -> list[Tensor]:
+    """Makes inputs of the tensors that `traced` holds, and returns them as the outer trace knows them."""
+    lifted: dict[str, Node] = {}
+    tensors: list[Tensor] = []
+    for node in traced.graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        held = getattr(traced, target, None)
+        if isinstance(held, Tensor):
+            if target not in lifted:
+                lifted[target] = _append_input(traced.graph, target.strip("_"))
+                _describe(lifted[target], node, held, outer)
+                tensors.append(held)
+            node.replace_all_uses_with(lifted[target])
+            traced.graph.erase_node(node)
+    for target in lifted:
+        delattr(traced, target)
+    return tensors
+
+
+def _append_input(graph: Graph, name: str) -> Node:
+    """A new last placeholder."""
+    rest = next((node for node in graph.nodes if node.op != "placeholder"), None)
+    if rest is None:
+        return graph.placeholder(name)
+    with graph.inserting_before(rest):
+        return graph.placeholder(name)
+
+
+def _describe(placeholder: Node, attribute: Node, held: Tensor, outer: Any) -> None:
+    """Gives the input what is known of the tensor: by its own trace, by the outer one, or by the fake mode in force."""
+    placeholder.meta.update(attribute.meta)
+    known = get_proxy_slot(held, outer, None)
+    value = _fake(held) if known is None else known.proxy.node.meta.get("val")
+    if value is not None:
+        placeholder.meta.setdefault("val", value)
+
+
+def _fake(tensor: Tensor) -> Tensor | None:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is None or isinstance(tensor, FakeTensor):
+        return tensor if isinstance(tensor, FakeTensor) else None
+    fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
+    return fake
+
+
+# Running a body: in its scope, with the modes put back that a failing body has left switched.
+
+
+#: Functions of Python that run no code of a user's, given tensors and numbers.
+_PLAIN_FUNCTIONS = frozenset(
+    getattr(module, name) for module in (operator, math) for name in dir(module) if callable(getattr(module, name))
+) - {operator.call}
+
+
+def run_body(
+    scope: AbstractContextManager[Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> Any:
+    """What `body` gives in `scope`; when it raises, all modes are as they were before."""
+    if _switches_nothing(body):
+        with scope:
+            return run(body, operands, keywords)
+    with scope:
+        # Inside: a mode that the body left switched was entered under the scope, and is left under it.
+        ambient = read_ambient()
+        try:
+            return run(body, operands, keywords)
+        except BaseException as error:
+            restore_after_error(ambient, error)
+            raise
+
+
+def run(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """What `body` gives; node by node where a tracer copies the metadata of each node, as torch does for the graph."""
+    if has_preserved_node_meta() and not keywords and _is_plain_graph(body):
+        return TaggedInterpreter(cast(GraphModule, body)).run(*operands)
+    return body(*operands, **keywords)
+
+
+def _switches_nothing(body: Any) -> bool:
+    """Whether the graph of `body` shows that no node in it can leave a mode switched."""
+    return _is_plain_graph(body) and all(
+        op in ("placeholder", "get_attr", "output") or (op == "call_function" and _is_plain(target)) or not nodes
+        for (op, target), nodes in nodes_by_target(body.graph).items()
+    )
+
+
+def _is_plain(target: Any) -> bool:
+    """Whether a function is one of torch's kernels or of Python's; any other may run Python code, or a body."""
+    return target.namespace in ("aten", "prims") if isinstance(target, OpOverload) else target in _PLAIN_FUNCTIONS
+
+
+def _is_plain_graph(body: Any) -> bool:
+    return (
+        isinstance(body, GraphModule)
+        and "forward" not in vars(body)
+        and body._compiled_call_impl is None
+        and not (body._forward_hooks or body._forward_pre_hooks)
+    )

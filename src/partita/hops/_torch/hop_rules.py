@@ -1,0 +1,194 @@
+"""How Dynamo traces our operators, registered on import of Dynamo."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from inspect import isclass, isfunction, unwrap
+from types import ModuleType
+from typing import Any, Protocol
+
+from partita.errors import OptionError
+
+__all__ = ["tell_dynamo"]
+
+
+# Telling Dynamo about operators without importing it: at once if it is there, else in the moment that it is.
+
+
+_VARIABLES = "torch._dynamo.variables.higher_order_ops"
+
+
+class TracedByRule(Protocol):
+    """An operator that says by which of the rules Dynamo traces a call of it."""
+
+    __name__: str
+    dynamo_rule: str
+
+
+def tell_dynamo(operators: Iterable[TracedByRule]) -> None:
+    """Dynamo traces a call of each of these operators by the operator's own rule.
+
+    An operator that Dynamo does not know ends its graph. Where torch has no table of them, this changes nothing.
+    """
+    if _VARIABLES in sys.modules:
+        _register(importlib.import_module(_VARIABLES), operators)  # Waits for a thread that is importing it.
+    else:
+        sys.meta_path.insert(0, _Awaiting(operators))
+
+
+class _Awaiting(MetaPathFinder, Loader):
+    """Stands before the finders until the module is imported, registers the operators in it, and is gone."""
+
+    def __init__(self, operators: Iterable[TracedByRule]) -> None:
+        self._operators = tuple(operators)
+        self._loader: Loader | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _VARIABLES:
+            return None
+        # A new list: other threads may be walking the old one.
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+        spec = find_spec(fullname)
+        if spec is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        assert self._loader is not None
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self._loader is not None
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module, self._operators)
+
+
+def _register(module: Any, operators: Iterable[TracedByRule]) -> None:
+    table = getattr(module, "_hop_name_to_variable_class", None)
+    if not isinstance(table, dict):
+        return
+    made = {}
+    for operator in operators:
+        name = operator.dynamo_rule
+        if name not in made:
+            made[name] = RULES[name](module)
+        if made[name] is not None:
+            table[operator.__name__] = made[name]
+
+
+# How Dynamo traces calls of our operators: as what they mean in plain Python, or as calls with a traced body.
+
+
+#: Where the code of the operators is.
+_OWN = (
+    "partita.hops.",
+    "partita._torch.modes",
+    "partita._torch.body_",
+    "partita._torch.checkpoint_",
+    "partita.hops._torch.node_tags",
+    "partita._torch.fake_sandbox",
+)
+
+
+def _inlined(module: Any) -> type | None:
+    """A call is traced as the operator's meaning."""
+    base = getattr(module, "TorchHigherOrderOperatorVariable", None)
+    if base is None:
+        return None
+
+    class InlinedOperator(base):  # type: ignore[misc, valid-type]
+        """An operator of which Dynamo sees what it does."""
+
+        _HOP_NAME = "partita.hops"
+
+        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            from torch._dynamo.variables.functions import UserFunctionVariable
+
+            operator: Any = self.value
+            _leave_alone()
+            try:
+                args, kwargs = operator.bound(args, kwargs)
+                mode = [arg.realize().as_python_constant() for arg in args[: operator.mode_count]]
+                operator.check(*mode)
+            except (NotImplementedError, OptionError):
+                return super()._call_function(tx, args, kwargs)  # Ends the graph: the call itself says what is wrong.
+            with operator.meaning(*mode) as meaning:
+                return UserFunctionVariable(meaning).call_function(tx, args, kwargs)
+
+    return InlinedOperator
+
+
+def _staying(base_name: str, *, unneeded: tuple[str, ...] = ()) -> Callable[[Any], type | None]:
+    """A call stays a call, of a body that Dynamo has traced; tensors that the body finds outside become operands.
+
+    All but the `unneeded` of its keywords are kept at the call, as torch does for its own operators.
+    """
+
+    def rule(module: Any) -> type | None:
+        base = getattr(module, base_name, None)
+        outermost: Any = getattr(module, "TorchHigherOrderOperatorVariable", None)
+        if base is None or outermost is None:
+            return None
+
+        class StayingOperator(base):  # type: ignore[misc, valid-type]
+            """An operator that is in the graph."""
+
+            _HOP_NAME = "partita.hops"
+
+            def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+                _leave_alone()
+                operator: Any = self.value
+                try:
+                    args, kwargs = operator.bound(args, kwargs)
+                except OptionError:
+                    # Ends the graph: the call says what is wrong.
+                    return outermost._call_function(self, tx, args, kwargs)
+                kept = {name: value for name, value in kwargs.items() if name not in unneeded}
+                _finish_graph(tx.output, operator)
+                return super()._call_function(tx, args, kept)
+
+        return StayingOperator
+
+    return rule
+
+
+def _finish_graph(output: Any, operator: Any) -> None:
+    """Shows the operator the graph once it is complete; export has no use for what compilers are told."""
+    finish = getattr(operator, "finish_graph", None)
+    if finish is not None and not output.export and finish not in output.register_finalizer_fns:
+        output.add_graph_finalizer(finish)
+
+
+#: By the name that an operator gives of its rule: from Dynamo's module of operators to a class for its table.
+RULES: Mapping[str, Callable[[Any], type | None]] = {
+    "inlined": _inlined,
+    "wrapped": _staying("WrapHigherOrderVariable"),
+    # Never reentrant, whatever it says.
+    "checkpoint": _staying("CheckpointHigherOrderVariable", unneeded=("use_reentrant",)),
+}
+
+
+@cache
+def _leave_alone() -> None:
+    """Keeps Dynamo from compiling what runs around a body, where a break in the body has ended the graph."""
+    from torch._dynamo import eval_frame
+
+    skip_code = getattr(eval_frame, "skip_code", None)
+    if skip_code is None:
+        return
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_OWN)]
+    classes = [value for module in modules for value in vars(module).values() if isclass(value)]
+    for holder in (*modules, *classes):
+        for value in vars(holder).values():
+            if isfunction(value) and value.__module__.startswith(_OWN):
+                skip_code(unwrap(value).__code__)

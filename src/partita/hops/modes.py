@@ -1,0 +1,307 @@
+"""Operators that run a body under a mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar, overload
+
+import torch
+
+from partita._torch.fake_sandbox import Tracing
+from partita._torch.operators import registry as torch_operators
+from partita.errors import OptionError
+from partita.hops._torch.operator import BodyOperator, registered
+
+__all__ = [
+    "Wrap",
+    "WrapWithAutocast",
+    "WrapWithSetGradEnabled",
+    "call",
+    "wrap",
+    "wrap_with_autocast",
+    "wrap_with_inference_mode",
+    "wrap_with_set_grad_enabled",
+]
+
+
+# The operators themselves: each runs a body under its mode and restores what was there, after errors too.
+#
+# Whatever follows the arguments of the mode is the body and what it is called with; every keyword is the body's, but
+# for those that name an argument up to the body which is not given by position. The names are those of torch's
+# operators.
+
+
+_Result = TypeVar("_Result")
+
+
+class _Call(BodyOperator):
+    """`(body, *operands, **keywords)`: calls the body, as a region of a graph; Dynamo looks into it."""
+
+    @overload
+    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **keywords: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        return self.enact(args, keywords)
+
+    def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
+        return nullcontext(call_body)
+
+
+class Wrap(BodyOperator):
+    """`(func, *args, **kwargs)`: calls the function, as one unit of a graph, Dynamo's too."""
+
+    parameters = ("func",)
+    dynamo_rule = "wrapped"
+
+    @overload
+    def __call__(self, func: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
+
+
+class WrapWithSetGradEnabled(BodyOperator):
+    """`(enable_grad, wrapped_func, *args, **kwargs)`: calls the function with gradients switched on or off."""
+
+    parameters = ("enable_grad", "wrapped_func")
+
+    @overload
+    def __call__(
+        self,
+        enable_grad: bool,  # noqa: FBT001  The signature is that of torch's operator.
+        wrapped_func: Callable[..., _Result],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> _Result: ...
+
+    @overload
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
+
+    def check(self, *mode: Any) -> None:
+        check_flag("enable_grad", *mode)
+
+    def scope(self, *mode: Any, tracing: Tracing) -> AbstractContextManager[Any]:
+        return grad_scope(*mode, tracing=tracing)
+
+    def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
+        return nullcontext(call_without_gradients if stands_for_inference() else call_with_gradients)
+
+
+class WrapWithAutocast(BodyOperator):
+    """`(device_type, dtype, enabled, cache_enabled, wrapped_func, *args, **kwargs)`: calls it under autocast."""
+
+    parameters = ("device_type", "dtype", "enabled", "cache_enabled", "wrapped_func")
+
+    @overload
+    def __call__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None,
+        enabled: bool,  # noqa: FBT001
+        cache_enabled: bool | None,  # noqa: FBT001
+        wrapped_func: Callable[..., _Result],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> _Result: ...
+
+    @overload
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
+
+    def check(self, *mode: Any) -> None:
+        check_autocast(*mode)
+
+    def scope(self, *mode: Any, tracing: Tracing) -> AbstractContextManager[Any]:
+        device_type, dtype, enabled, cache_enabled = mode
+        # A cast out of the cache is a tensor that no tracer has seen.
+        return torch.autocast(device_type, dtype, enabled, cache_enabled if tracing is Tracing.NOT else False)
+
+    def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
+        return nullcontext(call_under_autocast)
+
+
+class _InferenceMode(BodyOperator):
+    """`(mode, body, *operands, **keywords)`: calls the body in inference mode or out of it."""
+
+    parameters = ("mode", "body")
+
+    @overload
+    def __call__(
+        self,
+        mode: bool,  # noqa: FBT001
+        body: Callable[..., _Result],
+        /,
+        *operands: Any,
+        **keywords: Any,
+    ) -> _Result: ...
+
+    @overload
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
+
+    def check(self, *mode: Any) -> None:
+        check_flag("mode", *mode)
+
+    def scope(self, *mode: Any, tracing: Tracing) -> AbstractContextManager[Any]:
+        if tracing is Tracing.NOT:
+            return torch.inference_mode(*mode)
+        return traced_inference_scope(*mode, tracing=tracing)
+
+    @contextmanager
+    def meaning(self, *mode: Any) -> Iterator[Callable[..., Any]]:
+        # After Dynamo, AOTAutograd fails on views in an inference block, and export drops the block without a word.
+        is_lost = any(mode) or torch.compiler.is_exporting()
+        with standing_for_inference(*mode):
+            yield call_as_if_in_inference_mode if is_lost else call_in_inference_mode
+
+
+_HOME = "partita.hops"
+
+call = registered(_Call, "partita_call", home=(_HOME, "call"))
+wrap = registered(Wrap, "partita_wrap", home=(_HOME, "wrap"), twin=torch_operators.WRAP)
+wrap_with_set_grad_enabled = registered(
+    WrapWithSetGradEnabled,
+    "partita_set_grad_enabled",
+    home=(_HOME, "wrap_with_set_grad_enabled"),
+    twin=torch_operators.WRAP_WITH_SET_GRAD_ENABLED,
+)
+wrap_with_autocast = registered(
+    WrapWithAutocast,
+    "partita_autocast",
+    home=(_HOME, "wrap_with_autocast"),
+    twin=torch_operators.WRAP_WITH_AUTOCAST,
+)
+wrap_with_inference_mode = registered(
+    _InferenceMode, "partita_inference_mode", home=(_HOME, "wrap_with_inference_mode")
+)
+
+
+# The arguments that say which mode a body runs under, checked.
+
+
+_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "privateuseone")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, not {value!r}")
+
+
+def check_autocast(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> None:
+    """Raises unless torch.autocast can take these arguments."""
+    if not isinstance(device_type, str) or not _is_known(device_type):
+        known = ", ".join(filter(_is_known, _DEVICE_TYPES))
+        raise OptionError(f"autocast knows no device type {device_type!r}; it knows {known}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise OptionError(f"dtype must be a torch.dtype, or None for the one set for {device_type!r}, not {dtype!r}")
+    check_flag("enabled", enabled)
+    if cache_enabled is not None:
+        check_flag("cache_enabled", cache_enabled)
+
+
+def _is_known(device_type: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:
+        return False
+
+
+# What each operator means in plain Python, which is how Dynamo traces a call of it once its mode is checked.
+
+
+def call_body(body: Callable[..., Any], /, *operands: Any, **keywords: Any) -> Any:
+    return body(*operands, **keywords)
+
+
+def call_with_gradients(enabled: Any, body: Callable[..., Any], /, *operands: Any, **keywords: Any) -> Any:
+    with torch.set_grad_enabled(enabled):
+        return body(*operands, **keywords)
+
+
+def call_without_gradients(enabled: Any, body: Callable[..., Any], /, *operands: Any, **keywords: Any) -> Any:
+    """Where none can flow, whatever `enabled` says."""
+    return body(*operands, **keywords)
+
+
+def call_under_autocast(
+    device_type: Any,
+    dtype: Any,
+    enabled: Any,
+    cache_enabled: Any,
+    body: Callable[..., Any],
+    /,
+    *operands: Any,
+    **keywords: Any,
+) -> Any:
+    with torch.autocast(device_type, dtype, enabled, cache_enabled):
+        return body(*operands, **keywords)
+
+
+def call_in_inference_mode(mode: Any, body: Callable[..., Any], /, *operands: Any, **keywords: Any) -> Any:
+    with torch.inference_mode(mode):
+        return body(*operands, **keywords)
+
+
+def call_as_if_in_inference_mode(mode: Any, body: Callable[..., Any], /, *operands: Any, **keywords: Any) -> Any:
+    """The values and gradients of inference mode, in tensors that any tracer can follow."""
+    with torch.set_grad_enabled(not mode):
+        return body(*operands, **keywords)
+
+
+# Grad and inference modes for bodies that may be running under a tracer.
+
+
+#: Whether a traced body stands for one that runs in inference mode.
+_STANDS_FOR_INFERENCE: ContextVar[bool] = ContextVar("stands_for_inference", default=False)
+
+
+def grad_scope(enabled: bool, *, tracing: Tracing) -> AbstractContextManager[Any]:  # noqa: FBT001
+    """Gradients on or off; but inference mode, and an export that lowers a program without them, go on without.
+
+    AOTAutograd in torch 2.13 raises an IndexError where such an export switches gradients on.
+    """
+    is_lowered_without = tracing is Tracing.OPEN and torch.compiler.is_exporting() and not torch.is_grad_enabled()
+    if enabled and (is_lowered_without or stands_for_inference()):
+        return nullcontext()
+    # `set_grad_enabled` would switch the mode when it is made; these do when they are entered.
+    return torch.enable_grad() if enabled else torch.no_grad()
+
+
+@contextmanager
+def traced_inference_scope(mode: bool, *, tracing: Tracing) -> Iterator[None]:  # noqa: FBT001
+    """Inference mode as a tracer can follow it: without gradients, since inference tensors cannot be traced."""
+    with standing_for_inference(mode), grad_scope(not mode, tracing=tracing):
+        yield
+
+
+@contextmanager
+def standing_for_inference(mode: bool) -> Iterator[None]:  # noqa: FBT001
+    """Inside, gradients cannot be switched on if `mode` is True: in inference mode that would have no effect."""
+    token = _STANDS_FOR_INFERENCE.set(mode)
+    try:
+        yield
+    finally:
+        _STANDS_FOR_INFERENCE.reset(token)
+
+
+def stands_for_inference() -> bool:
+    """Whether what is traced now would run in inference mode."""
+    return _STANDS_FOR_INFERENCE.get()

@@ -1,0 +1,225 @@
+"""Flat, stateless copies of bodies for a compiler."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from partita._torch.fx.graph_writer import GraphWriter, map_nodes
+from partita.errors import BrokenGraphError
+from partita.lowering._torch.containers import Container, Leaf, Shape, assembled
+
+__all__ = ["body_for_compiler"]
+
+
+# Bodies for a compiler: copies that it may change, with nothing but tensors and numbers as inputs and outputs.
+#
+# Modules in them take their tensors as inputs, and containers are taken apart.
+
+
+def body_for_compiler(
+    body: GraphModule,
+    slots: Sequence[HasPlace],
+    *,
+    inputs: Sequence[Shape],
+    outputs: Sequence[tuple[str, tuple[Any, ...]]] | None = None,
+) -> GraphModule:
+    """A copy of `body` with one more input for each of `slots`, behind its own.
+
+    `outputs` are the names of nodes and the keys by which something is read from what they give; without them, the copy
+    gives what the body gives. Traced values are left out: their symbols belong to another trace.
+    """
+    modules = {
+        target: Stateless(body.get_submodule(target), target, [slot for slot in slots if _is_in(slot.path, target)])
+        for target in {str(node.target): None for node in body.graph.find_nodes(op="call_module")}
+    }
+    graph = _Copying(body.graph, modules).graph(slots, inputs, outputs)
+    held: dict[str, Any] = dict(modules)
+    for node in graph.find_nodes(op="get_attr"):
+        held[str(node.target)] = _copied_body(body, node)
+    return GraphModule(held, graph, class_name="Body")
+
+
+def _is_in(path: str, target: str) -> bool:
+    return path == target or path.startswith(f"{target}.")
+
+
+def _copied_body(body: GraphModule, node: Node) -> nn.Module:
+    """The body that an operator is given; one with tensors of its own cannot take them as inputs."""
+    inner = body.get_submodule(str(node.target))
+    if any(isinstance(value, Tensor) for module in inner.modules() for value in _held_by(module)):
+        raise BrokenGraphError(f"the body {node.target!r} that node {node.name!r} reads holds tensors; pass them to it")
+    return copy.deepcopy(inner)
+
+
+def _held_by(module: nn.Module) -> list[Any]:
+    return [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
+
+
+@final
+class _Copying:
+    """One copy while it is written."""
+
+    def __init__(self, source: Graph, modules: Mapping[str, Stateless]) -> None:
+        self.source, self.modules = source, modules
+        self.writer = GraphWriter(source._tracer_cls)
+        self.env: dict[Node, Any] = {}
+        self.states: dict[HasPlace, Node] = {}
+
+    def graph(
+        self,
+        slots: Sequence[HasPlace],
+        inputs: Sequence[Shape],
+        outputs: Sequence[tuple[str, tuple[Any, ...]]] | None,
+    ) -> Graph:
+        nodes = list(self.source.nodes)
+        self.writer.names.reserve(node.name for node in nodes)
+        leaves = [self._copy_input(node, shape) for node, shape in zip(nodes, inputs, strict=False)]
+        for slot in slots:
+            self.states[slot] = self._write_input(f"{slot.path}_{slot.name}")
+        for node, shape, given in zip(nodes, inputs, leaves, strict=False):
+            self.env[node] = assembled(shape, iter(given), self._make)
+        for node in nodes[len(inputs) : -1]:
+            self._copy(node)
+        self._write_output(nodes[-1], outputs)
+        return self.writer.close()
+
+    def _copy_input(self, node: Node, shape: Shape) -> list[Node]:
+        """The inputs that stand for one input of the source."""
+        if isinstance(shape, Leaf):
+            self._copy(node)
+            return [self.env[node]]
+        assert isinstance(shape, Container)
+        return [made for item in shape.items for made in self._inputs_for(node.name, item)]
+
+    def _inputs_for(self, name: str, shape: Shape) -> list[Node]:
+        if isinstance(shape, Container):
+            return [made for item in shape.items for made in self._inputs_for(name, item)]
+        return [self._write_input(name)]
+
+    def _write_input(self, name: str) -> Node:
+        name = self.writer.names.fresh(name.replace(".", "_"))
+        return self.writer.write("placeholder", name, name=name)
+
+    def _make(self, kind: type, *items: Any) -> Node:
+        if kind is dict:
+            # Inductor (torch 2.13) looks up how TorchScript would call `dict`, and fails.
+            return self.writer.write("call_method", "copy", items, name=self.writer.names.fresh("container"))
+        return self._call(kind, items, "container")
+
+    def _call(self, target: Any, arguments: tuple[Any, ...], name: str) -> Node:
+        return self.writer.write("call_function", target, arguments, name=self.writer.names.fresh(name))
+
+    def _copy(self, node: Node) -> None:
+        copied = self.writer.copy(node, self.env.__getitem__, name=node.name)
+        for key in _TRACED:
+            copied.meta.pop(key, None)
+        if node.op == "call_module":
+            given = [self.states[slot] for slot in self.modules[str(node.target)].slots]
+            copied.args = (*given, *copied.args)
+        self.env[node] = copied
+
+    def _write_output(self, node: Node, outputs: Sequence[tuple[str, tuple[Any, ...]]] | None) -> None:
+        if outputs is None:
+            written = map_nodes(node.args[0], self.env.__getitem__)
+        else:
+            known = {made.name: made for made in self.writer.graph.nodes}
+            written = tuple(self._read(known[name], keys) for name, keys in outputs)
+        self.writer.write("output", "output", (written,), name=node.name)
+
+    def _read(self, value: Node, keys: tuple[Any, ...]) -> Node:
+        for key in keys:
+            value = self._call(operator.getitem, (value, key), "item")
+        return value
+
+
+_TRACED = ("val", "example_value", "tensor_meta", "unbacked_bindings")
+
+
+# Modules without state: they take the tensors that they would hold as their first arguments.
+
+
+class HasPlace(Protocol):
+    """Where a module in a body holds a tensor."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def table(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
+@final
+class Stateless(nn.Module):
+    """A module that gets the tensors of `module` as its first arguments; threads may call it side by side."""
+
+    def __init__(self, module: nn.Module, target: str, slots: Sequence[HasPlace]) -> None:
+        super().__init__()
+        self.slots = tuple(slots)
+        self.training = module.training
+        self._bare = _Bare(module, [(slot.path[len(target) + 1 :], slot.table, slot.name) for slot in slots])
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        count = len(self.slots)
+        return self._bare.with_tensors(given[:count])(*given[count:], **named)
+
+
+@final
+class _Bare:
+    """A module and all below it without their tensors; no submodule of anyone, so that nobody looks for state in it."""
+
+    def __init__(self, module: nn.Module, places: Sequence[tuple[str, str, str]]) -> None:
+        paths = dict(module.named_modules(remove_duplicate=False))
+        number = {id(found): at for at, found in enumerate(dict.fromkeys(paths.values()))}
+        self._modules = [_without_tensors(found) for found in dict.fromkeys(paths.values())]
+        self._children = [
+            [(name, number[id(child)]) for name, child in found._modules.items() if child is not None]
+            for found in dict.fromkeys(paths.values())
+        ]
+        self._places = [(number[id(paths[path])], table, name) for path, table, name in places]
+
+    def with_tensors(self, tensors: Sequence[Any]) -> nn.Module:
+        """New modules that hold these tensors; those that were there before stay as they are."""
+        copies = [_shallow(module) for module in self._modules]
+        for module, children in zip(copies, self._children, strict=True):
+            module._modules.update({name: copies[at] for name, at in children})
+        for (at, table, name), tensor in zip(self._places, tensors, strict=True):
+            found = vars(copies[at])
+            (found if table == "__dict__" else found[table])[name] = tensor
+        for module in copies:
+            if isinstance(module, nn.RNNBase):
+                _list_weights(module)
+        return copies[0]
+
+
+def _list_weights(module: nn.RNNBase) -> None:
+    """Lists the weights of a recurrent module, as it does itself, with references to see whether they have changed."""
+    weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    references = [None if weight is None else ref(weight) for weight in weights]
+    module.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
+
+
+def _without_tensors(module: nn.Module) -> nn.Module:
+    """A copy that keeps nothing of the model alive that it comes from: no tensors, no submodules, no hooks."""
+    bare = _shallow(module)
+    bare._modules.update(dict.fromkeys(bare._modules))
+    vars(bare).update({name: table for name, table in vars(nn.Module()).items() if name.endswith("_hooks")})
+    for table in (bare._parameters, bare._buffers, vars(bare)):
+        table.update({name: None for name, value in table.items() if isinstance(value, Tensor)})
+    if isinstance(bare, nn.RNNBase):
+        bare.__dict__.update(_flat_weights=[], _flat_weight_refs=[])
+    return bare
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    copied = object.__new__(type(module))
+    copied.__dict__.update(vars(module))
+    copied.__dict__.update({table: dict(vars(module)[table]) for table in ("_parameters", "_buffers", "_modules")})
+    return copied

@@ -1,0 +1,193 @@
+"""Guards on tensors and on global state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from partita._torch.fake_sandbox import Tracing, tracing_now
+from partita._torch.modes import read_ambient
+
+__all__ = ["Guard", "Surroundings", "profiler_runs", "surroundings", "watched"]
+
+
+# Guards: whether a call is like the one that a compiled function was last used for, told in a microsecond.
+#
+# They are quick and strict: what they refuse may still fit, and is looked at again in full.
+
+
+try:
+    from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+except ImportError:
+    GlobalStateGuard = TensorGuards = None  # type: ignore[assignment, misc]
+
+
+#: The sizes and strides that an input must have; None where any will do.
+Dimensions = tuple[Sequence[int | None], Sequence[int | None]]
+
+
+@final
+class Guard:
+    """Takes inputs that look like `values`, in surroundings like those now, where `dimensions` may leave sizes open.
+
+    `constants` are the places of inputs that must be equal to those in `values`, `integers` of those that need not be.
+    """
+
+    __slots__ = (
+        "_constants",
+        "_count",
+        "_depth",
+        "_device",
+        "_inference",
+        "_integers",
+        "_is_able",
+        "_leaves",
+        "_state",
+        "_take",
+        "_tensors",
+    )
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        dimensions: Sequence[Dimensions | None],
+        *,
+        constants: Sequence[int] = (),
+        integers: Sequence[int] = (),
+        leaves: Sequence[int] = (),
+    ) -> None:
+        tensors = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+        chosen = [dimensions[place] or ((), ()) for place in tensors]
+        self._take = None if len(tensors) == len(values) else _taker(tensors)
+        self._count = len(values)
+        self._constants = tuple((place, type(values[place]), _exact(values[place])) for place in constants)
+        self._integers = tuple(integers)
+        self._leaves = tuple((place, values[place].is_leaf) for place in leaves)
+        self._depth, self._device = _len_torch_function_stack(), default_device()
+        self._inference = torch.is_inference_mode_enabled()
+        self._is_able = TensorGuards is not None
+        if self._is_able:
+            self._state: Any = GlobalStateGuard()
+            make: Any = TensorGuards  # Its stub has other types than it takes.
+            self._tensors: Any = make(
+                *(values[place] for place in tensors),
+                dynamic_dims_sizes=[list(sizes) for sizes, _ in chosen],
+                dynamic_dims_strides=[list(strides) for _, strides in chosen],
+            )
+
+    def accepts(self, values: Sequence[Any]) -> bool:
+        """Whether what was compiled for such inputs fits these."""
+        if (
+            not self._is_able
+            or len(values) != self._count
+            or _len_torch_dispatch_stack()
+            or _len_torch_function_stack() != self._depth
+            or forward_ad._current_level >= 0
+            or _is_tracing()
+            or not self._state.check()
+        ):
+            return False
+        if self._depth and default_device() != self._device:
+            return False
+        if not self._tensors.check(*(values if self._take is None else self._take(values))):
+            return False
+        if torch.is_inference_mode_enabled() is not self._inference:
+            return False
+        for place, kind, exact in self._constants:
+            if type(values[place]) is not kind or _exact(values[place]) != exact:
+                return False
+        for place in self._integers:
+            if type(values[place]) is not int:
+                return False
+        return not self._leaves or all(_is_leaf(values[place]) is leaf for place, leaf in self._leaves)
+
+
+def _is_leaf(value: Tensor) -> bool | None:
+    """Whether a tensor has no history; None where autograd refuses to tell."""
+    try:
+        return value.is_leaf
+    except RuntimeError:
+        return None
+
+
+def _exact(value: Any) -> Any:
+    """A constant as something that equals only itself; 0.0 and -0.0 are equal, and nan is not."""
+    return repr(value) if isinstance(value, float | complex) else value
+
+
+def _taker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
+
+
+# The surroundings of a call: what compiled code must be made for, and when only the body itself will do.
+
+
+#: Whether a profiler wants to know what runs.
+profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class Surroundings(NamedTuple):
+    """What decides, beside its inputs, what a body computes."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    default_dtype: torch.dtype
+    default_device: torch.device
+    deterministic: bool
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a result may have a history."""
+        return self.grad and not self.inference
+
+
+def surroundings() -> Surroundings:
+    """The surroundings now."""
+    found = read_ambient()
+    return Surroundings(
+        found.grad,
+        found.inference,
+        tuple((device, dtype) for device, enabled, dtype in found.autocast if enabled),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def watched() -> bool:
+    """Whether somebody watches or replaces every operator: a tracer, torch.func, forward-mode AD, modes of the user."""
+    if _len_torch_dispatch_stack() > 0 and not all(map(_looks_elsewhere, _get_current_dispatch_mode_stack())):
+        return True
+    if _len_torch_function_stack() > 0 and default_device() is None:
+        return True
+    if torch._C._is_tracing() or forward_ad._current_level >= 0:
+        return True
+    return _functorch_level() is not None or tracing_now() is not Tracing.NOT
+
+
+def _looks_elsewhere(mode: object) -> bool:
+    """Whether a mode is the one of AOTAutograd that looks at custom operators in the first call of compiled code."""
+    return type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode" and type(mode).__module__.startswith("torch.")
+
+
+def default_device() -> torch.device | None:
+    """The device of new tensors; None where other modes than those that choose it may change what functions do."""
+    if not all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack()):
+        return None
+    return torch.get_default_device()
+
+
+def _functorch_level() -> Any:
+    return torch._C._functorch.peek_interpreter_stack()

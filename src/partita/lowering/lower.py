@@ -1,0 +1,193 @@
+"""Lower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import cache
+from typing import ClassVar, final
+
+from torch import nn
+from torch.fx import GraphModule
+
+from partita._torch.fx.structural_hash import body_key, modules_key
+from partita.analysis.mode import AMBIENT
+from partita.analysis.mode import Mode as GraphMode
+from partita.analysis.mutation import later_writers, names_written_outside
+from partita.analysis.tolerance import EXACT, Tolerance
+from partita.backends.backend import Backend, find_backend, picks_kernels, takes_symbols, tolerance_of, trains
+from partita.errors import OptionError
+from partita.lowering.config import Lowering, ModeScope
+from partita.lowering.lowered import Lowered
+from partita.lowering.signature import OpenSizes
+from partita.lowering.variant_cache import variants_for
+from partita.plans.failures import Failure, Failures, report
+from partita.plans.treatment import Site
+from partita.program.body_effects import acts_of, traced_symbols, written_inputs
+from partita.program.program import Program
+from partita.regions import Region
+from partita.rewrite.bodies import bare_body
+
+__all__ = ["Lower", "names_written_later"]
+
+
+# Lower: the region is compiled by a backend when it is first called, and runs eagerly where that fails.
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Lower:
+    """Calls what `backend`, a name or a backend with options, makes of the body; compiled at the first call.
+
+    Another function is made for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,
+    modes), and the `keep` last used are kept. Sizes that were traced as symbols are symbols for the backend too, and
+    so is a size that has changed; `dynamic=True` makes symbols of all sizes, `dynamic=False` of none. Where a
+    compilation fails, the region runs eagerly and `plan.failures` says why; with `strict`, `LoweringError` is raised.
+    `dumper` gets the text of the body and gives the tag under which a profiler shows the region; without it, the tag is
+    `tag`, or the name of the region.
+    """
+
+    backend: str | Backend = "inductor"
+    _: KW_ONLY
+    dynamic: bool | None = None
+    strict: bool = False
+    keep: int = 8
+    dumper: Callable[[str], str] | None = None
+    tag: str | None = None
+
+    #: A function is compiled for one mode.
+    mixes_modes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
+            raise OptionError(f"dynamic is True, False or None, not {self.dynamic!r}")
+        if not isinstance(self.strict, bool):
+            raise OptionError(f"strict is True or False, not {self.strict!r}")
+        if type(self.keep) is not int or self.keep < 1:
+            raise OptionError(f"keep is how many compiled functions a region keeps, at least 1, not {self.keep!r}")
+        if self.dumper is not None and not callable(self.dumper):
+            raise OptionError(f"dumper is a function from the text of a body to a tag; {self.dumper!r} is none")
+        if self.tag is not None and not isinstance(self.tag, str):
+            raise OptionError(f"a tag is text, not {self.tag!r}")
+        if self.strict or not isinstance(self.backend, str):
+            _found(self.backend)
+
+    def __repr__(self) -> str:
+        """With the options that differ from their defaults, since a plan prints it in every row."""
+        given = [repr(self.backend)]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name != "backend" and value != option.default:
+                given.append(f"{option.name}={value!r}")
+        return f"Lower({', '.join(given)})"
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """That of the backend."""
+        backend = self._backend_or_reason()
+        return EXACT if isinstance(backend, str) else tolerance_of(backend)
+
+    def treat(self, body: GraphModule) -> nn.Module:
+        """What is called in the place of a region of which nothing but its body is known."""
+        return self._lowered(Program(body), "region", "the region", Failures(), frozenset())
+
+    def treat_at(self, body: GraphModule, site: Site) -> nn.Module:
+        title = f"{site.region.name} (region {site.place + 1} of {site.count})"
+        # What runs the operators as they are saves for its backward what plain torch saves.
+        rewrites = self.tolerance.relative > 0 or self.tolerance.absolute > 0
+        later = names_written_later(body, site.region) if rewrites else frozenset[str]()
+        program, nodes = Program(body, caller=site.caller), set(site.region.nodes)
+        for hooked in () if site.program is None else site.program.hooked_tensors:
+            if hooked.is_divided_by(nodes):
+                registers = "registers" if hooked.is_certain else "may register (nobody knows what it calls)"
+                reason = (
+                    f"{hooked.hook.name!r} {registers} a hook that gets gradients from inside and outside of the region"
+                )
+                return self._eager(program, Failure(site.region.name, str(self.backend), reason), site.failures)
+        return self._lowered(program, site.region.name, title, site.failures, later)
+
+    def _lowered(
+        self, program: Program, region: str, title: str, failures: Failures, written_later: frozenset[str]
+    ) -> nn.Module:
+        backend = self._backend_or_reason()
+        if isinstance(backend, str):
+            return self._eager(program, Failure(region, str(self.backend), backend), failures)
+        bare = bare_body(program)
+        for node in bare.module.graph.nodes:
+            reason = backend.refusal(node) if node.op.startswith("call_") else None
+            if reason is not None:
+                refused = f"it refuses this node: {reason or 'no reason given'}"
+                return self._eager(program, Failure(region, backend.name, refused, node.name), failures)
+        body, dynamic = Program(bare.module), self.dynamic if takes_symbols(backend) else False
+        tag = self._tag(bare.module, region)
+        lowering = Lowering(
+            region,
+            backend.name,
+            trains=trains(backend),
+            picks_kernels=picks_kernels(backend),
+            scope=_scope_of(bare.mode),
+            written=written_inputs(body),
+            acts=acts_of(body, written_later),
+            modules=modules_key(bare.module),
+            open_sizes=OpenSizes(traced_symbols(body), dynamic),
+            strict=self.strict,
+            tag=tag,
+            title=title if tag == region else f"{title}, tagged {tag!r},",
+            failures=failures,
+        )
+        key = body_key(bare.module)
+        # What others do to the results of equal bodies may differ, and functions are made for it.
+        places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in written_later)
+        variants = variants_for(None if key is None else (key, dynamic, places), backend, keep=self.keep)
+        return Lowered(bare.module, lowering, variants)
+
+    def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:
+        """The body itself, for a region that cannot be compiled whatever it is called with."""
+        report(failure, failures, strict=self.strict)
+        return program.graph_module
+
+    def _backend_or_reason(self) -> Backend | str:
+        try:
+            return _found(self.backend)
+        except OptionError as error:
+            return str(error)
+
+    def _tag(self, body: GraphModule, region: str) -> str:
+        if self.dumper is None:
+            return self.tag or region
+        tag = self.dumper(body.print_readable(print_output=False))
+        if not isinstance(tag, str):
+            raise OptionError(f"a dumper gives a tag, which is text; {self.dumper!r} gave {tag!r}")
+        return tag
+
+
+def _found(wanted: str | Backend) -> Backend:
+    return _found_by_name(wanted) if isinstance(wanted, str) else find_backend(wanted)
+
+
+#: To look through what is installed takes milliseconds, and there may be hundreds of regions.
+_found_by_name = cache(find_backend)
+
+
+def _scope_of(mode: GraphMode) -> ModeScope | None:
+    if mode == AMBIENT:
+        return None
+    autocast = tuple((one.device, one.dtype, one.enabled, one.cache) for one in mode.autocast)
+    return ModeScope(mode.grad, mode.inference, autocast)
+
+
+# What is written later: values of a region that others may write to when it has run, before its backward wants them.
+#
+# A compiler may keep an output or an input for the backward pass where plain torch keeps something else.
+
+
+def names_written_later(body: GraphModule, region: Region) -> frozenset[str]:
+    """The names of the nodes of a region's body, its inputs among them, that others may write to after it has run."""
+    computed, sources = names_written_outside(region.nodes), region.inputs()
+    written = later_writers(sources, region.nodes)
+    if not written:
+        return computed
+    inputs = {node.name for node in body.graph.find_nodes(op="placeholder")}
+    # Inputs that are called otherwise than what they stand for, such as items of containers, may be any of these.
+    unnamed = inputs.difference(node.name for node in sources)
+    return computed | inputs.intersection(node.name for node in written) | unnamed

@@ -1,0 +1,139 @@
+"""Sequential, BySize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import final
+
+from torch import Tensor, nn
+from torch.fx import Node
+
+from partita._torch.operators.schemas import storage_key
+from partita.analysis.nodes import find, value_of
+from partita.errors import OptionError
+from partita.policies.legalize import Piece, asked, legal_partition, no_places, placeable
+from partita.program.program import Program
+from partita.regions import Partition
+
+__all__ = ["BySize", "Sequential"]
+
+
+# BySize: the program in graph order, cut into regions of a given size.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BySize:
+    """Regions of at most so many operators or so many bytes of parameters, or so many regions of equal length.
+
+    Give exactly one. A parameter counts where it is first used, a shared one there only. An operator that exceeds the
+    limit by itself opens a region of its own. Items taken out of containers are not counted as operators.
+    """
+
+    _: KW_ONLY
+    parameter_bytes: int | None = None
+    operators: int | None = None
+    parts: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1:
+            raise OptionError(
+                f"BySize takes exactly one of parameter_bytes, operators and parts, not {len(given)}: {given}"
+            )
+        for name, value in given.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise OptionError(f"{name} is a whole number above zero, not {value!r}")
+
+    def __call__(self, program: Program) -> Partition:
+        operators = list(placeable(program))
+        if self.parameter_bytes is not None:
+            sizes = first_use_bytes(program)
+            cut = _cut_by_bytes([sizes[number] for number in operators], self.parameter_bytes)
+        elif self.operators is not None:
+            cut = [at // self.operators for at in range(len(operators))]
+        else:
+            parts = min(self.parts or 1, max(len(operators), 1))
+            cut = [at * parts // len(operators) for at in range(len(operators))]
+        places = no_places(program)
+        for number, place in zip(operators, cut, strict=True):
+            places[number] = place
+        return legal_partition(program, places, [Piece(f"part_{at}", at) for at in range(max(cut, default=-1) + 1)])
+
+
+def _cut_by_bytes(sizes: list[int], limit: int) -> list[int]:
+    cut, last, held = [], 0, 0
+    for at, size in enumerate(sizes):
+        if size and at and held + size > limit:
+            last, held = last + 1, 0
+        held += size
+        cut.append(last)
+    return cut
+
+
+# Parameter bytes: how many bytes of parameters each node is the first to use.
+
+
+def first_use_bytes(program: Program) -> list[int]:
+    """For each node by number the bytes of the parameters that no node before it uses; tied ones count once.
+
+    Parameters are what a node reads by `get_attr`, what it reads from an input that was traced as a parameter, as
+    Dynamo does, and what the module that it calls holds.
+    """
+    root, seen, sizes = program.graph_module, set(), []
+    for node in program.index.nodes:
+        total = 0
+        if node.op.startswith("call_"):
+            for parameter in _parameters(node, root):
+                key = storage_key(parameter)
+                if key not in seen:
+                    seen.add(key)
+                    total += parameter.numel() * parameter.element_size()
+        sizes.append(total)
+    return sizes
+
+
+def _parameters(node: Node, root: nn.Module) -> Iterator[Tensor]:
+    if node.op == "call_module":
+        module = find(root, str(node.target))
+        if isinstance(module, nn.Module):
+            yield from module.parameters()
+    for read in node.all_input_nodes:
+        if read.op == "get_attr":
+            value = find(root, str(read.target))
+        else:
+            value = value_of(read) if read.op == "placeholder" else None
+        if isinstance(value, nn.Parameter):
+            yield value
+
+
+# Sequential: the program in graph order, cut before every node that a function marks.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """A new region begins at each node for which `opens(node)` is true, asked once per operator in graph order.
+
+    A mode toggle that is marked cuts as well; itself it belongs to no region.
+    """
+
+    opens: Callable[[Node], object]
+
+    def __post_init__(self) -> None:
+        if not callable(self.opens):
+            raise OptionError(f"Sequential takes a function that says where a region begins, not {self.opens!r}")
+
+    def __call__(self, program: Program) -> Partition:
+        places, last = no_places(program), 0
+        can_be_placed = frozenset(placeable(program))
+        for node in program.operators():
+            number = program.index.number[node]
+            last += bool(asked(self.opens, node, node=node, role="predicate"))
+            if number in can_be_placed:
+                places[number] = last
+        used = {place: at for at, place in enumerate(dict.fromkeys(place for place in places if place >= 0))}
+        pieces = [Piece(f"part_{at}", at) for at in used.values()]
+        return legal_partition(program, [used.get(place, place) for place in places], pieces)

@@ -1,0 +1,322 @@
+"""Input guards of exported programs as picklable code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node, Proxy
+from torch.utils import _pytree as pytree
+
+from partita._torch.expressions import (
+    FUNCTIONS,
+    Expression,
+    ExpressionError,
+    InputPath,
+    Operation,
+    Read,
+    Symbol,
+    evaluator,
+    parsed,
+    printed,
+    substituted,
+)
+from partita.errors import SignatureError
+
+__all__ = [
+    "callers_take_guards",
+    "check_inputs",
+    "functions_of_conditions",
+    "guards_of",
+    "set_guards",
+    "symbolic_expression",
+]
+
+
+# Checks of the inputs of an exported program, as data that closures evaluate: no code is generated for them.
+
+
+#: What must hold of the inputs, and how a message says it.
+Condition = tuple[Expression, str]
+
+
+@final
+class InputGuards(nn.Module):
+    """Called with the inputs of a program, raises an AssertionError where they are not what it was exported for.
+
+    torch's own module for it holds a generated function, which is lost to a pickle. This one holds conditions.
+    """
+
+    #: `Graph.eliminate_dead_code` asks for this name: nobody reads what a check gives.
+    _is_impure = True
+
+    def __init__(self, conditions: Sequence[Condition]) -> None:
+        super().__init__()
+        self.conditions = tuple(conditions)
+        self._checks = _checks_of(self.conditions)
+
+    def forward(self, *args: Any) -> None:
+        for value in args:
+            if isinstance(value, Proxy):
+                # Conditions that compare, as `max` does, cannot be traced, so what is traced calls this module too.
+                tracer: Any = value.tracer
+                tracer.create_proxy("call_module", tracer.path_of_module(self), args, {})
+                return
+        for check, message in self._checks:
+            torch._assert(check(args), message)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_checks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._checks = _checks_of(self.conditions)
+
+
+def check_inputs(module: GraphModule, exported: ExportedProgram) -> None:
+    """Lets the module of an exported program check its inputs first, by a node as `ExportedProgram.module` has it.
+
+    The conditions are torch's, and those on ranks, types and forms of sizes that torch checks elsewhere if anywhere.
+    """
+    inputs = module.graph.find_nodes(op="placeholder")
+    if not inputs:
+        return
+    # The name tells the hook that torch puts on such modules to leave sizes and numbers to this.
+    module.add_module("_guards_fn", InputGuards(_conditions(exported, inputs)))
+    with module.graph.inserting_after(inputs[-1]):
+        module.graph.call_module("_guards_fn", tuple(inputs))
+
+
+def callers_take_guards() -> bool:
+    """Whether whoever asks for a module takes one that calls a check; torch knows some libraries that do not."""
+    from torch.export._unlift import _ok_to_generate_guards_fn
+
+    return bool(_ok_to_generate_guards_fn())
+
+
+def functions_of_conditions() -> Mapping[str, Callable[..., Any]]:
+    """All functions that conditions of torch use."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    return {**FUNCTIONS, **{name: value for name, value in SYMPY_INTERP.items() if callable(value)}}
+
+
+def symbolic_expression(expression: Any) -> Expression:
+    """The data of an expression of sympy, in which symbols go by their names."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return parsed(PythonPrinter().doprint(expression))
+
+
+def _checks_of(conditions: Sequence[Condition]) -> list[tuple[Callable[[Sequence[Any]], Any], str]]:
+    functions = functions_of_conditions()
+    return [(evaluator(condition, functions), f"Guard failed: {message}") for condition, message in conditions]
+
+
+def _conditions(exported: ExportedProgram, inputs: Sequence[Node]) -> list[Condition]:
+    paths = _input_paths(exported, len(inputs))
+    names = [_argument_name(path) for path in paths]
+    values = [node.meta.get("val", _UNKNOWN) for node in inputs]
+    found = [condition for place, value in enumerate(values) for condition in _on_kind(place, value)]
+    found += _on_sizes(values, exported.range_constraints)
+    found += _traced(guards_of(exported), paths)
+    found += [condition for place, value in enumerate(values) for condition in _on_form(place, value)]
+    return [(condition, _message(condition, names)) for condition in dict.fromkeys(found)]
+
+
+def _message(condition: Expression, names: Sequence[str]) -> str:
+    text = printed(condition, names.__getitem__)
+    match condition:
+        case Operation("is_none", (operand,)):
+            return f"{printed(operand, names.__getitem__)} is None"
+        case Operation(str(name), (operand,)) if name.startswith("is_"):
+            return f"type({printed(operand, names.__getitem__)}) is {name.removeprefix('is_')}"
+    return text
+
+
+# Where the inputs are --------------------------------------------------------------------------------------------
+
+
+def _input_paths(exported: ExportedProgram, count: int) -> list[InputPath]:
+    """How a condition names each input: by argument, and by key inside of it, as pytree names keys."""
+    in_spec = exported.call_spec.in_spec
+    if in_spec is None or in_spec.num_leaves != count or in_spec.type is not tuple or in_spec.num_children != 2:
+        return [InputPath((f"args_{place}",), (True,)) for place in range(count)]
+    try:
+        args, kwargs = pytree.tree_unflatten(range(count), in_spec)
+    except Exception:  # A registered class may take nothing but tensors.
+        args, kwargs = exported.example_inputs or ((), {})
+    signature = exported.module_call_graph[0].signature
+    named = list(signature.forward_arg_names or ()) if signature is not None else []
+    names = [*named[: len(args)], *(f"arg_{place}" for place in range(len(named), len(args)))]
+    arguments = [*zip(names, args, strict=True), *kwargs.items()]
+    return [
+        InputPath(
+            (name, *(_key(entry) for entry in path)), (True, *(not isinstance(e, pytree.GetAttrKey) for e in path))
+        )
+        for name, argument in arguments
+        for path, _ in pytree.tree_flatten_with_path(argument)[0]
+    ]
+
+
+def _key(entry: Any) -> str | int:
+    for field in ("key", "idx", "name"):
+        if hasattr(entry, field):
+            found = getattr(entry, field)
+            return found if isinstance(found, str | int) else str(found)
+    return str(entry)
+
+
+def _argument_name(path: InputPath) -> str:
+    first, *_ = path.keys
+    return str(first) + printed(Read(InputPath(path.keys[1:], path.is_item[1:]))).removeprefix("L")
+
+
+# What must hold --------------------------------------------------------------------------------------------------
+
+#: The value of an input that has no metadata.
+_UNKNOWN = object()
+_TYPES = {bool: "is_bool", int: "is_int", float: "is_float", str: "is_str"}
+
+
+def _on_kind(place: int, value: Any) -> Iterator[Expression]:
+    """That a tensor has its rank and a constant its type and value, which torch writes wrongly for text with quotes."""
+    if isinstance(value, Tensor):
+        yield Operation("==", (Read(place, "dim"), value.dim()))
+    elif value is None:
+        yield Operation("is_none", (Read(place),))
+    elif type(value) in _TYPES:
+        yield Operation(_TYPES[type(value)], (Read(place),))
+        if isinstance(value, float) and math.isnan(value):
+            yield Operation("math.isnan", (Read(place),))
+        else:
+            yield Operation("==", (Read(place), value))
+
+
+def _on_sizes(values: Sequence[Any], ranges: Mapping[Any, Any]) -> Iterator[Expression]:
+    """That fixed sizes are as they were, open ones in their range, and those that were one size still are."""
+    first: dict[Any, Read] = {}
+    for place, value in enumerate(values):
+        for read, size in _numbers(place, value):
+            if isinstance(size, int):
+                yield Operation("==", (read, size))
+                continue
+            expression = size.node.expr
+            if expression in first:
+                yield Operation("==", (read, first[expression]))
+            else:
+                first[expression] = read
+                yield from _in_range(read, ranges.get(expression))
+    yield from _on_derived_sizes(first)
+
+
+def _numbers(place: int, value: Any) -> Iterator[tuple[Read, Any]]:
+    if isinstance(value, Tensor):
+        yield from ((Read(place, "size", axis), size) for axis, size in enumerate(value.shape))
+    elif isinstance(value, torch.SymInt):
+        yield Read(place), value
+
+
+def _in_range(read: Read, allowed: Any) -> Iterator[Expression]:
+    if allowed is None:
+        return
+    # torch traces with sizes from 2 on, and lets 0 and 1 pass.
+    if allowed.lower.is_Integer and allowed.lower > 2:
+        yield Operation(">=", (read, int(allowed.lower)))
+    if allowed.upper.is_Integer:
+        yield Operation("<=", (read, int(allowed.upper)))
+
+
+def _on_derived_sizes(first: Mapping[Any, Read]) -> Iterator[Expression]:
+    """That a size such as 2 * n + 1 fits the others that are told by n.
+
+    Where n itself is the size of no input, it is what the first such size says.
+    """
+    known: dict[Any, Expression] = {key: read for key, read in first.items() if key.is_symbol}
+    for expression, read in first.items():
+        if expression.is_symbol:
+            continue
+        unknown = [symbol for symbol in expression.free_symbols if symbol not in known]
+        if not unknown:
+            by_name = {symbol.name: known[symbol] for symbol in expression.free_symbols}
+            yield Operation("==", (read, substituted(symbolic_expression(expression), partial(_found, by_name))))
+        elif len(expression.free_symbols) == 1 and (form := _linear_form(expression)) is not None:
+            symbol, factor, rest = form
+            left: Expression = Operation("-", (read, rest)) if rest else read
+            known[symbol] = Operation("//", (left, factor)) if factor != 1 else left
+
+
+def _found(by_name: Mapping[str, Expression], part: Symbol | Read) -> Expression:
+    return by_name[part.name] if isinstance(part, Symbol) else part
+
+
+def _on_form(place: int, value: Any) -> Iterator[Expression]:
+    """That sizes have the form that they were exported in: 2 * n + 1, say, is odd."""
+    for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+        expression: Any = size.node.expr if isinstance(size, torch.SymInt) else None
+        form = None if expression is None else _linear_form(expression)
+        if form is not None and abs(form[1]) > 1:
+            _, factor, rest = form
+            yield Operation("==", (Operation("%", (Read(place, "size", axis), factor)), rest % factor))
+
+
+def _linear_form(expression: Any) -> tuple[Any, int, int] | None:
+    """The symbol, the factor and the rest of an expression such as 2 * n + 1."""
+    if len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    factor = expression.coeff(symbol)
+    rest = expression - factor * symbol
+    return (symbol, int(factor), int(rest)) if factor.is_Integer and factor != 0 and rest.is_Integer else None
+
+
+def _traced(guards: Sequence[str], paths: Sequence[InputPath]) -> Iterator[Expression]:
+    """The conditions that torch found while it traced, on the inputs of the program."""
+    places = {path.keys: place for place, path in enumerate(paths)}
+    functions = functions_of_conditions()
+    for guard in guards:
+        try:
+            condition = substituted(parsed(guard), lambda part: _placed(part, places))
+            evaluator(condition, functions)
+        except ExpressionError as error:
+            raise SignatureError(
+                f"the condition {guard!r} of the exported program cannot be checked: {error}; export the model again, "
+                "or take the module of the exported program itself, which checks it as torch does"
+            ) from error
+        yield condition
+
+
+def _placed(part: Symbol | Read, places: Mapping[tuple[str | int, ...], int]) -> Expression:
+    """What is read, by the number of the input; torch also numbers inputs, and names those of `*xs` in two ways."""
+    if isinstance(part, Symbol):
+        raise ExpressionError(f"the symbol {part.name!r} is of no input")
+    assert isinstance(part.input, InputPath)
+    keys = part.input.keys
+    if keys[0] == "flat_args" and len(keys) == 2 and isinstance(keys[1], int) and keys[1] in places.values():
+        return Read(keys[1], part.query, part.axis)
+    spellings = [keys, (f"{keys[0]}_{keys[1]}", *keys[2:])] if len(keys) > 1 else [keys]
+    if all(known[0] != keys[0] for known in places):  # `**kwargs` is no argument of the program, what is in it is.
+        spellings.append(keys[1:])
+    for spelled in spellings:
+        if spelled in places:
+            return Read(places[spelled], part.query, part.axis)
+    raise ExpressionError(f"{printed(part)} is no input of the program")
+
+
+# The conditions on sizes that torch.export checks when a program is called, beside the ranges of its symbols.
+
+
+def guards_of(exported: Any) -> tuple[str, ...]:
+    """The conditions as source text; a torch that has none gives none."""
+    return tuple(getattr(exported, "_guards_code", ()))
+
+
+def set_guards(exported: Any, guards: Collection[str]) -> None:
+    """Lets a program check these conditions: torch finds them in what was traced, but not in what was loaded."""
+    if guards:
+        exported._guards_code = list(guards)

@@ -1,0 +1,546 @@
+"""The graph of a saved program: nodes, arguments and values, from data; nothing that the file names is called."""
+
+from __future__ import annotations
+
+import cmath
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import predispatch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import exported_program as torch_exported
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.graph import _illegal_names
+
+from partita.program.archives._torch.operators import LEVELS, NAMESPACES, SCALAR_FUNCTIONS, called_by, operator_of
+from partita.program.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
+from partita.program.archives.data import LONGEST_NAME, MOST_DOTS, Data
+
+__all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
+
+
+_DEEPEST = 40
+#: How an argument is passed.
+_POSITIONAL, _KEYWORD = 1, 2
+#: The operators that call others have two arguments of their own, of which the one called is one.
+_FIRST_OF_CALLED = 2
+#: How many values in lists and outputs each node may have on average: torch.fx writes all of them down as code.
+_VALUES_OF_NODE = 64
+
+
+class GraphReader:
+    """Reads one graph, and by readers of their own the graphs that operators in it run."""
+
+    def __init__(self, symbols: Symbols, operators: Collection[str], *, depth: int = _DEEPEST) -> None:
+        self._symbols = symbols
+        self._operators = operators
+        self._depth = depth
+        self._graph = Graph()
+        self._root = nn.Module()
+        self.bodies: dict[str, Any] = {}
+        self._nodes: dict[str, Node] = {}
+        self._values: dict[str, tuple[Callable[[Data], Any], Data]] = {}
+        #: What nodes would like to be called that nothing refers to.
+        self._wanted: dict[Node, str] = {}
+        self._levels: list[str] = []
+        #: Every operator that was met, as the file spells it.
+        self.met: dict[str, None] = {}
+
+    def read(self, data: Data, constant_names: Mapping[int, str]) -> GraphModule:
+        """The graph as a module; inputs that are constants go by these names."""
+        pending, self._symbols.pending = self._symbols.pending, set()
+        for table, read in (
+            ("tensor_values", self._symbols.tensor),
+            ("sym_int_values", self._symbols.integer),
+            ("sym_float_values", self._symbols.floating),
+            ("sym_bool_values", self._symbols.truth),
+        ):
+            values = data.get(table)
+            self._values |= {key: (read, value) for key, value in values.entries()} if values is not None else {}
+        if data.value.get("custom_obj_values"):
+            data["custom_obj_values"].refuse("custom objects are rebuilt by code of their own")
+        for place, given in enumerate(data["inputs"]):
+            self._add_input(given, constant_names.get(place) or f"arg{place}")
+        for node in data["nodes"]:
+            self._add_node(node)
+        self._add_output(data)
+        if self._levels:
+            data.refuse(f"{self._levels[-1]!r} enters a level that the graph does not leave")
+        self._name_nodes()
+        self._bind_unbacked(data)
+        self._symbols.pending = pending
+        made = torch_exported._create_graph_module_for_export(self._root, self._graph)
+        assert isinstance(made, GraphModule)
+        return made
+
+    # Inputs and outputs ------------------------------------------------------------------------------------------
+
+    def _add_input(self, given: Data, constant_name: str) -> None:
+        self._symbols.spend(1, given)
+        kind, content = given.choice()
+        if kind in NAMED:
+            self._define(given, self._create("placeholder", value_name(given)))
+        elif kind in ("as_int", "as_float", "as_bool", "as_none", "as_string"):
+            # Constants are compared with what is passed, in code that torch may generate.
+            value = content.plain_text() if kind == "as_string" else self._argument(given)
+            node = self._create("placeholder", constant_name, wanted=constant_name)
+            node.meta["val"] = value
+        else:
+            given.refuse("no input of this kind is data")
+
+    def _add_output(self, data: Data) -> None:
+        for given in data["outputs"]:
+            if self._depth < _DEEPEST and given.choice()[0] in ("as_string", "as_strings"):
+                given.refuse("a graph inside of another gives tensors and numbers")
+        outputs = [self._argument(given) for given in data["outputs"]]
+        values = [value.meta["val"] if isinstance(value, Node) else value for value in outputs]
+        is_single = data.get("is_single_tensor_return")
+        if is_single is None or not is_single.boolean():
+            self._graph.output(tuple(outputs)).meta["val"] = tuple(values)
+        elif len(outputs) == 1 and isinstance(outputs[0], Node):
+            self._graph.output(outputs[0]).meta["val"] = values[0]
+        else:
+            is_single.malformed("the graph has other outputs than one tensor")
+
+    def _bind_unbacked(self, data: Data) -> None:
+        """Notes at each node which unbacked symbols it gives first."""
+        pending = self._symbols.pending
+        for node in self._graph.nodes if pending else ():
+            value = node.meta.get("val")
+            found = value is not None and symbolic_shapes._free_unbacked_symbols_with_path(
+                value, (), shape_env=self._symbols.env, pending=pending, simplify=True
+            )
+            if found:
+                node.meta["unbacked_bindings"] = found
+        if pending:
+            data.malformed(f"no node gives {', '.join(sorted(map(str, pending)))[:200]}")
+
+    # Nodes -------------------------------------------------------------------------------------------------------
+
+    def _add_node(self, data: Data) -> None:
+        self._symbols.values_left += _VALUES_OF_NODE
+        target, inputs = self._operator(data["target"]), data["inputs"]
+        metadata = _metadata(data.get("metadata"))
+        kwargs: dict[str, Any] = {}
+        if isinstance(target, OpOverload):
+            args, kwargs = self._of_schema(target, inputs)
+        elif data["target"].value in SCALAR_FUNCTIONS:
+            args = [self._scalar(given["arg"]) for given in inputs]
+        elif target is operator.getitem:
+            args = self._of_item(inputs)
+        else:
+            args, kwargs = self._as_given(target, inputs)
+            self._note_level(data["target"])
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, Node) and given.op == "get_attr":
+                given.meta.update(metadata)  # Graphs have none of their own in the file.
+        name = data["name"].name() if data.value.get("name") else None
+        node = self._create("call_function", target, tuple(args), kwargs, wanted=name)
+        self._add_values(node, data, metadata)
+        node.meta.update(metadata)
+        self._note_assertion(node)
+
+    def _of_schema(self, target: OpOverload, inputs: Data) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments in the order of the schema, by position or by name as the file has it."""
+        given = {data["name"].text(): data for data in inputs}
+        args, kwargs, is_in_order = list[Any](), dict[str, Any](), True
+        for argument in target._schema.arguments:
+            data = given.pop(argument.name, None)
+            if data is None:
+                is_in_order = False  # What follows goes by name.
+                if not argument.has_default_value():
+                    inputs.malformed(f"{target} is given no {argument.name!r}")
+                continue
+            value, kind = self._of_argument(target, argument, data["arg"]), data.value.get("kind")
+            is_required = not argument.has_default_value() and not argument.kwarg_only
+            if is_in_order and (kind == _POSITIONAL or (kind != _KEYWORD and is_required)):
+                args.append(value)
+            else:
+                kwargs[argument.name] = value
+        if given:
+            inputs.malformed(f"{target} has no argument {next(iter(given))[:100]!r}")
+        return args, kwargs
+
+    def _of_argument(self, target: OpOverload, argument: Any, given: Data) -> Any:
+        """An argument of the type that the schema has: torch itself takes any integer for a dtype, and crashes."""
+        kind, content = given.choice()
+        if kind not in _kinds_for(str(argument.real_type)):
+            what = "text" if kind in _TEXTS else kind.removeprefix("as_").replace("_", " ")
+            given.refuse(f"{target} takes no {what[:40]} for {argument.name!r}")
+        if argument.N and isinstance(content.value, list) and not _has_length(argument, len(content.value)):
+            given.refuse(f"{target} takes no {len(content.value)} numbers for {argument.name!r}, but {argument.N}")
+        if kind == "as_string" and argument.name in ("assert_msg", "msg", "api_name"):
+            return content.message()
+        if kind == "as_string" and target.namespace not in NAMESPACES:
+            return content.text()  # Whoever allowed the operator knows what it does with texts.
+        return self._argument(given)
+
+    def _as_given(self, target: Callable[..., Any], inputs: Data) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of an operator without a schema; what it calls is a graph of the file, or an operator."""
+        bodies, operators = called_by(target)
+        args, kwargs = list[Any](), dict[str, Any]()
+        by_name, called = list[Data](), None
+        for data in inputs:
+            place, given = len(args), data["arg"]
+            if data.value.get("kind") != _POSITIONAL and data["name"].value != "":
+                by_name.append(data)
+            elif place in bodies:
+                args.append(self._body(_of_kind(given, "as_graph")))
+            elif place in operators:
+                found = self._operator(_of_kind(given, "as_operator"))
+                called = found if isinstance(found, OpOverload) else given.refuse("it is no single operator")
+                args.append(called)
+            else:
+                args.append(self._passed_on(called, place - _FIRST_OF_CALLED, given))
+        for data in by_name:  # Only now it is known what they are given to.
+            keyword = _keyword(data["name"])
+            kwargs[keyword] = self._passed_on(called, keyword, data["arg"])
+        if len(args) <= max((*bodies, *operators), default=-1):
+            inputs.malformed("what it calls is missing")
+        if target is predispatch._remove_batch_dim and (kwargs or args[3:] != [0] or type(args[3]) is not int):
+            inputs.refuse("it moves a dimension elsewhere than to the front, where torch does not check the place")
+        return args, kwargs
+
+    def _passed_on(self, called: OpOverload | None, which: str | int, given: Data) -> Any:
+        """An argument of an operator without a schema, which may be one of the operator that it calls."""
+        if called is not None:
+            for place, argument in enumerate(called._schema.arguments):
+                if which in (place, argument.name):
+                    return self._of_argument(called, argument, given)
+        return self._argument(given)
+
+    def _of_item(self, inputs: Data) -> list[Any]:
+        """The container and the place of what is taken out of it."""
+        args = [self._argument(given["arg"]) for given in inputs]
+        is_container = (
+            len(args) == 2 and isinstance(args[0], Node) and isinstance(args[0].meta.get("val"), tuple | list)
+        )
+        return args if is_container and type(args[1]) is int else inputs.refuse("it takes no item out of a list")
+
+    def _scalar(self, given: Data) -> Any:
+        return self._argument(given) if given.choice()[0] in _SCALARS else given.refuse("it is no number")
+
+    def _note_level(self, target: Data) -> None:
+        """Checks that the levels of vmap and jvp are left as they were entered: one left open would outlive a call."""
+        name = target.value.rpartition(".")[2]
+        if name in LEVELS:
+            self._levels.append(name)
+        elif name in LEVELS.values() and (not self._levels or LEVELS[self._levels.pop()] != name):
+            target.refuse(f"{name!r} leaves a level that was not entered")
+
+    def _note_assertion(self, node: Node) -> None:
+        """Tells the shape environment what the program asserts."""
+        value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+        if (
+            node.target is torch.ops.aten._assert_scalar.default
+            and isinstance(value, torch.SymBool)
+            and stays_small(value.node.expr)
+        ):
+            self._symbols.env.guard_or_defer_runtime_assert(value.node.expr, "", node)
+        elif node.target is torch.ops.aten.sym_constrain_range_for_size.default and isinstance(value, torch.SymInt):
+            self._symbols.env._constrain_range_for_size(value.node.expr)
+
+    # What nodes give ---------------------------------------------------------------------------------------------
+
+    def _add_values(self, node: Node, data: Data, metadata: Mapping[str, Any]) -> None:
+        outputs = list(data["outputs"])
+        kinds = [given.choice()[0] for given in outputs]
+        is_tuple = data.value.get("is_hop_single_tensor_return") is False and isinstance(
+            node.target, HigherOrderOperator
+        )
+        if kinds == ["as_none"]:
+            node.meta["val"] = None
+            self._wanted[node] = f"{self._graph._target_to_str(node.target)}_unused"
+        elif len(kinds) == 1 and kinds[0] in NAMED and not is_tuple:
+            self._define(outputs[0], node)
+        elif kinds:
+            if len(kinds) == 1 and not is_tuple:
+                outputs = _listed(outputs[0])
+            node.meta["val"] = tuple(self._items(node, outputs, metadata, _DEEPEST))
+            self._nodes.setdefault(self._wanted[node], node)
+
+    def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
+        """The values of what a node gives, with a node that takes each of them."""
+        self._symbols.spend(len(outputs), outputs[0] if outputs else Data(None))
+        for place, given in enumerate(outputs):
+            kind = given.choice()[0] if depth else given.malformed(f"outputs are nested more than {_DEEPEST} deep")
+            name = value_name(given) if kind in NAMED else "as_none" if kind == "as_none" else None
+            item = self._create("call_function", operator.getitem, (node, place), wanted=name)
+            if kind in NAMED:
+                self._define(given, item)
+            else:
+                parts = None if kind == "as_none" else _listed(given)
+                item.meta["val"] = None if parts is None else self._items(item, parts, metadata, depth - 1)
+            item.meta.update(metadata)
+        return [user.meta["val"] for user in node.users]
+
+    def _create(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        wanted: str | None = None,
+    ) -> Node:
+        """A node that gets its name in the end: torch.fx looks for free names in a time that a file could make long."""
+        node = self._graph.create_node(op, target, args, kwargs, "node")
+        self._wanted[node] = wanted or self._graph._target_to_str(target)
+        return node
+
+    def _name_nodes(self) -> None:
+        """Gives what the file refers to the names that it has there, and the others free ones."""
+        fixed = {node: name for name, node in self._nodes.items()}
+        used, counts = set(self._nodes), dict[str, int]()
+        for node in self._graph.nodes:
+            name = fixed.get(node)
+            if name is None:
+                name = wanted = self._wanted.get(node, "output")
+                base = _NUMBERED.sub("", wanted)
+                while name in used or name in _illegal_names:
+                    counts[base] = counts.get(base, 0) + 1
+                    name = f"{base}_{counts[base]}"
+                used.add(name)
+            node.name = name
+            self._graph._graph_namespace._rename_object(node, name)
+
+    def _define(self, given: Data, node: Node) -> None:
+        """Gives a node its name and its value."""
+        name = value_name(given)
+        if name in self._nodes or name not in self._values:
+            given.malformed(f"{name!r} is given twice" if name in self._nodes else f"nothing is said of {name!r}")
+        self._nodes[name] = node
+        read, value = self._values[name]
+        node.meta["val"] = read(value)
+
+    # Arguments ---------------------------------------------------------------------------------------------------
+
+    def _argument(self, given: Data) -> Any:
+        kind, content = given.choice()
+        read = _ARGUMENTS.get(kind)
+        return read(self, content) if read is not None else given.refuse("no argument of this kind is data")
+
+    def _operator(self, data: Data) -> Callable[..., Any]:
+        found = operator_of(data, self._operators)
+        self.met[data.value] = None
+        return found
+
+    def _node(self, data: Data, kinds: tuple[type, ...]) -> Node:
+        found = self._nodes.get(data.text())
+        if found is None or not isinstance(found.meta.get("val"), kinds):
+            what = "tensor" if Tensor in kinds else "number"
+            data.malformed(f"nothing before it gives a {what} {data.value[:100]!r}")
+        return found
+
+    def _tensor(self, data: Data) -> Node:
+        return self._node(data["name"], (Tensor,))
+
+    def _number(self, data: Data) -> Any:
+        """A symbolic number by name, or a number as it is."""
+        kind, content = data.choice()
+        if kind == "as_name":
+            return self._node(content, _NUMBERS)
+        return self._argument(data) if kind in ("as_int", "as_float", "as_bool") else data.malformed("it is no number")
+
+    def _optional_tensor(self, data: Data) -> Node | None:
+        kind, content = data.choice()
+        return None if kind == "as_none" else self._tensor(content)
+
+    def _mapping(self, data: Data) -> dict[str, Any]:
+        """Options of an operator: numbers and names, which compilers paste into code."""
+        found = {}
+        for key, value in data.entries():
+            kind, content = value.choice()
+            found[Data(key, data, "a key").name()] = content.name() if kind == "as_string" else self._argument(value)
+        return found
+
+    def _body(self, data: Data) -> Node:
+        name, graph = data["name"].attribute(), data["graph"]
+        if self._depth == 0:
+            data.malformed(f"graphs are nested more than {_DEEPEST} deep")
+        if name not in self.bodies:
+            self._symbols.spend(_VALUES_OF_NODE, data)
+            reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1)
+            self._root.add_module(name, reader.read(graph, {}))
+            self.bodies[name] = graph.value
+            self.met.update(reader.met)
+        elif self.bodies[name] != graph.value:
+            data.malformed(f"two graphs are called {name!r}")
+        return self._create("get_attr", name, wanted=name)
+
+
+def value_name(given: Data) -> str:
+    """The name of a tensor or a symbolic number."""
+    kind, content = given.choice()
+    return content["name" if kind == "as_tensor" else "as_name"].name()
+
+
+@cache
+def _kinds_for(written: str) -> frozenset[str]:
+    """The kinds of values that an argument of a type of schemas takes; no text where a type is not known.
+
+    Numbers become tensors, and numbers of other kinds, and lists of one number, as schemas have it.
+    """
+    match = _TYPE.fullmatch(written)
+    if match is None:
+        return frozenset(_ARGUMENTS) - _TEXTS
+    is_optional, is_list, of_optionals, name = match.groups()
+    kinds = _TAKEN[name]
+    if name == "Tensor" and (is_optional or of_optionals):
+        kinds |= {"as_optional_tensor"}
+    if is_list:
+        kinds = frozenset(f"{one}s" for one in kinds) | (_NUMERALS & kinds)
+    return kinds | {"as_none"} if is_optional else kinds
+
+
+def _has_length(argument: Any, length: int) -> bool:
+    """Whether a list has as many numbers as kernels read from it; one stands for all, and none for the default.
+
+    The strides of a pool are those of its kernel by default, for which its backward has no default.
+    """
+    is_default = length == 0 and (argument.has_default_value() or argument.name == "stride")
+    return is_default or argument.N == 1 or length in (1, argument.N)
+
+
+def _keyword(name: Data) -> str:
+    """A keyword of an operator that runs graphs; some are functions that it calls."""
+    return name.refuse("it is a function that is called") if name.name().endswith("_fn") else name.name()
+
+
+def _of_kind(given: Data, wanted: str) -> Data:
+    kind, content = given.choice()
+    return content if kind == wanted else given.refuse("it calls what is no graph of the file")
+
+
+def _listed(given: Data) -> list[Data]:
+    """The parts of a value that is a list of values of one kind, each as one of that kind."""
+    kind, content = given.choice()
+    if kind.removesuffix("s") not in NAMED:
+        given.malformed("no output of this kind is known")
+    return [Data({kind.removesuffix("s"): part.value}, content, place) for place, part in enumerate(content)]
+
+
+def _metadata(data: Data | None) -> dict[str, Any]:
+    """The modules that a node came from, and annotations; texts for people are left out."""
+    modules = data.get("nn_module_stack") if data is not None else None
+    custom = data.get("custom") if data is not None else None
+    entries = modules.text().split(";") if modules is not None and modules.value else ()
+    if modules is not None and len(entries) > MOST_DOTS + 1:
+        modules.malformed(f"it is in {len(entries)} modules, each in the one before, which no node is")
+    found: dict[str, Any] = {"nn_module_stack": dict(_module(Data(entry, modules, "entry")) for entry in entries)}
+    return found if custom is None else {**found, "custom": annotations_of(custom)}
+
+
+def annotations_of(custom: Data) -> Any:
+    """What `torch.fx.traceback.annotate` noted: words and numbers, under keys that no compiler of torch reads.
+
+    Inductor pastes some of it into code (a stream), and takes options from it, which can name programs to run.
+    """
+    found = custom.nested()
+    for key in _READ_BY_COMPILERS:
+        if found.get(key) is not None:
+            found.refuse(f"{key!r} is an instruction for a compiler")
+    marked = found.get("compile_with_inductor")
+    if marked is not None and isinstance(marked.value, dict) and marked.value.get("inductor_configs"):
+        marked.refuse("options of a compiler are more than data")
+    return found.plain(words=True)
+
+
+_READ_BY_COMPILERS = ("stream", "fallback_to_eager", "nested_region_config", "_region_activation_memory_budget")
+
+
+def _module(entry: Data) -> tuple[str, tuple[str, str]]:
+    """A key, the path of a module and the name of its class, between commas that stand in no brackets."""
+    # Parts of a program are called by the modules that they came from.
+    Data(entry.value.replace("L['self']", ""), entry, "entry").normal_text()
+    commas, depth, least = [-1], 0, 0
+    for place, letter in enumerate(entry.value):
+        depth += (letter in "[(") - (letter in ")]")
+        least = min(least, depth)
+        if letter == "," and depth == 0:
+            commas.append(place)
+    parts = [entry.value[a + 1 : b] for a, b in zip(commas, (*commas[1:], None), strict=True)]
+    if len(parts) != 3 or depth or least < 0 or max(map(len, parts)) > LONGEST_NAME:
+        entry.malformed(f"{entry.value[:100]!r} is no module")
+    key, path, kind = parts
+    return key, (path, kind)
+
+
+Reader = Callable[[GraphReader, Data], Any]
+
+
+def _each(read: Reader) -> Reader:
+    def read_all(reader: GraphReader, data: Data) -> list[Any]:
+        parts = list(data)
+        reader._symbols.spend(len(parts), data)
+        return [read(reader, part) for part in parts]
+
+    return read_all
+
+
+def _complex(data: Data) -> complex:
+    found = complex(data["real"].number(), data["imag"].number())
+    # The code that torch.fx generates for others cannot be read again.
+    return found if cmath.isfinite(found) else data.malformed(f"{found} is no complex number that code can hold")
+
+
+def _chosen(prefix: str, names: str) -> Reader:
+    choices = {number: getattr(torch, name) for number, name in enumerate(names.split(), 1)}
+
+    def read(_: GraphReader, data: Data) -> Any:
+        found = choices.get(data.integer())
+        return found if found is not None else data.malformed(f"{data.value} is the number of no {prefix}")
+
+    return read
+
+
+#: The kinds of values that have names.
+NAMED = frozenset(("as_tensor", "as_sym_int", "as_sym_float", "as_sym_bool"))
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERED = re.compile(r"_\d+$", re.ASCII)
+_SCALARS = frozenset(("as_int", "as_float", "as_bool", "as_sym_int", "as_sym_float", "as_sym_bool"))
+_TEXTS = frozenset(("as_string", "as_strings"))
+_NUMERALS = _SCALARS | {"as_complex"}
+#: The kinds of values that each type of schemas takes.
+_TAKEN: dict[str, frozenset[str]] = {
+    "Tensor": _NUMERALS | {"as_tensor"},
+    **dict.fromkeys(("number", "int", "float", "bool", "complex"), _NUMERALS),
+    "str": frozenset(("as_string",)),
+    "ScalarType": frozenset(("as_scalar_type",)),
+    "Layout": frozenset(("as_layout",)),
+    "MemoryFormat": frozenset(("as_memory_format",)),
+    "Device": frozenset(("as_device",)),
+    "Generator": frozenset(),
+}
+_TYPE = re.compile(rf"(Optional\[)?(List\[)?(Optional\[)?({'|'.join(_TAKEN)})\]*")
+_SINGLE: dict[str, Reader] = {
+    "as_tensor": GraphReader._tensor,
+    "as_optional_tensor": GraphReader._optional_tensor,
+    "as_int": lambda _, data: data.integer(),
+    "as_float": lambda _, data: data.number(),
+    "as_bool": lambda _, data: data.boolean(),
+    "as_string": lambda _, data: data.words(),
+    "as_sym_int": GraphReader._number,
+    "as_sym_float": GraphReader._number,
+    "as_sym_bool": GraphReader._number,
+}
+_ARGUMENTS: dict[str, Reader] = {
+    **_SINGLE,
+    **{f"{kind}s": _each(read) for kind, read in _SINGLE.items()},
+    "as_none": lambda _, data: None,
+    "as_nested_tensors": _each(_each(GraphReader._tensor)),
+    "as_int_lists": _each(lambda reader, data: tuple(_each(_SINGLE["as_int"])(reader, data))),
+    "as_float_lists": _each(_each(_SINGLE["as_float"])),
+    "as_complex": lambda _, data: _complex(data),
+    "as_scalar_type": lambda _, data: read_dtype(data),
+    "as_device": lambda _, data: read_device(data),
+    "as_memory_format": _chosen("format", "contiguous_format channels_last channels_last_3d preserve_format"),
+    "as_layout": _chosen("layout", "sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkldnn strided"),
+    "as_string_to_argument": GraphReader._mapping,
+}

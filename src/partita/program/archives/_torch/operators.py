@@ -1,0 +1,127 @@
+"""Operators that a saved program may name: those that compute on tensors and numbers, and nothing else."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch._functorch import predispatch
+from torch._ops import HigherOrderOperator, OpOverload
+
+from partita.program.archives.data import Data
+
+__all__ = ["LEVELS", "NAMESPACES", "SCALAR_FUNCTIONS", "called_by", "operator_of"]
+
+
+def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
+    """What the name of an operator in a file stands for; `allowed` are more namespaces, or operators `space::name`.
+
+    torch itself follows such a name from `torch` on to anything that can be called, `torch.os.system` for one.
+    """
+    name = data.text()
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    match = _OF_TORCH_OPS.fullmatch(name)
+    if match is None:
+        data.refuse(f"{name[:200]!r} is no operator")
+    space, base, overload = match.groups()
+    is_allowed = space in allowed or f"{space}::{base}" in allowed
+    if space == "higher_order":
+        if base not in _BODIES and base not in _OPERATORS:
+            data.refuse(f"{name!r} runs more than graphs of the file")
+    elif space not in NAMESPACES and not is_allowed:
+        data.refuse(
+            f"{name!r} is an operator of another library; if you know what it does, load the file with "
+            f"operators=[{space!r}] or operators=['{space}::{base}']"
+        )
+    found = getattr(getattr(torch.ops, space), base, None)
+    found = found if isinstance(found, HigherOrderOperator) else getattr(found, overload or "default", None)
+    if not isinstance(found, OpOverload | HigherOrderOperator):
+        data.malformed(f"no operator {name!r} is registered; import the library that defines it first")
+    if isinstance(found, OpOverload) and not is_allowed and not _computes(found):
+        data.refuse(f"{name!r} does more than compute on tensors and numbers")
+    return found
+
+
+def called_by(target: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The places of the arguments that an operator runs as graphs, and of those that it calls as operators."""
+    name = target.name() if isinstance(target, HigherOrderOperator) else ""
+    return _BODIES.get(name, ()), _OPERATORS.get(name, ())
+
+
+def _computes(found: OpOverload) -> bool:
+    """Whether it takes tensors, numbers and names of variants, and gives or checks tensors or numbers."""
+    schema = found._schema
+    types = [str(part.type) for part in (*schema.arguments, *schema.returns)]
+    gives = any("Tensor" in kind for kind in types) or schema.name in _ON_NUMBERS
+    return gives and schema.name not in _UNCHECKED and all(map(_is_plain, schema.arguments))
+
+
+def _is_plain(argument: Any) -> bool:
+    kind = str(argument.type)
+    is_variant = kind in ("str", "Optional[str]") and argument.name in _NAMES_OF_VARIANTS
+    return is_variant or _PLAIN_TYPE.fullmatch(kind) is not None
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_OF_TORCH_OPS = re.compile(r"torch\.ops\.([A-Za-z]\w*)\.(\w+)(?:\.(\w+))?", re.ASCII)
+NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed"))
+_PLAIN_TYPE = re.compile(
+    r"(Optional\[|List\[)*(Tensor|number|int|float|bool|complex|Device|Generator|ScalarType|Layout|MemoryFormat)\]*"
+)
+#: The arguments in which a text chooses between variants of a computation; a file name is not among them.
+_NAMES_OF_VARIANTS = _words(
+    """
+    UPLO activation algorithm api_name approximate assert_msg driver equation indexing interpolation mode msg norm ord
+    p pad_mode padding padding_mode padding_side reduce reduction rounding_mode side
+    """
+)
+_ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_constrain_range_for_size")
+#: Outside of a level, these read wherever a number says.
+_UNCHECKED = _words("aten::_add_batch_dim aten::_remove_batch_dim")
+#: Operators that run graphs of the file, with the places of those.
+_BODIES = {
+    **dict.fromkeys(_words("associative_scan hints_wrapper invoke_subgraph map_impl scan strict_mode"), (0,)),
+    **dict.fromkeys(_words("tag_activation_checkpoint wrap wrap_activation_checkpoint"), (0,)),
+    **dict.fromkeys(_words("partita_call partita_keep partita_wrap partita_wrap_activation_checkpoint"), (0,)),
+    "partita_tag_activation_checkpoint": (0,),
+    **dict.fromkeys(_words("while_loop while_loop_stack_output"), (0, 1)),
+    **dict.fromkeys(_words("partita_inference_mode partita_set_grad_enabled wrap_with_set_grad_enabled"), (1,)),
+    **dict.fromkeys(_words("partita_autocast wrap_with_autocast"), (4,)),
+    "cond": (1, 2),
+}
+#: Operators that call an operator, with its place.
+_OPERATORS = {"auto_functionalized": (0,), "auto_functionalized_v2": (0,), "out_dtype": (0,), "with_effects": (1,)}
+
+
+def _functions(owner: Any, prefix: str, names: str) -> dict[str, Callable[..., Any]]:
+    return {f"{prefix}.{name}": getattr(owner, name) for name in sorted(_words(names)) if hasattr(owner, name)}
+
+
+#: Arithmetic on sizes.
+SCALAR_FUNCTIONS = {
+    **_functions(operator, "_operator", "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_"),
+    **_functions(operator, "_operator", "lshift rshift"),
+    **_functions(math, "math", "trunc floor ceil"),
+    **_functions(torch, "torch", "sym_not sym_int sym_float sym_ite sym_max sym_min sym_sqrt _sym_sqrt _sym_log2"),
+}
+#: The same, taking an item, and the levels of vmap and jvp as exports before dispatch show them.
+_IN_LEVELS = "_add_batch_dim _remove_batch_dim _make_dual _unpack_dual _unwrap_for_grad lazy_load_decompositions"
+#: What enters a level, and what leaves it.
+LEVELS = {
+    "_vmap_increment_nesting": "_vmap_decrement_nesting",
+    "_jvp_increment_nesting": "_jvp_decrement_nesting",
+    "_enter_dual_level": "_exit_dual_level",
+}
+_FUNCTIONS = {
+    **SCALAR_FUNCTIONS,
+    **_functions(operator, "_operator", "getitem"),
+    **_functions(predispatch, "torch._functorch.predispatch", " ".join((_IN_LEVELS, *LEVELS, *LEVELS.values()))),
+}

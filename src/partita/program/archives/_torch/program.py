@@ -1,0 +1,265 @@
+"""A saved program from data: its graph, signature, calling convention and conditions on its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch._export import verifier
+from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export import graph_signature as signatures
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
+
+from partita._torch.expressions import (
+    FUNCTIONS,
+    Expression,
+    ExpressionError,
+    InputPath,
+    Operation,
+    Read,
+    Symbol,
+    parsed,
+    printed,
+)
+from partita.program._torch.guards import set_guards
+from partita.program.archives._torch.graph import GraphReader, annotations_of, value_name
+from partita.program.archives._torch.symbols import Symbols
+from partita.program.archives._torch.trees import read_tree
+from partita.program.archives.data import Data
+from partita.program.exported import ModeKeepingProgram
+
+__all__ = ["SavedProgram"]
+
+
+#: The version of torch's schema that torch 2.11 and later write.
+_MAJOR_VERSION = 8
+#: What torch looks through for mutations: all inputs and outputs for each of them.
+_MOST_MUTATIONS = 20_000_000
+#: Of all conditions together.
+_MOST_LETTERS = 400_000
+
+
+class SavedProgram:
+    """A program in an archive, as its JSON has it."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        version = data["schema_version"]
+        self.schema_version = f"{version['major'].integer()}.{version['minor'].integer()}"
+        self.torch_version = data["torch_version"].message()[:40] if "torch_version" in data.value else "unknown"
+        if version["major"].value != _MAJOR_VERSION:
+            version.malformed(
+                f"it has schema version {self.schema_version}, and {_MAJOR_VERSION}.x is read here; load it with the "
+                f"torch that saved it ({self.torch_version})"
+            )
+        #: Every operator that the program names, once it was made.
+        self.operators: dict[str, None] = {}
+
+    def exported(
+        self, state: dict[str, Any], constants: dict[str, Any], operators: Collection[str] = ()
+    ) -> ExportedProgram:
+        """The exported program with these parameters, buffers and constants."""
+        data = self._data["graph_module"]
+        inputs = [_input_spec(spec) for spec in data["signature"]["input_specs"]]
+        outputs = [_output_spec(spec) for spec in data["signature"]["output_specs"]]
+        _check_paths([spec.target for spec in inputs if spec.target is not None], data["signature"])
+        names = {place: spec.arg.name for place, spec in enumerate(inputs) if isinstance(spec.arg, ConstantArgument)}
+        calls = [_module_call(entry) for entry in data["module_call_graph"]]
+        if not calls or calls[0].fqn or calls[0].signature is None:
+            data["module_call_graph"].malformed("it does not begin with how the program is called")
+        _check_leaves(calls[0].signature, inputs, outputs, data["signature"])
+        mutations = sum(spec.target is not None for spec in outputs)
+        if mutations * (len(inputs) + len(outputs)) > _MOST_MUTATIONS:
+            data["signature"].malformed(f"{mutations} outputs of {len(outputs)} are mutations, which takes too long")
+        guards = _conditions(self._data.get("guards_code"))
+        symbols = Symbols(self._data.get("range_constraints"))
+        reader = GraphReader(symbols, operators)
+        root = reader.read(data["graph"], names)
+        self.operators = reader.met
+        for spec in inputs:  # A body is a module with attributes of its own.
+            if spec.target is not None and spec.target.partition(".")[0] in reader.bodies:
+                data["signature"].refuse(f"{spec.target[:100]!r} is no path of a parameter: the graph has such a body")
+        if (metadata := data.get("metadata")) is not None and (custom := metadata.get("custom")) is not None:
+            root.meta["custom"] = annotations_of(custom)
+        made = ModeKeepingProgram(
+            root=root,
+            graph=root.graph,
+            graph_signature=signatures.ExportGraphSignature(input_specs=inputs, output_specs=outputs),
+            state_dict=state,
+            range_constraints=symbols.ranges(),
+            module_call_graph=calls,
+            example_inputs=None,
+            constants=constants,
+            verifiers=list(dict.fromkeys(map(_verifier, self._data["verifiers"]))),  # Each looks at the whole graph.
+        )
+        set_guards(made, guards)
+        return made
+
+
+def _verifier(dialect: Data) -> Any:
+    found = verifier._VerifierMeta._registry.get(dialect.text() or "ATEN")
+    return found if found is not None else dialect.malformed(f"nothing here verifies {dialect.value[:40]!r}")
+
+
+# Signature -------------------------------------------------------------------------------------------------------
+
+
+def _input_spec(data: Data) -> InputSpec:
+    kind, content = data.choice()
+    if kind == "user_input":
+        return InputSpec(InputKind.USER_INPUT, _argument(content["arg"]), None)
+    if kind == "constant_input":
+        name = content["name"].name() if content["name"].value else ""
+        return InputSpec(InputKind.USER_INPUT, ConstantArgument(name, _constant(content["value"])), None)
+    name = content["arg"]["name"].name()
+    if kind == "token":
+        return InputSpec(InputKind.TOKEN, signatures.TokenArgument(name), None)
+    if kind not in _STATE_INPUTS:
+        data.refuse("no input of this kind is data")
+    target = content[f"{kind}_name"].state_path()
+    persistent = content["persistent"].boolean() if kind == "buffer" else None
+    return InputSpec(_STATE_INPUTS[kind], TensorArgument(name), target, persistent)
+
+
+def _check_leaves(call: ModuleCallSignature, inputs: list[InputSpec], outputs: list[OutputSpec], data: Data) -> None:
+    """Raises where a call would give or take other numbers of values than the graph has."""
+    given = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
+    taken = sum(spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT) for spec in outputs)
+    if (call.in_spec.num_leaves, call.out_spec.num_leaves) != (given, taken):
+        data.malformed(
+            f"it has {given} inputs and {taken} outputs, and the trees of a call have other numbers of leaves"
+        )
+
+
+def _check_paths(paths: list[str], data: Data) -> None:
+    """Raises where a parameter would have to be a module, too, or has far too many modules around it."""
+    known, owners = set(paths), set[str]()
+    for path in paths:
+        owner = path.rpartition(".")[0]
+        while owner and owner not in owners:
+            if owner in known:
+                data.malformed(f"{owner[:100]!r} is a tensor, and so is {path[:100]!r} in it")
+            owners.add(owner)
+            owner = owner.rpartition(".")[0]
+    if len(owners) > 1_000 + 4 * len(paths):
+        data.malformed(f"{len(paths)} tensors are in {len(owners)} modules, which no program needs")
+
+
+def _output_spec(data: Data) -> OutputSpec:
+    kind, content = data.choice()
+    if kind == "user_output":
+        return OutputSpec(OutputKind.USER_OUTPUT, _argument(content["arg"]), None)
+    name = content["arg"]["name"].name()
+    if kind == "token":
+        return OutputSpec(OutputKind.TOKEN, signatures.TokenArgument(name), None)
+    if kind == "loss_output":
+        return OutputSpec(OutputKind.LOSS_OUTPUT, TensorArgument(name), None)
+    if kind not in _STATE_OUTPUTS:
+        data.malformed("no output of this kind is known")
+    of, key = _STATE_OUTPUTS[kind]
+    target = content[key].name() if key == "user_input_name" else content[key].state_path()
+    return OutputSpec(of, TensorArgument(name), target)
+
+
+def _argument(data: Data) -> Any:
+    make = _NAMED_ARGUMENTS.get(data.choice()[0])
+    return ConstantArgument(name="", value=_constant(data)) if make is None else make(name=value_name(data))
+
+
+def _constant(data: Data) -> Any:
+    kind, content = data.choice()
+    read = _CONSTANTS.get(kind)
+    return read(content) if read is not None else data.refuse("no constant of this kind is data")
+
+
+_STATE_INPUTS = {
+    "parameter": InputKind.PARAMETER,
+    "buffer": InputKind.BUFFER,
+    "tensor_constant": InputKind.CONSTANT_TENSOR,
+}
+_STATE_OUTPUTS = {
+    "buffer_mutation": (OutputKind.BUFFER_MUTATION, "buffer_name"),
+    "parameter_mutation": (OutputKind.PARAMETER_MUTATION, "parameter_name"),
+    "gradient_to_parameter": (OutputKind.GRADIENT_TO_PARAMETER, "parameter_name"),
+    "gradient_to_user_input": (OutputKind.GRADIENT_TO_USER_INPUT, "user_input_name"),
+    "user_input_mutation": (OutputKind.USER_INPUT_MUTATION, "user_input_name"),
+}
+_NAMED_ARGUMENTS: Mapping[str, Any] = {
+    "as_tensor": TensorArgument,
+    "as_sym_int": signatures.SymIntArgument,
+    "as_sym_float": signatures.SymFloatArgument,
+    "as_sym_bool": signatures.SymBoolArgument,
+}
+_CONSTANTS: Mapping[str, Callable[[Data], Any]] = {
+    "as_none": lambda _: None,
+    "as_int": Data.integer,
+    "as_float": Data.number,
+    "as_bool": Data.boolean,
+    "as_string": Data.plain_text,
+}
+
+
+# Calling convention ----------------------------------------------------------------------------------------------
+
+
+def _module_call(data: Data) -> ModuleCallEntry:
+    """A module of the model by its path; only the model itself keeps how it is called."""
+    path, signature = data["fqn"].module_path(), data.get("signature")
+    if path or signature is None:
+        return ModuleCallEntry(path, None)
+    in_spec, names = read_tree(signature["in_spec"]), signature.get("forward_arg_names")
+    if in_spec.type is not tuple or [part.type for part in in_spec.children()] != [tuple, dict]:
+        signature.malformed("the inputs are not those of a call")
+    for key in in_spec.children()[1].context:  # They become arguments of the code that torch.fx generates.
+        Data(key, signature, "in_spec").name()
+    inputs, outputs = ([_argument(given) for given in signature[key]] for key in ("inputs", "outputs"))
+    out_spec, given_names = read_tree(signature["out_spec"]), None if names is None else [name.name() for name in names]
+    if given_names is not None and len(set(given_names)) < len(given_names):
+        signature.malformed("two of its arguments have one name")
+    return ModuleCallEntry(path, ModuleCallSignature(inputs, outputs, in_spec, out_spec, given_names))
+
+
+# Conditions ------------------------------------------------------------------------------------------------------
+
+
+def _conditions(data: Data | None) -> list[str]:
+    """The conditions on the inputs; each call checks all of them."""
+    if data is not None and sum(len(condition.text()) for condition in data) > _MOST_LETTERS:
+        data.malformed(f"its conditions have more than {_MOST_LETTERS} letters")
+    return [] if data is None else [_condition(condition) for condition in data]
+
+
+def _condition(data: Data) -> str:
+    """A condition on the inputs, written anew from what was understood of it."""
+    try:
+        condition = parsed(data.text(), letters=4_000, operations=120)
+        _check(condition, data)
+    except ExpressionError as error:
+        data.refuse(f"{data.value[:100]!r} is no condition: {error}")
+    return printed(condition)
+
+
+def _check(condition: Expression, data: Data) -> None:
+    """Raises unless it is arithmetic on single numbers of the inputs, which stays small."""
+    match condition:
+        case Operation("**", (base, 2 | 3 | 4)) if not isinstance(base, Operation):
+            _check(base, data)
+        case Operation("round" | "int", (_, _, *_)):
+            raise ExpressionError("it rounds to a number of digits")
+        case Operation(name, operands, ()) if name in _IN_CONDITIONS:
+            for operand in operands:
+                _check(operand, data)
+        case Operation(name) | Symbol(name):
+            raise ExpressionError(f"{name[:40]!r} has no place in it")
+        case Read(query="size" | "stride", axis=None) | str():
+            raise ExpressionError("it computes with more than single numbers")
+        case Read(input=InputPath(keys)):
+            for key in keys:
+                Data(key, data, "key").plain_text() if isinstance(key, str) else None
+
+
+_IN_CONDITIONS = frozenset(("and", "or", *FUNCTIONS)) - {
+    "**",
+    "<<",
+    *(name for name in FUNCTIONS if name.startswith("is_")),
+}

@@ -1,0 +1,341 @@
+"""Sizes and tensors of a saved program, with symbols: read by a small grammar, at a cost that is bounded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy import functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils._sympy.value_ranges import ValueRanges
+from torch.utils._traceback import CapturedTraceback
+
+from partita._torch.expressions import Expression, ExpressionError, Operation, Symbol, parsed
+from partita.program.archives.data import Data
+
+__all__ = ["Symbols", "read_device", "read_dtype", "stays_small"]
+
+
+#: No size is written in more letters or operations, or has more terms once its products are multiplied out.
+_MOST_LETTERS = 4_000
+_MOST_OPERATIONS = 120
+_MOST_TERMS = 256
+_LARGEST_EXPONENT = 8
+#: An estimate of torch's work on all sizes of a program, in units of about 0.3 ms, fitted to measurements: every
+#: operation and every new shape costs something, and products of sums grow like powers of their number of terms.
+_MOST_WORK = 100_000
+_WORK_OF_OPERATION, _WORK_OF_REMAINDER, _WORK_OF_SHAPE = 6, 30, 35
+_USUAL_DIMENSIONS = 8
+_MOST_RANGES = 100_000
+
+
+class Symbols:
+    """The symbols of one program, and the shape environment and fake tensors in which its values live."""
+
+    def __init__(self, ranges: Data | None) -> None:
+        self.env = ShapeEnv(assume_static_by_default=True)
+        self._mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True, shape_env=self.env)
+        self._symbols: dict[str, sympy.Symbol] = {}
+        self._known: dict[str, sympy.Basic] = {}
+        self._terms: dict[sympy.Basic, int] = {}
+        self._shapes: set[str] = set()
+        self._work = 0
+        #: How many values of lists, and outputs, are still allowed; shared by all graphs of the program.
+        self.values_left = 100_000
+        known = dict(ranges.entries()) if ranges is not None else {}
+        if ranges is not None and len(known) > _MOST_RANGES:
+            ranges.malformed(f"it has more than {_MOST_RANGES} ranges, which no graph needs")
+        self._ranges = {key: _range(data) for key, data in known.items()}
+        self._in_range: dict[str, sympy.Basic] = {}
+        #: Ranges of expressions that have not come up yet.
+        self._awaited = {key for key in self._ranges if not _SYMBOL.fullmatch(key)}
+        #: Unbacked symbols that no node is known to give yet.
+        self.pending: set[sympy.Symbol] = set()
+        # Unbacked symbols that are made later must have other names.
+        for prefix, counter in (("zuf", "unbacked_symfloat_counter"), ("u", "unbacked_symint_counter")):
+            found = [int(key.removeprefix(prefix)) for key in self._ranges if re.fullmatch(rf"{prefix}\d{{1,6}}", key)]
+            setattr(self.env, counter, max(found, default=-1) + 1)
+
+    def spend(self, values: int, data: Data) -> None:
+        """Counts values that become parts of the graph."""
+        self.values_left -= values
+        if self.values_left < 0:
+            data.malformed("the graph has more values in lists, inputs and outputs than its nodes need")
+
+    def ranges(self) -> dict[Any, ValueRanges[Any]]:
+        """The ranges of those symbols and expressions that came up."""
+        return {self._in_range[key]: allowed for key, allowed in self._ranges.items() if key in self._in_range}
+
+    def integer(self, data: Data) -> Any:
+        (kind, content), make = data.choice(), self.env.create_symintnode
+        return content.integer() if kind == "as_int" else make(**self._expression(data, "as_int"))
+
+    def floating(self, data: Data) -> Any:
+        (kind, content), make = data.choice(), self.env.create_symfloatnode
+        return content.number() if kind == "as_float" else make(**self._expression(data, "as_float"))
+
+    def truth(self, data: Data) -> Any:
+        (kind, content), make = data.choice(), self.env.create_symboolnode
+        return content.boolean() if kind == "as_bool" else make(self._expression(data, "as_bool")["sym"])
+
+    def tensor(self, data: Data) -> Tensor:
+        """A fake tensor like this."""
+        sizes, strides = ([self.integer(number) for number in data[key]] for key in ("sizes", "strides"))
+        if len(sizes) != len(strides) or len(sizes) > 64:
+            data.malformed(f"it has {len(sizes)} sizes and {len(strides)} strides")
+        self._charge_shape(sizes, strides, data)
+        device, dtype, needs_gradient = data["device"], data["dtype"], data["requires_grad"].boolean()
+        with self._mode:
+            return torch.empty_strided(
+                sizes, strides, device=read_device(device), dtype=read_dtype(dtype), requires_grad=needs_gradient
+            )
+
+    def _expression(self, data: Data, hint_kind: str) -> dict[str, Any]:
+        written, given = data["as_expr"]["expr_str"], data["as_expr"].get("hint")
+        expression = self._sympy(written)
+        if isinstance(expression, _TRUTHS) != (hint_kind == "as_bool") and not isinstance(expression, sympy.Symbol):
+            written.refuse(f"{written.value[:100]!r} is no {'truth value' if hint_kind == 'as_bool' else 'number'}")
+        if given is None:
+            return {"sym": expression, "hint": None}
+        hint = given[hint_kind].integer() if hint_kind == "as_int" else given[hint_kind].number()
+        values = self.env.backed_var_to_val if hasattr(self.env, "backed_var_to_val") else self.env.var_to_val
+        if isinstance(hint, int) and expression not in values:
+            values[expression] = sympy.Integer(hint)
+        return {"sym": expression, "hint": hint}
+
+    def _sympy(self, data: Data) -> sympy.Basic:
+        written = data.text()
+        if written in self._known:
+            return self._known[written]
+        try:
+            read = parsed(written, letters=_MOST_LETTERS, operations=_MOST_OPERATIONS)
+            made, terms = self._made(read)
+        except ExpressionError as error:
+            data.refuse(f"{written[:100]!r} is no size: {error}")
+        self._terms[made] = max(terms, self._terms.get(made, 1))
+        self._restrict(made)
+        self._known[written] = made
+        return made
+
+    def _charge_shape(self, sizes: list[Any], strides: list[Any], data: Data) -> None:
+        """Counts what it takes to look at a shape: torch multiplies its sizes with each other and with its strides."""
+        shape = f"{data['sizes'].value} {data['strides'].value}"
+        terms = list(zip(map(self._terms_of, sizes), map(self._terms_of, strides), strict=True))
+        pairs = [size * stride for size, stride in terms if size * stride > 1]
+        # A shape that is known costs little, unless it has more dimensions than tensors of models have.
+        work = 2 * max(0, len(pairs) - _USUAL_DIMENSIONS)
+        if pairs and shape not in self._shapes:
+            self._shapes.add(shape)
+            work += _WORK_OF_SHAPE + sum(math.ceil(pair**0.825 / 2) for pair in pairs)
+        try:
+            self._charge(work)
+        except ExpressionError as error:
+            data.refuse(str(error))
+
+    def _terms_of(self, number: Any) -> int:
+        return self._terms.get(number.node.expr, 2) if isinstance(number, torch.SymInt) else 1
+
+    def _charge(self, work: int) -> None:
+        self._work += work
+        if self._work > _MOST_WORK:
+            raise ExpressionError("the sizes of the program are too many or too complex to look at all of them")
+
+    def _restrict(self, expression: sympy.Basic) -> None:
+        """Tells the shape environment the ranges of an expression and its parts; they go by the text of sympy."""
+        parts = {expression, *expression.free_symbols}
+        if self._awaited:
+            parts.update(sympy.preorder_traversal(expression))
+        for key, part in sorted((str(part), part) for part in parts if str(part) in self._ranges):
+            if key not in self._in_range:
+                self._in_range[key], allowed = part, self._ranges[key]
+                self._awaited.discard(key)
+                self.env.constrain_symbol_range(part, compiler_min=allowed.lower, compiler_max=allowed.upper)
+
+    # Making expressions ------------------------------------------------------------------------------------------
+
+    def _made(self, expression: Expression) -> tuple[Any, int]:
+        """The expression in sympy, and how many terms it has once its products are multiplied out."""
+        match expression:
+            case bool():
+                return sympy.true if expression else sympy.false, 1
+            case int():
+                return sympy.Integer(expression), 1
+            case float():
+                return _float(repr(expression)), 1
+            case Symbol("true" | "false" as truth):
+                return sympy.true if truth == "true" else sympy.false, 1
+            case Symbol(name):
+                return self._symbol(name, {}), _terms_of_symbol(name)
+            case Operation("Symbol", (str(name),), options) if all(isinstance(value, bool) for _, value in options):
+                return self._symbol(name, {key: bool(value) for key, value in options}), _terms_of_symbol(name)
+            case Operation("Integer", (int(value),), ()):
+                return sympy.Integer(value), 1
+            case Operation("Rational", (int(above), int(below)), ()) if below > 0:
+                return sympy.Rational(above, below), 1
+            case Operation("Float", (str(written),), () | (("precision", 53),)):
+                return _float(written), 1
+            case Operation(name, operands, ()) if name in _FUNCTIONS:
+                least, most, make = _FUNCTIONS[name]
+                if not least <= len(operands) <= most:
+                    raise ExpressionError(f"{name!r} has {len(operands)} operands")
+                parts = [self._made(operand) for operand in operands]
+                if any(isinstance(part, _TRUTHS) for part, _ in parts) and name not in _OF_TRUTHS:
+                    raise ExpressionError(f"{name!r} computes with truth values")
+                counts, last = [count for _, count in parts], parts[-1][0]
+                terms = _terms(expression, counts, last)
+                is_dear = name in _REMAINDERS or (name in _DIVISIONS and not last.is_number)
+                work = _WORK_OF_REMAINDER if is_dear else _WORK_OF_OPERATION
+                self._charge(work + math.ceil(max(terms, *counts) ** 1.5))
+                return make(*(part for part, _ in parts)), terms
+        raise ExpressionError(f"{getattr(expression, 'name', 'a text')!r} has no place in it")
+
+    def _symbol(self, name: str, assumptions: Mapping[str, bool]) -> sympy.Symbol:
+        known = self._symbols.get(name)
+        if known is None:
+            if not _SYMBOL.fullmatch(name) or not assumptions.keys() <= _ASSUMPTIONS:
+                raise ExpressionError(f"{name[:40]!r} with {sorted(assumptions)} is no symbol")
+            known = self._symbols[name] = sympy.Symbol(name, **dict(assumptions))
+            self.env.var_to_stack[known] = CapturedTraceback.extract(skip=1)
+            if symbol_is_type(known, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)):
+                self.pending.add(known)
+        elif any(known.assumptions0.get(key) != value for key, value in assumptions.items()):
+            raise ExpressionError(f"the symbol {name!r} has other properties elsewhere")
+        return known
+
+
+def stays_small(condition: sympy.Basic) -> bool:
+    """Whether what torch concludes from a condition makes no size longer than was counted.
+
+    It puts the one side of an equality in the place of the other: a number, or one symbol times and plus numbers.
+    """
+    equalities = condition.atoms(sympy.Eq)
+    return all(_is_short(side) for equality in equalities for side in equality.args)
+
+
+def _is_short(side: sympy.Basic) -> bool:
+    terms = side.args if side.is_Add else (side,)
+    factors = [factor for term in terms for factor in (term.args if term.is_Mul else (term,))]
+    is_plain = all(factor.is_Symbol or factor.is_Number for factor in factors)
+    return is_plain and sum(factor.is_Symbol for factor in factors) <= 1
+
+
+def _terms_of_symbol(name: str) -> int:
+    """Two, since torch puts an offset to each before it multiplies out; three, since an equality may replace it."""
+    return 3 if name.startswith(("u", "zuf")) else 2
+
+
+def _float(written: str) -> sympy.Float:
+    found = float(written) if _DECIMAL.fullmatch(written) else math.inf
+    if found != 0 and not 1e-40 < abs(found) < 1e40:
+        raise ExpressionError(f"{written[:40]!r} is no number that sizes are computed from")
+    return sympy.Float(written, precision=53)
+
+
+def _terms(expression: Operation, counts: list[int], last: sympy.Basic) -> int:
+    """A bound on the terms, by those of the operands: sympy and torch multiply out, so products grow like powers.
+
+    A function counts for what is in it, since torch may find later that it gives just that, as FloorDiv(a + b, 1) does,
+    and quotients like products, since torch multiplies the denominators of one in another.
+    """
+    terms = max(counts)
+    if expression.name in _SUMS:
+        terms = sum(counts)
+    elif expression.name in ("Mul", "*", *_QUOTIENTS):
+        terms = math.prod(counts)
+    elif expression.name == "FloatPow" and not (last.is_Float and abs(last) <= _LARGEST_EXPONENT):
+        raise ExpressionError(f"it has an exponent that is no number up to {_LARGEST_EXPONENT}")
+    elif expression.name in _POWERS:
+        if not (last.is_Integer and 0 <= last <= _LARGEST_EXPONENT) or _has_power(expression.operands[0]):
+            raise ExpressionError(f"it has a power of numbers or powers, or an exponent beyond {_LARGEST_EXPONENT}")
+        terms = counts[0] ** int(last)
+    if terms > _MOST_TERMS:
+        raise ExpressionError(f"it has more than {_MOST_TERMS} terms")
+    return terms
+
+
+def _has_power(base: Expression) -> bool:
+    """Whether a base is a number or holds a power: sympy multiplies both out, so that torch never writes them."""
+    if not isinstance(base, Operation):
+        return isinstance(base, int | float)
+    return base.name in ("Integer", "Float", "Rational", *_POWERS) or any(
+        isinstance(part, Operation) and part.name not in ("Integer", "Float", "Rational") and _has_power(part)
+        for part in base.operands
+    )
+
+
+# Tables ----------------------------------------------------------------------------------------------------------
+
+_SYMBOL = re.compile(r"(s|u|zf|zuf)\d{1,6}", re.ASCII)
+_SUMS = ("Add", "+", "-")
+_OF_TRUTHS = frozenset(("And", "Or", "Not", "and", "or", "not", "Equality", "Unequality", "==", "!="))
+_POWERS = ("Pow", "**", "PowByNatural")
+_REMAINDERS = frozenset(("Mod", "PythonMod", "%"))
+_DIVISIONS = frozenset(("FloorDiv", "CeilDiv", "CleanDiv", "//"))
+_QUOTIENTS = (*_DIVISIONS, "IntTrueDiv", "FloatTrueDiv", "/")
+_TRUTHS = (sympy.core.relational.Relational, sympy.logic.boolalg.BooleanFunction, sympy.logic.boolalg.BooleanAtom)
+_DECIMAL = re.compile(r"-?\d{1,30}(\.\d{0,40})?([eE][+-]?\d{1,2})?", re.ASCII)
+_ASSUMPTIONS = frozenset(("integer", "positive", "nonnegative", "real", "finite", "negative", "nonpositive", "zero"))
+
+
+def _entries(least: int, most: int, **named: Callable[..., Any]) -> dict[str, tuple[int, int, Callable[..., Any]]]:
+    return {name: (least, most, make) for name, make in named.items()}
+
+
+def _of_torch(count: int, names: str) -> dict[str, tuple[int, int, Callable[..., Any]]]:
+    return {name: (count, count, getattr(functions, name)) for name in names.split() if hasattr(functions, name)}
+
+
+#: What sizes are computed by: the least and the most operands, and how sympy has it.
+_FUNCTIONS = {
+    **_entries(2, _MOST_TERMS, Add=sympy.Add, Mul=sympy.Mul),
+    **_entries(2, 12, Max=functions.Max, Min=functions.Min, max=functions.Max, min=functions.Min),
+    **_entries(2, 12, And=sympy.And, Or=sympy.Or, **{"and": sympy.And, "or": sympy.Or}),
+    **_entries(1, 1, Not=sympy.Not, neg=lambda a: -a, **{"not": sympy.Not}),
+    **_entries(2, 2, Pow=sympy.Pow, **{"**": sympy.Pow, "//": functions.FloorDiv, "%": functions.PythonMod}),
+    **_entries(2, 2, **{"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}),
+    **_entries(2, 2, Equality=sympy.Eq, Unequality=sympy.Ne, StrictLessThan=sympy.Lt, LessThan=sympy.Le),
+    **_entries(2, 2, StrictGreaterThan=sympy.Gt, GreaterThan=sympy.Ge, **{"/": functions.IntTrueDiv}),
+    **_entries(2, 2, **{"==": sympy.Eq, "!=": sympy.Ne, "<": sympy.Lt, "<=": sympy.Le, ">": sympy.Gt, ">=": sympy.Ge}),
+    **_of_torch(1, "ToFloat TruncToInt TruncToFloat CeilToInt FloorToInt RoundToInt Identity OpaqueUnaryFn_sqrt"),
+    **_of_torch(2, "FloorDiv CleanDiv CeilDiv Mod PythonMod IntTrueDiv FloatTrueDiv PowByNatural RoundDecimal"),
+    **_of_torch(2, "FloatPow BitwiseFn_bitwise_and BitwiseFn_bitwise_or BitwiseFn_bitwise_xor"),
+}
+#: The numbers that torch has for dtypes in such files; those between are of quantized types, which it does not save.
+_DTYPES = dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1))
+_DTYPES |= dict(enumerate(["complex32", "complex64", "complex128", "bool", "bfloat16"], 9))
+_DTYPES |= dict(enumerate(["uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"], 28))
+_DTYPES |= dict(enumerate(["float8_e8m0fnu", "uint32", "uint64"], 33))
+
+
+def read_dtype(data: Data) -> torch.dtype:
+    found = getattr(torch, _DTYPES.get(data.integer(), ""), None)
+    if not isinstance(found, torch.dtype):
+        data.malformed(f"torch {torch.__version__} has no dtype of the number {data.value}")
+    return found
+
+
+def read_device(data: Data) -> torch.device:
+    kind, index = data["type"].text(), data.get("index")
+    if not re.fullmatch(r"[a-z0-9_]{1,20}", kind) or (kind == "cpu" and index is not None and index.value != 0):
+        data.malformed(f"{str(data.value)[:100]} is no device")
+    try:
+        return torch.device(kind) if index is None else torch.device(kind, index.integer())
+    except RuntimeError:
+        data.malformed(f"torch {torch.__version__} knows no device {kind!r}")
+
+
+def _range(data: Data) -> ValueRanges[Any]:
+    least, most = data.get("min_val"), data.get("max_val")
+    lower = -int_oo if least is None else sympy.Integer(least.integer())
+    upper = int_oo if most is None else sympy.Integer(most.integer())
+    if lower > upper:
+        data.malformed(f"nothing is from {lower} to {upper}")
+    return ValueRanges(lower, upper)

@@ -1,0 +1,198 @@
+"""The zip container of a `.pt2` archive: what is inside, and the bytes of a member."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import struct
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import BinaryIO
+
+from partita.errors import ArchiveError
+
+__all__ = ["Archive", "Kind", "kind_of", "open_archive", "open_file"]
+
+
+#: More members than any program has, and more text than any graph: a file beyond is made to exhaust its reader.
+MOST_MEMBERS = 200_000
+MOST_TEXT_BYTES = 1 << 29
+_CHUNK_BYTES = 1 << 24
+
+
+#: What Python's reader of zip files raises for one that is damaged.
+_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, KeyError, RuntimeError, ValueError, NotImplementedError, struct.error)
+
+
+class Kind(StrEnum):
+    """What a member of an archive is."""
+
+    FORMAT = "format"
+    PROGRAM = "program"
+    CONFIG = "config"
+    WEIGHT = "weight"
+    CONSTANT = "constant"
+    CUSTOM_OBJECT = "custom object"
+    SAMPLE_INPUTS = "sample inputs"
+    EXTRA = "extra"
+    NATIVE_CODE = "native code"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An open archive: the sizes of its members by name, and what is odd about the container."""
+
+    path: Path
+    sizes: Mapping[str, int]
+    odd: tuple[tuple[str, str], ...]
+    _zip: zipfile.ZipFile
+    _root: str
+
+    def read(self, name: str) -> bytearray:
+        """The bytes of a member, which are checked against its checksum, in memory of their own."""
+        if name not in self.sizes:
+            raise ArchiveError(f"{self.path} has no member {name!r}, which it needs; save the program again")
+        why = dict(self.odd).get(name)
+        if why is not None:  # A few compressed bytes may become any number.
+            raise ArchiveError(f"member {name!r} of {self.path} is not read: {why}")
+        found = bytearray()
+        with _damage(lambda why: self._damaged(name, why)), self._zip.open(f"{self._root}/{name}") as member:
+            while chunk := member.read(_CHUNK_BYTES):
+                found += chunk
+        if len(found) != self.sizes[name]:
+            raise self._damaged(name, f"it has {len(found)} bytes, and not {self.sizes[name]}")
+        return found
+
+    def read_text(self, name: str) -> bytes:
+        """The bytes of a member that will be parsed, which has a bound on its size."""
+        if self.sizes.get(name, 0) > MOST_TEXT_BYTES:
+            raise ArchiveError(f"member {name!r} of {self.path} has {self.sizes[name]} bytes, which no graph needs")
+        return bytes(self.read(name))
+
+    def names(self, kind: Kind) -> list[str]:
+        """The members of one kind."""
+        return [name for name in self.sizes if kind_of(name) is kind]
+
+    def _damaged(self, name: str, why: object) -> ArchiveError:
+        return ArchiveError(f"member {name!r} of {self.path} cannot be read: {why}; the file is damaged, get it again")
+
+
+@contextmanager
+def open_archive(path: Path) -> Iterator[Archive]:
+    """The archive at `path`, which is closed afterwards."""
+    with open_file(path) as file, _opened(path, file) as opened:
+        yield _archive(path, opened, os.fstat(file.fileno()).st_size)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """The file at `path`; a pipe or a device, which may never end, is refused."""
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError as error:
+        raise ArchiveError(f"there is no file {path}") from error
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise ArchiveError(f"{path} is a directory; give the .pt2 file")
+    raise ArchiveError(f"{path} is a pipe, a socket or a device; copy what it gives into a file first")
+
+
+def _opened(path: Path, file: BinaryIO) -> zipfile.ZipFile:
+    advice = "save the program with torch.export.save"
+    with _damage(lambda why: ArchiveError(f"{path} is no .pt2 archive, or only a part of one: {why}; {advice}")):
+        return zipfile.ZipFile(file)
+
+
+@contextmanager
+def _damage(said: Callable[[Exception], ArchiveError]) -> Iterator[None]:
+    """Turns what Python's reader of zip files raises for a damaged one into an error of ours."""
+    try:
+        yield
+    except _ZIP_ERRORS as error:
+        raise said(error) from error
+    except OSError as error:
+        if error.errno not in (None, errno.EINVAL):  # These two say that the directory points to nowhere.
+            raise
+        raise said(error) from error
+
+
+def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:
+    infos = opened.infolist()
+    if not infos:
+        raise ArchiveError(f"{path} is an empty zip file")
+    if len(infos) > MOST_MEMBERS:
+        raise ArchiveError(f"{path} has {len(infos)} members; no archive of a program has more than {MOST_MEMBERS}")
+    root = infos[0].filename.partition("/")[0]
+    named = {_without(root, info.filename): info for info in infos}
+    odd = [(name, why) for name, info in named.items() if (why := _oddity(info, root)) is not None]
+    odd += [
+        (_without(root, name), f"the archive has it {count} times, and readers differ in which they take")
+        for name, count in Counter(info.filename for info in infos).items()
+        if count > 1
+    ]
+    if sum(info.compress_size for info in infos) > file_bytes:
+        raise ArchiveError(f"the members of {path} overlap: together they are larger than the file")
+    if "archive_format" not in named:
+        files = {info.filename.rpartition("/")[2] for info in infos}
+        raise ArchiveError(f"{path} is {_likely(files)}; save the program with torch.export.save")
+    sizes = {name: info.file_size for name, info in named.items()}
+    return Archive(path, MappingProxyType(sizes), tuple(odd), opened, root)
+
+
+def _without(root: str, name: str) -> str:
+    """The name of a member inside the folder of the archive; one outside keeps its whole name, and a slash in front."""
+    return name.removeprefix(f"{root}/") if name.startswith(f"{root}/") else f"/{name}"
+
+
+def _oddity(info: zipfile.ZipInfo, root: str) -> str | None:
+    """What torch never writes about a member."""
+    name = info.filename
+    if not name.startswith(f"{root}/"):
+        return f"it is not in the folder {root!r} of the archive"
+    if "\\" in name or "\0" in name or name.startswith("/") or ".." in name.split("/") or not name.isprintable():
+        return "its name leads out of the archive, or has characters that no name has"
+    if info.flag_bits & 0x1:
+        return "it is encrypted"
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+        return f"it is compressed: {info.compress_size} bytes become {info.file_size}"
+    return None
+
+
+def kind_of(name: str) -> Kind:
+    """What the member called `name` is."""
+    return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name)), Kind.UNKNOWN)
+
+
+def _likely(names: set[str]) -> str:
+    if {"version", "serialized_exported_program.json"} <= names:
+        return "an archive of torch 2.7 or older, whose parts are all pickles"
+    if "data.pkl" in names:
+        return "a file of torch.save or TorchScript, no .pt2 archive"
+    return "a zip file, but no .pt2 archive"
+
+
+# torch has these in `torch.export.pt2_archive.constants`, which imports half a compiler.
+_KINDS = (
+    (r"archive_(format|version)|byteorder|version|\.(data/(version|serialization_id)|format_version)", Kind.FORMAT),
+    (r"\.storage_alignment", Kind.FORMAT),
+    (r"models/.*\.json", Kind.PROGRAM),
+    (r"data/(aotinductor|executorch)/.*", Kind.NATIVE_CODE),
+    (r"data/(weights|constants)/.*_config\.json", Kind.CONFIG),
+    (r"data/constants/(custom|opaque)_obj_.*", Kind.CUSTOM_OBJECT),
+    (r"data/weights/.*", Kind.WEIGHT),
+    (r"data/constants/.*", Kind.CONSTANT),
+    (r"data/sample_inputs/.*", Kind.SAMPLE_INPUTS),
+    (r"extra/.*", Kind.EXTRA),
+)

@@ -1,0 +1,79 @@
+"""What is known of a body before it is compiled: what it writes, what else it does, and which sizes were symbols."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from partita._torch.symbolic_shapes import symbol_of
+from partita.analysis.mutation import writing_nodes
+from partita.analysis.nodes import value_of
+from partita.analysis.op_effects.calls import Behaviours, storages_of
+from partita.analysis.op_effects.modules import may_draw
+from partita.lowering.dry_run import Acts
+from partita.lowering.signature import TracedSymbols
+from partita.program.program import Program
+
+__all__ = ["acts_of", "may_write", "seen_once", "traced_symbols", "written_inputs"]
+
+
+def written_inputs(program: Program) -> tuple[int, ...]:
+    """The places of inputs that the body writes; all of them where a function that nobody knows may write any."""
+    places = {node: place for place, node in enumerate(program.graph.find_nodes(op="placeholder"))}
+    written = (program.index.nodes[number] for number in program.effects.written_inputs)
+    return tuple(sorted(places[node] for node in written if node in places))
+
+
+def seen_once(program: Program) -> tuple[int, ...]:
+    """The places of inputs whose memory only one node of the body sees, such as the statistics of a batch norm."""
+    index, behaviours = program.index, Behaviours(program.graph_module, program.pure)
+    storages = storages_of(index, behaviours, behaviours.acting(program.graph))
+    readers: dict[int, set[Node]] = {}
+    for i, node in enumerate(index.nodes):
+        readers.setdefault(storages.find(i), set()).update(node.users)
+    inputs = enumerate(program.graph.find_nodes(op="placeholder"))
+    return tuple(place for place, node in inputs if len(readers[storages.find(index.number[node])]) <= 1)
+
+
+def may_write(program: Program) -> tuple[str, ...]:
+    """The names of the nodes of a body that write, or may do so when a module is set to training."""
+    calls = program.graph.find_nodes(op="call_module")
+    modules = (
+        node.name
+        for node in calls
+        if next(program.graph_module.get_submodule(str(node.target)).buffers(), None) is not None
+    )
+    return tuple(dict.fromkeys((*writing_nodes(program.graph_module), *modules)))
+
+
+def acts_of(program: Program, written_later: frozenset[str]) -> Acts:
+    """What the nodes of a body do beside computing, and what is done to their results when it has run."""
+    nodes, effects = program.index.nodes, program.effects
+    # A module that is set to training later may draw then.
+    calls = program.graph.find_nodes(op="call_module")
+    modules = (node.name for node in calls if may_draw(program.graph_module.get_submodule(str(node.target))))
+    draws = (nodes[number].name for number in effects.draws)
+    acting = frozenset(nodes[number].name for number in effects.effectful)
+    # What the body writes itself must be what it was given.
+    written = (nodes[number].name for number in effects.written_inputs)
+    return Acts(acting, frozenset((*draws, *modules)), written_later.difference(written))
+
+
+def traced_symbols(program: Program) -> TracedSymbols:
+    """The symbols of traced inputs, numbered in order; an expression of several counts as one of its own."""
+    numbers: dict[object, str] = {}
+    found: list[tuple[str | None, ...] | str | None] = []
+
+    def name(size: object, place: object) -> str | None:
+        if not isinstance(size, torch.SymInt):
+            return None
+        symbol = symbol_of(size)
+        return numbers.setdefault(place if symbol is None else symbol, f"s{len(numbers)}")
+
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = value_of(node)
+        if isinstance(value, torch.Tensor):
+            found.append(tuple([name(size, (node, axis)) for axis, size in enumerate(value.shape)]))
+        else:
+            found.append(name(value, node))
+    return tuple(found)

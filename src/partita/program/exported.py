@@ -1,0 +1,363 @@
+"""ExportedProgram in and out, decomposition."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch.export import ExportedProgram, default_decompositions
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx import Graph, GraphModule, Node
+
+from partita._torch.fx.graph_writer import GraphWriter
+from partita._torch.fx.lazy_graph_module import generate_code, keep_unread_nodes, lazy_module, restore_levels
+from partita._torch.gc_pause import gc_paused
+from partita._torch.modes import fresh_modes
+from partita._torch.operators.schemas import viewed_node, written_nodes
+from partita.analysis.nodes import ModuleStack, attribute_of, settle_stacks
+from partita.errors import ModeError, SignatureError
+from partita.program._torch.guards import callers_take_guards, check_inputs, guards_of, set_guards
+
+__all__ = ["ExportRecord", "ModeKeepingProgram", "check_signature", "exported_graph", "following"]
+
+
+# Exported programs that keep what their modes mean when they are decomposed, and check their inputs.
+#
+# `ExportedProgram.run_decompositions` runs the body of a mode operator as it is and forgets the mode: afterwards a
+# weight that no_grad had frozen gets gradients (torch 2.13). This one dissolves the modes first, into casts and
+# `detach`.
+
+
+class ModeKeepingProgram(ExportedProgram):
+    """An exported program like any other, but for its decomposition and for how its module checks its inputs."""
+
+    def module(self, check_guards: bool = True) -> GraphModule:  # noqa: FBT001, FBT002  The signature is torch's.
+        """The program as a module that is called like the model, which checks its inputs without generated code."""
+        module = super().module(check_guards=False)
+        assert isinstance(module, GraphModule)
+        if check_guards and callers_take_guards():
+            check_inputs(module, self)
+            module.recompile()
+        restore_levels(module)
+        return module
+
+    def run_decompositions(
+        self,
+        decomp_table: dict[Any, Callable[..., Any]] | None = None,
+        decompose_custom_triton_ops: bool = False,  # noqa: FBT001, FBT002  The signature is torch's.
+    ) -> ExportedProgram:
+        """The program in the operators that the table leaves, with `detach` wherever gradients must not flow."""
+        # A rewrite gives programs, and programs give these.
+        from partita.dissolve.dissolve import dissolve
+        from partita.program.program import Program
+
+        table = default_decompositions() if decomp_table is None else dict(decomp_table)
+        # The table makes an alias of it, through which gradients flow.
+        table.pop(torch.ops.aten.detach.default, None)
+        run_decompositions = ExportedProgram.run_decompositions
+        with fresh_modes(grad=True):  # Under autocast, torch would write the casts of this moment into the program.
+            plain = dissolve(Program.of(self))
+            _check_writes(plain.graph)
+            decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
+            # torch finds conditions on sizes in what was traced, and so forgets those of a program that was loaded.
+            set_guards(decomposed, dict.fromkeys((*guards_of(self), *guards_of(decomposed))))
+            # Decomposed once more, as some backends do, it keeps what it means as well.
+            return ExportRecord.of(decomposed).around(decomposed.graph_module)
+
+
+def _check_writes(graph: Graph) -> None:
+    """Raises where a write goes through `detach`: taken apart into values, it would cut off what is written as well."""
+    for node in graph.nodes:
+        for written in written_nodes(node):
+            seen: Node | None = written
+            while seen is not None and seen.target is not torch.ops.aten.detach.default:
+                seen = viewed_node(seen)
+            if seen is not None:
+                raise ModeError(
+                    f"node {node.name!r} writes a tensor that gradients flow through, under no_grad or through detach; "
+                    "a decomposed program cannot keep that. Train the program as it is, or decompose it for inference "
+                    "alone with torch.export.ExportedProgram.run_decompositions(program.exported())"
+                )
+
+
+# Exported programs: what one holds beside its graph, and putting it together again around a new graph.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """Everything of an exported program but its graph; shared by all programs that are made from it."""
+
+    signature: ExportGraphSignature
+    state: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    ranges: Mapping[Any, Any]
+    module_calls: Sequence[Any]
+    example_inputs: Any
+    verifiers: Sequence[Any]
+    #: Conditions on sizes beside the ranges of symbols, as source text.
+    guards: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, exported: ExportedProgram) -> ExportRecord:
+        """The record of an exported program whose signature fits its graph."""
+        check_signature(exported.graph, exported.graph_signature)
+        return cls(
+            exported.graph_signature,
+            exported.state_dict,
+            exported.constants,
+            exported.range_constraints,
+            exported.module_call_graph,
+            exported.example_inputs,
+            exported.verifiers,
+            guards=guards_of(exported),
+        )
+
+    def following(self, graph: Graph) -> ExportRecord:
+        """The record for a rewritten graph."""
+        return replace(self, signature=following(self.signature, graph))
+
+    @gc_paused()
+    def around(self, graph_module: GraphModule) -> ModeKeepingProgram:
+        """An exported program with a copy of this graph, checked by torch's verifier; tensors are shared."""
+        check_signature(graph_module.graph, self.signature)
+        graph, attributes = exported_graph(graph_module, taken=self._folders())
+        _check_tokens(self.signature, attributes)
+        exported = ModeKeepingProgram(
+            root=attributes,
+            graph=graph,
+            graph_signature=_copied(self.signature),
+            state_dict=dict(self.state),
+            range_constraints=dict(self.ranges),
+            module_call_graph=fitting_calls(self.module_calls, graph),
+            example_inputs=self.example_inputs,
+            constants=dict(self.constants),
+            verifiers=list(self.verifiers),
+        )
+        exported.graph_module.meta.update(graph_module.meta)
+        exported.graph_module.training = graph_module.training
+        set_guards(exported, self.guards)
+        generate_code(attributes.values())  # Dynamo can trace a body, but not how its code is generated.
+        return exported
+
+    def _folders(self) -> set[str]:
+        """Every part of a path that a module, a parameter, a buffer or a constant of the model has."""
+        paths = (*self.state, *self.constants, *(call.fqn for call in self.module_calls))
+        return {part for path in paths for part in path.split(".")}
+
+
+def following(signature: ExportGraphSignature, graph: Graph) -> ExportGraphSignature:
+    """The signature for a rewritten graph: a copy in which each output goes by the name of what now gives it."""
+    copied = _copied(signature)
+    for spec, value in zip(copied.output_specs, _returned(graph), strict=False):
+        if isinstance(value, Node) and value.name != _name(spec.arg):
+            spec.arg = replace(spec.arg, name=value.name)
+    return copied
+
+
+def check_signature(graph: Graph, signature: ExportGraphSignature) -> None:
+    """Raises where the inputs and outputs that a signature names are not those of the graph, in this order."""
+    inputs = [node.name for node in graph.find_nodes(op="placeholder")]
+    _check_names("inputs", inputs, [_name(spec.arg) for spec in signature.input_specs])
+    outputs = [value.name if isinstance(value, Node) else None for value in _returned(graph)]
+    named = [_name(spec.arg) for spec in signature.output_specs]
+    constants = [at for at, given in enumerate(outputs) if given is None and at < len(named)]
+    for at in constants:
+        named[at] = None
+    _check_names("outputs", outputs, named)
+
+
+def _check_tokens(signature: ExportGraphSignature, attributes: Mapping[str, Any]) -> None:
+    """Raises where a body holds effects that tokens order: torch cannot take tokens out of a body."""
+    tokens = [_name(spec.arg) for spec in signature.input_specs if spec.kind is InputKind.TOKEN]
+    bodies = {path: body for path, body in attributes.items() if tokens and isinstance(body, GraphModule)}
+    for path, body in bodies.items():
+        held = [node.name for node in body.graph.nodes if getattr(node.target, "__name__", "") == "with_effects"]
+        if held:
+            raise SignatureError(
+                f"body {path!r} holds {', '.join(map(repr, held))}, whose effects are ordered by the token "
+                f"{tokens[0]!r}, and no token can enter a body; leave these nodes out of the regions, or cut the "
+                "program before it is decomposed"
+            )
+
+
+def _returned(graph: Graph) -> Sequence[Any]:
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0] if output.args else ()
+    return returned if isinstance(returned, tuple | list) else (returned,)
+
+
+def _check_names(what: str, found: Sequence[str | None], named: Sequence[str | None]) -> None:
+    if list(found) == list(named):
+        return
+    at = next((k for k, (a, b) in enumerate(zip(found, named, strict=False)) if a != b), min(len(found), len(named)))
+    ours = repr(found[at]) if at < len(found) else "nothing"
+    theirs = repr(named[at]) if at < len(named) else "nothing"
+    raise SignatureError(
+        f"the signature does not fit the graph: of its {what}, number {at} is {ours} in the graph ({len(found)} in all)"
+        f" and {theirs} in the signature ({len(named)} in all); take the signature that came with this graph"
+    )
+
+
+def _name(argument: Any) -> str | None:
+    """The node that an argument of a signature names; constants name none."""
+    return getattr(argument, "name", None)
+
+
+def _copied(signature: ExportGraphSignature) -> ExportGraphSignature:
+    """A signature of its own, since torch's passes rename entries in place; constants in it are shared."""
+    return ExportGraphSignature(
+        input_specs=[replace(spec, arg=copy.copy(spec.arg)) for spec in signature.input_specs],
+        output_specs=[replace(spec, arg=copy.copy(spec.arg)) for spec in signature.output_specs],
+    )
+
+
+# The graph of an exported program as torch wants it: saved, loaded and unflattened, it stays the same program.
+
+
+_NUMBER = re.compile(r"_\d+$")
+
+
+def exported_graph(graph_module: GraphModule, *, taken: Collection[str]) -> tuple[Graph, dict[str, Any]]:
+    """A copy of a graph with the same node names, and what its nodes read, by target.
+
+    Bodies are copied too, since `ExportedProgram.module` removes nodes from them. They move where they lie under a
+    name that is `taken`, or like that of a node: torch.export.load calls the node that reads a body by its attribute,
+    and leaves two nodes of one name behind.
+    """
+    graph, attributes = _Copying().copied(graph_module, taken)
+    settle_stacks(graph)
+    return graph, attributes
+
+
+class _Copying:
+    """The copies of bodies so far; a body that is read twice is one body afterwards."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[GraphModule, GraphModule] = {}
+
+    def copied(self, source: GraphModule, taken: Collection[str] = ()) -> tuple[Graph, dict[str, Any]]:
+        graph = _copy_of(source.graph)
+        unsafe = {*taken, *(_base(node.name) for node in graph.nodes if not _reads(node) and not _calls_body(node))}
+        used = set(unsafe)
+        names: dict[str, str] = {}
+        attributes: dict[str, Any] = {}
+        for node in filter(_reads, graph.nodes):
+            path, value = str(node.target), attribute_of(source, node)
+            if path not in names:
+                moves = _is_unsafe(path, unsafe) if isinstance(value, GraphModule) else "." in path
+                names[path] = _free(node.name, used) if moves else path
+                attributes[names[path]] = self._own(value)
+                used.add(names[path])
+            node.target = names[path]
+        return graph, attributes
+
+    def _own(self, value: Any) -> Any:
+        if not isinstance(value, GraphModule):
+            return value
+        if value not in self.bodies:
+            graph, attributes = self.copied(value)
+            keep_unread_nodes(graph)
+            made = lazy_module(graph, training=value.training, is_part=True)
+            made.meta.update(value.meta)
+            for name, attribute in attributes.items():
+                setattr(made, name, attribute)
+            self.bodies[value] = made
+        return self.bodies[value]
+
+
+def _copy_of(graph: Graph) -> Graph:
+    # A deep copy would rename nodes that are called like something of Python's, `input` for example.
+    writer = GraphWriter(graph._tracer_cls)
+    nodes = list(graph.nodes)
+    names = [node.name for node in nodes]
+    writer.names.reserve(names)
+    writer.copy_run(nodes, {}, names)
+    return writer.close()
+
+
+def _reads(node: Node) -> bool:
+    return node.op in ("get_attr", "call_module")
+
+
+def _calls_body(node: Node) -> bool:
+    """Whether a node calls a body, and so keeps no name of its own when it is loaded."""
+    return any(isinstance(value, Node) and value.op == "get_attr" for value in node.args)
+
+
+def _is_unsafe(path: str, unsafe: Collection[str]) -> bool:
+    return "." in path or path in unsafe or _base(path) in unsafe
+
+
+def _base(name: str) -> str:
+    """A name without its number, since a loader that finds it taken counts on from there."""
+    return _NUMBER.sub("", name)
+
+
+def _free(name: str, unsafe: Collection[str]) -> str:
+    while _is_unsafe(name, unsafe):
+        name += "_"
+    return name
+
+
+# Signatures of the model's own modules, which an exported program can keep for those who unflatten it.
+
+
+def fitting_calls(calls: Sequence[Any], graph: Graph) -> list[Any]:
+    """A copy of the calls of modules, without signatures that the graph no longer has a module for.
+
+    A region that holds a border of a module takes away values which its signature names; the program as a whole is
+    called as before.
+    """
+    copied = [replace(call, signature=_copied_call_signature(call.signature)) for call in calls]
+    named = [call for call in copied if call.fqn and call.signature is not None]
+    if named:
+        place = {node.name: at for at, node in enumerate(graph.nodes)}
+        inside = _nodes_by_call(graph)
+        for call in named:
+            if not _fits(call.signature, inside.get(call.fqn, {}), place):
+                call.signature = None
+    return copied
+
+
+def _copied_call_signature(signature: Any) -> Any:
+    """A signature of its own, since torch's passes rename arguments in place."""
+    if signature is None:
+        return None
+    inputs, outputs = list(map(copy.copy, signature.inputs)), list(map(copy.copy, signature.outputs))
+    return replace(signature, inputs=inputs, outputs=outputs)
+
+
+def _nodes_by_call(graph: Graph) -> dict[str, dict[Node, None]]:
+    """The nodes of each call of a module; a second call is numbered behind an @."""
+    found: dict[str, dict[Node, None]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        stack: ModuleStack = node.meta.get("nn_module_stack") or {}
+        for key, (path, _) in stack.items():
+            _, again, number = key.partition("@")
+            found.setdefault(f"{path}@{number}" if again else path, {})[node] = None
+    return found
+
+
+def _fits(signature: Any, inside: Mapping[Node, None], place: Mapping[str, int]) -> bool:
+    """Whether these nodes take and give nothing but what a signature names."""
+    if not inside:
+        return False
+    first = place[next(iter(inside)).name]
+    inputs, outputs = _names(signature.inputs), _names(signature.outputs)
+    read = {node for user in inside for node in user.all_input_nodes if node.op != "placeholder"}
+    taken = {node.name for node in read if node not in inside}
+    given = {node.name for node in inside for user in node.users if user not in inside}
+    are_inputs_known = taken <= inputs and all(place.get(name, first) < first for name in inputs)
+    return are_inputs_known and given <= outputs <= place.keys()
+
+
+def _names(arguments: Sequence[Any]) -> set[str]:
+    """The nodes that a signature names; a constant has a value instead."""
+    return {argument.name for argument in arguments if not hasattr(argument, "value")}

@@ -1,0 +1,149 @@
+"""A fingerprint: equal for programs that differ only in legal order, names, and where items and sizes are read.
+
+Every node is hashed with what it reads, its mode, and the nodes that it must stay behind; the fingerprint is the hash
+of all of them. It is the same in every process.
+"""
+
+from __future__ import annotations
+
+import operator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from partita._torch.operators.registry import OPERATORS, SYM_SIZE
+from partita.analysis.nodes import container_items, value_of
+from partita.analysis.projections import takes_item
+from partita.program.program import Program
+
+__all__ = ["fingerprint"]
+
+
+def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
+    """A short text that tells programs apart."""
+    return _Hasher(Program.of(program)).fingerprint()
+
+
+class _Hasher:
+    """The hash of each node so far, by number."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.index, self.modes, self.effects = program.index, program.modes, program.effects
+        self.hashes: list[str] = []
+        self.bodies: dict[GraphModule, str] = {}
+        self.read = frozenset(self.modes.read)
+        self.behind: dict[int, list[int]] = {}
+        for before, after in zip(self.effects.before, self.effects.after, strict=True):
+            self.behind.setdefault(after, []).append(before)
+
+    def fingerprint(self) -> str:
+        pure, effectful, inputs = set(), [], []
+        for number, node in enumerate(self.index.nodes):
+            self.hashes.append(self._hash(number, node))
+            if number in self.modes.toggles:
+                continue
+            if node.op == "placeholder":
+                inputs.append(self.hashes[-1])
+            elif number in self.effects.effectful:
+                effectful.append(self.hashes[-1])
+            elif not self._reads_only_shape_or_item(node):
+                pure.add(self.hashes[-1])
+        return _digest(inputs, sorted(effectful), sorted(pure), repr(self.modes.final))
+
+    def _hash(self, number: int, node: Node) -> str:
+        if number in self.modes.toggles:
+            return ""
+        same = self._rebuilt_container(node)
+        if same is not None:
+            return self.hashes[same]
+        item = takes_item(node, self.program.graph_module)
+        behind = sorted({self.hashes[at] for at in self.behind.get(number, ()) if not self._may_be_read_elsewhere(at)})
+        modeless = item or number in self.program.symbolic_scalars or node.op in ("placeholder", "get_attr", "output")
+        mode = "" if modeless else repr(self.modes.at(number))
+        arguments = self._argument(node.args), self._argument(node.kwargs)
+        return _digest(node.op, self._target(node), arguments, behind, mode)
+
+    def _may_be_read_elsewhere(self, number: int) -> bool:
+        """Whether a node only takes an item or a size, which a cut does where it suits the border."""
+        node = self.index.nodes[number]
+        return node.target in (SYM_SIZE, torch.Size) or takes_item(node, self.program.graph_module)
+
+    def _reads_only_shape_or_item(self, node: Node) -> bool:
+        return node.target in (SYM_SIZE, operator.getitem, torch.Size) or node.op == "get_attr"
+
+    def _target(self, node: Node) -> str:
+        if node.op in ("call_module", "get_attr"):
+            value: Any = self.program.graph_module
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            if isinstance(value, GraphModule):
+                if value not in self.bodies:
+                    self.bodies[value] = fingerprint(Program.of(value, pure=self.program.pure))
+                return self.bodies[value]
+            kind = type(value).__qualname__ if isinstance(value, nn.Module) else "state"
+            return f"{self.program.state_keys.original(str(node.target))} {kind}"
+        return node.target if isinstance(node.target, str) else _named(node.target)
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, Node):
+            if argument in self.read:
+                return repr(None)
+            if container_items(argument) == ():
+                return [type(value_of(argument)).__name__]  # A cut makes it anew wherever it is read.
+            return f"%{self.hashes[self.index.number[argument]]}"
+        if isinstance(argument, tuple | list):
+            whole = self._whole_container(argument)
+            if whole is not None:
+                return f"%{self.hashes[whole]}"
+            return [type(argument).__name__.removeprefix("immutable_"), *map(self._argument, argument)]
+        if isinstance(argument, dict):
+            return {str(key): self._argument(value) for key, value in argument.items()}
+        if isinstance(argument, slice):
+            return ["slice", *map(self._argument, (argument.start, argument.stop, argument.step))]
+        if isinstance(argument, torch.Tensor):
+            return ["tensor", str(argument.dtype), list(argument.shape), argument.tolist()]
+        return repr(argument) if isinstance(argument, _PRINTED) else _named(argument)
+
+    def _rebuilt_container(self, node: Node) -> int | None:
+        if node.target is torch.Size and node.args and isinstance(node.args[0], tuple | list):
+            return self._whole_container(node.args[0])
+        return None
+
+    def _whole_container(self, items: tuple[Any, ...] | list[Any]) -> int | None:
+        """The node whose container `items` is, item by item, put together again; None if it is something else."""
+        sources = {
+            item.args[0] for item in items if isinstance(item, Node) and item.target is operator.getitem and item.args
+        }
+        if len(sources) != 1:
+            return None
+        source = next(iter(sources))
+        traced = container_items(source) if isinstance(source, Node) else None
+        if not isinstance(source, Node) or traced is None or len(traced) != len(items):
+            return None
+        for place, (item, value) in enumerate(zip(items, traced, strict=True)):
+            if isinstance(item, Node):
+                if item.target is not operator.getitem or item.args != (source, place):
+                    return None
+            elif type(value) is not int or item != value:
+                return None
+        return self.index.number[source]
+
+
+_PRINTED = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.layout, type(...))
+
+
+def _named(value: Any) -> str:
+    """A name for a function, operator or other object that is the same in every process."""
+    qualified = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    if qualified is None or isinstance(value, OPERATORS):
+        return f"{type(value).__name__} {value}"
+    return f"{getattr(value, '__module__', '')}.{qualified}"
+
+
+def _digest(*parts: Any) -> str:
+    return blake2b(repr(parts).encode(), digest_size=12).hexdigest()

@@ -1,0 +1,75 @@
+"""Hooks on tensors: each gets the sum of all gradients of its tensor, of which a part compiled alone has a share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch.fx import GraphModule, Node
+
+from partita._torch.operators.schemas import registers_hook
+from partita.analysis.index import Index
+from partita.analysis.op_effects.calls import Behaviours, storages_of
+
+__all__ = ["HookedTensor", "hooked_tensors"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HookedTensor:
+    """A tensor that has a hook, or may get one from a function that nobody knows, with all that shares its memory."""
+
+    hook: Node
+    #: Whether the node is there to register a hook.
+    is_certain: bool
+    #: The functions that nobody knows among those that have it.
+    unknown: frozenset[Node]
+    #: The nodes whose result it is, or is a view of it.
+    makers: frozenset[Node]
+    #: The nodes that take it.
+    readers: frozenset[Node]
+    #: Whether it is an input or an output of the graph.
+    is_visible: bool
+
+    def is_divided_by(self, part: Collection[Node]) -> bool:
+        """Whether some gradients of the tensor are summed inside of `part`, and others outside."""
+        if not self.is_certain and self.unknown.issubset(part):
+            return False  # Whoever takes an unknown function into a part answers for it.
+        made = self.makers.intersection(part)
+        # Reading what others made happens through the tensor that has the hook; views and writes are another matter.
+        if not any(node in self.readers or _has_user_in(node, part) for node in made):
+            return False
+        return self.is_visible or len(made) < len(self.makers) or not self.readers.issubset(part)
+
+
+def hooked_tensors(
+    index: Index, root: GraphModule, *, pure: frozenset[Callable[..., Any]] = frozenset()
+) -> tuple[HookedTensor, ...]:
+    """The tensors of a graph that have hooks, or may have, in graph order; functions in `pure` register none."""
+    behaviours = Behaviours(root, pure)
+    acting = behaviours.acting(index.graph)
+    unknown = {node for node, told in acting.items() if told.unknown}
+    hooks = [node for node in index.nodes if registers_hook(node.target) or node in unknown]
+    if not hooks:
+        return ()
+    storages = storages_of(index, behaviours, acting)
+    members: dict[int, list[Node]] = {storages.find(index.number[hook]): [] for hook in hooks}
+    for i, node in enumerate(index.nodes):
+        if storages.find(i) in members:
+            members[storages.find(i)].append(node)
+    found = []
+    for own in members.values():
+        makers = frozenset(node for node in own if node.op.startswith("call_"))
+        readers = frozenset(user for node in own for user in node.users)
+        is_visible = len(makers) < len(own) or index.nodes[-1] in readers
+        certain = next((node for node in own if registers_hook(node.target)), None)
+        hook = certain or next(node for node in own if node in unknown)
+        found.append(
+            HookedTensor(hook, certain is not None, frozenset(unknown.intersection(own)), makers, readers, is_visible)
+        )
+    return tuple(found)
+
+
+def _has_user_in(node: Node, part: Collection[Node]) -> bool:
+    return any(user in part for user in node.users)

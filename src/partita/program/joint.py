@@ -1,0 +1,324 @@
+"""Forward and backward of a joint graph, held values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from partita._torch.operators.schemas import storage_key, viewed_node
+from partita.analysis.index import Index
+from partita.analysis.nodes import bytes_of_value, find, tensors_in, value_of
+from partita.errors import OptionError, SignatureError
+
+__all__ = ["Held", "Joint", "checked_count", "joint_of"]
+
+
+# The halves of a joint graph: which nodes are forward and which backward, by what they depend on.
+
+
+def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
+    """The joint graph whose first so many outputs are those of the forward; raises where it cannot be one."""
+    outputs = _returned(index.nodes[-1])
+    _check_outputs(outputs, forward_outputs)
+    placeholders = [node for node in index.nodes if node.op == "placeholder"]
+    tangents = tuple(filter(_is_tangent, placeholders))
+    given, gradients = outputs[:forward_outputs], outputs[forward_outputs:]
+    backward = _backward(index, given)
+    if not tangents and any(isinstance(node, Node) and not backward[index.number[node]] for node in gradients):
+        raise SignatureError(
+            f"none of the inputs {_listed(placeholders)} is a tangent: in a joint graph the inputs of the backward are "
+            "called 'tangents_1' and so on, as AOTAutograd does; trace one with partita.capture_joint(model, args)"
+        )
+    inputs = tuple(node for node in placeholders if not _is_tangent(node))
+    forward_part, backward_part = (
+        tuple(
+            node
+            for number, node in enumerate(index.nodes)
+            if backward[number] is part and node.op not in ("placeholder", "get_attr", "output")
+        )
+        for part in (False, True)
+    )
+    return Joint(
+        inputs=inputs,
+        tangents=tangents,
+        forward_outputs=given,
+        gradients=gradients,
+        forward=forward_part,
+        backward=backward_part,
+        held=held_by(index, root, backward, gradients),
+        state=tuple(name for node in inputs if (name := _state_name(node)) is not None),
+        written=_written(index.nodes[-1], inputs),
+    )
+
+
+def checked_count(forward_outputs: object) -> int:
+    """A number of outputs, if it can be one."""
+    if type(forward_outputs) is not int or forward_outputs < 1:
+        raise OptionError(
+            f"forward_outputs is the number of outputs of the forward, at least 1, not {forward_outputs!r}; "
+            "AOTAutograd calls it num_fwd_outputs"
+        )
+    return forward_outputs
+
+
+def _returned(output: Node) -> tuple[Any, ...]:
+    value = output.args[0] if output.args else ()
+    return _flat(value)
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, tuple | list):
+        return tuple(leaf for item in value for leaf in _flat(item))
+    return (value,)
+
+
+def _check_outputs(outputs: Sequence[Any], forward_outputs: int) -> None:
+    if forward_outputs > len(outputs):
+        raise SignatureError(
+            f"the graph has {len(outputs)} outputs, so that its forward cannot have {forward_outputs}; give the "
+            "number of outputs before the first gradient"
+        )
+    if forward_outputs == len(outputs):
+        raise SignatureError(
+            f"all {forward_outputs} outputs of the graph would be those of its forward, and none a gradient; give the "
+            "number of outputs before the first gradient"
+        )
+
+
+def _is_tangent(node: Node) -> bool:
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def _backward(index: Index, forward_outputs: Sequence[Any]) -> list[bool]:
+    """Whether each node belongs to the backward."""
+    needed = _needed(index, forward_outputs)
+    backward = _reached(index, _is_tangent)
+    for number in range(len(index) - 1):
+        if needed[number] and backward[number]:
+            raise _mixed(index, forward_outputs)
+    told = _reached(index, lambda node: _is_tangent(node) or node.meta.get("partitioner_tag") in _BACKWARD_TAGS)
+    told[-1] = False  # The output node reads both halves.
+    return [late and not early for late, early in zip(told, needed, strict=True)]
+
+
+#: What AOTAutograd writes on nodes that it traced while gradients were computed.
+_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+
+
+def _needed(index: Index, forward_outputs: Sequence[Any]) -> list[bool]:
+    """Whether an output of the forward depends on each node."""
+    needed = [False] * len(index)
+    for value in forward_outputs:
+        if isinstance(value, Node):
+            needed[index.number[value]] = True
+    for number in range(len(index) - 1, -1, -1):
+        if needed[number]:
+            for source in index.inputs(number):
+                needed[source] = True
+    return needed
+
+
+def _reached(index: Index, starts: Callable[[Node], bool]) -> list[bool]:
+    """Whether each node is a start or depends on one; an item of a container goes with the container."""
+    reached = [False] * len(index)
+    for number, node in enumerate(index.nodes):
+        depends = any(map(reached.__getitem__, index.inputs(number)))
+        reached[number] = depends or (node.target is not operator.getitem and starts(node))
+    return reached
+
+
+def _mixed(index: Index, forward_outputs: Sequence[Any]) -> SignatureError:
+    """The error for an output of the forward that depends on a tangent."""
+    for value in forward_outputs:
+        above = _needed(index, (value,))
+        named = [node for node, needed in zip(index.nodes, above, strict=True) if needed and _is_tangent(node)]
+        if named:
+            return SignatureError(
+                f"output {value.name!r} of the forward depends on the tangent {named[0].name!r}; forward_outputs "
+                "counts the outputs before the first gradient, and no region may hold nodes of both halves"
+            )
+    raise AssertionError("an output depends on a tangent but none was found")
+
+
+def _state_name(node: Node) -> str | None:
+    """The parameter or buffer that AOTAutograd has noted for an input."""
+    name = getattr(node.meta.get("desc"), "target", None)
+    return name if isinstance(name, str) else None
+
+
+def _written(output: Node, inputs: Sequence[Node]) -> tuple[Node, ...]:
+    """The inputs whose new values AOTAutograd has noted for outputs."""
+    noted = [getattr(entry, "mutated_input", None) for entry in output.meta.get("desc") or ()]
+    known: dict[Any, list[Node]] = {}
+    for node in inputs:
+        known.setdefault(node.meta.get("desc"), []).append(node)
+    return tuple(node for entry in noted if entry is not None for node in known.get(entry, ()))
+
+
+def _listed(nodes: Sequence[Node]) -> str:
+    names = [repr(node.name) for node in nodes[:4]]
+    return ", ".join(names) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+
+
+# Held values: what a backward reads of its forward, in bytes, with every storage counted once.
+
+
+def held_by(index: Index, root: GraphModule, backward: Sequence[bool], gradients: Sequence[Any]) -> tuple[Held, ...]:
+    """What nodes of the backward read of the others, in graph order; also what is returned as a gradient as it is."""
+    returned = {index.number[value] for value in gradients if isinstance(value, Node)}
+    read = {source for source, target in index.edges() if backward[target]} | returned
+    storages = _Storages(index, root)
+    found: dict[int, list[Node]] = {}
+    for number in sorted(number for number in read if not backward[number]):
+        for storage in storages.of(number):
+            found.setdefault(storage, []).append(index.nodes[number])
+    return tuple(
+        Held(tuple(nodes), storages.bytes[storage], storage in storages.inputs) for storage, nodes in found.items()
+    )
+
+
+class _Storages:
+    """The storages of a graph by number, from traced values, and from schemas where a tracer gave views their own."""
+
+    def __init__(self, index: Index, root: GraphModule) -> None:
+        self.index, self.root = index, root
+        self.bytes: list[int | None] = []
+        #: Storages of inputs and constants.
+        self.inputs: set[int] = set()
+        self._by_key: dict[int, int] = {}
+        self._of: dict[int, tuple[int, ...]] = {}
+        for number, node in enumerate(index.nodes):
+            self._of[number] = self._found(node)
+            if node.op in ("placeholder", "get_attr"):
+                self.inputs.update(self._of[number])
+
+    def of(self, number: int) -> tuple[int, ...]:
+        """The storages of a node's value: several for a container, none for a number."""
+        return self._of[number]
+
+    def _found(self, node: Node) -> tuple[int, ...]:
+        if node.op == "output":
+            return ()
+        viewed = _viewed(node)
+        if viewed is not None:
+            storages = self._of[self.index.number[viewed]]
+            if len(storages) == 1:
+                # A view of a base that was traced with a storage of its own may show that the base is larger.
+                for tensor in tensors_in(self._value(node)):
+                    self._grow(storages[0], tensor)
+                return storages
+        value = self._value(node)
+        if value is None:
+            return (self._new(None),)
+        return tuple(dict.fromkeys(map(self._numbered, tensors_in(value))))
+
+    def _value(self, node: Node) -> Any:
+        value = value_of(node)
+        if value is None and node.op == "get_attr":
+            return find(self.root, str(node.target))
+        return value
+
+    def _numbered(self, tensor: Tensor) -> int:
+        key = storage_key(tensor)
+        number = self._by_key.get(key)
+        if number is None:
+            number = self._by_key[key] = self._new(_storage_bytes(tensor))
+        return number
+
+    def _new(self, size: int | None) -> int:
+        self.bytes.append(size)
+        return len(self.bytes) - 1
+
+    def _grow(self, storage: int, tensor: Tensor) -> None:
+        self._by_key.setdefault(storage_key(tensor), storage)
+        known, size = self.bytes[storage], _storage_bytes(tensor)
+        self.bytes[storage] = None if known is None or size is None else max(known, size)
+
+
+def _viewed(node: Node) -> Node | None:
+    """What a node gives a view of; an item of a container is one only if the container holds views."""
+    viewed = viewed_node(node)
+    if viewed is not None and node.target is operator.getitem:
+        return _viewed(viewed)
+    return viewed
+
+
+def _storage_bytes(tensor: Tensor) -> int | None:
+    """The bytes of the storage that a traced tensor lives in; None where its size is symbolic."""
+    try:
+        size: Any = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # Sparse and opaque tensors have no storage of their own.
+        return bytes_of_value(tensor)
+    return size if isinstance(size, int) else None
+
+
+# What is known of a joint graph: a forward and its backward in one, and what the one holds for the other.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One storage that lives from the forward until the backward has read it."""
+
+    #: The values on this storage that the backward reads, in graph order; all but one are views.
+    nodes: tuple[Node, ...]
+    #: The bytes of the whole storage, of which a value may be a part; None where they are not known.
+    bytes: int | None
+    #: Whether it is that of an input (a parameter, a buffer, an argument) or of a constant, and lives anyway.
+    is_input: bool
+
+    @property
+    def node(self) -> Node:
+        """The first of the nodes."""
+        return self.nodes[0]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What a joint graph takes and gives, its two halves, and what is held from the one to the other.
+
+    A node is of the backward if it depends on a tangent, or if its tracer said so and no output of the forward needs
+    it. Nodes are in graph order; inputs and the output node are in neither half.
+    """
+
+    #: The inputs of the forward: parameters, buffers and arguments (AOTAutograd's primals).
+    inputs: tuple[Node, ...]
+    #: The inputs of the backward: gradients of outputs of the forward.
+    tangents: tuple[Node, ...]
+    #: What the forward gives: first new values for the inputs in `written`, then results. Constants are themselves.
+    forward_outputs: tuple[Any, ...]
+    #: What the backward gives: the gradient of each input, or None. (Graphs of other tracers may leave out the Nones.)
+    gradients: tuple[Any, ...]
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+    #: What the backward reads of the forward and its inputs if nothing is computed again; one entry for each storage.
+    held: tuple[Held, ...]
+    #: Names of the parameters and buffers that come first among the inputs, where the tracer has written them down.
+    state: tuple[str, ...]
+    #: The inputs that the model writes, where the tracer has written them down.
+    written: tuple[Node, ...]
+
+    @property
+    def held_bytes(self) -> int | None:
+        """The bytes that are held beside the inputs, which live anyway; None where a size is not known."""
+        return _total(entry.bytes for entry in self.held if not entry.is_input)
+
+    @property
+    def held_input_bytes(self) -> int | None:
+        """The bytes of the inputs that the backward reads; None where a size is not known."""
+        return _total(entry.bytes for entry in self.held if entry.is_input)
+
+
+def _total(sizes: Iterable[int | None]) -> int | None:
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    return total

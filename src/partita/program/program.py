@@ -1,0 +1,307 @@
+"""A program: one face for whatever holds a graph, with its analyses computed once, when first asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import chain, compress
+from typing import Any, Never, final
+
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+from partita.analysis._torch.body_effects import carry_facts
+from partita.analysis.effects import Effects, effects_of
+from partita.analysis.index import Index, index_of_edited
+from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import Modes, check_bodies, modes_of
+from partita.analysis.mutation import forget_writers
+from partita.analysis.nodes import Neighbours, neighbours_of
+from partita.analysis.op_effects.calls import Behaviour, Behaviours
+from partita.analysis.projections import projections_of
+from partita.analysis.symbols import symbolic_scalars_of
+from partita.analysis.tolerance import EXACT, Tolerance
+from partita.errors import OptionError, UnknownNodeError
+from partita.program.archives import load_exported
+from partita.program.exported import ExportRecord
+from partita.program.hooks import HookedTensor, hooked_tensors
+from partita.program.joint import Joint, checked_count, joint_of
+from partita.program.state_keys import UNMOVED, StateKeys
+
+__all__ = ["Program", "program_being_edited"]
+
+
+@final
+class Program:
+    """A graph with its state and its calling convention; build one with `Program.of`.
+
+    A program is read, never written: every rewrite gives a new one that shares the parameters and buffers. Its
+    analyses are kept, so edit a graph before you make a program of it, not after.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        *,
+        pure: Iterable[Callable[..., Any]] = (),
+        state_keys: StateKeys = UNMOVED,
+        tolerance: Tolerance = EXACT,
+        caller: Mode = AMBIENT,
+        export: ExportRecord | None = None,
+        forward_outputs: int | None = None,
+        index: Index | None = None,
+        body_of: Program | None = None,
+    ) -> None:
+        self._graph_module = graph_module
+        if index is not None:
+            self.index = index
+        self.pure = _trusted(pure)
+        #: How the names in the state dict relate to those of the program that this one was made from.
+        self.state_keys = state_keys
+        #: How far the treatments that made this program may have changed its numbers.
+        self.tolerance = tolerance
+        #: What is known of the modes that the program is called under; modes of nodes are told relative to it.
+        self.caller = caller
+        #: What an exported program holds beside its graph; None for a graph module.
+        self.export = export
+        self._forward_outputs = forward_outputs
+        #: Whether it is a body of another program, which has checked the modes of all its bodies, at any depth.
+        self.is_body = body_of is not None
+        #: What calls of bodies may do, which a program finds out together with its bodies.
+        self._known_modules: dict[nn.Module, Behaviour] = {} if body_of is None else body_of._known_modules
+        forget_writers(graph_module)
+
+    @classmethod
+    def of(
+        cls,
+        source: Program | GraphModule | ExportedProgram | str | os.PathLike[str],
+        *,
+        pure: Iterable[Callable[..., Any]] = (),
+        trusted: bool = False,
+        operators: Collection[str] = (),
+        forward_outputs: int | None = None,
+    ) -> Program:
+        """The program that `source` holds: a graph module, an exported program, or the path of a saved one.
+
+        Functions in `pure` are taken at your word to have no side effects. A file is taken as data, and may name
+        operators of torch and those in `operators`, by namespace or as `namespace::name`; `trusted` lets torch load one
+        that can run code while it is read. With `forward_outputs` a graph module is taken as a joint graph of
+        a forward, which gives so many of its outputs, and its backward, which gives the others.
+        """
+        if forward_outputs is not None:
+            return cls._of_joint(source, checked_count(forward_outputs), pure)
+        if isinstance(source, Program):
+            return source.rewritten(source.graph_module, pure=pure) if _trusted(pure) - source.pure else source
+        if isinstance(source, str | os.PathLike):
+            source = load_exported(source, trusted=trusted, operators=operators)
+        if isinstance(source, ExportedProgram):
+            return cls(source.graph_module, pure=pure, export=ExportRecord.of(source))
+        if not isinstance(source, GraphModule):
+            raise OptionError(
+                f"a program is made from a torch.fx.GraphModule or a torch.export.ExportedProgram, not from "
+                f"{type(source).__name__}; capture a model first, with partita.capture(model, args)"
+            )
+        return cls(source, pure=pure)
+
+    @classmethod
+    def _of_joint(cls, source: object, forward_outputs: int, pure: Iterable[Callable[..., Any]]) -> Program:
+        if not isinstance(source, GraphModule):
+            raise OptionError(
+                f"a joint graph is a torch.fx.GraphModule, not a {type(source).__name__}; leave out forward_outputs, "
+                "or trace a model with partita.capture_joint(model, args)"
+            )
+        program = cls(source, pure=pure, forward_outputs=forward_outputs)
+        assert program.joint is not None  # It raises where the graph cannot be one.
+        return program
+
+    def rewritten(
+        self,
+        graph_module: GraphModule,
+        *,
+        pure: Iterable[Callable[..., Any]] = (),
+        state_keys: StateKeys | None = None,
+        tolerance: Tolerance = EXACT,
+        knows_bodies: bool = False,
+    ) -> Program:
+        """This program with another graph: `tolerance` is what that adds.
+
+        With `knows_bodies`, what was found out about bodies, which are the same and as they were, is not asked again.
+        """
+        carry_facts(self._graph_module, graph_module)
+        made = Program(
+            graph_module,
+            pure=self.pure | _trusted(pure),
+            state_keys=self.state_keys if state_keys is None else state_keys,
+            tolerance=self.tolerance | tolerance,
+            caller=self.caller,
+            export=None if self.export is None else self.export.following(graph_module.graph),
+            forward_outputs=self._forward_outputs,
+            body_of=self if self.is_body else None,
+        )
+        if knows_bodies and not made.pure - self.pure:
+            made._known_modules = self._known_modules
+        return made
+
+    def under(self, caller: Mode) -> Program:
+        """The same program, when this is known of the modes that it is called under."""
+        if caller == self.caller:
+            return self
+        view = self.rewritten(self._graph_module)
+        view.caller = caller
+        return view
+
+    def body(self, graph_module: GraphModule, caller: Mode = AMBIENT) -> Program:
+        """One of the bodies that this program runs, called under `caller`, as a program of its own.
+
+        Its own bodies were checked together with those of this program, and are not looked at again.
+        """
+        _ = self.modes  # Raises where a body leaves a mode switched, at any depth.
+        return Program(graph_module, pure=self.pure, caller=caller, body_of=self)
+
+    def look_into(self, body: GraphModule) -> None:
+        """Finds out what calls of a body may do: innermost first, a deep nest of bodies takes no deep recursion."""
+        Behaviours(self._graph_module, self.pure, self._known_modules).of_module(body)
+
+    @property
+    def graph(self) -> Graph:
+        return self._graph_module.graph
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """The module that owns the graph and its state."""
+        return self._graph_module
+
+    def module(self) -> GraphModule:
+        """The program as a module that is called like the original."""
+        return self._graph_module if self.export is None else self._exported_module
+
+    @cached_property
+    def _exported_module(self) -> GraphModule:
+        module = self.exported().module()
+        assert isinstance(module, GraphModule)
+        return module
+
+    def exported(self) -> ExportedProgram:
+        """The program as torch.export has it, checked by torch's verifier; it shares the parameters and buffers."""
+        if self.export is None:
+            raise OptionError(
+                "this program was made from a graph module, which has no signature to export it by; make it from an "
+                "exported program, for example with partita.capture(model, args)"
+            )
+        # An exported program cannot hold toggles; the rewrite that turns them into operators gives programs.
+        from partita.rewrite.wrap_modes import wrap_modes
+
+        return self.export.around(wrap_modes(self).graph_module)
+
+    @cached_property
+    def index(self) -> Index:
+        return Index(self.graph)
+
+    @cached_property
+    def joint(self) -> Joint | None:
+        """What is forward and what is backward in a joint graph, and what is held in between; None for other graphs."""
+        if self._forward_outputs is None:
+            return None
+        return joint_of(self.index, self._graph_module, self._forward_outputs)
+
+    @cached_property
+    def modes(self) -> Modes:
+        """The grad, inference and autocast state that each node runs under."""
+        index = self.index
+        found = modes_of(index, self.caller)
+        if not self.is_body:
+            check_bodies(index, self._graph_module, found, grad=self.caller.grad)
+        sources = {number: index.sources[index.starts[number]] for number in self.projections}
+        return found.with_projections(sources)
+
+    @cached_property
+    def projections(self) -> tuple[int, ...]:
+        """The nodes that only take an item out of a container, by number."""
+        return projections_of(self.index, self._graph_module)
+
+    @cached_property
+    def projecting(self) -> frozenset[int]:
+        """The same, to ask for single nodes."""
+        return frozenset(self.projections)
+
+    @cached_property
+    def symbolic_scalars(self) -> frozenset[int]:
+        """The nodes that compute a truth value or a float from symbolic numbers alone, by number."""
+        return symbolic_scalars_of(self.index)
+
+    @cached_property
+    def effects(self) -> Effects:
+        """What must keep its order although no data flows."""
+        return effects_of(self.index, self._graph_module, pure=self.pure, known_modules=self._known_modules)
+
+    @cached_property
+    def hooked_tensors(self) -> tuple[HookedTensor, ...]:
+        """The tensors on which nodes register hooks, or may do so."""
+        return hooked_tensors(self.index, self._graph_module, pure=self.pure)
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        """What comes right before and after each node, by data or by effects."""
+        return neighbours_of(chain(self.index.edges(), self.effects.edges()))
+
+    @cached_property
+    def effect_neighbours(self) -> Neighbours:
+        """What each node must stay behind and before although no data flows."""
+        return neighbours_of(self.effects.edges())
+
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.index.nodes}
+
+    def operators(self) -> list[Node]:
+        """The nodes that compute something, in graph order: all but inputs, attributes and the output."""
+        computes = bytearray(b"\1") * len(self.index)
+        for op in ("placeholder", "get_attr", "output"):
+            for node in self.graph.find_nodes(op=op, sort=False):
+                computes[self.index.number[node]] = False
+        return list(compress(self.index.nodes, computes))
+
+    def node(self, name: str) -> Node:
+        """The node called `name`."""
+        found = self._by_name.get(name)
+        if found is not None:
+            return found
+        near = get_close_matches(name, self._by_name, n=3)
+        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+        raise UnknownNodeError(f"no node is called {name!r}{hint}")
+
+    def original_state(self) -> dict[str, Any]:
+        """The state dict under the names that it had before any rewrite."""
+        return self.state_keys.to_original(self.module().state_dict())
+
+    def load_original_state(self, state: Mapping[str, Any]) -> None:
+        """Loads a state dict, a checkpoint say, that uses the names from before any rewrite."""
+        module = self.module()
+        module.load_state_dict(self.state_keys.from_original(state, module.state_dict()))
+
+    def __reduce__(self) -> Never:
+        raise OptionError(
+            "a program is neither pickled nor copied: save an exported one with torch.export.save(program.exported(), "
+            "path), and pickle or copy the module() of one that was made from a graph module"
+        )
+
+    def __repr__(self) -> str:
+        return f"Program({type(self._graph_module).__name__}, {len(self.index)} nodes)"
+
+
+def program_being_edited(graph_module: GraphModule) -> Program:
+    """The program of a graph that may lack its output node, or stand in another order than it could run in."""
+    return Program(graph_module, index=index_of_edited(graph_module.graph))
+
+
+def _trusted(pure: Iterable[Callable[..., Any]]) -> frozenset[Callable[..., Any]]:
+    if callable(pure) or isinstance(pure, str):
+        raise OptionError(f"`pure` is a collection of functions, modules or classes of modules; give pure=[{pure!r}]")
+    found = frozenset(pure)
+    odd = [entry for entry in found if not callable(entry)]
+    if odd:
+        raise OptionError(f"`pure` takes functions, modules or classes of modules themselves, not {odd[0]!r}")
+    return found

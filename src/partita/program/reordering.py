@@ -1,0 +1,61 @@
+"""Effect successors of nodes; tolerance that reordered gradient sums need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch.fx import Node
+
+from partita.analysis.nodes import value_of
+from partita.analysis.op_effects.calls import tensors_of
+from partita.analysis.tolerance import Tolerance
+from partita.program.program import Program
+
+__all__ = ["Followers", "followers_of", "summation_tolerance", "uses_autocast"]
+
+
+# Followers: for nodes, those that stay behind them although no data flows.
+
+
+Followers: TypeAlias = Mapping[Node, Sequence[Node]]
+
+
+def followers_of(program: Program) -> Followers:
+    """Who stays behind whom in a program by its effects."""
+    nodes = program.index.nodes
+    followers: dict[Node, list[Node]] = {}
+    for before, after in program.effects.edges():
+        followers.setdefault(nodes[before], []).append(nodes[after])
+    return followers
+
+
+# Summation: how far gradients may move when operators run in another order, or cast a weight once more.
+
+
+def summation_tolerance(program: Program) -> Tolerance:
+    """What sums of gradients may change by: the rounding of the coarsest numbers that the program is known to add."""
+    dtypes = {*_cast_dtypes(program), *_known_dtypes(program)}
+    # A block may name a dtype that autocast does not have, and torch says so when it is run.
+    eps = (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    return Tolerance(rounding=max(eps, default=torch.finfo(torch.float64).eps))
+
+
+def uses_autocast(program: Program) -> bool:
+    """Whether any node runs under autocast, which casts a weight once a block and caches that: a cut casts it again."""
+    return any(True for _ in _cast_dtypes(program))
+
+
+def _cast_dtypes(program: Program) -> Iterator[torch.dtype]:
+    for mode in set(program.modes.by_number or ()):
+        for autocast in mode.autocast:
+            if autocast.enabled:
+                yield torch.bfloat16 if autocast.dtype is None else autocast.dtype
+
+
+def _known_dtypes(program: Program) -> Iterator[torch.dtype]:
+    values = [value_of(node) for node in program.index.nodes]
+    for tensor in (*values, *tensors_of(program.graph_module)):
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            yield tensor.dtype

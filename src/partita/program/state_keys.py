@@ -1,0 +1,58 @@
+"""State keys: a two-way map between the state dict of a rewritten program and that of the original."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+__all__ = ["UNMOVED", "StateKeys"]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StateKeys:
+    """Which module of a program was which module before, one map a rewrite, the newest first."""
+
+    rewrites: tuple[Mapping[str, str], ...] = ()
+
+    def original(self, key: str) -> str:
+        """The name in the original of what this program calls `key`."""
+        for moved in self.rewrites:
+            key = _before(key, moved)
+        return key
+
+    def then(self, moved: Mapping[str, str]) -> StateKeys:
+        """The keys after another rewrite, which took each module in `moved` from the path that it maps to."""
+        return StateKeys((moved, *self.rewrites)) if moved else self
+
+    def of_paths(self, paths: Iterable[str]) -> StateKeys:
+        """The same keys, for modules at these paths and no others, as of one rewrite."""
+        moved = {path: self.original(path) for path in paths}
+        return StateKeys(({path: old for path, old in moved.items() if path != old},)) if self.rewrites else self
+
+    def to_original(self, state: Mapping[str, T]) -> dict[str, T]:
+        """A state dict of this program under the original's names."""
+        return {self.original(key): value for key, value in state.items()}
+
+    def from_original(self, state: Mapping[str, T], keys: Iterable[str]) -> dict[str, T]:
+        """A state dict of the original under this program's names, for each of `keys` that it has."""
+        found = {key: state[self.original(key)] for key in keys if self.original(key) in state}
+        used = {self.original(key) for key in found}
+        return {**found, **{key: value for key, value in state.items() if key not in used}}
+
+
+def _before(key: str, moved: Mapping[str, str]) -> str:
+    path, rest = key, ""
+    while path:
+        if path in moved:
+            return moved[path] + rest
+        path, _, last = path.rpartition(".")
+        rest = f".{last}{rest}"
+    return key
+
+
+#: The keys of a program that was made from no other.
+UNMOVED = StateKeys()

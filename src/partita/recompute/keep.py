@@ -1,0 +1,327 @@
+"""What a recomputed region keeps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, NamedTuple, TypeAlias, final
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from partita._torch.dry_runs import Allowance
+from partita._torch.operators.registry import OPERATORS, operator_names
+from partita._torch.operators.schemas import signatures_of
+from partita._torch.symbolic_shapes import hint_of
+from partita._torch.toggles import TOGGLES
+from partita.analysis.mutation import names_written
+from partita.analysis.nodes import imported, value_of
+from partita.errors import OptionError, RecomputeError
+from partita.program._torch.saved_tensors import tensors_made
+from partita.program.flops import Flops
+from partita.program.operator_choice import Chosen, Operator, checked_operators
+from partita.program.saved_tensors import SavingTrials
+from partita.regions import Region
+
+__all__ = [
+    "Keep",
+    "KeepAtMost",
+    "KeepEverything",
+    "KeepExpensive",
+    "KeepNodes",
+    "KeepNothing",
+    "KeepOperators",
+    "gives_tensors",
+    "keepable",
+]
+
+
+# What a recomputed region keeps for the backward: a function from the region to some of its nodes.
+#
+# Anybody's function will do, if it can be imported; these are frozen, so that plans can be compared and printed.
+
+
+#: The nodes of a region whose results are kept.
+Keep: TypeAlias = Callable[[Region], Iterable[Node]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepNothing:
+    """Keeps only what the region is given; all of it is computed again."""
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        return ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepEverything:
+    """Keeps what every node gives, as far as nobody writes to it."""
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        return keepable(region)
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class KeepOperators:
+    """Keeps the results of these operators, functions, methods or classes of modules, as the graph calls them.
+
+    A name that torch would have to know, and does not, is refused; others may be somebody's classes or operators.
+    """
+
+    operators: tuple[Operator, ...]
+
+    def __init__(self, *operators: Operator) -> None:
+        object.__setattr__(self, "operators", checked_operators(operators))
+        check_operator_names(name for name in self.operators if isinstance(name, str))
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        root = region.nodes[0].graph.owning_module
+        chosen = Chosen(self.operators, nn.Module() if root is None else root)
+        return [node for node in keepable(region) if node.op.startswith("call_") and node in chosen]
+
+    def __repr__(self) -> str:
+        return f"KeepOperators({', '.join(map(_shown, self.operators))})"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class KeepNodes:
+    """Keeps the results of the nodes with these names; a name may be in any region of the plan, but must be one."""
+
+    names: tuple[str, ...]
+    _wanted: frozenset[str] = field(repr=False, compare=False)
+
+    def __init__(self, *names: str) -> None:
+        odd = [name for name in names if not isinstance(name, str)]
+        if odd or not names:
+            raise OptionError(f"KeepNodes takes names of nodes, not {odd[0] if odd else 'nothing'!r}")
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "_wanted", frozenset(names))
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        kept = [node for node in region.nodes if node.name in self._wanted]
+        if len(kept) < len(self._wanted):
+            check_node_names(self._wanted, region.nodes[0].graph)
+        return kept
+
+    def __repr__(self) -> str:
+        return f"KeepNodes({', '.join(map(repr, self.names))})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepExpensive:
+    """Keeps what takes at least so many floating-point operations a byte to compute again, by the traced values.
+
+    What would not be computed again, since nothing after it is needed by the backward, is not kept.
+    """
+
+    flops_per_byte: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.flops_per_byte) not in (int, float) or not self.flops_per_byte > 0:
+            raise OptionError(f"flops_per_byte is a number above zero, not {self.flops_per_byte!r}")
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        worth = worth_keeping(region, keepable(region))
+        return [node for node in worth if worth[node].flops_per_byte >= self.flops_per_byte]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepAtMost:
+    """Keeps at most so many bytes in each region: what is dearest to compute again for its size comes first.
+
+    What would not be computed again, since nothing after it is needed by the backward, is not kept.
+    """
+
+    bytes: int
+
+    def __post_init__(self) -> None:
+        if type(self.bytes) is not int or self.bytes < 0:
+            raise OptionError(f"bytes is a whole number, not {self.bytes!r}")
+
+    def __call__(self, region: Region) -> Iterable[Node]:
+        worth = worth_keeping(region, keepable(region))
+        left, chosen = self.bytes, []
+        for node in sorted(worth, key=lambda node: -worth[node].flops_per_byte):
+            if worth[node].bytes <= left:
+                left -= worth[node].bytes
+                chosen.append(node)
+        return chosen
+
+
+def keepable(region: Region) -> list[Node]:
+    """The nodes of a region whose results can be kept: they give tensors, and nobody writes to these."""
+    written = names_written(region.nodes)
+    return [
+        node
+        for node in region.nodes
+        if node.op.startswith("call_")
+        and node.target not in TOGGLES
+        and node.name not in written
+        and gives_tensors(node)
+    ]
+
+
+def gives_tensors(node: Node) -> bool:
+    """Whether there is something to keep of what a node gives."""
+    value = value_of(node)
+    if value is not None:
+        return any(isinstance(item, Tensor) for item in (value if isinstance(value, tuple | list) else (value,)))
+    # Nobody has traced it, or it is one of torch's checks.
+    signatures = signatures_of(node.target) if node.op == "call_function" else ()
+    return not signatures or any(signature.returns for signature in signatures)
+
+
+def _shown(operator: Operator) -> str:
+    return repr(operator) if isinstance(operator, str) else str(getattr(operator, "__name__", operator))
+
+
+# Names of what is to be kept: checked, so that a misspelled one does not quietly keep nothing.
+
+
+def check_node_names(wanted: frozenset[str], graph: Graph) -> None:
+    """Raises where a name is that of no node of the graph."""
+    question = (wanted, len(graph.nodes))
+    found = _FOUND.setdefault(graph, set())
+    if question in found:
+        return
+    names = {node.name for node in graph.nodes}
+    for name in sorted(wanted - names):
+        raise RecomputeError(f"no node is called {name!r}, so it cannot be kept{_hint(name, names)}")
+    found.add(question)
+
+
+def check_operator_names(names: Iterable[str]) -> None:
+    """Raises where torch itself would have an operator or a function of that name, and has none.
+
+    Operators of others may be registered later, and any name may be that of somebody's class.
+    """
+    for name in names:
+        plain = name.replace("::", ".").removeprefix("torch.ops.")
+        if plain.startswith("aten.") and imported(f"torch.ops.{plain}") is None:
+            raise OptionError(f"torch has no operator {name!r}, so it cannot be kept{_hint(plain, operator_names())}")
+        module, _, function = plain.rpartition(".")
+        if module.split(".")[0] == "torch" and module in sys.modules and imported(plain) is None:
+            near = (f"{module}.{known}" for known in dir(sys.modules[module]))
+            raise OptionError(f"{module!r} has no {function!r}, so it cannot be kept{_hint(plain, near)}")
+
+
+#: The names that were found in a graph of so many nodes: the regions of a plan ask one after the other.
+_FOUND: WeakKeyDictionary[Graph, set[tuple[frozenset[str], int]]] = WeakKeyDictionary()
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, sorted(known), n=3)
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
+# What it is worth to keep a result: the FLOPs that a second run is spared, for each byte.
+
+
+class Worth(NamedTuple):
+    """What keeping one result spares, and what it takes."""
+
+    flops: int
+    bytes: int
+
+    @property
+    def flops_per_byte(self) -> float:
+        return self.flops / self.bytes
+
+
+def worth_keeping(region: Region, nodes: Iterable[Node]) -> dict[Node, Worth]:
+    """Those of these nodes of a region that it spares a second run something to keep, as far as traced values tell.
+
+    A second run ends where the last of what autograd saves in the region is there again: what comes later, and what
+    nobody reads, is not computed again for its own sake.
+    """
+    graph = region.nodes[0].graph
+    known = _KNOWN.get(graph)
+    if known is None:
+        known = _KNOWN[graph] = _Known(Flops(), KeptBytes(), SavingTrials())
+    found = {
+        node: Worth(flops, known.bytes.of(node)) for node in nodes if node.users and (flops := known.flops.of(node))
+    }
+    if not found:
+        return {}
+    unspared = _not_computed_again(region, known.trials)
+    return {node: worth for node, worth in found.items() if worth.bytes and node not in unspared}
+
+
+class _Known(NamedTuple):
+    """What was found out about the operators of a graph, whose regions have many in common."""
+
+    flops: Flops
+    bytes: KeptBytes
+    trials: SavingTrials
+
+
+_KNOWN: WeakKeyDictionary[Graph, _Known] = WeakKeyDictionary()
+
+
+def _not_computed_again(region: Region, trials: SavingTrials) -> set[Node]:
+    """The nodes at the end of a region that a second run does not get to, or ends in before they have computed."""
+    found: set[Node] = set()
+    for node in sorted(region.nodes, reverse=True):
+        saves = trials.flops_until_saved(node)
+        if saves is None:
+            found.add(node)
+            continue
+        return found | {node} if saves == 0 else found
+    return found
+
+
+# How many bytes it takes to keep what a node computes: all that its operators make, not only what it gives.
+
+
+#: How many operators may run in all, and how many more for each node that is looked at.
+_CALLS, _MORE_CALLS = 100_000, 1_000
+
+
+class KeptBytes:
+    """The bytes that are kept with nodes; equal operators on equal shapes are looked at once.
+
+    An operator of torch's is run on its traced inputs, which have no memory: attention keeps more than its result, a
+    mask say. For anything else, and where a run fails, the result counts.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+        self._allowance = Allowance(_CALLS)
+
+    def of(self, node: Node) -> int:
+        """The bytes for one node; symbolic sizes count as they were in the trace."""
+        if not isinstance(node.target, OPERATORS):
+            return _bytes_given(node)
+        arguments: Any = map_arg((node.args, node.kwargs), value_of)
+        key = (node.target, repr(arguments))
+        if key not in self._known:
+            self._allowance.add(_MORE_CALLS)
+            made = tensors_made(node.target, *arguments, allowance=self._allowance)
+            self._known[key] = _bytes_given(node) if made is None else _bytes_in(made)
+        return self._known[key]
+
+
+def _bytes_given(node: Node) -> int:
+    value = value_of(node)
+    return _bytes_in(value if isinstance(value, tuple | list) else (value,))
+
+
+def _bytes_in(values: Iterable[object]) -> int:
+    total = 0
+    for item in values:
+        if isinstance(item, Tensor):
+            count = item.element_size()
+            for size in item.shape:
+                count *= hint_of(size)
+            total += count
+    return total

@@ -1,0 +1,209 @@
+"""Operators for recomputation: a body whose results are computed again in the backward, and what is kept of them.
+
+`wrap_activation_checkpoint` and `tag_activation_checkpoint` mean the same here. torch's two differ in how a compiler
+is told, and neither is right in eager.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, TypeVar, overload
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from partita._torch.fake_sandbox import Tracing, tracing_now
+from partita.analysis.mutation import LaterUses, later_uses, saved_when_compiled
+from partita.analysis.nodes import find
+from partita.errors import OptionError
+from partita.hops._torch.operator import BodyOperator, registered
+from partita.recompute._torch.keep import keep_scope
+from partita.recompute._torch.run import CheckpointOptions, run_kept_tagged, run_recomputed, run_tagged, tag_nodes
+
+__all__ = [
+    "TagActivationCheckpoint",
+    "WrapActivationCheckpoint",
+    "keep",
+    "tag_activation_checkpoint",
+    "wrap_activation_checkpoint",
+]
+
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_CONTEXT = "_checkpoint_context_fn"
+#: How the graph around a body uses its inputs after the call.
+_LATER = "_checkpoint_later_uses"
+
+
+class _Checkpoint(BodyOperator):
+    """`(function, *args, **kwargs)`: calls the function; its results are computed again when the backward needs them.
+
+    Keywords that `torch.utils.checkpoint.checkpoint` knows are the checkpoint's, all others the function's. The state
+    of the random number generators is preserved unless `preserve_rng_state=False` is given.
+    """
+
+    dynamo_rule = "checkpoint"
+
+    @overload
+    def __call__(self, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **kwargs: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.enact(args, kwargs)
+
+    def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        own, theirs = self.own_keywords(keywords)
+        context_fn = own.pop("context_fn", None) or getattr(body, "meta", {}).get(_CONTEXT)
+        if tracing_now() is not Tracing.NOT:
+            if context_fn is not None:
+                _warn_of_writes()
+            return run_tagged(body, operands, theirs, context_fn=context_fn, saved=_saved(body))
+        preserve = own.pop("preserve_rng_state", True)
+        return run_recomputed(body, operands, theirs, CheckpointOptions(preserve, context_fn, own))
+
+    def own_keywords(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        own, theirs = self.divide_kwargs(keywords)
+        if own.pop("use_reentrant", None):
+            _warn_of_reentrance()
+        _check_options(own)
+        return own, theirs
+
+    def body_metadata(self, body: Any, own: dict[str, Any]) -> dict[str, Any]:
+        context_fn = own.pop("context_fn", None) or getattr(body, "meta", {}).get(_CONTEXT)
+        return {} if context_fn is None else {_CONTEXT: context_fn}
+
+    @staticmethod
+    def divide_kwargs(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The keywords of the checkpoint, and those of its function; `kwargs` stays as it is."""
+        own = {name: value for name, value in kwargs.items() if name in _checkpoint_keywords()}
+        return own, {name: value for name, value in kwargs.items() if name not in own}
+
+    @staticmethod
+    def finish_graph(gm: GraphModule) -> None:
+        """Says of Dynamo's graph what a compiler may not compute again, in a checkpoint or outside of all."""
+        _tag_saved(gm, LaterUses())
+
+    @staticmethod
+    def tag_nodes(gmod: Any, is_sac: bool) -> Any:  # noqa: FBT001  The signature is torch's.
+        """Tags every call of `gmod`, in place, for a partitioner: to be decided later if `is_sac`, else recomputed."""
+        return tag_nodes(gmod, is_sac)
+
+
+class WrapActivationCheckpoint(_Checkpoint):
+    """`(function, *args, **kwargs)`: calls the function; its results are computed again for the backward."""
+
+    parameters = ("function",)
+
+
+class TagActivationCheckpoint(_Checkpoint):
+    """`(gmod, *args, **kwargs)`: calls the module; its results are computed again for the backward."""
+
+    parameters = ("gmod",)
+
+
+class _Keep(BodyOperator):
+    """`(body, *operands, **keywords)`: calls the body; a checkpoint around it keeps what that gives."""
+
+    dynamo_rule = "wrapped"
+
+    @overload
+    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **keywords: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        return self.enact(args, keywords)
+
+    def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if tracing_now() is not Tracing.NOT:
+            return run_kept_tagged(body, operands, keywords)
+        return super().run(mode, body, operands, keywords)
+
+    def scope(self, *mode: Any, tracing: Tracing) -> AbstractContextManager[Any]:
+        return keep_scope() if tracing is Tracing.NOT else nullcontext()
+
+
+def _saved(body: Any) -> frozenset[Node]:
+    """What a compiler may not compute again, since the body writes to its inputs, or others do so after it."""
+    if not isinstance(body, GraphModule):
+        return frozenset()
+    return frozenset(saved_when_compiled(tuple(body.graph.nodes), body.meta.get(_LATER, LaterUses())))
+
+
+def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
+    """Tags what reads memory that is mutated; a partitioner that is told to compute something again picks more itself.
+
+    The body of a checkpoint is told how its inputs are used after it, since it tags its own nodes when it runs.
+    """
+    for node in saved_when_compiled(tuple(gm.graph.nodes), later):
+        operator = node.target
+        if not isinstance(operator, BodyOperator):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            continue
+        named, *operands = node.args[operator.mode_count :]
+        body = find(gm, str(named.target)) if isinstance(named, Node) and named.op == "get_attr" else None
+        if not isinstance(body, GraphModule):
+            continue
+        inputs = [placeholder.name for placeholder in body.graph.find_nodes(op="placeholder")]
+        given = {name: _nodes_in(operand) for name, operand in zip(inputs, operands, strict=False)}
+        uses = later_uses(node, given, later)
+        if isinstance(operator, _Checkpoint):
+            known: LaterUses = body.meta.get(_LATER, LaterUses())  # Of another call of the same body.
+            body.meta[_LATER] = LaterUses(known.written | uses.written, known.read | uses.read)
+        else:
+            _tag_saved(body, uses)
+
+
+def _nodes_in(argument: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(argument, found.append)
+    return found
+
+
+def _check_options(own: dict[str, Any]) -> None:
+    context_fn, check = own.get("context_fn"), own.get("determinism_check", "default")
+    if context_fn is not None and not callable(context_fn):
+        raise OptionError(
+            f"context_fn is a function that gives the contexts of the first and of the second run, not {context_fn!r}"
+        )
+    if check not in ("default", "none"):
+        raise OptionError(f"determinism_check is 'default' or 'none', not {check!r}")
+
+
+@cache
+def _checkpoint_keywords() -> frozenset[str]:
+    known = inspect.signature(checkpoint).parameters
+    return frozenset(known) - {"function", "args", "kwargs"} | {"preserve_rng_state"}
+
+
+@cache
+def _warn_of_writes() -> None:
+    log.warning(
+        "a context function decides what a compiled checkpoint saves; its region must not write in place (relu_, say)"
+    )
+
+
+@cache
+def _warn_of_reentrance() -> None:
+    log.warning("a checkpoint operator is never reentrant, here as in torch: use_reentrant=True is taken for False")
+
+
+_HOME = "partita.hops"
+
+wrap_activation_checkpoint = registered(
+    WrapActivationCheckpoint, "partita_wrap_activation_checkpoint", home=(_HOME, "wrap_activation_checkpoint")
+)
+tag_activation_checkpoint = registered(
+    TagActivationCheckpoint, "partita_tag_activation_checkpoint", home=(_HOME, "tag_activation_checkpoint")
+)
+keep = registered(_Keep, "partita_keep", home=(_HOME, "keep"))

@@ -1,0 +1,219 @@
+"""A graph under construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from partita._torch.modes import read_ambient, restore_autocast
+from partita._torch.toggles import EXIT_INFERENCE
+from partita.testing.generator.state import ATTRIBUTES, State
+
+__all__ = ["Case", "Draft", "OpenBlock", "UnfitError"]
+
+
+# A case: one generated program and how to call it.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program that runs on its arguments, what it contains, and the text that makes it again."""
+
+    graph_module: GraphModule
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    traits: tuple[str, ...] = ()
+    origin: str = ""
+
+    def copy(self) -> Case:
+        """The same case with its own state and arguments, for a run that may write to them; sharing is kept."""
+        graph_module, args, kwargs = deepcopy((self.graph_module, self.args, self.kwargs))
+        _forget_alike(graph_module, self.graph_module)
+        return replace(self, graph_module=graph_module, args=args, kwargs=kwargs)
+
+    def run(self) -> object:
+        """What the program returns; its arguments and state may be written."""
+        return self.graph_module(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Case {self.origin}\n{self.graph_module.graph}>"
+
+
+def _forget_alike(copied: GraphModule, original: GraphModule) -> None:
+    """Makes the same buffers non-persistent as in the original, which torch 2.13 forgets in copies of graph modules."""
+    kept = original.state_dict()
+    for name, buffer in copied.named_buffers(remove_duplicate=False):
+        if name not in kept:
+            owner, _, leaf = name.rpartition(".")
+            copied.get_submodule(owner).register_buffer(leaf, buffer, persistent=False)
+
+
+# A draft: a graph under construction whose every node is run as it is added, so that the program must run too.
+
+
+_ODD_NAMES = ("submod_0", "self_1", "add_1", "getitem", "submod_1_0", "output_1", "cache", "l_self_x_")
+
+
+class UnfitError(Exception):
+    """A step does not fit where it stands, so the program goes without it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OpenBlock:
+    """A block that was entered: what leaves it, and the handle, or the grad mode, that this is called with."""
+
+    leave: Callable[[Any], object]
+    handle: Node | bool
+
+
+@final
+class Draft:
+    """A graph and, for each of its nodes, the value it had when it ran."""
+
+    def __init__(self, graph: Graph, state: State, *, odd_names: int = 0, keeps_leaves: bool = False) -> None:
+        self.graph = graph
+        self.state = state
+        self.values: dict[Node, Any] = {}
+        self.open: list[OpenBlock] = []
+        self.inputs: list[Node] = []
+        self._odd_names = odd_names
+        self._saved: dict[int, Tensor] = {}
+        self._owned: set[int] = set()
+        self._keeps_leaves = keeps_leaves
+        self._leaves: set[int] = set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While open, nodes run as in a call: grad on, no other mode, the same random numbers."""
+        hooks = saved_tensors_hooks(self._remember_saved, lambda nothing: nothing)
+        found = read_ambient()
+        with torch.enable_grad(), hooks:
+            torch.default_generator.manual_seed(0)
+            try:
+                yield
+            finally:
+                for block in reversed(self.open):
+                    if block.leave is EXIT_INFERENCE and isinstance(block.handle, Node):
+                        block.leave(self.values[block.handle])
+                # Blocks that were left in another order than they were entered in leave something behind.
+                restore_autocast(found)
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call of a function."""
+        return self._add("call_function", target, target, args, kwargs)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        """A call of a method of the first argument."""
+        return self._add(
+            "call_method", name, lambda owner, *rest, **named: getattr(owner, name)(*rest, **named), args, kwargs
+        )
+
+    def module(self, entry: str, *args: Any, **kwargs: Any) -> Node:
+        """A call of a module of the state."""
+        self.state.need(entry)
+        return self._add("call_module", entry, self.state.root.get_submodule(entry), args, kwargs)
+
+    def attribute(self, path: str) -> Node:
+        """A read of a parameter, a buffer or a module of the state."""
+        self.state.need(ATTRIBUTES.get(path, path))
+        value: Any = self.state.root
+        for part in path.split("."):
+            value = getattr(value, part)
+        if isinstance(value, Tensor):
+            self._owned.add(_storage(value))
+            self._note_leaf(value)
+        return self._add("get_attr", path, lambda: value, (), {})
+
+    def receive(self, node: Node, value: object) -> None:
+        """Takes a placeholder and what is passed for it."""
+        self.values[node] = value
+        self.inputs.append(node)
+        if isinstance(value, Tensor):
+            self._note_leaf(value)
+
+    def disown(self, node: Node) -> None:
+        """Lets no later step use the value of `node`."""
+        del self.values[node]
+
+    def tensor(self, pick: int, suits: Callable[[Tensor], bool] = lambda value: True) -> Node:
+        """A floating tensor that suits, counted back from the newest."""
+        return _newest(pick, self.tensors(suits))
+
+    def matrix(self, pick: int) -> Node:
+        """A tensor of the size that modules take."""
+        return self.tensor(pick, lambda value: value.shape == (4, 6))
+
+    def like(self, node: Node, pick: int) -> Node:
+        """A tensor of the same shape as `node`, perhaps `node` itself."""
+        shape = self.values[node].shape
+        return self.tensor(pick, lambda value: value.shape == shape)
+
+    def writable(self, pick: int) -> Node:
+        """A tensor that may be written without spoiling what the backward pass has kept."""
+        return self.tensor(pick, self.may_write)
+
+    def may_write(self, value: Tensor) -> bool:
+        """Whether nothing that the backward pass has kept lies in the storage of `value`, nor a leaf to be kept."""
+        return _storage(value) not in self._saved and _storage(value) not in self._leaves
+
+    def outlives_call(self, node: Node) -> bool:
+        """Whether the tensor belongs to the state, so that no gradient may flow into it from one call to the next."""
+        return _storage(self.values[node]) in self._owned
+
+    def tensors(self, suits: Callable[[Tensor], bool] = lambda value: True) -> list[Node]:
+        """All floating tensors that suit, in graph order."""
+        return [n for n, v in self.values.items() if isinstance(v, Tensor) and v.is_floating_point() and suits(v)]
+
+    def valued(self, *types: type) -> list[Node]:
+        """All nodes whose value is of exactly one of these types, in graph order."""
+        return [node for node, value in self.values.items() if type(value) in types]
+
+    def choose(self, pick: int, nodes: list[Node]) -> Node:
+        """One of `nodes`, counted back from the newest."""
+        return _newest(pick, nodes)
+
+    def _add(
+        self, op: str, target: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Node:
+        lookup = self.values.__getitem__
+        try:
+            value = run(*map_arg(args, lookup), **map_arg(kwargs, lookup))
+        except (RuntimeError, TypeError, ValueError, IndexError) as refusal:
+            raise UnfitError(f"{op} {target}: {refusal}") from refusal
+        node = self.graph.create_node(op, target, args, kwargs, name=self._odd_name())
+        self.values[node] = value
+        return node
+
+    def _note_leaf(self, value: Tensor) -> None:
+        if self._keeps_leaves and value.requires_grad:
+            self._leaves.add(_storage(value))
+
+    def _odd_name(self) -> str | None:
+        if not self._odd_names or len(self.values) % (self._odd_names + 1):
+            return None
+        return _ODD_NAMES[len(self.values) % len(_ODD_NAMES)]
+
+    def _remember_saved(self, kept: Tensor) -> None:
+        # Kept alive, so that no later tensor can be given the same address.
+        self._saved[_storage(kept)] = kept.detach()
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _newest(pick: int, nodes: list[Node]) -> Node:
+    if not nodes:
+        raise UnfitError("nothing suits")
+    return nodes[-1 - pick % len(nodes)]

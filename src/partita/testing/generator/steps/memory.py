@@ -1,0 +1,268 @@
+"""Views and writes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import functional
+
+from partita.testing.generator.draft import Draft, UnfitError
+from partita.testing.generator.recipe import Picks
+from partita.testing.generator.state import BUFFERS
+
+__all__ = ["CROSSING_WRITES", "VIEWS", "WRITES", "view_of"]
+
+
+# Steps that write to tensors: in place, through views, into `out=`, to inputs and to buffers.
+
+
+aten = torch.ops.aten
+
+
+def method(draft: Draft, picks: Picks) -> None:
+    names = (("add_", 0.25), ("mul_", 0.5), ("relu_",), ("clamp_", -0.5, 0.5), ("zero_",), ("fill_", 0.25))
+    name, *rest = names[picks[1] % len(names)]
+    draft.method(str(name), draft.writable(picks[0]), *rest)
+
+
+def method_with(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    draft.method(("add_", "sub_", "mul_", "copy_")[picks[2] % 4], written, _partner(draft, written, picks[1]))
+
+
+def function(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    match picks[1] % 3:
+        case 0:
+            draft.call(torch.relu_, written)
+        case 1:
+            draft.call(functional.relu, written, inplace=True)
+        case _:
+            draft.call(functional.hardtanh, written, -0.5, 0.5, True)
+
+
+def overload(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    targets = (aten.add_.Tensor, aten.copy_.default, aten.mul_.Tensor)
+    draft.call(targets[picks[2] % 3], written, _partner(draft, written, picks[1]))
+
+
+def operator_form(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    draft.call((operator.iadd, operator.imul, operator.isub)[picks[2] % 3], written, _partner(draft, written, picks[1]))
+
+
+def out(draft: Draft, picks: Picks) -> None:
+    """A result put into a tensor that is there already, which autograd forbids where it would have to record."""
+    written = draft.writable(picks[0])
+    left, right = _partner(draft, written, picks[1]), _partner(draft, written, picks[2])
+    left, right = _without_history(draft, left), _without_history(draft, right)
+    draft.call((torch.add, torch.mul)[picks[3] % 2], left, right, out=written)
+
+
+def setitem(draft: Draft, picks: Picks) -> None:
+    written = draft.writable(picks[0])
+    key = (0, slice(0, 2), (Ellipsis, 0), slice(None, None, 2))[picks[1] % 4]
+    value = 0.25 if picks[2] % 2 else draft.call(operator.getitem, _partner(draft, written, picks[3]), key)
+    # A graph module gives this node the written tensor, an interpreter None, so nobody may rely on either.
+    draft.disown(draft.call(operator.setitem, written, key, value))
+
+
+def through_view(draft: Draft, picks: Picks) -> None:
+    """A write to a view, so that the base changes although nothing names it."""
+    view = view_of(draft, draft.writable(picks[0]), picks[1])
+    draft.method(("mul_", "add_")[picks[2] % 2], view, 0.5)
+
+
+def through_two_views(draft: Draft, picks: Picks) -> None:
+    """A write to a view of a view: `relu_`, or numbers from elsewhere."""
+    view = view_of(draft, view_of(draft, draft.writable(picks[0]), picks[1]), picks[2])
+    if picks[3] % 2:
+        draft.method("relu_", view)
+    else:
+        draft.method("add_", view, _partner(draft, view, picks[3]))
+
+
+def indexed(draft: Draft, picks: Picks) -> None:
+    """Rows that a tensor of numbers names are written."""
+    written = draft.writable(picks[0])
+    rows = draft.call(torch.tensor, [0, 2] if picks[1] % 2 else [1, 0])
+    values = draft.call(operator.getitem, _partner(draft, written, picks[2]), slice(0, 2))
+    _check_apart(draft, written, values)
+    match picks[3] % 3:
+        case 0:
+            draft.call(aten.index_put_.default, written, [rows], values, picks[1] % 4 > 1)
+        case 1:
+            draft.method("index_add_", written, 0, rows, values)
+        case _:
+            draft.method("index_fill_", written, 0, rows, 0.25)
+
+
+def masked(draft: Draft, picks: Picks) -> None:
+    """Elements that a comparison chooses are written."""
+    written = draft.writable(picks[0])
+    mask = draft.call(torch.gt, draft.method("detach", draft.like(written, picks[1])), 0.1)
+    draft.method("masked_fill_", written, mask, 0.25)
+
+
+def through_detached(draft: Draft, picks: Picks) -> None:
+    draft.method("mul_", draft.method("detach", draft.writable(picks[0])), 0.5)
+
+
+def buffer(draft: Draft, picks: Picks) -> None:
+    written = draft.attribute(BUFFERS[picks[0] % len(BUFFERS)])
+    _check_free(draft, written)
+    if picks[2] % 2:
+        draft.method("mul_", written, 0.5)
+    else:
+        draft.method("copy_", written, _partner(draft, written, picks[1]))
+
+
+def input_(draft: Draft, picks: Picks) -> None:
+    """A write that the caller sees; autograd forbids it on what the caller wants gradients of."""
+    free = draft.tensors(lambda value: not value.requires_grad and draft.may_write(value))
+    written = draft.choose(picks[0], [node for node in free if node in draft.inputs])
+    draft.method(("add_", "mul_")[picks[1] % 2], written, 0.25)
+
+
+def foreach(draft: Draft, picks: Picks) -> None:
+    """Two tensors written by one call; where they overlap, autograd loses a write of one (2.13), and a trace too."""
+    targets = (aten._foreach_add_.Scalar, aten._foreach_mul_.Scalar)
+    written = [draft.writable(pick) for pick in picks[:2]]
+    _check_apart(draft, *written)
+    draft.call(targets[picks[2] % 2], written, 0.5)
+
+
+def metadata(draft: Draft, picks: Picks) -> None:
+    """A change of a tensor's shape in place."""
+    copied = draft.method("clone", draft.matrix(picks[0]))
+    draft.method(("t_", "unsqueeze_")[picks[1] % 2], copied, *((), (0,))[picks[1] % 2])
+
+
+def _partner(draft: Draft, written: Node, pick: int) -> Node:
+    """What is written into `written`; state takes no history, else one call would reach into the next."""
+    partner = draft.like(written, pick)
+    if not _are_same(draft.values[written], draft.values[partner]):
+        _check_apart(draft, written, partner)
+    return _without_history(draft, partner) if draft.outlives_call(written) else partner
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape look at the same memory in the same way, so that each element meets itself."""
+    looks = [(value.data_ptr(), value.stride(), value.dtype) for value in (one, other)]
+    return looks[0] == looks[1]
+
+
+def _check_apart(draft: Draft, written: Node, read: Node) -> None:
+    """Refuses a write that reads what it writes: in what order is nobody's promise, and torch notices only some."""
+    one, other = draft.values[written], draft.values[read]
+    if _bytes_of(one) & _bytes_of(other):
+        raise UnfitError(f"{written} would be written while {read} is read, and they overlap")
+
+
+def _bytes_of(value: Tensor) -> set[int]:
+    """The addresses that a tensor looks at."""
+    starts = {value.data_ptr()}
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        starts = {start + step * stride * value.element_size() for start in starts for step in range(size)}
+    return {start + byte for start in starts for byte in range(value.element_size())}
+
+
+def _without_history(draft: Draft, node: Node) -> Node:
+    return draft.method("detach", node) if draft.values[node].requires_grad else node
+
+
+def _check_free(draft: Draft, written: Node) -> None:
+    if not draft.may_write(draft.values[written]):
+        raise UnfitError(f"the backward pass needs {written}")
+
+
+WRITES: Mapping[str, Callable[[Draft, Picks], None]] = {
+    "writes.method": method,
+    "writes.method_with": method_with,
+    "writes.function": function,
+    "writes.overload": overload,
+    "writes.operator": operator_form,
+    "writes.out": out,
+    "writes.setitem": setitem,
+    "writes.through_view": through_view,
+    "writes.through_detached": through_detached,
+    "writes.buffer": buffer,
+    "writes.input": input_,
+    "writes.foreach": foreach,
+    "writes.metadata": metadata,
+}
+CROSSING_WRITES: Mapping[str, Callable[[Draft, Picks], None]] = {
+    "writes.through_two_views": through_two_views,
+    "writes.indexed": indexed,
+    "writes.masked": masked,
+}
+
+
+# Steps whose result may share the storage of their operand.
+
+
+def view(draft: Draft, picks: Picks) -> None:
+    view_of(draft, draft.tensor(picks[0]), picks[1])
+
+
+def view_of_view(draft: Draft, picks: Picks) -> None:
+    view_of(draft, view_of(draft, draft.tensor(picks[0]), picks[1]), picks[2])
+
+
+def detached(draft: Draft, picks: Picks) -> None:
+    tensor = draft.tensor(picks[0])
+    draft.call(aten.detach.default, tensor) if picks[1] % 2 else draft.method("detach", tensor)
+
+
+def perhaps_alias(draft: Draft, picks: Picks) -> None:
+    """An operator that gives back its operand when there is nothing to do."""
+    tensor = draft.tensor(picks[0])
+    match picks[1] % 6:
+        case 0:
+            draft.method("contiguous", tensor)
+        case 1:
+            draft.method("to", tensor, torch.float32)
+        case 2:
+            draft.call(functional.dropout, tensor, 0.5, False)
+        case 3:
+            draft.call(operator.pos, tensor)
+        case 4:
+            draft.method("__pos__", tensor)
+        case _:
+            draft.call(torch.flatten, tensor)
+
+
+def view_of(draft: Draft, tensor: Node, pick: int) -> Node:
+    """A view of `tensor` of the kind that `pick` says."""
+    match pick % 9:
+        case 0:
+            return draft.call(operator.getitem, tensor, slice(0, 2))
+        case 1:
+            return draft.method("view", tensor, -1)
+        case 2:
+            return draft.call(torch.transpose, tensor, 0, -1)
+        case 3:
+            return draft.call(operator.getitem, tensor, (Ellipsis, 1))
+        case 4:
+            return draft.method("select", tensor, 0, 1)
+        case 5:
+            return draft.method("unsqueeze", tensor, 0)
+        case 6:
+            return draft.call(aten.view.default, tensor, [-1, 2])
+        case 7:
+            return draft.call(torch.narrow, tensor, 0, 0, 2)
+        case _:
+            return draft.method("expand_as", tensor, tensor)
+
+
+VIEWS: Mapping[str, Callable[[Draft, Picks], None]] = {
+    "views.view": view,
+    "views.view_of_view": view_of_view,
+    "views.detached": detached,
+    "views.perhaps_alias": perhaps_alias,
+}

@@ -1,0 +1,76 @@
+"""The table of all steps by the name of their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from partita.testing.generator.draft import Draft
+from partita.testing.generator.recipe import Features, Picks
+from partita.testing.generator.steps.compute import FUNCTIONS, ITEMS, KEYWORDS, METHODS, OVERLOADS, SIZES
+from partita.testing.generator.steps.containers import CONTAINERS, LISTS
+from partita.testing.generator.steps.effects import (
+    ATTRIBUTE_READS,
+    CHECKS,
+    DRAWS,
+    HIGHER_ORDER,
+    HOOKS,
+    MODULES,
+    UNKNOWN,
+)
+from partita.testing.generator.steps.memory import CROSSING_WRITES, VIEWS, WRITES
+from partita.testing.generator.steps.mode_nests import NESTED_WORK, NESTS
+from partita.testing.generator.steps.modes import AUTOCAST, GRAD, INFERENCE
+
+__all__ = ["CROSSING_STEPS", "NEST_STEPS", "STEPS", "crossing_kinds", "families_of", "kinds_in"]
+
+
+#: What each kind of step does; a kind is called by its family, a dot and its form.
+STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
+    **FUNCTIONS,
+    **OVERLOADS,
+    **METHODS,
+    **KEYWORDS,
+    **VIEWS,
+    **WRITES,
+    **MODULES,
+    **ATTRIBUTE_READS,
+    **CONTAINERS,
+    **LISTS,
+    **SIZES,
+    **ITEMS,
+    **DRAWS,
+    **GRAD,
+    **AUTOCAST,
+    **INFERENCE,
+    **CHECKS,
+    **UNKNOWN,
+    **HIGHER_ORDER,
+}
+
+#: The kinds that only nests of modes have, and can have besides the others.
+NEST_STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {**NESTS, **NESTED_WORK}
+
+
+#: The kinds that reach from one region into another; apart from the others, whose programs keep their numbers.
+CROSSING_STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {**HOOKS, **CROSSING_WRITES}
+
+
+def crossing_kinds(features: Features) -> tuple[str, ...]:
+    """The kinds of `CROSSING_STEPS` that `features` allow."""
+    return tuple(kind for kind in CROSSING_STEPS if features.has(kind.partition(".")[0]))
+
+
+def families_of(features: Features) -> tuple[str, ...]:
+    """The families of steps that `features` allow."""
+    families = dict.fromkeys(kind.partition(".")[0] for kind in STEPS)
+    return tuple(family for family in families if features.has(family))
+
+
+def kinds_in(families: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds of steps in these families, some more than once."""
+    return tuple(kind for kind in _WEIGHTED if kind.partition(".")[0] in families)
+
+
+# What opens a mode always fits and what closes it seldom, so without weights all modes would stay on to the end.
+_WEIGHTS = {"grad.on": 2, "autocast.exit": 6, "inference.exit": 12, "sizes.arithmetic": 2}
+_WEIGHTED = tuple(kind for kind in STEPS for _ in range(_WEIGHTS.get(kind, 1)))

@@ -1,0 +1,189 @@
+"""The laws: what must hold for any program and any regions over it, checked on one generated case at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partita._torch.toggles import EXIT_INFERENCE
+from partita.analysis.nodes import value_of
+from partita.compat.split_module import split_module
+from partita.equivalence import compare
+from partita.errors import CycleError
+from partita.plans import plan
+from partita.policies import ByLabel
+from partita.program.fingerprint import fingerprint
+from partita.program.program import Program
+from partita.program.reordering import summation_tolerance
+from partita.regions import Partition
+from partita.rewrite import gather, inline
+from partita.testing.generator.build import dump
+from partita.testing.generator.draft import Case
+from partita.testing.generator.regions import Labels
+from partita.treatments import Call
+
+__all__ = ["LAWS", "LawError", "check_laws"]
+
+
+class LawError(AssertionError):
+    """A law does not hold for a case; the message makes the case again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A program, a legal partition of it, and what the partition gives when it is applied."""
+
+    case: Case
+    program: Program
+    partition: Partition
+    after: Program
+
+
+def check_laws(case: Case, labels: Labels) -> bool:
+    """Raises where a law is broken; tells whether the labels were a legal partition at all."""
+    program = Program.of(case.graph_module)
+    before = dump(case.graph_module)
+    try:
+        partition = ByLabel(lambda node: labels.get(node.name))(program)
+    except CycleError:
+        _hold("the input is unchanged after an error", case, labels, lambda: _equal(dump(case.graph_module), before))
+        return False
+    subject = _Subject(case, program, partition, plan(program, partition, Call()).apply())
+    for title, law in LAWS.items():
+        _hold(title, case, labels, lambda law=law: law(subject))  # type: ignore[misc]
+    _hold("the input is unchanged", case, labels, lambda: _equal(dump(case.graph_module), before))
+    return True
+
+
+def _hold(title: str, case: Case, labels: Labels, law: Callable[[], None]) -> None:
+    try:
+        law()
+    except Exception as error:
+        chosen = {name: label for name, label in labels.items() if label is not None}
+        raise LawError(f"{title}\n{case!r}\nlabels = {chosen}\n{type(error).__name__}: {error}") from error
+
+
+def _means_the_same(subject: _Subject) -> None:
+    comparison = compare(subject.program, subject.after, subject.case.args, subject.case.kwargs)
+    assert comparison.equal, str(comparison)
+
+
+def _gathers_to_the_same(subject: _Subject) -> None:
+    _equal(fingerprint(gather(subject.partition)), fingerprint(subject.program))
+
+
+def _inlines_to_the_same(subject: _Subject) -> None:
+    before = {node.target for node in subject.program.index.nodes if node.op == "call_module"}
+    calls = [node for node in subject.after.index.nodes if node.op == "call_module" and node.target not in before]
+    inlined = inline(subject.after, [call.name for call in calls])
+    inlined.graph.lint()
+    _equal(fingerprint(inlined), fingerprint(subject.program))
+
+
+def _gathered_means_the_same(subject: _Subject) -> None:
+    gathered = gather(subject.partition)
+    gathered.graph.lint()
+    _verify_quickly(subject, gathered)
+
+
+def _is_well_formed(subject: _Subject) -> None:
+    module = subject.after.module()
+    module.graph.lint()
+    for name, child in module.named_children():
+        if isinstance(child, GraphModule):
+            child.graph.lint()
+            kinds = [node.op for node in child.graph.nodes]
+            inputs = kinds.count("placeholder")
+            assert kinds[:inputs] == ["placeholder"] * inputs, f"{name}: placeholders do not come first"
+            for node in child.graph.nodes:
+                assert node.op != "placeholder" or node.users or _is_symbolic(node), f"{name}: unused input {node.name}"
+
+
+def _copies_and_pickles(subject: _Subject) -> None:
+    module, keys, tolerance = subject.after.module(), subject.after.state_keys, subject.after.tolerance
+    _verify_quickly(subject, Program(copy.deepcopy(module), state_keys=keys, tolerance=tolerance))
+    if not _pickles(subject.case.graph_module):
+        return
+    file = BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    _verify_quickly(subject, Program(torch.load(file, weights_only=False), state_keys=keys, tolerance=tolerance))
+
+
+def _pickles(module: GraphModule) -> bool:
+    """Whether the original can be saved at all; exported modules, for one, cannot."""
+    try:
+        torch.save(module, BytesIO())
+    except Exception:
+        return False
+    return True
+
+
+def _can_be_cut_again(subject: _Subject) -> None:
+    again = plan(subject.after, ByLabel(lambda node: node.name if node.op == "call_module" else None), Call())
+    _verify_quickly(subject, again.apply())
+
+
+def _survives_dead_code_elimination(subject: _Subject) -> None:
+    """Unless it breaks the original too: torch deletes method calls that write, and the ends of inference blocks."""
+    if subject.after.graph.find_nodes(op="call_function", target=EXIT_INFERENCE):
+        return
+    original = copy.deepcopy(subject.case.graph_module)
+    _eliminate_dead_code(original)
+    if not compare(subject.program, original, subject.case.args, subject.case.kwargs).equal:
+        return
+    after = plan(subject.program, subject.partition, Call()).apply()
+    module = after.module()
+    _eliminate_dead_code(module)
+    _verify_quickly(subject, Program(module, tolerance=after.tolerance))
+
+
+def _splits_by_torchs_names(subject: _Subject) -> None:
+    owner, number = subject.partition.owner, subject.program.index.number
+
+    def part(node: Node) -> int:
+        place = owner[number[node]]
+        return place if place >= 0 else len(subject.partition) + number[node]
+
+    after = split_module(subject.case.graph_module, None, part)
+    _verify_quickly(subject, Program(after, tolerance=summation_tolerance(subject.program)))
+
+
+def _eliminate_dead_code(module: GraphModule) -> None:
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _verify_quickly(subject: _Subject, after: Program) -> None:
+    """One call; a program that raises on its arguments equals another that raises alike."""
+    comparison = compare(
+        subject.program, after, subject.case.args, subject.case.kwargs,
+        second_call=False, no_grad_call=False, other_shapes=False,
+    )  # fmt: skip
+    assert comparison.equal, str(comparison)
+
+
+def _equal(found: object, wanted: object) -> None:
+    assert found == wanted, f"{found} is not {wanted}"
+
+
+def _is_symbolic(node: Node) -> bool:
+    return isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+LAWS: dict[str, Callable[[_Subject], None]] = {
+    "an applied partition cannot be told from the original": _means_the_same,
+    "the result is well formed": _is_well_formed,
+    "gathering keeps the fingerprint": _gathers_to_the_same,
+    "gathering cannot be told from the original": _gathered_means_the_same,
+    "inlining undoes outlining": _inlines_to_the_same,
+    "the result can be copied and pickled": _copies_and_pickles,
+    "the result can be cut again": _can_be_cut_again,
+    "dead code elimination keeps the result": _survives_dead_code_elimination,
+    "the same cut under torch's names": _splits_by_torchs_names,
+}

@@ -1,0 +1,204 @@
+"""Partitioning joint graphs by a plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TypeAlias, final
+from uuid import uuid4
+
+import torch
+from torch.fx import GraphModule
+
+from partita._torch.operators.registry import OPERATORS
+from partita.backends._torch.joint_partitioners import (
+    drop_forward_effects,
+    is_any_recomputed,
+    let_inductor_take,
+    min_cut_partition,
+    plain_partition,
+)
+from partita.errors import OptionError
+from partita.plans import Policy, Treatment, plan
+from partita.plans.treatment import Marks, is_treatment
+from partita.program.program import Program
+from partita.regions import Region
+from partita.regions.joint_forward import forward_part
+from partita.rewrite.outline import marked
+from partita.torch_compile.joint_mutations import check_mutations, is_functionalized, not_partitioned
+
+__all__ = ["identity_of", "joint_partition"]
+
+
+# Partitioning joint graphs by a plan: marks on regions of the forward, and torch's partitioner after that.
+
+
+#: From a joint graph, its inputs and torch's options, `num_fwd_outputs` among them, to a forward and a backward.
+Partitioner: TypeAlias = Callable[..., tuple[GraphModule, GraphModule]]
+
+
+def joint_partition(
+    policy: Policy,
+    treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment],
+    *,
+    then: Partitioner | None = None,
+) -> JointPartition:
+    """A `partition_fn` for AOTAutograd that marks the regions which `policy` finds in the forward of a joint graph.
+
+    The marked graph is cut by `then`, torch's `min_cut_rematerialization_partition` if none is given: it computes again
+    what is marked so. Inductor takes it as `torch._inductor.config.custom_partitioner_fn`. A joint graph that was not
+    functionalized is cut so that it mutates as it did, or refused with a `RecomputeError`.
+    """
+    made = JointPartition(policy, treatment, then)
+    let_inductor_take(JointPartition)
+    return made
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class JointPartition:
+    """A partitioner of joint graphs: who decides, what is marked, and who cuts; make one with `joint_partition`."""
+
+    policy: Policy
+    treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment]
+    then: Partitioner | None = None
+    #: What all of the above are known by; made up where nobody can tell whether they are the same in another process.
+    _identity: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.policy) or isinstance(self.policy, type):
+            raise OptionError(f"a joint graph is planned by a policy such as ByModule('layers.*'), not {self.policy!r}")
+        if isinstance(self.treatment, type) or not (
+            is_treatment(self.treatment) or isinstance(self.treatment, Mapping) or callable(self.treatment)
+        ):
+            raise OptionError(f"regions of a joint graph take a treatment that marks, not {self.treatment!r}")
+        if self.then is not None and not callable(self.then):
+            raise OptionError(f"`then` is a function that cuts a joint graph in two, not {self.then!r}")
+        known = identity_of((self.policy, self.treatment, self.then))
+        # Inductor pickles a partitioner into the key of its cache, so what is the same must have the same fields.
+        object.__setattr__(self, "_identity", uuid4().hex if known is None else known)
+
+    def __call__(
+        self, joint_module: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """The forward and the backward."""
+        program = Program.of(joint_module, forward_outputs=num_fwd_outputs)
+        marked = self.marked(program).graph_module
+        if is_functionalized(program):
+            cut = min_cut_partition if self.then is None else self.then
+            forward, backward = cut(marked, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            drop_forward_effects(backward)
+            return forward, backward
+        # torch's min-cut partitioner (2.13) loses mutations; its plain one keeps them, and recomputes nothing here.
+        usual = min_cut_partition if is_any_recomputed(marked) else plain_partition
+        cut = usual if self.then is None else self.then
+        try:
+            forward, backward = cut(marked, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        except AssertionError as error:
+            raise not_partitioned(error) from error
+        check_mutations(program, forward, backward)
+        drop_forward_effects(backward)
+        return forward, backward
+
+    def marked(self, program: Program) -> Program:
+        """The joint graph with the marks of the plan."""
+        part = forward_part(program)
+        # Planned where no backward is to be seen: all that it reads would be taken for results of regions.
+        decided = plan(part.program, self.policy, self.treatment)
+        silent = [treatment for treatment in decided.treatments if not isinstance(treatment, Marks)]
+        if silent:
+            raise OptionError(
+                f"{silent[0]!r} marks nothing, and nothing else can be done to a region of a joint graph while it is "
+                "compiled; give a treatment that marks, or `apply` a plan for a program of partita.capture_joint"
+            )
+        return marked(program, {part.original[node]: own for node, own in decided.marks().items()})
+
+    def uuid(self) -> str:
+        """What this partitioner is known by in caches of compiled code: other policies and treatments have another."""
+        return f"partita-{sha256(self._identity.encode()).hexdigest()}"
+
+
+# What policies and treatments are known by in another process, so that caches of compiled code can tell them apart.
+
+
+def identity_of(value: object) -> str | None:
+    """A text that is the same in every process for what does the same, and no other; None where nobody can tell.
+
+    It can be told of plain values, of operators and functions of torch, and of dataclasses of these, by the files that
+    their classes are written in. What else these files import does not count, unless it belongs to Partita.
+    """
+    if value is None or isinstance(value, _PLAIN):
+        return f"{type(value).__name__}:{value!r}"
+    if isinstance(value, Enum):
+        return _joined(type(value).__name__, [_identity_of_class(type(value)), value.name])
+    if isinstance(value, OPERATORS):
+        return f"operator:{value}"
+    if isinstance(value, type):
+        return _identity_of_class(value)
+    if isinstance(value, FunctionType):
+        return _name_in_torch(value)
+    if isinstance(value, tuple | list):
+        return _joined(type(value).__name__, map(identity_of, value))
+    if isinstance(value, set | frozenset):
+        held = [identity_of(item) for item in value]
+        return None if None in held else _joined("set", sorted(filter(None, held)))
+    if isinstance(value, Mapping):
+        return _joined("mapping", (identity_of(item) for pair in value.items() for item in pair))
+    if is_dataclass(value):
+        held = [identity_of(getattr(value, field.name)) for field in fields(value)]
+        return _joined(type(value).__name__, [_identity_of_class(type(value)), *held])
+    return None
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+_OURS = __name__.partition(".")[0]
+
+
+def _joined(kind: str, parts: Iterable[str | None]) -> str | None:
+    known = list(parts)
+    return None if None in known else f"{kind}({','.join(part for part in known if part is not None)})"
+
+
+def _identity_of_class(cls: type) -> str | None:
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    top = cls.__module__.partition(".")[0]
+    if top in ("torch", "builtins"):
+        return name
+    if top == _OURS:
+        return f"{name}@{_digest_of_partita()}"
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    digest = None if file is None else _digest(Path(file))
+    return None if digest is None else f"{name}@{digest}"
+
+
+def _name_in_torch(function: FunctionType) -> str | None:
+    """The name by which a function of torch is found; others may read anything that can change."""
+    home = sys.modules.get(function.__module__)
+    is_found = getattr(home, function.__name__, None) is function
+    return f"{function.__module__}.{function.__name__}" if is_found and _is_of_torch(function) else None
+
+
+def _is_of_torch(function: FunctionType) -> bool:
+    return function.__module__.partition(".")[0] == "torch"
+
+
+@cache
+def _digest_of_partita() -> str:
+    """What all of Partita's code comes down to: a policy uses most of it."""
+    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    return sha256("".join(_digest(file) or "" for file in files).encode()).hexdigest()[:16]
+
+
+def _digest(file: Path) -> str | None:
+    try:
+        return sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None

@@ -1,0 +1,141 @@
+"""Mutations in joint graphs: whether a forward and a backward that were cut out of one do them as the graph does.
+
+AOTAutograd functionalizes joint graphs; what is left are updates of inputs, with which torch's partitioners deal. A
+graph that was traced without functionalization mutates as the model does, and a partitioner may lose, repeat or
+overtake a mutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partita._torch.operators.schemas import viewed_node
+from partita.analysis.mutation import writers_of
+from partita.analysis.op_effects.calls import Behaviours
+from partita.errors import RecomputeError
+from partita.program.program import Program
+
+__all__ = ["check_mutations", "is_functionalized", "not_partitioned"]
+
+
+def is_functionalized(program: Program) -> bool:
+    """Whether a joint graph mutates nothing but inputs, each when nobody reads it any more."""
+    writers = _writers(program)
+    return all(_is_input_update(node, program, writers) for node in writers)
+
+
+def check_mutations(program: Program, forward: GraphModule, backward: GraphModule) -> None:
+    """Raises where a joint graph that is not functionalized was cut so that the halves mutate otherwise."""
+    cut = _Cut(program, forward, backward)
+    for wrong in (*cut.misplaced_writers(), *cut.stale_readers(), *cut.overtaken()):
+        raise RecomputeError(
+            f"the joint graph is not functionalized, and the partitioner {wrong}, so that gradients or state would be "
+            f"wrong; {_WAY_OUT}"
+        )
+
+
+def not_partitioned(error: AssertionError) -> RecomputeError:
+    """What is raised where a partitioner fails on a joint graph that is not functionalized."""
+    return RecomputeError(f"the joint graph is not functionalized, and the partitioner fails: {error}; {_WAY_OUT}")
+
+
+_WAY_OUT = (
+    "let AOTAutograd functionalize it (disable_functionalization=False), or mark nothing to be recomputed and leave "
+    "out `then`"
+)
+
+
+@final
+class _Cut:
+    """A joint graph, who writes in it, and where its nodes are in two halves."""
+
+    def __init__(self, program: Program, forward: GraphModule, backward: GraphModule) -> None:
+        self.program = program
+        self.writers = _writers(program)
+        self.halves = (_places(forward), _places(backward))
+        #: The numbers of the nodes that may write the memory of each node, in graph order.
+        number = {node.name: place for place, node in enumerate(program.index.nodes)}
+        self._writes = {
+            node: sorted(number[name] for name in writers_of(node)) for node in program.index.nodes if writers_of(node)
+        }
+
+    def misplaced_writers(self) -> Iterator[str]:
+        """Every mutation happens once, in its own half."""
+        joint = self.program.joint
+        late = set() if joint is None else set(joint.backward)
+        for node in self.writers:
+            found = [node.name in half for half in self.halves]
+            if not any(found):
+                yield f"loses the mutation {_shown(node)}"
+            elif all(found):
+                yield f"repeats the mutation {_shown(node)} in the backward"
+            elif found[1] is not (node in late):
+                yield f"moves the mutation {_shown(node)} to the {'backward' if found[1] else 'forward'}"
+
+    def stale_readers(self) -> Iterator[str]:
+        """What is computed twice reads the same memory twice, and nobody mutates what it gives."""
+        for number, node in enumerate(self.program.index.nodes):
+            found = [node.name in half for half in self.halves]
+            if node.op in ("placeholder", "get_attr", "output") or viewed_node(node) is not None:
+                continue
+            later = [source for source in node.all_input_nodes if self._writes.get(source, (-1,))[-1] > number]
+            if all(found) and (later or node in self._writes):
+                mutated = later[0] if later else node
+                yield f"recomputes {_shown(node)} although {mutated.name!r} is mutated meanwhile"
+            if not any(found) and self._is_used(node) and any(map(self._writes.get, node.all_input_nodes)):
+                yield f"takes another value for {_shown(node)}, which reads memory that is mutated"
+
+    def overtaken(self) -> Iterator[str]:
+        """Accesses to memory that is mutated keep their order."""
+        nodes, (forward, backward) = self.program.index.nodes, self.halves
+        for before, after in self.program.effects.edges():
+            first, second = nodes[before], nodes[after]
+            if not {first, second} & self.writers.keys() or viewed_node(first) or viewed_node(second):
+                continue
+            runs_late = first.name in backward and first.name not in forward
+            same = [half for half in self.halves if first.name in half and second.name in half]
+            if (runs_late and second.name in forward) or any(half[first.name] > half[second.name] for half in same):
+                yield f"runs {_shown(second)} before {_shown(first)}"
+
+    def _is_used(self, node: Node) -> bool:
+        return any(user.op == "output" or any(user.name in half for half in self.halves) for user in node.users)
+
+
+def _writers(program: Program) -> dict[Node, None]:
+    """The nodes that are known to mutate, in graph order."""
+    acting = Behaviours(program.graph_module, program.pure).acting(program.graph)
+    found = {node for node, told in acting.items() if (told.writes or told.state_writes) and not told.unknown}
+    return {node: None for node in program.index.nodes if node in found}
+
+
+#: How AOTAutograd updates inputs when all is computed.
+_UPDATES = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
+#: Namespaces of operators that mutate by design, in functionalized graphs as well: FSDP's unsharded parameters.
+_BY_DESIGN = ("fsdp.", "inductor.")
+
+
+def _is_input_update(node: Node, program: Program, writers: Container[Node]) -> bool:
+    if str(node.target).startswith(_BY_DESIGN):
+        return True
+    first = node.args[0] if node.args else None
+    if node.target not in _UPDATES or not isinstance(first, Node) or first.op != "placeholder":
+        return False
+    index = program.index
+    behind = [index.nodes[number] for number in program.effect_neighbours.after.get(index.number[node], ())]
+    return all(
+        other.op == "output" or other in writers or viewed_node(other) is not None for other in (*behind, *node.users)
+    )
+
+
+def _places(half: GraphModule) -> Mapping[str, int]:
+    """The place of every node that is computed in a half, by name."""
+    nodes: Sequence[Node] = list(half.graph.nodes)
+    return {node.name: place for place, node in enumerate(nodes) if node.op not in ("placeholder", "output")}
+
+
+def _shown(node: Node) -> str:
+    return f"{node.name!r} ({node.target})"

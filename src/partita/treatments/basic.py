@@ -1,0 +1,83 @@
+"""Call, Mark, Mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import nn
+from torch.fx import GraphModule
+
+from partita.analysis.modes import has_toggles
+from partita.errors import OptionError
+from partita.plans.treatment import Called, Site
+from partita.program.program import Program
+from partita.regions import Region
+from partita.rewrite.mode_nodes import OperatorFamily
+from partita.rewrite.operator_calls import only_call
+from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
+
+__all__ = ["Call", "Mark", "Mode"]
+
+
+# Call: the region runs as it is, as a submodule.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Calls the body itself; same bits, any modes."""
+
+    def treat(self, body: GraphModule) -> GraphModule:
+        return body
+
+
+# Mark: the region's nodes get metadata, for others to act on.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Writes `value`, or the region's name where none is given, under `key` in the metadata of every node."""
+
+    key: str
+    value: object = None
+
+    def marks(self, region: Region) -> Mapping[str, object]:
+        return {self.key: region.name if self.value is None else self.value}
+
+
+# Mode: the region's modes are set by operators that run a body, instead of toggles in the graph.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Runs the body under its grad, inference and autocast modes through operators, nested as the modes are.
+
+    `operators="torch"` uses torch's own, for a program that must load without Partita; torch has none for inference
+    mode. A region in one mode becomes one call; of a region that holds several, the body calls the operators.
+    """
+
+    operators: OperatorFamily = "partita"
+
+    #: An operator puts back what it found, so nothing is left switched for the caller.
+    puts_back_modes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.operators not in ("partita", "torch"):
+            raise OptionError(f'Mode uses the operators of "partita" or of "torch", not of {self.operators!r}')
+
+    def treat(self, body: GraphModule) -> nn.Module | Called:
+        return self._treated(Program(body))
+
+    def treat_at(self, body: GraphModule, site: Site) -> nn.Module | Called:
+        return self._treated(Program(body, caller=site.caller))
+
+    def _treated(self, program: Program) -> nn.Module | Called:
+        body, module = program.graph_module, wrap_modes(program, WrapStyle(self.operators)).graph_module
+        if not has_toggles(body.graph):
+            return Called(module, inlined=True)  # Only the bodies that its operators run switch modes.
+        single = only_call(module)
+        return module if single is None else Called(*single)
