@@ -13,9 +13,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from partita import hops
+from partita import recompute
 
-OPERATORS = {"wrap": hops.wrap_activation_checkpoint, "tag": hops.tag_activation_checkpoint}
+OPERATORS = {"wrap": recompute.wrap_activation_checkpoint, "tag": recompute.tag_activation_checkpoint}
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 

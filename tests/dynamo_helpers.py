@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
-from partita.torch_compile.backend import backend
+from partita.torch_compile import backend
 
 
 @dataclass

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.errors import OptionError, RecomputeError
 from partita.policies import BySize
 from partita.treatments import Recompute
 
-_checkpoint = hops.wrap_activation_checkpoint
+_checkpoint = recompute.wrap_activation_checkpoint
 
 
 class Normed(nn.Module):
@@ -173,5 +173,5 @@ def _halved(x: Tensor) -> Tensor:
 def test_a_foreach_that_would_lose_its_gradient_is_refused() -> None:
     x = square()
     with pytest.raises(RecomputeError, match=r"_foreach_mul_\.Scalar writes to a view inside of what is kept"):
-        _checkpoint(lambda x: hops.keep(_halved, x), x)
+        _checkpoint(lambda x: recompute.keep(_halved, x), x)
     assert torch.equal(*(torch.autograd.grad(run(x).sum(), x)[0] for run in (_halved, partial(_checkpoint, _halved))))

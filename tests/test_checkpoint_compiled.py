@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from partita import hops
+from partita import recompute
 from partita.errors import OptionError
 
 every_backend = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -71,7 +71,7 @@ def test_training_with_dropout_is_that_of_the_plain_program(operator: Any, backe
         x, compiled = square(), _whole(model, backend)
         return [value for _ in range(2) for value in step(compiled, [x, *model.parameters()], x)]
 
-    assert_bitwise(train(Model(operator, hops.keep)), train(Model(_plainly, _plainly)))
+    assert_bitwise(train(Model(operator, recompute.keep)), train(Model(_plainly, _plainly)))
 
 
 @every_operator
@@ -81,7 +81,7 @@ def test_a_compiled_region_saves_what_it_is_given_and_what_is_kept(operator: Any
 
     x, w = square(), torch.ones(4, 3, requires_grad=True)
     plain = _saved(_whole(partial(run, _plainly, _plainly))(x, w))
-    kept = _saved(_whole(partial(run, operator, hops.keep))(x, w))
+    kept = _saved(_whole(partial(run, operator, recompute.keep))(x, w))
     nothing = _saved(_whole(partial(run, operator, _plainly))(x, w))
     assert nothing == [12, 16]
     assert kept == [12, 12, 16]
@@ -128,7 +128,7 @@ def test_an_exported_program_with_regions_compiles() -> None:
         return torch.export.export(Model(run, _plainly), (square().detach(),), strict=False).module()
 
     x = square()
-    found, expected = exported(hops.wrap_activation_checkpoint), exported(_plainly)
+    found, expected = exported(recompute.wrap_activation_checkpoint), exported(_plainly)
     assert_bitwise(step(_whole(found), [x], x), step(_whole(expected), [x], x))
 
 
@@ -178,7 +178,7 @@ def test_inductor_trains_like_the_plain_compiled_program() -> None:
     x, w = square(), square()
     found, expected = (
         step(_whole(partial(run, *calls), "inductor"), [x, w], x, w)
-        for calls in ((hops.wrap_activation_checkpoint, hops.keep), (_plainly, _plainly))
+        for calls in ((recompute.wrap_activation_checkpoint, recompute.keep), (_plainly, _plainly))
     )
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -13,7 +13,7 @@ from torch.fx import symbolic_trace
 from torch.nn import functional
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.policies import BySize
 from partita.treatments import KeepEverything, KeepNothing, KeepOperators, Recompute
 
@@ -41,7 +41,7 @@ def test_masks_are_drawn_once_whatever_a_body_is_given(operator: Any) -> None:
         "an operand elsewhere": lambda run: run(lambda a: _drop(weight * a.cuda()).exp(), torch.ones(8, 8)),
         "an operand that is written": lambda run: run(written, weight * 1),
         "a module": lambda run: run(block, weight),
-        "a kept draw": lambda run: run(lambda a: _drop(hops.keep(_drop, a.sin()).exp()), weight),
+        "a kept draw": lambda run: run(lambda a: _drop(recompute.keep(_drop, a.sin()).exp()), weight),
     }
     for name, call in bodies.items():
         found = _gradients(lambda call=call: call(operator), [weight])

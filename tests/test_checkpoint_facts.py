@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import partita
-from partita import Program, hops
+from partita import Program, recompute
 from partita.analysis._torch.body_effects import BodyFacts, acts_of_call, facts_of, note_facts
 from partita.policies import ByLabel, BySize
 from partita.testing.captured import Buffered
@@ -77,7 +77,7 @@ def test_a_buffer_that_counts_in_place_counts_once() -> None:
     count = graph.call_function(operator.iadd, (graph.get_attr("count"), 1))
     graph.output(graph.call_function(ATEN.sin.default, (graph.call_function(ATEN.mul.Tensor, (x, count)),)))
     body, leaf = GraphModule(root, graph), torch.ones(3, requires_grad=True)
-    (found,) = torch.autograd.grad(hops.wrap_activation_checkpoint(body, leaf).sum(), leaf)
+    (found,) = torch.autograd.grad(recompute.wrap_activation_checkpoint(body, leaf).sum(), leaf)
     assert torch.equal(found, torch.cos(torch.ones(3)))
     assert body.count == 1
 
@@ -118,7 +118,7 @@ def test_what_draws_or_may_hide_a_draw_counts_as_drawing(function: Any) -> None:
 def test_the_input_of_a_symbolic_trace_that_writes_nothing_is_not_copied() -> None:
     body = symbolic_trace(lambda x, w: (x * w).sum().sin())
     with Counted() as counted:
-        hops.wrap_activation_checkpoint(body, torch.ones(3), torch.ones(3, requires_grad=True))
+        recompute.wrap_activation_checkpoint(body, torch.ones(3), torch.ones(3, requires_grad=True))
     assert not counted.calls["clone"] + counted.calls["equal"]
 
 
@@ -147,10 +147,10 @@ def _drops(x: Tensor) -> Tensor:
 
 def test_a_body_by_hand_may_be_edited_between_calls() -> None:
     body = make_fx(_computes)(torch.ones(8))
-    _gradient(lambda x: hops.wrap_activation_checkpoint(body, x))
+    _gradient(lambda x: recompute.wrap_activation_checkpoint(body, x))
     assert facts_of(body) == NOTHING
     _swap(body, ATEN.relu.default, ATEN.dropout.default, 0.5, True)
-    assert torch.equal(_gradient(lambda x: hops.wrap_activation_checkpoint(body, x)), _gradient(_drops))
+    assert torch.equal(_gradient(lambda x: recompute.wrap_activation_checkpoint(body, x)), _gradient(_drops))
 
 
 @pytest.mark.parametrize("is_called_before", [False, True])
@@ -168,7 +168,7 @@ def test_an_edit_inside_of_an_inner_body_is_seen() -> None:
     inner = make_fx(_computes)(torch.ones(8))
     graph = Graph()
     x = graph.placeholder("x")
-    graph.output(graph.call_function(hops.keep, (graph.get_attr("inner"), x)))
+    graph.output(graph.call_function(recompute.keep, (graph.get_attr("inner"), x)))
     root = nn.Module()
     root.inner = inner
     body = GraphModule(root, graph)

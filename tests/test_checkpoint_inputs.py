@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.policies import ByModule, BySize
 from partita.treatments import Recompute
 
-_checkpoint = hops.wrap_activation_checkpoint
+_checkpoint = recompute.wrap_activation_checkpoint
 aten = torch.ops.aten
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.errors import RecomputeError
 from partita.policies import BySize
 from partita.recompute.recompute import draws_from_own_generator
 from partita.treatments import Recompute
 
-_checkpoint = hops.wrap_activation_checkpoint
+_checkpoint = recompute.wrap_activation_checkpoint
 aten = torch.ops.aten
 
 

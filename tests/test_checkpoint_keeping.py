@@ -1,4 +1,4 @@
-"""What a checkpoint keeps, by `hops.keep` or by a context function: given back in the backward, not computed again."""
+"""What a checkpoint keeps, by `recompute.keep` or by a context function: given back in the backward, not recomputed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from partita import hops
+from partita import recompute
 from partita.errors import RecomputeError
 from partita.recompute import operators as checkpoint_module
 
-_checkpoint = hops.wrap_activation_checkpoint
+_checkpoint = recompute.wrap_activation_checkpoint
 
 
 def _plainly(body: Callable[..., Any], *operands: Any) -> Any:
@@ -36,9 +36,9 @@ def test_kept_kernels_do_not_run_again() -> None:
         return (kept(torch.mm, x, x).sin() @ x).tanh()
 
     x = square()
-    assert_bitwise(step(_checkpoint, [x], body, x, hops.keep), step(body, [x], x, _plainly))
+    assert_bitwise(step(_checkpoint, [x], body, x, recompute.keep), step(body, [x], x, _plainly))
     plain = calls_in_backward(body(x, _plainly))
-    found = calls_in_backward(_checkpoint(body, x, hops.keep))
+    found = calls_in_backward(_checkpoint(body, x, recompute.keep))
     again = calls_in_backward(_checkpoint(body, x, _plainly))
     assert (found["mm"] - plain["mm"], again["mm"] - plain["mm"]) == (1, 2)
     assert found["sin"] == again["sin"] == 1
@@ -46,7 +46,7 @@ def test_kept_kernels_do_not_run_again() -> None:
 
 def test_all_kernels_of_a_kept_part_are_kept() -> None:
     def body(x: Tensor) -> Tensor:
-        return hops.keep(lambda a: (a @ a).sin() @ a, x).tanh()
+        return recompute.keep(lambda a: (a @ a).sin() @ a, x).tanh()
 
     x = square()
     plain = calls_in_backward(((x @ x).sin() @ x).tanh())
@@ -59,8 +59,8 @@ def test_masks_are_right_whichever_dropout_is_kept(kept: str) -> None:
     def body(x: Tensor, first: Any, second: Any) -> Tensor:
         return _drop(second(_drop, first(_drop, x.sin()).exp()).tanh())
 
-    first = hops.keep if kept in ("first", "both") else _plainly
-    second = hops.keep if kept in ("second", "both") else _plainly
+    first = recompute.keep if kept in ("first", "both") else _plainly
+    second = recompute.keep if kept in ("second", "both") else _plainly
     x = square(8)
     assert_bitwise(step(_checkpoint, [x], body, x, first, second), step(body, [x], x, _plainly, _plainly))
     if kept == "both":
@@ -69,7 +69,7 @@ def test_masks_are_right_whichever_dropout_is_kept(kept: str) -> None:
 
 def test_views_of_a_kept_part_are_made_again() -> None:
     def body(x: Tensor) -> Tensor:
-        return hops.keep(lambda a: a.exp().t()[1:], x).sin()
+        return recompute.keep(lambda a: a.exp().t()[1:], x).sin()
 
     x = square()
     assert_bitwise(step(_checkpoint, [x], body, x), step(lambda a: a.exp().t()[1:].sin(), [x], x))
@@ -78,11 +78,11 @@ def test_views_of_a_kept_part_are_made_again() -> None:
 
 def test_writes_inside_a_kept_part_are_kept_with_it() -> None:
     def body(x: Tensor) -> Tensor:
-        return hops.keep(lambda a: a.mul(3).add_(1).t_(), x).sin()
+        return recompute.keep(lambda a: a.mul(3).add_(1).t_(), x).sin()
 
     x = square()
     assert_bitwise(step(_checkpoint, [x], body, x), step(lambda a: a.mul(3).add_(1).t_().sin(), [x], x))
-    y = _checkpoint(lambda a: hops.keep(lambda b: b.exp().add_(1), a).sin(), x)
+    y = _checkpoint(lambda a: recompute.keep(lambda b: b.exp().add_(1), a).sin(), x)
     with pytest.raises(RecomputeError, match="writes to a tensor that the backward needs"):
         y.sum().backward()
 
@@ -95,7 +95,7 @@ def test_writes_of_a_kept_part_to_what_is_not_kept_are_done_again() -> None:
         return hidden.sin() * other.exp()
 
     x = square()
-    assert_bitwise(step(_checkpoint, [x], body, x, hops.keep), step(body, [x], x, _plainly))
+    assert_bitwise(step(_checkpoint, [x], body, x, recompute.keep), step(body, [x], x, _plainly))
 
 
 def test_results_of_several_kinds_are_kept() -> None:
@@ -105,8 +105,8 @@ def test_results_of_several_kinds_are_kept() -> None:
         return (values.gather(1, places) * parts["mean"] + parts["list"][0]).sin()
 
     x = square()
-    assert_bitwise(step(_checkpoint, [x], body, x, hops.keep), step(body, [x], x, _plainly))
-    assert calls_in_backward(_checkpoint(body, x, hops.keep))["sort"] == 0
+    assert_bitwise(step(_checkpoint, [x], body, x, recompute.keep), step(body, [x], x, _plainly))
+    assert calls_in_backward(_checkpoint(body, x, recompute.keep))["sort"] == 0
 
 
 def test_weights_that_autocast_has_cast_before_are_no_part_of_what_is_kept() -> None:
@@ -120,7 +120,7 @@ def test_weights_that_autocast_has_cast_before_are_no_part_of_what_is_kept() -> 
             return call(body, x @ weight, kept) + call(body, x, kept)
 
     x = square()
-    found = step(run, [x, weight], _checkpoint, hops.keep, x)
+    found = step(run, [x, weight], _checkpoint, recompute.keep, x)
     assert_bitwise(found, step(run, [x, weight], _plainly, _plainly, x))
 
 
@@ -131,18 +131,18 @@ def test_views_that_are_made_in_inference_mode_keep_their_history() -> None:
         return flat, x.sin().exp()
 
     x = square()
-    found, expected = _checkpoint(body, x, hops.keep), body(x, _plainly)
+    found, expected = _checkpoint(body, x, recompute.keep), body(x, _plainly)
     assert found[0].requires_grad == expected[0].requires_grad
     assert torch.equal(torch.autograd.grad(found[1].sum(), x)[0], torch.autograd.grad(expected[1].sum(), x)[0])
 
 
 def test_outside_of_a_checkpoint_keep_only_calls() -> None:
     x = square()
-    assert_bitwise(step(hops.keep, [x], lambda a: _drop(a.sin()), x), step(lambda a: _drop(a.sin()), [x], x))
-    assert hops.keep(lambda a: a, x) is x
+    assert_bitwise(step(recompute.keep, [x], lambda a: _drop(a.sin()), x), step(lambda a: _drop(a.sin()), [x], x))
+    assert recompute.keep(lambda a: a, x) is x
 
 
-@pytest.mark.parametrize("kept", [hops.keep, _plainly], ids=["keep", "nothing kept"])
+@pytest.mark.parametrize("kept", [recompute.keep, _plainly], ids=["keep", "nothing kept"])
 def test_a_second_backward_gives_the_same(kept: Any) -> None:
     def body(x: Tensor) -> Tensor:
         return _drop(kept(_drop, x.sin()).exp()).tanh()
@@ -158,7 +158,7 @@ def test_a_second_backward_gives_the_same(kept: Any) -> None:
     assert_bitwise(twice(partial(_checkpoint, body)), twice(body))
 
 
-@pytest.mark.parametrize("kept", [hops.keep, _plainly], ids=["keep", "nothing kept"])
+@pytest.mark.parametrize("kept", [recompute.keep, _plainly], ids=["keep", "nothing kept"])
 def test_the_gradient_of_a_gradient_is_that_of_the_plain_body(kept: Any) -> None:
     def second(function: Callable[..., Tensor]) -> Tensor:
         x = square()
@@ -176,7 +176,7 @@ def test_a_kept_result_that_is_written_later_is_an_error_that_names_its_operator
     taken: list[Tensor] = []
 
     def body(x: Tensor) -> Tensor:
-        taken.append(hops.keep(torch.sin, x))
+        taken.append(recompute.keep(torch.sin, x))
         return taken[-1].cos()
 
     y = _checkpoint(body, square())
@@ -188,7 +188,7 @@ def test_a_kept_result_that_is_written_later_is_an_error_that_names_its_operator
 
 def test_a_kept_part_that_does_something_else_the_second_time_is_an_error() -> None:
     operators = [torch.sin, torch.cos]
-    y = _checkpoint(lambda x: hops.keep(lambda a: operators.pop(0)(a), x).exp(), square())
+    y = _checkpoint(lambda x: recompute.keep(lambda a: operators.pop(0)(a), x).exp(), square())
     with pytest.raises(RecomputeError, match=r"met aten\.cos\.default where the first run did not"):
         y.sum().backward()
 
@@ -198,7 +198,7 @@ def test_a_kept_part_that_does_something_else_the_second_time_is_an_error() -> N
 
 @pytest.mark.parametrize("inner", OPERATORS.values(), ids=OPERATORS)
 @every_operator
-@pytest.mark.parametrize("kept", [hops.keep, _plainly], ids=["keep", "nothing kept"])
+@pytest.mark.parametrize("kept", [recompute.keep, _plainly], ids=["keep", "nothing kept"])
 def test_nested_regions_give_the_plain_gradients(operator: Any, inner: Any, kept: Any) -> None:
     weight = square()
 
@@ -221,7 +221,7 @@ def test_a_kept_part_keeps_the_regions_inside_of_it() -> None:
         return kept(lambda a: run(lambda b: kept(_drop, b.sin()).exp(), a) * 2, x).tanh()
 
     x = square()
-    assert_bitwise(step(_checkpoint, [x], body, x, _checkpoint, hops.keep), step(body, [x], x, _plainly, _plainly))
+    assert_bitwise(step(_checkpoint, [x], body, x, _checkpoint, recompute.keep), step(body, [x], x, _plainly, _plainly))
 
 
 @every_operator
@@ -229,7 +229,7 @@ def test_a_region_used_twice_has_its_own_masks_each_time(operator: Any) -> None:
     weight = square()
 
     def body(x: Tensor) -> Tensor:
-        return hops.keep(_drop, (x @ weight).sin()).exp()
+        return recompute.keep(_drop, (x @ weight).sin()).exp()
 
     def run(call: Any, x: Tensor) -> Tensor:
         return call(body, call(body, x)) + call(body, x)
@@ -241,7 +241,7 @@ def test_a_region_used_twice_has_its_own_masks_each_time(operator: Any) -> None:
 @every_operator
 def test_several_losses_go_back_one_after_the_other(operator: Any) -> None:
     def body(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = hops.keep(_drop, x.sin())
+        hidden = recompute.keep(_drop, x.sin())
         return hidden.exp(), _drop(hidden).tanh(), hidden.cos()
 
     def run(call: Any) -> list[Tensor]:
@@ -285,7 +285,7 @@ def test_results_that_nobody_uses_cost_no_backward(operator: Any) -> None:
 def test_threads_keep_their_own_results() -> None:
     def train(results: list[Tensor]) -> None:
         x = square()
-        y = _checkpoint(lambda a: hops.keep(torch.sin, a).exp().tanh(), x)
+        y = _checkpoint(lambda a: recompute.keep(torch.sin, a).exp().tanh(), x)
         results += torch.autograd.grad(y.sum(), x)
 
     results: list[Tensor] = []

@@ -14,11 +14,11 @@ from torch.fx import symbolic_trace
 from torch.nn import functional
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.policies import ByLabel, BySize
 from partita.treatments import KeepEverything, KeepOperators, Recompute
 
-_checkpoint = hops.wrap_activation_checkpoint
+_checkpoint = recompute.wrap_activation_checkpoint
 
 
 def _plainly(body: Callable[..., Any], *operands: Any) -> Any:
@@ -74,7 +74,7 @@ def test_operators_that_only_may_draw_are_kept(operator: Any) -> None:
 
     x = square(8)
     plain = set(calls_in_backward(body(x, _plainly))) | {"add_", "detach", "view"}
-    assert set(calls_in_backward(_checkpoint(body, x, hops.keep))) <= plain
+    assert set(calls_in_backward(_checkpoint(body, x, recompute.keep))) <= plain
     assert not set(calls_in_backward(_checkpoint(body, x, _plainly))) <= plain
 
 
@@ -83,7 +83,7 @@ def test_a_dropout_behind_the_region_draws_another_mask_in_each_step() -> None:
         torch.manual_seed(1)
         found, x = [], square(8)
         for _ in range(3):
-            y = _drop(call(lambda a: hops.keep(_attend, a.sin()).exp(), x))
+            y = _drop(call(lambda a: recompute.keep(_attend, a.sin()).exp(), x))
             y.sum().backward()
             found.append(y == 0)
         return found
@@ -94,7 +94,7 @@ def test_a_dropout_behind_the_region_draws_another_mask_in_each_step() -> None:
 @pytest.mark.parametrize("preserves", [True, False])
 def test_a_kept_draw_leaves_the_random_state_of_the_caller_alone(preserves: bool) -> None:
     def body(x: Tensor) -> Tensor:
-        return hops.keep(_drop, x.sin()).cos()
+        return recompute.keep(_drop, x.sin()).cos()
 
     x = square(8)
     assert not _moved_by_backward(lambda: _checkpoint(body, x, preserve_rng_state=preserves))
@@ -112,7 +112,7 @@ def test_a_kept_operator_of_somebody_else_may_draw_without_saying_so() -> None:
         return x * _drop(kept(noisy, x.detach())).sin()
 
     x = square()
-    assert_bitwise(step(_checkpoint, [x], body, x, hops.keep), step(body, [x], x, _plainly))
+    assert_bitwise(step(_checkpoint, [x], body, x, recompute.keep), step(body, [x], x, _plainly))
     library._destroy()
 
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.policies import BySize
 from partita.treatments import KeepEverything, KeepNothing, KeepOperators, Recompute
 
@@ -54,7 +54,7 @@ def test_independent_losses_need_no_retained_graph(keep: Any, order: tuple[int, 
 @every_operator
 @pytest.mark.parametrize("preserves", [True, False])
 def test_independent_losses_by_hand_have_their_own_masks(operator: Any, preserves: bool) -> None:
-    def body(x: Tensor, z: Tensor, kept: Any = hops.keep) -> tuple[Tensor, Tensor]:
+    def body(x: Tensor, z: Tensor, kept: Any = recompute.keep) -> tuple[Tensor, Tensor]:
         return kept(_drop, x.sin()).cos(), kept(_drop, z.sin()).exp() * z
 
     found = _gradients(lambda x, z: operator(body, x, z, preserve_rng_state=preserves), (0, 1))
@@ -67,7 +67,7 @@ def test_a_part_that_writes_is_there_for_the_second_loss() -> None:
         kept(lambda a: a.mul_(3).add_(1), hidden)
         return kept(torch.sin, x).cos(), kept(torch.sin, hidden).cos()
 
-    found = _gradients(lambda x, z: hops.wrap_activation_checkpoint(body, x, z, hops.keep), (0, 1))
+    found = _gradients(lambda x, z: recompute.wrap_activation_checkpoint(body, x, z, recompute.keep), (0, 1))
     assert_bitwise(found, _gradients(lambda x, z: body(x, z, _plainly), (0, 1)))
 
 
@@ -85,16 +85,16 @@ def test_losses_of_which_some_retain_the_graph() -> None:
         other.sum().backward()
         return [x.grad, z.grad]
 
-    found = run(lambda x, z: hops.wrap_activation_checkpoint(body, x, z, hops.keep))
+    found = run(lambda x, z: recompute.wrap_activation_checkpoint(body, x, z, recompute.keep))
     assert_bitwise(found, run(lambda x, z: body(x, z, _plainly)))
 
 
 def test_only_backwards_after_one_that_retains_nothing_compute_again() -> None:
     def body(x: Tensor) -> tuple[Tensor, Tensor]:
-        return hops.keep(torch.mm, x, x).sin(), hops.keep(torch.mm, x.detach(), x.detach()) * x
+        return recompute.keep(torch.mm, x, x).sin(), recompute.keep(torch.mm, x.detach(), x.detach()) * x
 
     x = square()
-    first, second = hops.wrap_activation_checkpoint(body, x)
+    first, second = recompute.wrap_activation_checkpoint(body, x)
     plain = calls_in_backward((x @ x).sin())["mm"]
     assert calls_in_backward(first)["mm"] == plain
     assert calls_in_backward(second)["mm"] == 2
@@ -107,14 +107,14 @@ def test_what_is_kept_is_freed_when_it_has_been_used() -> None:
     def body(x: Tensor) -> Tensor:
         early = x.tanh()
         early.register_hook(lambda gradient: freed.append([ref.expired() for ref in kept]))
-        product = hops.keep(torch.mm, early, early)
+        product = recompute.keep(torch.mm, early, early)
         kept.append(StorageWeakRef(product.untyped_storage()))
         last = (product + 1).sin().mul(2)
-        end = hops.keep(torch.add, last, 1)
+        end = recompute.keep(torch.add, last, 1)
         kept.append(StorageWeakRef(end.untyped_storage()))
         return end * 2
 
-    y = hops.wrap_activation_checkpoint(body, square())
+    y = recompute.wrap_activation_checkpoint(body, square())
     loss = y.sum()
     del y
     assert [ref.expired() for ref in kept] == [False, False]
@@ -130,9 +130,9 @@ def test_a_part_that_raises_raises_again() -> None:
 
     def body(x: Tensor) -> Tensor:
         with pytest.raises(RuntimeError, match="matrix"):
-            hops.keep(fails, x)
-        return hops.keep(torch.sin, x).cos()
+            recompute.keep(fails, x)
+        return recompute.keep(torch.sin, x).cos()
 
     x = square()
-    found = torch.autograd.grad(hops.wrap_activation_checkpoint(body, x).sum(), x)
+    found = torch.autograd.grad(recompute.wrap_activation_checkpoint(body, x).sum(), x)
     assert_bitwise(found, torch.autograd.grad(x.sin().cos().sum(), x))

@@ -12,11 +12,11 @@ from tests.held_helpers import bytes_alive
 from torch import Tensor, nn
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.policies import BySize
 from partita.treatments import KeepOperators, Recompute
 
-_checkpoint = hops.wrap_activation_checkpoint
+_checkpoint = recompute.wrap_activation_checkpoint
 
 
 def _plainly(body: Callable[..., Any], *operands: Any) -> Any:
@@ -46,7 +46,7 @@ def test_a_cast_between_two_writes_has_the_value_of_the_first(run: Any, own: boo
         return kept(part, h).sin() + h
 
     x = square()
-    found = step(run, [x], _checkpoint, body, x, hops.keep)
+    found = step(run, [x], _checkpoint, body, x, recompute.keep)
     assert_bitwise(found, step(run, [x], body, x, _plainly))
 
 
@@ -66,7 +66,7 @@ def test_what_autocast_casts_is_read_before_it_is_written(own: bool) -> None:
         return kept(part, h).sin() + h
 
     x = square()
-    found = step(_in_autocast, [x, weight], _checkpoint, body, x, hops.keep)
+    found = step(_in_autocast, [x, weight], _checkpoint, body, x, recompute.keep)
     assert_bitwise(found, step(_in_autocast, [x, weight], body, x, _plainly))
 
 
@@ -87,7 +87,7 @@ def test_a_weight_that_a_part_writes_is_cast_as_it_was() -> None:
 
     x = square()
     for run in (_plainly, _in_autocast):
-        found = step(run, [x], _checkpoint, body, x, hops.keep)
+        found = step(run, [x], _checkpoint, body, x, recompute.keep)
         assert_bitwise(found, step(run, [x], body, x, _plainly))
 
 
@@ -101,7 +101,7 @@ def test_memory_that_is_written_again_and_again_is_copied_once() -> None:
 
     def body(x: Tensor) -> Tensor:
         h = x * 3
-        hops.keep(lambda a: a.mul_(2).add_(1).mul_(3), h)
+        recompute.keep(lambda a: a.mul_(2).add_(1).mul_(3), h)
         return h.sin()
 
     copies: list[Any] = []
@@ -136,9 +136,9 @@ def test_a_kept_cast_is_not_made_again(run: Any) -> None:
 
     x = square()
     plain = calls_in_backward(run(body, x, _plainly))["_to_copy"]
-    found = run(_checkpoint, body, x, hops.keep)
+    found = run(_checkpoint, body, x, recompute.keep)
     assert calls_in_backward(found)["_to_copy"] == plain
-    assert_bitwise(step(run, [x], _checkpoint, body, x, hops.keep), step(run, [x], body, x, _plainly))
+    assert_bitwise(step(run, [x], _checkpoint, body, x, recompute.keep), step(run, [x], body, x, _plainly))
 
 
 @pytest.mark.parametrize("first", ["weight", "hidden"])
@@ -160,7 +160,7 @@ def test_casts_of_weights_are_told_from_kept_casts_of_the_same_shape(first: str)
             return call(body, x @ weight, kept) + call(body, x, kept)
 
     x = square()
-    found = step(run, [x, weight], _checkpoint, hops.keep, x)
+    found = step(run, [x, weight], _checkpoint, recompute.keep, x)
     assert_bitwise(found, step(run, [x, weight], _plainly, _plainly, x))
 
 
@@ -173,5 +173,5 @@ def test_autocast_may_remember_a_weight_in_the_second_run_only() -> None:
         return x
 
     x = square()
-    found = step(_checkpoint, [x, weight], body, x, hops.keep)
+    found = step(_checkpoint, [x, weight], body, x, recompute.keep)
     assert_bitwise(found, step(body, [x, weight], x, _plainly))

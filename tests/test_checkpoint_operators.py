@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, set_checkpoint_debug_enabled
 
 import partita
-from partita import hops
+from partita import recompute
 from partita._torch.modes import read_ambient
 
 
@@ -129,7 +129,7 @@ def test_checkpoints_can_be_debugged(operator: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", False)
 
     def body(a: Tensor) -> Tensor:
-        return hops.keep(torch.sin, a).cos()
+        return recompute.keep(torch.sin, a).cos()
 
     x = square()
     expected = torch.autograd.grad(x.sin().cos().sum(), x)
@@ -261,7 +261,7 @@ def test_modes_are_as_before_when_the_second_run_raises(operator: Any) -> None:
 
     def body(x: Tensor) -> Tensor:
         runs.append(0)
-        hidden = hops.keep(torch.sin, x)
+        hidden = recompute.keep(torch.sin, x)
         if len(runs) == 2:
             torch._C._set_grad_enabled(False)
             raise KeyError("second")
@@ -273,7 +273,7 @@ def test_modes_are_as_before_when_the_second_run_raises(operator: Any) -> None:
     with pytest.raises(KeyError, match="second"):
         y.sum().backward()
     assert read_ambient() == before
-    assert torch.equal(hops.keep(torch.sin, x), x.sin())
+    assert torch.equal(recompute.keep(torch.sin, x), x.sin())
 
 
 @every_operator

@@ -13,8 +13,8 @@ from torch.fx import symbolic_trace
 
 import partita
 from partita.errors import RecomputeError
-from partita.hops import wrap_activation_checkpoint
 from partita.policies import BySize
+from partita.recompute import wrap_activation_checkpoint
 from partita.treatments import Recompute
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

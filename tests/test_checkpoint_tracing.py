@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from partita import Program, hops
+from partita import Program, recompute
 from partita.errors import RecomputeError
 
 every_mode = pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
@@ -35,7 +35,7 @@ def _drop(x: Tensor) -> Tensor:
 
 
 def _body(x: Tensor, w: Tensor) -> Tensor:
-    return _drop(hops.keep(torch.mm, x, w).sin()) @ w
+    return _drop(recompute.keep(torch.mm, x, w).sin()) @ w
 
 
 def _calls(module: GraphModule) -> list[str]:
@@ -68,7 +68,7 @@ def test_a_trace_before_dispatch_keeps_the_call_and_trains_like_the_function(ope
 @every_mode
 def test_a_trace_after_dispatch_tags_the_nodes_of_each_region(operator: Any, tracing_mode: Any) -> None:
     def f(x: Tensor) -> Tensor:
-        first = operator(lambda a: hops.keep(torch.sin, a).exp(), x.abs()).neg()
+        first = operator(lambda a: recompute.keep(torch.sin, a).exp(), x.abs()).neg()
         return operator(lambda a: operator(torch.tanh, a.cos()).sqrt(), first).exp()
 
     traced = make_fx(f, tracing_mode=tracing_mode)(square())
@@ -92,7 +92,7 @@ def test_nothing_is_tagged_once_the_region_is_over(operator: Any) -> None:
     def f(x: Tensor) -> Tensor:
         with pytest.raises(KeyError):
             operator(failing, x)
-        return hops.keep(torch.cos, x)
+        return recompute.keep(torch.cos, x)
 
     assert [tag for name, tag, _ in _tags(make_fx(f)(square())) if name == "cos"] == [None]
 
@@ -169,7 +169,9 @@ def test_an_exported_model_keeps_its_regions_and_trains_alike_also_once_saved(op
 
 
 def test_a_decomposed_export_has_the_bodies_in_the_open() -> None:
-    exported = torch.export.export(Model(hops.wrap_activation_checkpoint), (square().detach(),)).run_decompositions()
+    exported = torch.export.export(
+        Model(recompute.wrap_activation_checkpoint), (square().detach(),)
+    ).run_decompositions()
     assert _calls(exported.graph_module) == []
 
 
@@ -204,7 +206,7 @@ def _program(operator: Any) -> GraphModule:
     x = graph.placeholder("x")
     call = graph.call_function(operator, (graph.get_attr("body"), x), {"w": x})
     graph.output(graph.call_function(torch.add, (call, x)))
-    body = make_fx(lambda x, w: _drop(hops.keep(torch.mm, x, w).sin()) @ w, pre_dispatch=True)(square(), square())
+    body = make_fx(lambda x, w: _drop(recompute.keep(torch.mm, x, w).sin()) @ w, pre_dispatch=True)(square(), square())
     for node, name in zip(body.graph.find_nodes(op="placeholder"), ("x", "w"), strict=True):
         node.target = name
     body.recompile()
@@ -275,7 +277,7 @@ def _changes_its_own(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _keeps(x: Tensor, w: Tensor) -> Tensor:
-    return (hops.keep(torch.mm, x, w).sin() @ w).tanh()
+    return (recompute.keep(torch.mm, x, w).sin() @ w).tanh()
 
 
 def _casts(x: Tensor, w: Tensor) -> Tensor:
@@ -284,7 +286,7 @@ def _casts(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _nests(x: Tensor, w: Tensor) -> Tensor:
-    return hops.wrap_activation_checkpoint(_twice, (x @ w).tanh(), w).exp().tanh()
+    return recompute.wrap_activation_checkpoint(_twice, (x @ w).tanh(), w).exp().tanh()
 
 
 def _draws(x: Tensor, w: Tensor) -> Tensor:

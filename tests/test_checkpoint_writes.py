@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.errors import RecomputeError
 
-_checkpoint = hops.wrap_activation_checkpoint
+_checkpoint = recompute.wrap_activation_checkpoint
 
 
 class Normed(nn.Module):

@@ -22,7 +22,7 @@ from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import CycleError, OptionError
 from partita.policies import AroundOperators, ByCapability, ByLabel, ByModule, BySize, Sequential
 from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
-from partita.torch_compile.backend import backend
+from partita.torch_compile import backend
 from partita.treatments import Call, Lower, Recompute
 
 EVERY_NODE = BySize(operators=1)
@@ -363,7 +363,9 @@ def test_the_backend_is_found_by_its_name() -> None:
 
 
 def test_importing_the_backend_brings_neither_dynamo_nor_inductor() -> None:
-    code = "import sys, torch; before = set(sys.modules); import partita.torch_compile.backend; print(*set(sys.modules) - before)"
+    code = (
+        "import sys, torch; before = set(sys.modules); import partita.torch_compile; print(*set(sys.modules) - before)"
+    )
     brought = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert [
         name for name in brought if name.startswith(("torch._dynamo", "torch._inductor", "torch.distributed"))

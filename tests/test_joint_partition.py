@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import partita
 from partita import Region
-from partita.capture import joint_partition
 from partita.errors import OptionError, RecomputeError, SignatureError
 from partita.policies import ByLabel, ByModule, BySize
+from partita.torch_compile import joint_partition
 from partita.torch_compile.joint import identity_of
 from partita.treatments import Call, KeepEverything, KeepNodes, KeepNothing, KeepOperators, Mark, Recompute
 
@@ -285,7 +285,7 @@ def test_functions_of_others_have_no_identity() -> None:
 MINE = """
 from dataclasses import dataclass
 from partita import Partition
-from partita.capture import joint_partition
+from partita.torch_compile import joint_partition
 
 @dataclass(frozen=True)
 class Nothing:

@@ -399,5 +399,5 @@ def test_a_scan_in_a_function_by_hand_is_recomputed() -> None:
     def gradients(call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(call(x), (x, *model.parameters()))
 
-    found = gradients(lambda x: partita.hops.wrap_activation_checkpoint(model, x))
+    found = gradients(lambda x: partita.recompute.wrap_activation_checkpoint(model, x))
     assert all(map(torch.equal, found, gradients(model)))

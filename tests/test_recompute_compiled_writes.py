@@ -13,14 +13,14 @@ from tests.torch_versions import IS_OLD
 from torch import Tensor, nn
 
 import partita
-from partita import hops
+from partita import recompute
 from partita.policies import ByLabel, BySize
 from partita.testing import Case, LawError, random_case
 from partita.testing.fuzz import fuzz
 from partita.testing.generator.build import random_crossing
 from partita.testing.laws import compiled as compiled_laws
 from partita.testing.laws.compiled import COMPILABLE, check_compiled_recompute_law
-from partita.torch_compile.backend import backend
+from partita.torch_compile import backend
 from partita.treatments import KeepOperators, Recompute
 
 
@@ -71,7 +71,7 @@ def test_the_marks_of_the_backend_say_so_too() -> None:
     assert_bitwise(_gradients(model, compiled), _gradients(model, model))
 
 
-@pytest.mark.parametrize("operator", [hops.wrap_activation_checkpoint, hops.tag_activation_checkpoint])
+@pytest.mark.parametrize("operator", [recompute.wrap_activation_checkpoint, recompute.tag_activation_checkpoint])
 def test_so_does_a_checkpoint_by_hand(operator: Any) -> None:
     model = Counts()
     compiled = torch.compile(lambda x: operator(model, x), backend="aot_eager", fullgraph=True)
@@ -80,7 +80,9 @@ def test_so_does_a_checkpoint_by_hand(operator: Any) -> None:
 
 def test_a_batch_norm_is_computed_again_although_it_writes_its_statistics() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU(), nn.Linear(4, 4))
-    compiled = torch.compile(lambda x: hops.wrap_activation_checkpoint(model, x), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: recompute.wrap_activation_checkpoint(model, x), backend="aot_eager", fullgraph=True
+    )
     loss = compiled(torch.linspace(-1, 1, 8).reshape(2, 4))
     # What the region gives, and a batch norm inside of it, are computed; the rest was there before.
     owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -128,7 +130,9 @@ class Centers(nn.Module):
 def test_a_batch_norm_is_saved_where_its_statistics_are_read() -> None:
     torch.manual_seed(0)
     model = Centers()
-    compiled = torch.compile(lambda x: hops.wrap_activation_checkpoint(model, x), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: recompute.wrap_activation_checkpoint(model, x), backend="aot_eager", fullgraph=True
+    )
     assert_bitwise(_gradients(model, compiled), _gradients(model, model))
 
 
@@ -234,18 +238,20 @@ def test_so_do_the_marks_of_the_backend(order: str) -> None:
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_so_does_a_checkpoint_by_hand_that_is_told_what_happens_around_it(order: str, is_nested: bool) -> None:
     def nested(body: Any, *args: Any) -> Any:
-        return hops.wrap_activation_checkpoint(lambda *inner: hops.wrap_activation_checkpoint(body, *inner) * 1, *args)
+        return recompute.wrap_activation_checkpoint(
+            lambda *inner: recompute.wrap_activation_checkpoint(body, *inner) * 1, *args
+        )
 
     torch.manual_seed(0)
     plain = Warms(order)
-    model = Warms(order, nested if is_nested else hops.wrap_activation_checkpoint)
+    model = Warms(order, nested if is_nested else recompute.wrap_activation_checkpoint)
     model.load_state_dict(plain.state_dict())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_bitwise(_gradients(model, compiled), _gradients(plain, plain))
 
 
 def test_the_rest_of_a_region_is_computed_again_where_a_buffer_is_mutated_outside() -> None:
-    model = Warms("before", hops.wrap_activation_checkpoint)
+    model = Warms("before", recompute.wrap_activation_checkpoint)
     result = torch.compile(model, backend="aot_eager", fullgraph=True)(torch.linspace(-1, 1, 8).reshape(2, 4))
     owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     saved = [tensor for tensor in result.grad_fn.saved_tensors if tensor.untyped_storage().data_ptr() not in owned]

@@ -2,12 +2,13 @@
 
 from partita import hops
 from partita.capture import capture, capture_joint
+from partita.dissolve import dissolve
 from partita.equivalence import Comparison, Tolerance, compare, verify
 from partita.plans import Plan, Policy, Treatment, mode_tree, plan
 from partita.program.fingerprint import fingerprint
 from partita.program.program import Program
 from partita.regions import Partition, Region
-from partita.rewrite import dissolve, gather, inline, outline
+from partita.rewrite import gather, inline, outline
 
 __all__ = [
     "Comparison",

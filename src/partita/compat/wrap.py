@@ -5,13 +5,12 @@ graph, `wrap` and the operators of modes are equal to torch's of the same name: 
 """
 
 from partita.hops import (
-    tag_activation_checkpoint,
     wrap,
-    wrap_activation_checkpoint,
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
 from partita.hops.modes import Wrap, WrapWithAutocast, WrapWithSetGradEnabled
+from partita.recompute import tag_activation_checkpoint, wrap_activation_checkpoint
 from partita.recompute.operators import TagActivationCheckpoint, WrapActivationCheckpoint
 
 __all__ = [

@@ -15,9 +15,10 @@ from partita.errors import BackendError
 from partita.lowering._torch.bodies import body_for_compiler
 from partita.lowering._torch.conditions import conditions_of, symbolic_places
 from partita.lowering._torch.gradients import ask_for_gradients
-from partita.lowering.dry_run import Acts, Findings, rehearse
+from partita.lowering.dry_run import Findings, rehearse
 from partita.lowering.signature import Place, Signature, Slot, TensorLook
 from partita.lowering.variant import Fit, Variant, dimensions_of
+from partita.program.body_effects import Acts
 
 __all__ = ["Compilation", "Compiler"]
 

@@ -9,10 +9,10 @@ from typing import Any, final
 import torch
 from torch.fx import GraphModule
 
-from partita.lowering.dry_run import Acts
 from partita.lowering.signature import OpenSizes
 from partita.lowering.variant import Cause
 from partita.plans.failures import Failure, Failures, report
+from partita.program.body_effects import Acts
 
 __all__ = ["Lowering", "ModeScope"]
 

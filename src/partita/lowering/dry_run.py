@@ -25,25 +25,15 @@ from partita.lowering._torch.gradients import (
     no_grad_views,
 )
 from partita.lowering._torch.views import Reading, numbers_for, readable_from, views_module
+from partita.program.body_effects import Acts
 
-__all__ = ["Acts", "Findings", "copy_of", "memory_of", "owned_places", "places_to_copy", "rehearse"]
+__all__ = ["Findings", "copy_of", "memory_of", "owned_places", "places_to_copy", "rehearse"]
 
 
 # A rehearsal: the body is run on fake inputs, to see what it gives, before a compiler gets it.
 
 
 log = logging.getLogger(__name__)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Acts:
-    """The nodes of a body, by name, that do more than compute, and those that draw random numbers or may do so."""
-
-    acting: frozenset[str] = frozenset()
-    draws: frozenset[str] = frozenset()
-    #: Nodes, inputs among them, whose memory somebody writes to after the body has run.
-    written_later: frozenset[str] = frozenset()
 
 
 @final

@@ -19,10 +19,11 @@ from partita.lowering._torch.gradients import hides_history
 from partita.lowering._torch.guards import Guard, profiler_runs, surroundings, watched
 from partita.lowering.compilation import Compilation
 from partita.lowering.config import Lowering
-from partita.lowering.dry_run import Acts, memory_of
+from partita.lowering.dry_run import memory_of
 from partita.lowering.signature import Call, ModuleLook, ModuleState, OpenSizes, Signature, signature_of, unfit_reason
 from partita.lowering.variant import Cause, Fit, Variant, WrongOutputsError
 from partita.lowering.variant_cache import Recent, Variants
+from partita.program.body_effects import Acts
 
 __all__ = ["Lowered"]
 

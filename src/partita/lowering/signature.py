@@ -16,6 +16,7 @@ from partita._torch.fx.structural_hash import modules_key, settings_of
 from partita._torch.nn_modules import HOOKS_OF_ALL, hooks_of, interposed
 from partita.lowering._torch.containers import Shape, leaf_count
 from partita.lowering._torch.guards import Surroundings
+from partita.program.body_effects import TracedSymbols
 
 __all__ = [
     "Call",
@@ -26,7 +27,6 @@ __all__ = [
     "Signature",
     "Slot",
     "TensorLook",
-    "TracedSymbols",
     "signature_of",
     "unfit_reason",
 ]
@@ -37,9 +37,6 @@ __all__ = [
 
 #: A size by input and axis; the axis of an integer is None.
 Place: TypeAlias = tuple[int, int | None]
-
-#: For each input of a body the symbols of its sizes, or its own symbol, by name, as its tracer had them; else None.
-TracedSymbols: TypeAlias = tuple[tuple[str | None, ...] | str | None, ...]
 
 
 @final

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
 import torch
 from torch.fx import Node
 
@@ -10,11 +13,24 @@ from partita.analysis.mutation import writing_nodes
 from partita.analysis.nodes import value_of
 from partita.analysis.op_effects.calls import Behaviours, storages_of
 from partita.analysis.op_effects.modules import may_draw
-from partita.lowering.dry_run import Acts
-from partita.lowering.signature import TracedSymbols
 from partita.program.program import Program
 
-__all__ = ["acts_of", "may_write", "seen_once", "traced_symbols", "written_inputs"]
+__all__ = ["Acts", "TracedSymbols", "acts_of", "may_write", "seen_once", "traced_symbols", "written_inputs"]
+
+
+#: For each input of a body the symbols of its sizes, or its own symbol, by name, as its tracer had them; else None.
+TracedSymbols: TypeAlias = tuple[tuple[str | None, ...] | str | None, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Acts:
+    """The nodes of a body, by name, that do more than compute, and those that draw random numbers or may do so."""
+
+    acting: frozenset[str] = frozenset()
+    draws: frozenset[str] = frozenset()
+    #: Nodes, inputs among them, whose memory somebody writes to after the body has run.
+    written_later: frozenset[str] = frozenset()
 
 
 def written_inputs(program: Program) -> tuple[int, ...]:

@@ -8,18 +8,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-import torch
-from torch.export import ExportedProgram, default_decompositions
+from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import generate_code, keep_unread_nodes, lazy_module, restore_levels
 from partita._torch.gc_pause import gc_paused
-from partita._torch.modes import fresh_modes
-from partita._torch.operators.schemas import viewed_node, written_nodes
 from partita.analysis.nodes import ModuleStack, attribute_of, settle_stacks
-from partita.errors import ModeError, SignatureError
+from partita.errors import SignatureError
 from partita.program._torch.guards import callers_take_guards, check_inputs, guards_of, set_guards
 
 __all__ = ["ExportRecord", "ModeKeepingProgram", "check_signature", "exported_graph", "following"]
@@ -51,37 +48,9 @@ class ModeKeepingProgram(ExportedProgram):
         decompose_custom_triton_ops: bool = False,  # noqa: FBT001, FBT002  The signature is torch's.
     ) -> ExportedProgram:
         """The program in the operators that the table leaves, with `detach` wherever gradients must not flow."""
-        # A rewrite gives programs, and programs give these.
-        from partita.dissolve.dissolve import dissolve
         from partita.program.program import Program
 
-        table = default_decompositions() if decomp_table is None else dict(decomp_table)
-        # The table makes an alias of it, through which gradients flow.
-        table.pop(torch.ops.aten.detach.default, None)
-        run_decompositions = ExportedProgram.run_decompositions
-        with fresh_modes(grad=True):  # Under autocast, torch would write the casts of this moment into the program.
-            plain = dissolve(Program.of(self))
-            _check_writes(plain.graph)
-            decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
-            # torch finds conditions on sizes in what was traced, and so forgets those of a program that was loaded.
-            set_guards(decomposed, dict.fromkeys((*guards_of(self), *guards_of(decomposed))))
-            # Decomposed once more, as some backends do, it keeps what it means as well.
-            return ExportRecord.of(decomposed).around(decomposed.graph_module)
-
-
-def _check_writes(graph: Graph) -> None:
-    """Raises where a write goes through `detach`: taken apart into values, it would cut off what is written as well."""
-    for node in graph.nodes:
-        for written in written_nodes(node):
-            seen: Node | None = written
-            while seen is not None and seen.target is not torch.ops.aten.detach.default:
-                seen = viewed_node(seen)
-            if seen is not None:
-                raise ModeError(
-                    f"node {node.name!r} writes a tensor that gradients flow through, under no_grad or through detach; "
-                    "a decomposed program cannot keep that. Train the program as it is, or decompose it for inference "
-                    "alone with torch.export.ExportedProgram.run_decompositions(program.exported())"
-                )
+        return Program.of(self).decomposed(decomp_table, decompose_custom_triton_ops=decompose_custom_triton_ops)
 
 
 # Exported programs: what one holds beside its graph, and putting it together again around a new graph.

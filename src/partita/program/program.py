@@ -186,15 +186,18 @@ class Program:
 
     def exported(self) -> ExportedProgram:
         """The program as torch.export has it, checked by torch's verifier; it shares the parameters and buffers."""
-        if self.export is None:
-            raise OptionError(
-                "this program was made from a graph module, which has no signature to export it by; make it from an "
-                "exported program, for example with partita.capture(model, args)"
-            )
-        # An exported program cannot hold toggles; the rewrite that turns them into operators gives programs.
-        from partita.rewrite.wrap_modes import wrap_modes
+        # Rewrites give programs, and this one rewrites: the only import that points up.
+        from partita.dissolve.exported import exported_program
 
-        return self.export.around(wrap_modes(self).graph_module)
+        return exported_program(self)
+
+    def decomposed(
+        self, table: dict[Any, Callable[..., Any]] | None = None, *, decompose_custom_triton_ops: bool = False
+    ) -> ExportedProgram:
+        """The same in the operators that the table leaves; the modes are dissolved first, which torch would forget."""
+        from partita.dissolve.exported import decomposed_program
+
+        return decomposed_program(self, table, decompose_custom_triton_ops=decompose_custom_triton_ops)
 
     @cached_property
     def index(self) -> Index:

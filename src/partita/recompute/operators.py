@@ -198,7 +198,7 @@ def _warn_of_reentrance() -> None:
     log.warning("a checkpoint operator is never reentrant, here as in torch: use_reentrant=True is taken for False")
 
 
-_HOME = "partita.hops"
+_HOME = "partita.recompute"
 
 wrap_activation_checkpoint = registered(
     WrapActivationCheckpoint, "partita_wrap_activation_checkpoint", home=(_HOME, "wrap_activation_checkpoint")

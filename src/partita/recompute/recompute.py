@@ -38,6 +38,7 @@ from partita.program.body_effects import acts_of, may_write, written_inputs
 from partita.program.program import Program
 from partita.program.saved_tensors import SavedTensors
 from partita.recompute.keep import Keep, KeepNothing, gives_tensors, keepable
+from partita.recompute.operators import keep, wrap_activation_checkpoint
 from partita.regions import Partition, Region
 from partita.rewrite.operator_calls import OperatorCall, call_through
 from partita.rewrite.outline import Surroundings, outlined
@@ -49,7 +50,7 @@ __all__ = ["Recompute", "draws_from_own_generator"]
 # Recompute: the region's results are not kept for the backward but computed again when it needs them.
 
 
-_CHECKPOINT = OperatorCall(hops.wrap_activation_checkpoint)
+_CHECKPOINT = OperatorCall(wrap_activation_checkpoint)
 #: Dynamo cannot follow calls that switch autocast in a body of its graph; operators it can.
 _WRAPPED = WrapStyle(kinds=(Autocast,), in_modules=True)
 
@@ -219,7 +220,7 @@ def _writer(node: Node) -> str:
 # Kept nodes of a body, in calls of the operator that keeps what they give.
 
 
-_KEEP = OperatorCall(hops.keep)
+_KEEP = OperatorCall(keep)
 
 
 def keep_apart(body: Program, kept: Collection[str]) -> GraphModule:

@@ -178,8 +178,8 @@ class _BodyWriter:
 
     def _write_inputs(self, *, rebuilds: bool) -> tuple[Crossing, ...]:
         passed = tuple(self.border.inputs)
-        for place, crossing in enumerate(passed):
-            self._write_placeholder(place, crossing)
+        for position, crossing in enumerate(passed):
+            self._write_placeholder(position, crossing)
         for number in self.border.modules:
             self._write_module(self.nodes[number])
         apart = (crossing.number for crossing in passed if isinstance(crossing, Item))
@@ -302,8 +302,8 @@ def rebuilt(writer: GraphWriter, source: Node, number: int, items: Mapping[Any, 
     traced = container_items(source)
     assert traced is not None
     values: list[Any] = list(traced)
-    for place in crossing_places(traced):
-        values[place] = items[Item(number, place)]
+    for position in crossing_places(traced):
+        values[position] = items[Item(number, position)]
     value = value_of(source)
     if type(value) is torch.Size:
         node = writer.write("call_function", torch.Size, (tuple(values),), name=writer.names.fresh(source.name))

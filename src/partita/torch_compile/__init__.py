@@ -1,0 +1,6 @@
+"""Inside torch.compile: the backend `partita`, and a partitioner of joint graphs for AOTAutograd and Inductor."""
+
+from partita.torch_compile.backend import backend
+from partita.torch_compile.joint import joint_partition
+
+__all__ = ["backend", "joint_partition"]
