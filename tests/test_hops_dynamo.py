@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.hops_helpers import CASES, Case, Regions, assert_equal, gradients, run_python, seeded
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partita import hops
+from partita import hops, recompute
 from partita._torch.modes import read_ambient
 from partita.errors import OptionError
 from partita.hops._torch import hop_rules as dynamo_operators
@@ -210,7 +210,7 @@ def test_compiling_works_whatever_was_imported_first(imports: str) -> None:
 def test_nothing_stays_behind_once_dynamo_is_told() -> None:
     source = """
 import importlib.machinery, inspect, sys, torch
-from partita import hops
+from partita import hops, recompute
 waiting = [finder for finder in sys.meta_path if type(finder).__module__.startswith("partita")]
 import torch._dynamo
 from torch._dynamo.variables import higher_order_ops as told
@@ -225,7 +225,7 @@ print(len(waiting), len(left), sum(name.startswith("partita") for name in told._
 def test_threads_may_import_dynamo_at_once() -> None:
     source = """
 import threading, torch
-from partita import hops
+from partita import hops, recompute
 def load():
     import torch._dynamo.variables.higher_order_ops
 threads = [threading.Thread(target=load) for _ in range(4)]
@@ -247,3 +247,35 @@ def test_importing_again_adds_no_second_finder() -> None:
     before = list(sys.meta_path)
     dynamo_operators.tell_dynamo([hops.call])
     assert sys.meta_path == before
+
+
+def test_all_code_that_runs_around_a_body_is_marked_for_dynamo_to_skip() -> None:
+    run: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("partita."):
+            run.add(name)
+
+    def body(value: Tensor) -> Tensor:
+        return torch.dropout(value * 2, 0.5, True).sin()
+
+    calls = (
+        lambda x: hops.call(body, x),
+        lambda x: hops.wrap(body, x),
+        lambda x: hops.wrap_with_set_grad_enabled(False, body, x) + x,
+        lambda x: hops.wrap_with_autocast("cpu", torch.bfloat16, True, None, body, x),
+        lambda x: hops.wrap_with_inference_mode(False, body, x),
+        lambda x: recompute.wrap_activation_checkpoint(body, x),
+        lambda x: recompute.tag_activation_checkpoint(lambda y: recompute.keep(body, y).cos(), x),
+    )
+    for call in calls:
+        x = torch.randn(3, requires_grad=True)
+        sys.setprofile(note)
+        try:
+            call(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+    assert {"partita.hops.modes", "partita.recompute.operators"} <= run
+    unmarked = {name for name in run if not getattr(sys.modules[name], "DYNAMO_SKIPS", False)}
+    assert not unmarked

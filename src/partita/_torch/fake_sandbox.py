@@ -38,6 +38,9 @@ __all__ = [
     "tracing_now",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Fake copies of what a program is given and of what it owns, so that it can be run without memory and without a
 # trace.

@@ -28,6 +28,9 @@ __all__ = [
     "would_autocast",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # The modes that every thread starts with, in place of those that the caller has set.
 

@@ -24,6 +24,9 @@ __all__ = [
     "wants_gradients",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Copies of memory as it was, over which tensors can be made that look at it as others did.
 

@@ -25,6 +25,9 @@ __all__ = [
     "wrap_with_set_grad_enabled",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # The operators themselves: each runs a body under its mode and restores what was there, after errors too.
 #

@@ -33,6 +33,9 @@ __all__ = [
     "wrap_activation_checkpoint",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 log = logging.getLogger(__name__)
 

@@ -37,6 +37,9 @@ __all__ = [
     "written_nodes",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Which functions and methods give a tuple or list, as their schemas say.
 

@@ -18,6 +18,9 @@ from partita._torch.operators.schemas import Signature, is_higher_order, signatu
 
 __all__ = ["BodyFacts", "acts_of_call", "carry_facts", "facts_of", "may_trace", "note_facts", "saves_too_soon"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # What a body may do beside computing, as far as recomputing it is concerned.
 

@@ -29,7 +29,8 @@ def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()
 
 def is_check(module: nn.Module) -> bool:
     """Whether a module only checks the inputs of an exported program."""
-    return (type(module).__module__, type(module).__name__) in _ASSERTING
+    kind = type(module)
+    return getattr(kind, "only_checks_inputs", False) or (kind.__module__, kind.__name__) == _TORCH_CHECK
 
 
 def may_draw(module: nn.Module) -> bool:
@@ -93,8 +94,8 @@ def _draws(module: Any) -> bool:
     return isinstance(module, nn.RReLU)
 
 
-#: The modules by which the module of an exported program checks its inputs: torch's, and ours, which can be pickled.
-_ASSERTING = frozenset((("torch.export._unlift", "GuardsFn"), ("partita.program._torch.guards", "InputGuards")))
+#: The module by which torch has the module of an exported program check its inputs; ours says so itself.
+_TORCH_CHECK = ("torch.export._unlift", "GuardsFn")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

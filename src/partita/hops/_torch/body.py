@@ -36,6 +36,9 @@ from partita.hops._torch.node_tags import TaggedInterpreter
 
 __all__ = ["KeptCall", "run_body", "trace_call"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Calls in a trace: the body as a graph of its own beside the graph that calls it, closed over nothing.
 

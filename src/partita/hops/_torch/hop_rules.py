@@ -17,6 +17,9 @@ from partita.errors import OptionError
 
 __all__ = ["tell_dynamo"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Telling Dynamo about operators without importing it: at once if it is there, else in the moment that it is.
 
@@ -89,17 +92,6 @@ def _register(module: Any, operators: Iterable[TracedByRule]) -> None:
 # How Dynamo traces calls of our operators: as what they mean in plain Python, or as calls with a traced body.
 
 
-#: Where the code of the operators is.
-_OWN = (
-    "partita.hops.",
-    "partita._torch.modes",
-    "partita._torch.body_",
-    "partita._torch.checkpoint_",
-    "partita.hops._torch.node_tags",
-    "partita._torch.fake_sandbox",
-)
-
-
 def _inlined(module: Any) -> type | None:
     """A call is traced as the operator's meaning."""
     base = getattr(module, "TorchHigherOrderOperatorVariable", None)
@@ -115,7 +107,7 @@ def _inlined(module: Any) -> type | None:
             from torch._dynamo.variables.functions import UserFunctionVariable
 
             operator: Any = self.value
-            _leave_alone()
+            _skip_own_code()
             try:
                 args, kwargs = operator.bound(args, kwargs)
                 mode = [arg.realize().as_python_constant() for arg in args[: operator.mode_count]]
@@ -146,7 +138,7 @@ def _staying(base_name: str, *, unneeded: tuple[str, ...] = ()) -> Callable[[Any
             _HOP_NAME = "partita.hops"
 
             def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-                _leave_alone()
+                _skip_own_code()
                 operator: Any = self.value
                 try:
                     args, kwargs = operator.bound(args, kwargs)
@@ -178,17 +170,26 @@ RULES: Mapping[str, Callable[[Any], type | None]] = {
 }
 
 
+def _skip_own_code() -> None:
+    """Keeps Dynamo from compiling what runs around a body, where a break in the body has ended the graph.
+
+    That is the code of all modules that set `DYNAMO_SKIPS`.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("partita.") and getattr(module, "DYNAMO_SKIPS", False):
+            _skip_code_of(name)
+
+
 @cache
-def _leave_alone() -> None:
-    """Keeps Dynamo from compiling what runs around a body, where a break in the body has ended the graph."""
+def _skip_code_of(name: str) -> None:
     from torch._dynamo import eval_frame
 
     skip_code = getattr(eval_frame, "skip_code", None)
     if skip_code is None:
         return
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_OWN)]
-    classes = [value for module in modules for value in vars(module).values() if isclass(value)]
-    for holder in (*modules, *classes):
+    module = sys.modules[name]
+    classes = [value for value in vars(module).values() if isclass(value) and value.__module__ == name]
+    for holder in (module, *classes):
         for value in vars(holder).values():
-            if isfunction(value) and value.__module__.startswith(_OWN):
+            if isfunction(value) and value.__module__ == name:
                 skip_code(unwrap(value).__code__)

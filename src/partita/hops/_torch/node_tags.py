@@ -14,6 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["SAVED", "TaggedInterpreter", "next_graph_id", "node_tags", "saving", "tagging"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 #: The tag of what is saved for the backward.
 SAVED = {"recompute": CheckpointPolicy.MUST_SAVE}

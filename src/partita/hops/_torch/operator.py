@@ -23,6 +23,9 @@ from partita.hops._torch.hop_rules import tell_dynamo
 
 __all__ = ["BodyOperator", "registered"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Operators that run a body under a mode: what dispatcher, tracers, dead-code elimination and pickle need of them.
 

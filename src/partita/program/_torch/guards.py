@@ -55,6 +55,9 @@ class InputGuards(nn.Module):
     #: `Graph.eliminate_dead_code` asks for this name: nobody reads what a check gives.
     _is_impure = True
 
+    #: Calls of it only raise, as the analysis of effects reads here.
+    only_checks_inputs = True
+
     def __init__(self, conditions: Sequence[Condition]) -> None:
         super().__init__()
         self.conditions = tuple(conditions)

@@ -34,6 +34,9 @@ __all__ = [
     "tensors_made",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # What memory a function makes, seen on tensors that have none.
 

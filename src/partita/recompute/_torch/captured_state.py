@@ -31,6 +31,9 @@ __all__ = [
     "refuse_writes",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # What a function reaches without being given it: tensors that it closes over, modules with theirs, generators.
 

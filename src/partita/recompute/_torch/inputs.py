@@ -27,6 +27,9 @@ from partita.recompute._torch.captured_state import (
 
 __all__ = ["RunInputs", "is_trained", "named_tensors"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # What a body is given when it runs first, and when it runs again: its inputs as they were before.
 

@@ -30,6 +30,9 @@ from partita.recompute._torch.keep_records import (
 
 __all__ = ["KeptResults", "keep_scope"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Results that a recomputed body keeps: noted while it first runs, and given back when it runs again.
 #

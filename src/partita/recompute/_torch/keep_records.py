@@ -35,6 +35,9 @@ __all__ = [
     "written_by",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Casts in a kept part: autocast remembers some, so that one run only has them; what it casts is cast again.
 

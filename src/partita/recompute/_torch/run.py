@@ -34,6 +34,9 @@ from partita.recompute._torch.traced_steps import TracedStep, run_kept_in_step, 
 
 __all__ = ["CheckpointOptions", "run_kept_tagged", "run_recomputed", "run_tagged", "tag_nodes"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Recomputed bodies where a tracer writes down their operators: tags on the nodes, which a partitioner acts on.
 

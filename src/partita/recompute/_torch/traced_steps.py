@@ -28,6 +28,9 @@ from partita.hops._torch.body import run_body
 
 __all__ = ["TracedStep", "run_kept_in_step", "traces_whole_step"]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 def traces_whole_step() -> bool:
     """Whether `make_fx` traces what runs, backward included, and not AOTAutograd, whose partitioner reads tags."""
