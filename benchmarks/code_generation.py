@@ -74,7 +74,7 @@ class _Compile:
     """A treatment: the part goes to a compiler."""
 
     tolerance: ClassVar[Tolerance] = EXACT
-    mixes_modes: ClassVar[bool] = False
+    allows_mixed_modes: ClassVar[bool] = False
 
     def treat(self, body: GraphModule) -> nn.Module:
         return _Compiled(body)

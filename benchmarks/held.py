@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import partita
 from benchmarks.rows import Row, Target, at_most
 from benchmarks.scales import Scale
-from partita.plans.memory import Holding, holdings
+from partita.plans.memory import SavedBytes, saved_memory
 from partita.policies import ByModule
 from partita.treatments import Recompute
 
@@ -45,7 +45,7 @@ def _rows(case: str, model: _Model, target: Target | None) -> Iterator[Row]:
     program = partita.capture(model.module.train(), (), model.inputs)
     plan = partita.plan(program, ByModule(model.layers), Recompute())
     assert len(plan.partition) == model.count
-    total = holdings(plan.partition, plan.treatments).total
+    total = saved_memory(plan.partition, plan.treatments).total
     assert total is not None
     plain, treated = program.module(), plan.apply().module()
     held = [_held_bytes(module, model.inputs) for module in (plain, treated)]
@@ -68,7 +68,7 @@ def _rows(case: str, model: _Model, target: Target | None) -> Iterator[Row]:
         )
 
 
-def _megabytes(holding: Holding, *, treated: bool) -> float:
+def _megabytes(holding: SavedBytes, *, treated: bool) -> float:
     found = holding.treated_bytes if treated else holding.plain_bytes
     assert found is not None
     return found / 1e6

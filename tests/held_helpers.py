@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from partita import Plan, Region
 from partita._torch.fake_sandbox import tensors_in
 from partita._torch.pytrees import flatten
-from partita.plans.memory import Holding, holding_of
+from partita.plans.memory import SavedBytes, saved_bytes_of
 from partita.program.saved_tensors import SavedTensors, bytes_in
 from partita.testing.generator.build import build, random_nest_recipe, random_recipe
 from partita.testing.generator.draft import Case
@@ -38,8 +38,8 @@ class Checkpoint:
     def treat(self, body: GraphModule) -> nn.Module:
         return _Checkpointed(body)
 
-    def holding(self, region: Region, saved: SavedTensors) -> Holding | None:
-        return holding_of(region, saved)
+    def holding(self, region: Region, saved: SavedTensors) -> SavedBytes | None:
+        return saved_bytes_of(region, saved)
 
 
 class _Checkpointed(nn.Module):
@@ -57,7 +57,7 @@ def predicted_when_recomputed(plan: Plan, saved: SavedTensors) -> tuple[int | No
     held, flops = saved.held(outside), 0
     for region, treatment in zip(plan.partition, plan.treatments, strict=True):
         assert isinstance(treatment, Recompute)
-        holding = holding_of(region, saved, treatment.kept(region))
+        holding = saved_bytes_of(region, saved, treatment.kept(region))
         assert holding is not None
         held, flops = held | holding.treated, flops + holding.extra_flops
     return bytes_in(held), flops

@@ -99,7 +99,7 @@ DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.bool, 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_every_type_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    class Holds(nn.Module):
+    class ReportsSavedBytes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             base = torch.arange(12).reshape(3, 4)
@@ -111,10 +111,10 @@ def test_tensors_of_every_type_come_back(dtype: torch.dtype, tmp_path: Path) -> 
             return x + 1, self.whole.clone(), self.turned.clone(), self.one.clone()
 
     path = tmp_path / "m.pt2"
-    torch.export.save(torch.export.export(Holds(), (X,)), path)
+    torch.export.save(torch.export.export(ReportsSavedBytes(), (X,)), path)
     mine = load_exported(path)
     assert mine.state_dict["turned"].stride() == (1, 4)
-    for name, tensor in Holds().state_dict().items():
+    for name, tensor in ReportsSavedBytes().state_dict().items():
         given = mine.state_dict[name]
         assert given.dtype is dtype
         assert torch.equal(given.to(torch.complex128), tensor.to(torch.complex128))

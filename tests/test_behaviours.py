@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis.op_effects.calls import Behaviour, behaviour_of
+from partita.analysis.op_effects.calls import OpEffects, behaviour_of
 from partita.analysis.op_effects.terms import UNKNOWN, nodes_in_slots
 
 A = torch.ops.aten
@@ -21,7 +21,7 @@ X, Y, Z = "xyz"  # Stand for the three inputs in the tables below.
 
 def told(
     op: str, target: Any, *args: Any, root: nn.Module | None = None, pure: Any = (), **kwargs: Any
-) -> tuple[Node, Behaviour]:
+) -> tuple[Node, OpEffects]:
     graph = Graph()
     inputs = {name: graph.placeholder(name) for name in "xyz"}
     swap = lambda value: _swapped(value, inputs)  # noqa: E731
@@ -38,11 +38,11 @@ def _swapped(value: Any, inputs: dict[str, Node]) -> Any:
     return {key: _swapped(item, inputs) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def written(node: Node, behaviour: Behaviour) -> str:
+def written(node: Node, behaviour: OpEffects) -> str:
     return "".join(sorted({given.name for given in nodes_in_slots(node, behaviour.writes)}))
 
 
-def shared(node: Node, behaviour: Behaviour) -> str:
+def shared(node: Node, behaviour: OpEffects) -> str:
     return "".join(sorted({given.name for given in nodes_in_slots(node, behaviour.aliases)}))
 
 
@@ -78,7 +78,7 @@ def test_functions_that_only_compute():
         (torch.compiler.is_compiling,),
         (A.sym_size.int, X, 0),
     ):
-        assert told("call_function", target, *args)[1] == Behaviour(), target
+        assert told("call_function", target, *args)[1] == OpEffects(), target
 
 
 def test_results_that_may_share_storage():
@@ -348,7 +348,7 @@ def test_an_operator_whose_body_is_not_known_is_unknown():
     assert told("call_function", torch.ops.higher_order.cond, X, Y, Z, ())[1].unknown
 
 
-def _operator_call(root: nn.Module, operator: Any, *leading: Any) -> tuple[Node, Behaviour]:
+def _operator_call(root: nn.Module, operator: Any, *leading: Any) -> tuple[Node, OpEffects]:
     graph = Graph()
     x, y, body = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("body")
     node = graph.call_function(operator, (*leading, body, x, y))

@@ -263,7 +263,7 @@ def test_a_plan_sums_up_what_is_left_out() -> None:
         "1 node refused by refusal: no cos: cos 1\n"
         "1 node refused by refusal: no tan: tan 1"
     )
-    assert [(group.kind, group.count) for group in made.left_out()] == [
+    assert [(group.kind, group.count) for group in made.excluded()] == [
         ("not worthwhile", 1),
         ("refused", 1),
         ("refused", 1),

@@ -223,7 +223,7 @@ def test_all_that_tells_what_is_left_out_counts_the_same() -> None:
     assert f"left out: {len(switches)} nodes: it only switches a mode" in str(made)
     assert f"{len(switches)} nodes left out: it only switches a mode" in made.summary()
     assert "left out: 1 node: refused by taken: no" in str(made), "items go with what makes them"
-    assert sum(group.count for group in made.left_out()) == len(switches) + 1
+    assert sum(group.count for group in made.excluded()) == len(switches) + 1
     assert made.explain(switches[0].name).count("it only switches a mode") == 1
 
 

@@ -17,14 +17,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import partita
 from partita import Program, recompute
-from partita.analysis._torch.body_effects import BodyFacts, acts_of_call, facts_of, note_facts
+from partita.analysis._torch.body_effects import BodyEffects, annotate_effects, effects_of_body, schema_effects
 from partita.policies import ByLabel, BySize
 from partita.testing.captured import Buffered
 from partita.treatments import Recompute
 
 ATEN = torch.ops.aten
 ADD_IN_PLACE = operator.iadd
-NOTHING = BodyFacts(writers=(), may_draw=False)
+NOTHING = BodyEffects(writers=(), may_use_rng=False)
 
 
 def _body(target: Any, *args: Any, **kwargs: Any) -> GraphModule:
@@ -54,8 +54,8 @@ def test_only_what_python_does_in_place_counts_as_writing(function: Any) -> None
     assert bool(_facts(_body(function, 1)).writers) is not plain
 
 
-def _facts(body: GraphModule) -> BodyFacts:
-    found = facts_of(body)
+def _facts(body: GraphModule) -> BodyEffects:
+    found = effects_of_body(body)
     assert found is not None
     return found
 
@@ -83,8 +83,8 @@ def test_a_buffer_that_counts_in_place_counts_once() -> None:
 
 
 def test_methods_and_functions_that_only_compute_write_and_draw_nothing() -> None:
-    assert facts_of(symbolic_trace(lambda x: x.sin().exp() + torch.tanh(x).neg())) == NOTHING
-    assert facts_of(make_fx(lambda x: x.sin().exp() + torch.tanh(x))(torch.ones(3))) == NOTHING
+    assert effects_of_body(symbolic_trace(lambda x: x.sin().exp() + torch.tanh(x).neg())) == NOTHING
+    assert effects_of_body(make_fx(lambda x: x.sin().exp() + torch.tanh(x))(torch.ones(3))) == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_overloads_that_write_into_what_they_are_given_count_if_it_is_given(func
     ],
 )
 def test_what_draws_or_may_hide_a_draw_counts_as_drawing(function: Any) -> None:
-    assert _facts(symbolic_trace(function)).may_draw
+    assert _facts(symbolic_trace(function)).may_use_rng
 
 
 def test_the_input_of_a_symbolic_trace_that_writes_nothing_is_not_copied() -> None:
@@ -124,7 +124,7 @@ def test_the_input_of_a_symbolic_trace_that_writes_nothing_is_not_copied() -> No
 
 def test_a_call_of_a_module_may_do_anything() -> None:
     graph = Graph()
-    assert acts_of_call(graph.call_module("layer", (graph.placeholder("x"),))) == (True, True)
+    assert schema_effects(graph.call_module("layer", (graph.placeholder("x"),))) == (True, True)
 
 
 # Edits --------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _drops(x: Tensor) -> Tensor:
 def test_a_body_by_hand_may_be_edited_between_calls() -> None:
     body = make_fx(_computes)(torch.ones(8))
     _gradient(lambda x: recompute.wrap_activation_checkpoint(body, x))
-    assert facts_of(body) == NOTHING
+    assert effects_of_body(body) == NOTHING
     _swap(body, ATEN.relu.default, ATEN.dropout.default, 0.5, True)
     assert torch.equal(_gradient(lambda x: recompute.wrap_activation_checkpoint(body, x)), _gradient(_drops))
 
@@ -172,26 +172,26 @@ def test_an_edit_inside_of_an_inner_body_is_seen() -> None:
     root = nn.Module()
     root.inner = inner
     body = GraphModule(root, graph)
-    assert facts_of(body) == NOTHING
+    assert effects_of_body(body) == NOTHING
     _swap(inner, ATEN.relu.default, ATEN.dropout.default, 0.5, True)
-    assert _facts(body).may_draw
+    assert _facts(body).may_use_rng
     body.inner = make_fx(_computes)(torch.ones(8))
-    assert facts_of(body) == NOTHING
+    assert effects_of_body(body) == NOTHING
 
 
 def test_what_was_noted_goes_with_an_edit_and_comes_back_with_its_undoing() -> None:
-    body, noted = _body(ATEN.add.Tensor, 1), BodyFacts((), may_draw=True, written=(0,))
-    note_facts(body, noted)
-    assert facts_of(body) == noted
+    body, noted = _body(ATEN.add.Tensor, 1), BodyEffects((), may_use_rng=True, written=(0,))
+    annotate_effects(body, noted)
+    assert effects_of_body(body) == noted
     _swap(body, ATEN.add.Tensor, ATEN.add.Tensor, 2)
-    assert facts_of(body) == NOTHING
+    assert effects_of_body(body) == NOTHING
     _swap(body, ATEN.add.Tensor, ATEN.add.Tensor, 1)
-    assert facts_of(body) == noted
+    assert effects_of_body(body) == noted
 
 
 def test_a_body_that_is_not_edited_is_looked_at_once() -> None:
     body = _body(ATEN.add.Tensor, 1)
-    assert facts_of(body) is facts_of(body)
+    assert effects_of_body(body) is effects_of_body(body)
 
 
 # Copies, pickles and rewrites -----------------------------------------------------------------------------------------
@@ -225,12 +225,12 @@ def test_copies_and_pickles_know_what_is_written_later(copied: Any, is_called_be
         assert_bitwise(torch.autograd.grad(module(x, w).sum(), w), expected)
     again = copied(module)
     assert_bitwise(torch.autograd.grad(again(x, w).sum(), w), expected)
-    assert list(map(facts_of, _noted(again))) == list(map(facts_of, _noted(module)))
+    assert list(map(effects_of_body, _noted(again))) == list(map(effects_of_body, _noted(module)))
 
 
 def test_a_rewrite_of_modes_in_a_body_carries_what_is_known() -> None:
     program = partita.capture(Buffered(), (torch.randn(4, 6),))
     module = partita.plan(program, BySize(parts=3), Recompute()).apply().module()
-    found = list(map(facts_of, _noted(module)))
+    found = list(map(effects_of_body, _noted(module)))
     assert found
     assert all(facts is not None and facts.knows_written for facts in found)

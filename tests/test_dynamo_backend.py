@@ -266,7 +266,7 @@ class Doubled:
     """A treatment that runs something else than the graph, so that no compiler gets it."""
 
     tolerance: ClassVar[Tolerance] = EXACT
-    mixes_modes: ClassVar[bool] = True
+    allows_mixed_modes: ClassVar[bool] = True
 
     def treat(self, body: GraphModule) -> nn.Module:
         return _Twice(body)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import partita
 from partita import Plan, Program, Region, capture
 from partita.errors import TreatmentError
-from partita.plans.memory import Holding, holding_of, holdings
+from partita.plans.memory import SavedBytes, saved_bytes_of, saved_memory
 from partita.policies import ByLabel, BySize
 from partita.program.saved_tensors import Origin, SavedTensors, saved_tensors_of
 from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
@@ -30,16 +30,16 @@ def _cut(program: Program, labels: Mapping[str, str] | Callable[[str], str | Non
     return partita.plan(program, ByLabel(lambda node: choose(node.name)), Checkpoint())
 
 
-def _holding(function: Callable[..., Any], names: str, *, kept: str = "") -> Holding:
+def _holding(function: Callable[..., Any], names: str, *, kept: str = "") -> SavedBytes:
     """What the nodes of these names hold, as one region."""
     program = capture(function, (_input(),))
     region = Region("part", tuple(map(program.node, names.split())))
-    found = holding_of(region, saved_tensors_of(program), tuple(map(program.node, kept.split())))
+    found = saved_bytes_of(region, saved_tensors_of(program), tuple(map(program.node, kept.split())))
     assert found is not None
     return found
 
 
-def _numbers(holding: Holding | None) -> tuple[int | None, int | None, int] | None:
+def _numbers(holding: SavedBytes | None) -> tuple[int | None, int | None, int] | None:
     return None if holding is None else (holding.plain_bytes, holding.treated_bytes, holding.extra_flops)
 
 
@@ -84,7 +84,7 @@ def test_state_is_held_anyway() -> None:
 
     program = capture(Linear(), (_input(),))
     region = Region("part", (program.node("matmul"),))
-    assert _numbers(holding_of(region, saved_tensors_of(program))) == (96, 96, 0)
+    assert _numbers(saved_bytes_of(region, saved_tensors_of(program))) == (96, 96, 0)
 
 
 def test_items_are_taken_out_where_their_container_is_made() -> None:
@@ -96,7 +96,7 @@ def test_items_are_taken_out_where_their_container_is_made() -> None:
     item = next(node for node in program.operators() if node.args[:1] == (program.node("split"),))
     saved = saved_tensors_of(program)
     region = Region("part", (item, program.node("exp_1")))
-    found = holding_of(region, saved)
+    found = saved_bytes_of(region, saved)
     assert found is not None
     assert {memory.node for memory in found.treated} == {program.node("cos")}
 
@@ -104,7 +104,7 @@ def test_items_are_taken_out_where_their_container_is_made() -> None:
 def test_a_region_that_writes_what_it_was_given_holds_a_copy_from_before() -> None:
     program = capture(Buffered(), (_input(),))
     region = Region("part", tuple(program.operators()))
-    found = holding_of(region, saved_tensors_of(program))
+    found = saved_bytes_of(region, saved_tensors_of(program))
     assert found is not None
     assert sorted(memory.bytes or 0 for memory in found.treated) == [24, 96]
     assert all(memory.origin is not Origin.STATE for memory in found.treated)
@@ -113,7 +113,7 @@ def test_a_region_that_writes_what_it_was_given_holds_a_copy_from_before() -> No
 def test_memory_of_several_regions_counts_once_in_the_total() -> None:
     program = capture(lambda x: (x.sin().exp(), x.cos().exp()), (_input(),))
     plan = _cut(program, {"sin": "one", "exp": "one", "cos": "two", "exp_1": "two"})
-    found = holdings(plan.partition, plan.treatments)
+    found = saved_memory(plan.partition, plan.treatments)
     assert list(map(_numbers, found.regions)) == [(192, 96, 0), (192, 96, 0)]
     assert _numbers(found.total) == (3 * 96, 96, 0)
 
@@ -121,7 +121,7 @@ def test_memory_of_several_regions_counts_once_in_the_total() -> None:
 def test_treatments_that_do_not_say_change_nothing_in_the_total() -> None:
     program = capture(lambda x: (x.sin().exp(), x.cos().exp()), (_input(),))
     plan = _cut(program, {"sin": "one", "exp": "one", "cos": "two", "exp_1": "two"})
-    found = holdings(plan.partition, (Checkpoint(), Call()))
+    found = saved_memory(plan.partition, (Checkpoint(), Call()))
     assert list(map(_numbers, found.regions)) == [(192, 96, 0), None]
     assert _numbers(found.total) == (3 * 96, 2 * 96, 0)
 
@@ -155,7 +155,7 @@ def test_the_table_of_other_treatments_has_no_more_columns_than_before() -> None
 def test_sizes_that_only_the_data_tells_are_question_marks() -> None:
     program = capture(lambda x: x[x > 0].exp().sin(), (_input(),))
     plan = partita.plan(program, ByLabel(lambda node: "all"), Checkpoint())
-    found = holdings(plan.partition, plan.treatments)
+    found = saved_memory(plan.partition, plan.treatments)
     assert found.total is not None
     assert (found.total.plain_bytes, found.total.treated_bytes) == (None, 96)
     assert "held for the backward: ? bytes, 96 after" in str(plan)
@@ -167,11 +167,11 @@ def test_the_program_is_run_once_for_all_regions() -> None:
     saved, asked = saved_tensors_of(program), []
 
     class Asking(Checkpoint):
-        def holding(self, region: Region, saved: SavedTensors) -> Holding | None:
+        def holding(self, region: Region, saved: SavedTensors) -> SavedBytes | None:
             asked.append(saved)
             return super().holding(region, saved)
 
-    found = holdings(partition, (Asking(),) * len(partition), saved)
+    found = saved_memory(partition, (Asking(),) * len(partition), saved)
     assert asked == [saved] * len(partition)
     assert None not in found.regions
 
@@ -219,5 +219,5 @@ def test_a_treatment_that_answers_wrongly_is_named_and_the_plan_still_prints(
     program = capture(_chain, (_input(),))
     plan = partita.plan(program, ByLabel(lambda node: "all"), _Wrong(answer))
     with pytest.raises(TreatmentError, match=message):
-        holdings(plan.partition, plan.treatments)
+        saved_memory(plan.partition, plan.treatments)
     assert message in str(plan)

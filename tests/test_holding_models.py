@@ -19,7 +19,7 @@ from tests.selecting import slow_but
 from torch import Tensor, nn
 
 import partita
-from partita.plans.memory import holdings
+from partita.plans.memory import saved_memory
 from partita.policies import ByModule
 from partita.program.saved_tensors import saved_tensors_of
 from partita.treatments import KeepEverything, KeepNothing, KeepOperators, Recompute
@@ -80,7 +80,7 @@ def _captured(name: str) -> tuple[partita.Program, dict[str, Tensor], ByModule]:
 def test_a_model_holds_and_computes_again_what_was_predicted(name: str) -> None:
     program, inputs, layers = _captured(name)
     plan = partita.plan(program, layers, Checkpoint())
-    found = holdings(plan.partition, plan.treatments)
+    found = saved_memory(plan.partition, plan.treatments)
     assert len(plan.partition) == (4 if name == "T5" else 2)
     assert found.total is not None
     plain, treated = program.module(), plan.apply().module()

@@ -17,7 +17,7 @@ import partita
 from partita import Plan, Program
 from partita._torch.modes import read_ambient, restore_autocast
 from partita._torch.pytrees import flatten
-from partita.plans.memory import holdings
+from partita.plans.memory import saved_memory
 from partita.policies import BySize
 from partita.program.saved_tensors import SavedTensors, saved_tensors_of
 from partita.testing.generator.draft import Case
@@ -38,7 +38,7 @@ def test_regions_hold_and_compute_again_what_was_predicted(seeds: range) -> None
         plan, saved = _plan(case, seed), saved_tensors_of(Program.of(case.graph_module))
         if saved.reason is not None or not _is_seen_by_hooks(saved):
             continue
-        total = holdings(plan.partition, plan.treatments).total
+        total = saved_memory(plan.partition, plan.treatments).total
         assert total is not None
         assert total.plain_bytes == _measured(case, bytes_really_held), seed
         assert total.treated_bytes == _measured(case, bytes_really_held, seed=seed), seed

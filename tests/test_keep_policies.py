@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import partita
 from partita import Program, Region
 from partita.errors import OptionError, RecomputeError
-from partita.plans.memory import holding_of
+from partita.plans.memory import saved_bytes_of
 from partita.policies import ByLabel, ByModule, BySize
 from partita.program.flops import Flops
 from partita.program.saved_tensors import SavingTrials, saved_tensors_of
@@ -100,8 +100,8 @@ def test_as_much_is_spared_as_by_keeping_all_that_takes_flops(model: type[nn.Mod
     saved, flops = saved_tensors_of(program), Flops()
     assert saved.reason is None
     for region in regions:
-        ours = holding_of(region, saved, list(KeepExpensive(1e-9)(region)))
-        every = holding_of(region, saved, list(filter(flops.of, keepable(region))))
+        ours = saved_bytes_of(region, saved, list(KeepExpensive(1e-9)(region)))
+        every = saved_bytes_of(region, saved, list(filter(flops.of, keepable(region))))
         assert ours is not None
         assert every is not None
         assert ours.extra_flops == every.extra_flops
@@ -131,7 +131,7 @@ def _counting(function: Any, calls: list[object]) -> Any:
 
 def test_a_name_of_no_node_is_refused_with_near_ones() -> None:
     plan = partita.plan(captured(), ByModule("blocks.*"), Recompute(KeepNodes("linear", "lineer_2")))
-    for act in (plan.apply, plan.holdings, plan.marks):
+    for act in (plan.apply, plan.saved_memory, plan.marks):
         with pytest.raises(
             RecomputeError, match="no node is called 'lineer_2', so it cannot be kept; did you mean 'linear"
         ):

@@ -18,12 +18,12 @@ from partita.analysis.mutation import (
     later_writers,
     names_written,
     names_written_outside,
-    readers_before_writes,
+    reads_of_mutated_inputs,
     writers_of,
     writing_nodes,
 )
 from partita.lowering.lower import names_written_later
-from partita.plans.memory import holding_of
+from partita.plans.memory import saved_bytes_of
 from partita.policies import ByLabel
 from partita.program.joint import _written
 from partita.program.saved_tensors import saved_tensors_of
@@ -73,7 +73,7 @@ def test_each_source_has_the_first_writer_behind_its_first_reader_that_is_outsid
     assert later_writer(c, (read_a, inside)) is None  # Nobody reads it there.
     assert names_written((a, d, inside)) == {"a", "inside"}
     assert names_written_outside((inside, read_a)) == {"inside"}
-    assert readers_before_writes((read_a, inside, read_c)) == [read_a]
+    assert reads_of_mutated_inputs((read_a, inside, read_c)) == [read_a]
     assert writing_nodes(module) == ("early", "inside", "before_c", "late", "later")
     assert names_written_later(module, Region("r", nodes)) == {"b", "inside"}
 
@@ -161,9 +161,9 @@ def _asked_of_each_region(count: int) -> list[int]:
     region = plan.partition.regions[count // 2]
     return [
         _lines_run(lambda: names_written(region.nodes)),
-        _lines_run(lambda: readers_before_writes(region.nodes)),
+        _lines_run(lambda: reads_of_mutated_inputs(region.nodes)),
         _lines_run(lambda: names_written_outside(region.nodes)),
-        _lines_run(lambda: holding_of(region, known)),
+        _lines_run(lambda: saved_bytes_of(region, known)),
     ]
 
 

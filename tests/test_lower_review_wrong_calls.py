@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from partita.errors import LoweringError
-from partita.lowering.variant_cache import Recent
+from partita.lowering.variant_cache import LruTable
 from partita.treatments import Lower
 
 
@@ -81,7 +81,7 @@ def test_lists_that_grow_are_compiled_for_a_bounded_number_of_times() -> None:
 
 
 def test_a_table_of_recent_notes_forgets_the_oldest() -> None:
-    recent = Recent[int](most=2)
+    recent = LruTable[int](most=2)
     for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
         recent.note(key, value)
     assert [recent.get(key) for key in "abc"] == [3, None, 4]

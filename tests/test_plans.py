@@ -29,7 +29,7 @@ class Rough:
     relative: float = 0.0
     absolute: float = 0.0
     gives: object = "body"
-    mixes_modes: bool = False
+    allows_mixed_modes: bool = False
 
     @property
     def tolerance(self) -> Tolerance:
@@ -142,7 +142,7 @@ def test_modes_and_moved_items_are_explained() -> None:
 def test_a_treatment_of_one_mode_refuses_two() -> None:
     with pytest.raises(ModeError, match=r"region 'all' holds 'sin' under .* and 'cos' under .* takes one mode"):
         plan(switching(), by({"sin": "all", "chunk": "all", "cos": "all"}), Rough())
-    plan(switching(), by({"sin": "all", "chunk": "all", "cos": "all"}), Rough(mixes_modes=True))
+    plan(switching(), by({"sin": "all", "chunk": "all", "cos": "all"}), Rough(allows_mixed_modes=True))
 
 
 def test_a_getitem_brings_no_mode_into_a_body_of_one_mode() -> None:

@@ -98,7 +98,7 @@ def test_what_is_kept_is_not_computed_again(name: str) -> None:
 @every_keep
 def test_what_is_held_is_what_the_plan_says(keep: Any) -> None:
     plan = recomputed(keep)
-    total = plan.holdings().total
+    total = plan.saved_memory().total
     assert total is not None
     assert total.treated_bytes == bytes_alive(plan.apply().module(), {"x": rows().detach()})
 

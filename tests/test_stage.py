@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from partita._torch.fake_sandbox import Stage
+from partita._torch.fake_sandbox import FakeSandbox
 
 LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -20,7 +20,7 @@ def _shared(mode: FakeTensorMode) -> tuple[Any, ...]:
     return list(warnings.filters), LOGGER.level, list(LOGGER.filters), mode.allow_non_fake_inputs
 
 
-def _overlapping(first: Stage, second: Stage) -> None:
+def _overlapping(first: FakeSandbox, second: FakeSandbox) -> None:
     """Opens both in threads: the first is left while the second is open, if a second one can be open by then."""
     first_open, second_open, first_left = threading.Event(), threading.Event(), threading.Event()
 
@@ -47,7 +47,7 @@ def test_stages_that_meet_leave_the_process_as_it_was() -> None:
     mode = FakeTensorMode()
     value = mode.from_tensor(torch.ones(2))
     before = _shared(mode)
-    _overlapping(Stage([value]), Stage([value]))
+    _overlapping(FakeSandbox([value]), FakeSandbox([value]))
     assert _shared(mode) == before
 
 
@@ -55,13 +55,13 @@ def test_a_stage_can_be_opened_inside_another() -> None:
     mode = FakeTensorMode()
     value = mode.from_tensor(torch.ones(2))
     before = _shared(mode)
-    with Stage([value]).opened(), Stage([value]).opened():
+    with FakeSandbox([value]).opened(), FakeSandbox([value]).opened():
         pass
     assert _shared(mode) == before
 
 
 def test_only_what_a_stage_logs_itself_goes_unheard(caplog: pytest.LogCaptureFixture) -> None:
-    with Stage([]).opened():
+    with FakeSandbox([]).opened():
         LOGGER.error("of the stage")
         other = threading.Thread(target=LOGGER.error, args=("of another thread",))
         other.start()
@@ -73,7 +73,7 @@ def test_only_what_a_stage_logs_itself_goes_unheard(caplog: pytest.LogCaptureFix
 def test_other_threads_are_warned_while_a_stage_is_open() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Stage([]).opened():
+        with FakeSandbox([]).opened():
             other = threading.Thread(target=warnings.warn, args=("of another thread",))
             other.start()
             other.join()

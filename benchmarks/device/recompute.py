@@ -115,7 +115,7 @@ def _build(way: str, ids: Tensor, targets: Tensor) -> tuple[nn.Module, Callable[
     if who == "ours":
         program = partita.capture(model, (ids, targets))
         plan = partita.plan(program, ByModule("blocks.*"), Recompute(_OURS[keep[0]]))
-        step, total = plan.apply().module(), plan.holdings().total
+        step, total = plan.apply().module(), plan.saved_memory().total
         predicted = None if total is None else total.treated_bytes
     if who == "marks":
         options = {"policy": ByModule("blocks.*"), "treatment": Recompute(_OURS[keep[0]])}

@@ -22,8 +22,8 @@ from partita._torch.symbolic_shapes import hint_of
 
 __all__ = [
     "FakeCopies",
+    "FakeSandbox",
     "Look",
-    "Stage",
     "Tracing",
     "ambient_kept",
     "fake_mode_of",
@@ -156,7 +156,7 @@ class Look(NamedTuple):
         return cls(tuple(tensor.size()), stride, tensor.dtype, tensor.device)
 
 
-class Stage:
+class FakeSandbox:
     """Fake tensors that look like traced values, in the fake mode that those belong to."""
 
     def __init__(self, values: Iterable[Any]) -> None:

@@ -9,7 +9,14 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.modules import module as torch_module
 
-__all__ = ["HOOKS_OF_ALL", "StandsForBody", "drop_fleeting_hooks", "has_only_export_hooks", "hooks_of", "interposed"]
+__all__ = [
+    "HOOKS_OF_ALL",
+    "StandsForBody",
+    "call_overrides",
+    "drop_fleeting_hooks",
+    "has_only_export_hooks",
+    "hooks_of",
+]
 
 
 # Hooks that torch.export puts on the module of a program.
@@ -51,7 +58,7 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
-def interposed(module: nn.Module) -> str | None:
+def call_overrides(module: nn.Module) -> str | None:
     """What a call of the module does beside running the code of its class, in words; None if nothing."""
     if any(hooks_of(module)):
         return "runs hooks"

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from partita._torch.toggles import IS_GRAD_ENABLED, TOGGLES
 from partita.analysis.index import Index
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import Behaviour, Behaviours, Storages, storages_of, tensors_of, written_classes
+from partita.analysis.op_effects.calls import CallEffects, OpEffects, Storages, storages_of, tensors_of, written_classes
 from partita.analysis.projections import projections_of
 
 __all__ = ["Effects", "effects_of"]
@@ -57,14 +57,14 @@ def effects_of(
     root: GraphModule,
     *,
     pure: frozenset[Callable[..., Any]] = frozenset(),
-    known_modules: dict[nn.Module, Behaviour] | None = None,
+    known_modules: dict[nn.Module, OpEffects] | None = None,
 ) -> Effects:
     """The effects of a graph; functions in `pure` are taken at the caller's word to have none.
 
     `known_modules` is what calls of modules and bodies may do, as far as it is known; what is found out is added.
     Costs next to nothing where no target of the graph can have an effect, else time linear in nodes and edges.
     """
-    behaviours = Behaviours(root, pure, known_modules)
+    behaviours = CallEffects(root, pure, known_modules)
     acting = behaviours.acting(index.graph)
     if not acting:
         return Effects(array("i"), array("i"))
@@ -100,7 +100,7 @@ class _Touches:
 _RANDOM, _WORLD, _NETWORK, _FENCE = -1, -2, -3, -4
 
 
-def _touch_chains(touches: _Touches, index: Index, acting: Mapping[Node, Behaviour]) -> None:
+def _touch_chains(touches: _Touches, index: Index, acting: Mapping[Node, OpEffects]) -> None:
     """Draws, communication and other acts each happen in one order."""
     for node, told in acting.items():
         flags = ((told.draws, _RANDOM), (told.impure, _WORLD), (told.communicates, _NETWORK))
@@ -109,7 +109,7 @@ def _touch_chains(touches: _Touches, index: Index, acting: Mapping[Node, Behavio
             touches.writes.setdefault(index.number[node], set()).update(chains)
 
 
-def _touch_fences(touches: _Touches, index: Index, acting: Mapping[Node, Behaviour], root: GraphModule) -> None:
+def _touch_fences(touches: _Touches, index: Index, acting: Mapping[Node, OpEffects], root: GraphModule) -> None:
     """Every call stays on its side of a fence; mode toggles, and what only takes an item, have no side."""
     fences = {index.number[node] for node, told in acting.items() if told.fences}
     if not fences:
@@ -125,7 +125,7 @@ def _touch_fences(touches: _Touches, index: Index, acting: Mapping[Node, Behavio
 
 
 def _touch_memory(
-    touches: _Touches, index: Index, behaviours: Behaviours, acting: Mapping[Node, Behaviour]
+    touches: _Touches, index: Index, behaviours: CallEffects, acting: Mapping[Node, OpEffects]
 ) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     """Writes and the reads that can notice them; returns the inputs, and the tensors of modules, that are written."""
     if not any(told.writes or told.state_writes for told in acting.values()):
@@ -145,13 +145,13 @@ def _touch_memory(
     return written_inputs, tuple(storages.tensors_in(_modified(index, written, acting)))
 
 
-def _modified(index: Index, written: Mapping[int, set[int]], acting: Mapping[Node, Behaviour]) -> set[int]:
+def _modified(index: Index, written: Mapping[int, set[int]], acting: Mapping[Node, OpEffects]) -> set[int]:
     """The classes whose memory changes; to wait for a collective changes nothing."""
     return set().union(*(classes for i, classes in written.items() if not acting[index.nodes[i]].waits))
 
 
 def _written_inputs(
-    index: Index, storages: Storages, written: Mapping[int, set[int]], acting: Mapping[Node, Behaviour]
+    index: Index, storages: Storages, written: Mapping[int, set[int]], acting: Mapping[Node, OpEffects]
 ) -> tuple[int, ...]:
     """The inputs and attributes whose storage changes."""
     modified = _modified(index, written, acting)
@@ -190,7 +190,7 @@ def _touch_inputs(
             reads.setdefault(target, []).append((roots[source], source))
 
 
-def _touch_state(touches: _Touches, index: Index, behaviours: Behaviours, storages: Storages, hot: set[int]) -> None:
+def _touch_state(touches: _Touches, index: Index, behaviours: CallEffects, storages: Storages, hot: set[int]) -> None:
     """Calls that run modules read the tensors of those modules."""
     if not storages.is_open and not any(True for _ in storages.tensors_in(hot)):
         return
@@ -204,7 +204,7 @@ def _touch_state(touches: _Touches, index: Index, behaviours: Behaviours, storag
                 touches.reads.setdefault(i, []).extend((number, -1) for number in sorted(classes))
 
 
-def _touch_operands_of_waits(touches: _Touches, index: Index, acting: Mapping[Node, Behaviour]) -> None:
+def _touch_operands_of_waits(touches: _Touches, index: Index, acting: Mapping[Node, OpEffects]) -> None:
     """Until it is waited for, a collective may still be reading its operands."""
     for node, told in acting.items():
         if told.waits:
@@ -244,7 +244,7 @@ def _edges(touches: _Touches) -> tuple[array[int], array[int]]:
 
 
 def _written_state(
-    behaviours: Behaviours, acting: Mapping[Node, Behaviour], written: Iterable[Tensor]
+    behaviours: CallEffects, acting: Mapping[Node, OpEffects], written: Iterable[Tensor]
 ) -> tuple[Tensor, ...]:
     """The tensors of modules that calls write, and those that a body gives and the graph writes."""
     found: dict[int, Tensor] = {id(tensor): tensor for tensor in written}

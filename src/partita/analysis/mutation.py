@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import is_higher_order
 from partita.analysis.index import Index
-from partita.analysis.op_effects.calls import Behaviours, storages_of, written_classes
-from partita.analysis.op_effects.terms import Behaviour, argument
+from partita.analysis.op_effects.calls import CallEffects, storages_of, written_classes
+from partita.analysis.op_effects.terms import OpEffects, argument
 
 __all__ = [
     "LaterUses",
@@ -28,7 +28,7 @@ __all__ = [
     "later_writers",
     "names_written",
     "names_written_outside",
-    "readers_before_writes",
+    "reads_of_mutated_inputs",
     "saved_when_compiled",
     "statistics_read_outside",
     "writers_of",
@@ -97,7 +97,7 @@ def later_writers(sources: Iterable[Node], readers: Collection[Node]) -> dict[No
     return {source: name for source, name in later.items() if name is not None}
 
 
-def readers_before_writes(nodes: Collection[Node]) -> list[Node]:
+def reads_of_mutated_inputs(nodes: Collection[Node]) -> list[Node]:
     """Those of these nodes that compute something from an input or attribute which is written later.
 
     Whoever computes them again when the program has run must not read the same memory; views compute nothing.
@@ -268,7 +268,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, _Writers] = WeakKeyDictionary()
 
 def _writers_of(root: GraphModule, *, is_asked: bool = False) -> _Writers:
     """Who writes what; where nobody writes anything, the classes are left out unless they are asked for."""
-    behaviours = Behaviours(root)
+    behaviours = CallEffects(root)
     acting, size = behaviours.acting(root.graph), len(root.graph.nodes)
     if not is_asked and not any(told.writes or told.state_writes for told in acting.values()):
         return _Writers(size, {}, {}, {}, frozenset(), {})
@@ -308,7 +308,7 @@ def _updates(
     written: Mapping[int, Collection[int]],
     classes: Mapping[str, int],
     held: Collection[int],
-    acting: Mapping[Node, Behaviour],
+    acting: Mapping[Node, OpEffects],
 ) -> dict[str, frozenset[int]]:
     """The classes of inputs and attributes that calls of norms, and of modules, bring up to date, by their names."""
     updates: dict[str, frozenset[int]] = {}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.nn_modules import interposed
+from partita._torch.nn_modules import call_overrides
 from partita.errors import MissingTargetError
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
 
 def runs_its_graph(module: nn.Module) -> bool:
     """No hook, no `forward` put on the instance and no compiled call stands between a call and the graph."""
-    return isinstance(module, GraphModule) and interposed(module) is None
+    return isinstance(module, GraphModule) and call_overrides(module) is None
 
 
 # Looking up a full name among the modules that have been imported, without importing any.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.nn_modules import StandsForBody
-from partita._torch.operators.registry import OPERATORS, is_lasting
+from partita._torch.operators.registry import OPERATORS, has_process_lifetime
 from partita._torch.operators.schemas import returns_container
 from partita.analysis.index import Index
 from partita.analysis.nodes import runs_its_graph, value_of
@@ -62,7 +62,7 @@ def _only_reads(user: Node) -> bool:
 def _is_of_torch(target: Any) -> bool:
     module = getattr(target, "__module__", None) or ""
     return isinstance(target, OPERATORS) or (
-        is_lasting(target) and module.split(".")[0] in ("torch", "_operator", "builtins")
+        has_process_lifetime(target) and module.split(".")[0] in ("torch", "_operator", "builtins")
     )
 
 

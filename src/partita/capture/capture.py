@@ -15,7 +15,7 @@ from partita.capture._torch.caller_modes import GradSwitch
 from partita.capture._torch.recorded_export import export_recorded
 from partita.capture._torch.recorder import is_only_traced
 from partita.capture.function_module import FunctionModule, name_of
-from partita.capture.trace_check import Stopping, Traced, Wrapping
+from partita.capture.trace_check import StopAfterTrace, TraceOnlyPass, WrapModesPass
 from partita.errors import CaptureError, OptionError, PartitaError
 from partita.program.program import Program
 from partita.rewrite.inline import inline
@@ -120,7 +120,7 @@ class ModelCall:
 
     def exported(self) -> ExportedProgram:
         """The model as an exported program whose modes are set by operators."""
-        wrapping = Wrapping()
+        wrapping = WrapModesPass()
         program = self._run(wrapping, grad=True)
         if wrapping.recorder.asks_for_autocast:
             program, wrapping = self._told_of_autocast(program, wrapping)
@@ -130,11 +130,13 @@ class ModelCall:
         callers = self._callers_switches(wrapping)
         if not callers:
             return program
-        return self._run(Wrapping(says_autocast=recorder.says_autocast, callers=callers), grad=True)
+        return self._run(WrapModesPass(says_autocast=recorder.says_autocast, callers=callers), grad=True)
 
-    def _told_of_autocast(self, program: ExportedProgram, without: Wrapping) -> tuple[ExportedProgram, Wrapping]:
+    def _told_of_autocast(
+        self, program: ExportedProgram, without: WrapModesPass
+    ) -> tuple[ExportedProgram, WrapModesPass]:
         """What the model does if its caller has autocast on, provided that this is right as well if it has not."""
-        wrapping = Wrapping(says_autocast=True)
+        wrapping = WrapModesPass(says_autocast=True)
         try:
             other = self._run(wrapping, grad=True)
         except Exception as error:
@@ -147,12 +149,12 @@ class ModelCall:
         self._warn("does something else when its caller has autocast on; captured is what it does with autocast off")
         return program, without
 
-    def _callers_switches(self, with_grad: Wrapping) -> tuple[GradSwitch, ...]:
+    def _callers_switches(self, with_grad: WrapModesPass) -> tuple[GradSwitch, ...]:
         """The toggles that switch gradients on only because the caller had them on."""
-        without = Stopping(says_autocast=with_grad.recorder.says_autocast)
+        without = TraceOnlyPass(says_autocast=with_grad.recorder.says_autocast)
         try:
             self._run(without, grad=False)
-        except Traced:
+        except StopAfterTrace:
             pass
         except Exception as error:
             self._warn("cannot be traced with gradients off (%s); captured is what it does with gradients on", error)
@@ -171,7 +173,7 @@ class ModelCall:
     def _warn(self, what: str, *values: object) -> None:
         _LOG.warning(f"%s {what}", name_of(self.model), *values)
 
-    def _run(self, region_pass: Wrapping | Stopping, *, grad: bool) -> ExportedProgram:
+    def _run(self, region_pass: WrapModesPass | TraceOnlyPass, *, grad: bool) -> ExportedProgram:
         return export_recorded(
             self.model,
             self.args,

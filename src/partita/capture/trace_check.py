@@ -26,14 +26,14 @@ from partita.program.program import Program
 from partita.rewrite.mode_nodes import setting_of
 from partita.rewrite.wrap_modes import wrap_modes
 
-__all__ = ["Stopping", "Traced", "Wrapping"]
+__all__ = ["StopAfterTrace", "TraceOnlyPass", "WrapModesPass"]
 
 
 # What torch.export runs in the place of its region passes, on the graph as it was traced.
 
 
 @final
-class Wrapping:
+class WrapModesPass:
     """Gives a traced graph the operators that its toggles stand for, once it is known that they tell the truth."""
 
     def __init__(self, *, says_autocast: bool = False, callers: tuple[GradSwitch, ...] = ()) -> None:
@@ -50,12 +50,12 @@ class Wrapping:
         return wrapped.graph_module, signature if wrapped.export is None else wrapped.export.signature
 
 
-class Traced(Exception):  # noqa: N818
+class StopAfterTrace(Exception):  # noqa: N818
     """Ends an export of which only the trace was wanted."""
 
 
 @final
-class Stopping:
+class TraceOnlyPass:
     """Goes no further than the trace."""
 
     def __init__(self, *, says_autocast: bool) -> None:
@@ -64,7 +64,7 @@ class Stopping:
 
     def __call__(self, raw: GraphModule, signature: ExportGraphSignature) -> NoReturn:
         self.trace, self.grads = Trace.of(raw, self.recorder), GradTrace.of(raw, self.recorder.seen)
-        raise Traced
+        raise StopAfterTrace
 
 
 def _check(recorder: Recorder, raw: GraphModule) -> None:
@@ -205,12 +205,12 @@ def _agree(mode: Mode, seen: Seen) -> bool:
     grad = seen.grad if mode.inference and not seen.grad else mode.grad
     if grad is not seen.grad or seen.inference:
         return False
-    told = {autocast.device: autocast.dtype for autocast in mode.autocast if autocast.enabled}
+    recorded_patch = {autocast.device: autocast.dtype for autocast in mode.autocast if autocast.enabled}
     found = dict(seen.autocast)
-    if not told and not found:
+    if not recorded_patch and not found:
         return True
     start = {device: dtype for device, _, dtype in initial_modes().autocast}
-    wanted = {device: start.get(device) if dtype is None else dtype for device, dtype in told.items()}
+    wanted = {device: start.get(device) if dtype is None else dtype for device, dtype in recorded_patch.items()}
     return found == {device: dtype for device, dtype in wanted.items() if would_autocast(device, dtype)}
 
 

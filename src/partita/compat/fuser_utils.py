@@ -24,7 +24,7 @@ from partita.compat._fused_groups import (
 )
 from partita.errors import BrokenGraphError, ModeError
 from partita.program.program import program_being_edited
-from partita.program.reordering import Followers, followers_of
+from partita.program.reordering import Followers, effect_successors
 from partita.rewrite.fuse import FusedStyle, fuse, fused_body, is_idle, mode_of_call
 from partita.rewrite.in_place import insert_call
 
@@ -75,7 +75,7 @@ def fuse_as_graphmodule(
         odd = set(partition_lookup_table).symmetric_difference(held)
         raise FusionError(f"nodes and partition_lookup_table differ in {', '.join(sorted(map(str, odd)))}")
     check_together(program, [held], [module_name])
-    numbers = [program.index.number[node] for node in sorted_nodes(held, followers_of(program))]
+    numbers = [program.index.number[node] for node in sorted_nodes(held, effect_successors(program))]
     mode = mode_of_call(program, numbers)
     if mode is None or not program.modes.toggles.isdisjoint(numbers):
         raise ModeError(
@@ -177,7 +177,7 @@ def fuse_by_partitions(
     if not groups:
         return gm if program.index.nodes == list(gm.graph.nodes) else legalize_graph(gm)
     check_together(program, list(groups.values()), list(groups))
-    followers = followers_of(program)
+    followers = effect_successors(program)
     numbers = [[number[node] for node in sorted_nodes(group, followers)] for group in groups.values()]
     fuse(program, numbers, list(groups), returns_tuple=always_return_tuple)
     return gm
@@ -247,7 +247,7 @@ def _followers_in(graph: Graph) -> Followers:
     if not isinstance(root, GraphModule) or root.graph is not graph:
         return {}
     try:
-        return followers_of(program_being_edited(root))
+        return effect_successors(program_being_edited(root))
     except BrokenGraphError:
         return {}
 

@@ -17,7 +17,7 @@ from partita.compat._fused_groups import free_names
 from partita.compat._lower_in_place import commit, prepare
 from partita.errors import CallbackError, OptionError
 from partita.lowering.lower import Lower
-from partita.plans.report import left_out
+from partita.plans.report import excluded
 from partita.policies.by_capability import ByCapability
 from partita.policies.legalize import Piece, asked, legal_partition, no_places, placeable
 from partita.program.program import Program
@@ -124,7 +124,7 @@ def _groups(
         return _is_worthwhile(region.nodes, subgraph_predicate)
 
     partition = ByCapability(refusal, worthwhile=worthwhile)(program)
-    for reason in left_out(partition) if log.isEnabledFor(logging.INFO) else ():
+    for reason in excluded(partition) if log.isEnabledFor(logging.INFO) else ():
         log.info("partial_lower: %s", reason)
     return partition
 

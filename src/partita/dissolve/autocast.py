@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from partita._torch.fake_sandbox import Look, Stage, map_leaves, tensors_in
+from partita._torch.fake_sandbox import FakeSandbox, Look, map_leaves, tensors_in
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.operators.recorder import Label, Step, labels_in
 from partita._torch.operators.registry import SYM_SIZE
@@ -51,7 +51,7 @@ def dissolve_autocast(program: Program) -> Program:
 class _Caster:
     """The new graph while it is written."""
 
-    def __init__(self, program: Program, stage: Stage, rehearsal: Rehearsal) -> None:
+    def __init__(self, program: Program, stage: FakeSandbox, rehearsal: Rehearsal) -> None:
         self.program, self.stage, self.rehearsal = program, stage, rehearsal
         self.writer = GraphWriter(program.graph._tracer_cls)
         self.modes = ModeWriter(self.writer)
@@ -275,7 +275,7 @@ class StepWriter:
         self,
         node: Node,
         writer: GraphWriter,
-        stage: Stage,
+        stage: FakeSandbox,
         known: dict[Label, Node],
         size: Callable[[torch.SymInt], Any],
     ) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from partita._torch.dry_runs import Allowance, DryRunError, is_of_level
-from partita._torch.fake_sandbox import Look, Stage, map_tensors, tensors_in
+from partita._torch.fake_sandbox import FakeSandbox, Look, map_tensors, tensors_in
 from partita._torch.fx.graph_writer import map_nodes
-from partita._torch.operators.recorder import Label, Performance, Step, Watch, labels_in
+from partita._torch.operators.recorder import Label, OperatorRecorder, RecordedCall, Step, labels_in
 from partita.analysis.mode import Autocast, Block, Mode
 from partita.analysis.nodes import VALUE_KEYS, value_of
 from partita.dissolve.grad import ReturnedArguments, records_gradients
@@ -33,10 +33,10 @@ __all__ = ["AsItIs", "OnCasts", "Place", "Places", "Rehearsal", "TakenApart", "c
 class Rehearsal:
     """Runs nodes in graph order; `stage` must be open. Leave it by `close`."""
 
-    def __init__(self, program: Program, stage: Stage) -> None:
+    def __init__(self, program: Program, stage: FakeSandbox) -> None:
         self._program, self._stage = program, stage
         self._leaves = Leaves(program, stage)
-        self._watch = Watch(Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes)))
+        self._watch = OperatorRecorder(Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes)))
         self._looks: dict[Label, Look] = {}
         #: Calls that autocast leaves alone, whatever it has kept.
         self._untouched: set[tuple[Any, ...]] = set()
@@ -89,7 +89,7 @@ class Rehearsal:
             raise ModeError(f"node {arguments.node.name!r} fails under autocast: {seen.error}") from seen.error
         return TakenApart(seen, places)
 
-    def _run(self, arguments: _Arguments, by_place: Mapping[int, Label] | None = None) -> tuple[Performance, Places]:
+    def _run(self, arguments: _Arguments, by_place: Mapping[int, Label] | None = None) -> tuple[RecordedCall, Places]:
         """What a node comes down to on new fakes, with ones that are cast already at these places."""
         fakes, places = self._given(arguments)
         if by_place:
@@ -227,14 +227,14 @@ class OnCasts:
 class TakenApart:
     """Other operators in place of the node."""
 
-    performance: Performance
+    performance: RecordedCall
     places: Places
 
 
 Rehearsed: TypeAlias = AsItIs | OnCasts | TakenApart
 
 
-def ways_to_cast(seen: Performance, places: Places) -> Iterator[tuple[tuple[Step, ...], dict[int, Label]]]:
+def ways_to_cast(seen: RecordedCall, places: Places) -> Iterator[tuple[tuple[Step, ...], dict[int, Label]]]:
     """Casts to make, and places to put them in, that may come down to what was seen; the most likely first."""
     leading = tuple(takewhile(lambda step: step.cast is not None, seen.steps))
     kept = _kept_casts(seen)
@@ -263,7 +263,7 @@ def _by_place(casts: Sequence[Label], places: Places) -> Iterator[dict[int, Labe
             yield by_place
 
 
-def _kept_casts(seen: Performance) -> list[Label]:
+def _kept_casts(seen: RecordedCall) -> list[Label]:
     """The casts that autocast has kept from earlier calls."""
     made = {label for step in seen.steps for label in labels_in(step.result)}
     read = labels_in([*((step.args, dict(step.kwargs)) for step in seen.steps), seen.result])
@@ -280,7 +280,7 @@ class Leaves:
     writes count as such whatever they require: a cast of theirs that is kept has the same value.
     """
 
-    def __init__(self, program: Program, stage: Stage) -> None:
+    def __init__(self, program: Program, stage: FakeSandbox) -> None:
         self._program, self._stage = program, stage
         self._written = {program.index.nodes[number] for number in program.effects.written_inputs}
         self._owned = owned_inputs(program)

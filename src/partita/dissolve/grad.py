@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from partita._torch.dry_runs import Allowance, Guard, is_of_level
-from partita._torch.fake_sandbox import Look, Stage, map_tensors, tensors_in
+from partita._torch.fake_sandbox import FakeSandbox, Look, map_tensors, tensors_in
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.operators.schemas import is_higher_order
 from partita._torch.toggles import IS_GRAD_ENABLED
 from partita.analysis.mode import Mode
 from partita.analysis.nodes import find, value_of
-from partita.analysis.op_effects.calls import Behaviours, storages_of, written_classes
+from partita.analysis.op_effects.calls import CallEffects, storages_of, written_classes
 from partita.analysis.op_effects.terms import nodes_in_slots
 from partita.analysis.projections import takes_item
 from partita.errors import ModeError, OptionError
@@ -58,7 +58,7 @@ def dissolve_grad(program: Program) -> Program:
 class _Detacher:
     """The new graph while it is written."""
 
-    def __init__(self, program: Program, stage: Stage) -> None:
+    def __init__(self, program: Program, stage: FakeSandbox) -> None:
         self.program, self.stage = program, stage
         self.returned = ReturnedArguments(program, stage)
         self.carriers = gradient_carriers(program, self.returned)
@@ -178,7 +178,7 @@ class _Carriers:
     def __init__(self, program: Program, returned: ReturnedArguments) -> None:
         self.program, self.returned = program, returned
         index, root = program.index, program.graph_module
-        behaviours = Behaviours(root, program.pure)
+        behaviours = CallEffects(root, program.pure)
         acting = behaviours.acting(index.graph)
         storages = storages_of(index, behaviours, acting)
         self.classes = storages.roots()
@@ -248,9 +248,9 @@ def _asks_for_gradients(node: Node) -> bool:
 class ReturnedArguments:
     """Asks nodes on fake tensors, and only those that may return what they are given; `stage` must be open."""
 
-    def __init__(self, program: Program, stage: Stage) -> None:
+    def __init__(self, program: Program, stage: FakeSandbox) -> None:
         self._program, self._stage = program, stage
-        self._behaviours = Behaviours(program.graph_module, program.pure)
+        self._behaviours = CallEffects(program.graph_module, program.pure)
         self._known: dict[Node, dict[int | None, Node]] = {}
         self._aliasing = self._behaviours.aliasing(program.graph)
         self._allowance = Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes))

@@ -15,10 +15,10 @@ from partita.errors import BackendError
 from partita.lowering._torch.bodies import body_for_compiler
 from partita.lowering._torch.conditions import conditions_of, symbolic_places
 from partita.lowering._torch.gradients import ask_for_gradients
-from partita.lowering.dry_run import Findings, rehearse
+from partita.lowering.dry_run import DryRun, dry_run
 from partita.lowering.signature import Place, Signature, Slot, TensorLook
 from partita.lowering.variant import Fit, Variant, dimensions_of
-from partita.program.body_effects import Acts
+from partita.program.body_effects import EffectfulNodes
 
 __all__ = ["Compilation", "Compiler"]
 
@@ -42,7 +42,7 @@ class Compilation:
     slots: tuple[Slot, ...]
     signature: Signature
     values: Sequence[Any]
-    acts: Acts
+    acts: EffectfulNodes
     #: The places of values that may be written.
     written: tuple[int, ...]
     #: The key of the symbol for each size that is open.
@@ -83,14 +83,14 @@ class Compilation:
             raise BackendError(f"its `compile` gave {function!r}, which cannot be called")
         return function
 
-    def _rehearsed(self) -> Findings | None:
+    def _rehearsed(self) -> DryRun | None:
         """What the body gives; found on fakes of its own, since running a body changes them."""
         fakes = FakeInputs()
         inputs, has_gradients = self._inputs(fakes), self.signature.surroundings.has_gradients
         if not has_gradients:
             ask_for_gradients(inputs, but=self.written)
         body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes)
-        return rehearse(body, inputs, fakes.mode, self.acts, has_gradients=has_gradients)
+        return dry_run(body, inputs, fakes.mode, self.acts, has_gradients=has_gradients)
 
     def _inputs(self, fakes: FakeInputs, detached: Collection[int] = ()) -> list[Any]:
         return [self._input(fakes, place, is_detached=place in detached) for place in range(len(self.values))]

@@ -9,10 +9,10 @@ from typing import Any, final
 import torch
 from torch.fx import GraphModule
 
-from partita.lowering.signature import OpenSizes
+from partita.lowering.signature import DynamicSizes
 from partita.lowering.variant import Cause
 from partita.plans.failures import Failure, Failures, report
-from partita.program.body_effects import Acts
+from partita.program.body_effects import EffectfulNodes
 
 __all__ = ["Lowering", "ModeScope"]
 
@@ -35,10 +35,10 @@ class Lowering:
     scope: ModeScope | None = None
     #: The places of the inputs that the body writes.
     written: tuple[int, ...] = ()
-    acts: Acts = field(default_factory=Acts)
+    acts: EffectfulNodes = field(default_factory=EffectfulNodes)
     #: The key of the modules in the body for which this is so.
     modules: tuple[Hashable, ...] = ()
-    open_sizes: OpenSizes = field(default_factory=OpenSizes)
+    open_sizes: DynamicSizes = field(default_factory=DynamicSizes)
     strict: bool = False
     #: What the region is called in a profile.
     tag: str = ""
@@ -52,7 +52,7 @@ class Lowering:
             return self
         inputs = [node.name for node in body.graph.find_nodes(op="placeholder")]
         called = [node.name for node in body.graph.find_nodes(op="call_module")]
-        acts = Acts(
+        acts = EffectfulNodes(
             self.acts.acting.union(called), self.acts.draws.union(called), self.acts.written_later.difference(inputs)
         )
         return replace(self, written=tuple(range(len(inputs))), acts=acts)

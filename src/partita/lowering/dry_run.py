@@ -25,9 +25,9 @@ from partita.lowering._torch.gradients import (
     no_grad_views,
 )
 from partita.lowering._torch.views import Reading, numbers_for, readable_from, views_module
-from partita.program.body_effects import Acts
+from partita.program.body_effects import EffectfulNodes
 
-__all__ = ["Findings", "copy_of", "memory_of", "owned_places", "places_to_copy", "rehearse"]
+__all__ = ["DryRun", "copy_of", "dry_run", "memory_of", "owned_places", "places_to_copy"]
 
 
 # A rehearsal: the body is run on fake inputs, to see what it gives, before a compiler gets it.
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @final
 @dataclass(frozen=True, slots=True)
-class Findings:
+class DryRun:
     """What a rehearsal has shown.
 
     `output` is how the output is made up of leaves, and `sources` tell where each leaf is: among what compiled code
@@ -81,9 +81,9 @@ class Findings:
         return assembled(self.output, iter([known[source] for source in self.sources]))
 
 
-def rehearse(
-    body: GraphModule, inputs: Sequence[Any], mode: Any, acts: Acts, *, has_gradients: bool
-) -> Findings | None:
+def dry_run(
+    body: GraphModule, inputs: Sequence[Any], mode: Any, acts: EffectfulNodes, *, has_gradients: bool
+) -> DryRun | None:
     """What `body` shows on fake inputs, which it may change; None where it cannot run on them.
 
     Where gradients are off, all inputs ask for them, and none may get one.
@@ -115,7 +115,7 @@ class _Leaf(NamedTuple):
 class _Sorting:
     """Where each leaf comes from."""
 
-    def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, acts: Acts) -> None:
+    def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, acts: EffectfulNodes) -> None:
         self.body, self.inputs, self.run, self.results, self.acts = body, inputs, run, run.results, acts
         (output,) = body.graph.find_nodes(op="output")
         self.shape = shape_of(run.results[output], is_output=True)
@@ -126,7 +126,7 @@ class _Sorting:
         self.compiled: list[_Leaf] = list(self.bases)
         self.views: list[Reading] = []
 
-    def findings(self, histories: Sequence[Any]) -> Findings:
+    def findings(self, histories: Sequence[Any]) -> DryRun:
         homes = [self._home(leaf) for leaf in self.leaves]
         self._keep_draws()
         numbers = [_Leaf(self.results[node], node, ()) for node in numbers_for(self.readable, self.views)]
@@ -140,7 +140,7 @@ class _Sorting:
         names = (node.name for node in self.body.graph.find_nodes(op="placeholder"))
         given = dict(zip(names, self.inputs, strict=True))
         copies = places_of_copies(given, values, self.acts.written_later) if any((*links, *written)) else ()
-        return Findings(
+        return DryRun(
             output=self.shape,
             sources=tuple(starts[kind] + place for kind, place in homes),
             compiled=tuple((leaf.node.name, leaf.keys) for leaf in self.compiled),

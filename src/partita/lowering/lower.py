@@ -19,11 +19,11 @@ from partita.backends.backend import Backend, find_backend, picks_kernels, takes
 from partita.errors import OptionError
 from partita.lowering.config import Lowering, ModeScope
 from partita.lowering.lowered import Lowered
-from partita.lowering.signature import OpenSizes
+from partita.lowering.signature import DynamicSizes
 from partita.lowering.variant_cache import variants_for
 from partita.plans.failures import Failure, Failures, report
 from partita.plans.treatment import Site
-from partita.program.body_effects import acts_of, traced_symbols, written_inputs
+from partita.program.body_effects import effectful_nodes, traced_symbols, written_inputs
 from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.bodies import bare_body
@@ -56,7 +56,7 @@ class Lower:
     tag: str | None = None
 
     #: A function is compiled for one mode.
-    mixes_modes: ClassVar[bool] = False
+    allows_mixed_modes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
@@ -127,9 +127,9 @@ class Lower:
             picks_kernels=picks_kernels(backend),
             scope=_scope_of(bare.mode),
             written=written_inputs(body),
-            acts=acts_of(body, written_later),
+            acts=effectful_nodes(body, written_later),
             modules=modules_key(bare.module),
-            open_sizes=OpenSizes(traced_symbols(body), dynamic),
+            open_sizes=DynamicSizes(traced_symbols(body), dynamic),
             strict=self.strict,
             tag=tag,
             title=title if tag == region else f"{title}, tagged {tag!r},",

@@ -20,10 +20,18 @@ from partita.lowering._torch.guards import Guard, profiler_runs, surroundings, w
 from partita.lowering.compilation import Compilation
 from partita.lowering.config import Lowering
 from partita.lowering.dry_run import memory_of
-from partita.lowering.signature import Call, ModuleLook, ModuleState, OpenSizes, Signature, signature_of, unfit_reason
+from partita.lowering.signature import (
+    Call,
+    DynamicSizes,
+    ModuleLook,
+    ModuleState,
+    Signature,
+    signature_of,
+    unfit_reason,
+)
 from partita.lowering.variant import Cause, Fit, Variant, WrongOutputsError
-from partita.lowering.variant_cache import Recent, Variants
-from partita.program.body_effects import Acts
+from partita.lowering.variant_cache import LruTable, Variants
+from partita.program.body_effects import EffectfulNodes
 
 __all__ = ["Lowered"]
 
@@ -41,7 +49,7 @@ class Lowered(StandsForBody):
         self.body = body
         self.lowering = lowering
         self._variants = variants
-        self._choice = Choice(body, lowering, variants)
+        self._choice = Dispatcher(body, lowering, variants)
         # `Graph.eliminate_dead_code` asks for this name.
         self._is_impure = getattr(body, "_is_impure", False)
 
@@ -96,7 +104,7 @@ class Lowered(StandsForBody):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         make_lazy_again(self.body)
-        self._choice = Choice(self.body, self.lowering, self._variants)
+        self._choice = Dispatcher(self.body, self.lowering, self._variants)
 
 
 # The choice of what runs for a call: a function that was compiled for calls like it, a new one, or the body itself.
@@ -138,7 +146,7 @@ class _Trial:
 
 
 @final
-class Choice:
+class Dispatcher:
     """What one region has seen so far."""
 
     def __init__(self, body: GraphModule, lowering: Lowering, variants: Variants) -> None:
@@ -146,7 +154,7 @@ class Choice:
         self._calls = Calls(body)
         self._open_sizes = lowering.open_sizes
         #: The last signature of each kind.
-        self._seen: Recent[Signature] = Recent()
+        self._seen: LruTable[Signature] = LruTable()
         self._last: _LastUse | None = None
         variants.serve(self)
 
@@ -205,13 +213,13 @@ class Choice:
         self._seen.note(signature.kind, signature)
         return variant, written
 
-    def _open_sizes_after(self, signature: Signature) -> OpenSizes:
+    def _open_sizes_after(self, signature: Signature) -> DynamicSizes:
         """With what differs from the last call of its kind; what others that share functions have seen is theirs."""
         before = self._seen.get(signature.kind)
         return self._open_sizes if before in (None, signature) else self._open_sizes.after(before, signature)
 
     def _made(
-        self, signature: Signature, call: Call, written: tuple[int, ...], acts: Acts, open_sizes: OpenSizes
+        self, signature: Signature, call: Call, written: tuple[int, ...], acts: EffectfulNodes, open_sizes: DynamicSizes
     ) -> Variant | _Trial:
         lowering = self._lowering
         if signature.needs_gradients and not lowering.trains:
@@ -245,8 +253,8 @@ class Choice:
 
     def _is_fit(self, call: Call) -> bool:
         """Whether code can be made for such a call; tensors of another class, and tracers, are no fault."""
-        if call.modules is not None and call.modules.state.interposed is not None:
-            self._lowering.report(Cause(f"{call.modules.state.interposed}, which a trace would lose"))
+        if call.modules is not None and call.modules.state.call_overrides is not None:
+            self._lowering.report(Cause(f"{call.modules.state.call_overrides}, which a trace would lose"))
             return False
         for place, value in enumerate(call.values):
             reason = unfit_reason(value)

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import modules_key, settings_of
-from partita._torch.nn_modules import HOOKS_OF_ALL, hooks_of, interposed
+from partita._torch.nn_modules import HOOKS_OF_ALL, call_overrides, hooks_of
 from partita.lowering._torch.containers import Shape, leaf_count
-from partita.lowering._torch.guards import Surroundings
+from partita.lowering._torch.guards import GlobalState
 from partita.program.body_effects import TracedSymbols
 
 __all__ = [
     "Call",
+    "DynamicSizes",
     "ModuleLook",
     "ModuleState",
-    "OpenSizes",
     "Place",
     "Signature",
     "Slot",
@@ -41,7 +41,7 @@ Place: TypeAlias = tuple[int, int | None]
 
 @final
 @dataclass(frozen=True, slots=True)
-class OpenSizes:
+class DynamicSizes:
     """What is open: what was traced as a symbol, and what has been seen to change, unless `dynamic` says otherwise."""
 
     traced: TracedSymbols = ()
@@ -67,14 +67,14 @@ class OpenSizes:
                 found[place] = place
         return found
 
-    def after(self, one: Signature, other: Signature) -> OpenSizes:
+    def after(self, one: Signature, other: Signature) -> DynamicSizes:
         """What is open once calls of these two signatures, which are of one kind, have been seen."""
         places = {
             (place, axis)
             for place, (look, now) in enumerate(zip(one.looks, other.looks, strict=True))
             for axis in _differing(look, now)
         }
-        return OpenSizes(self.traced, self.dynamic, self.changed | places)
+        return DynamicSizes(self.traced, self.dynamic, self.changed | places)
 
     def _symbol(self, place: Place) -> str | None:
         number, axis = place
@@ -184,7 +184,7 @@ class Signature:
     what they are set to.
     """
 
-    surroundings: Surroundings
+    surroundings: GlobalState
     looks: tuple[Look, ...]
     shapes: tuple[Shape, ...]
     modules: Hashable = ()
@@ -209,7 +209,7 @@ class Signature:
 
 
 def signature_of(
-    call: Call, surroundings: Surroundings, *, written: Collection[int] = (), picks_kernels: bool = False
+    call: Call, surroundings: GlobalState, *, written: Collection[int] = (), picks_kernels: bool = False
 ) -> Signature:
     """The signature of a call, of whose values those at the places in `written` are written.
 
@@ -311,11 +311,11 @@ class ModuleState:
         return modules_key(self._body)
 
     @cached_property
-    def interposed(self) -> str | None:
+    def call_overrides(self) -> str | None:
         """Which module does what a compiler would lose, and what, in words; None if none does."""
         if any(HOOKS_OF_ALL):
             return "every module runs hooks"
-        found = ((type(module).__name__, interposed(module)) for module in self._modules)
+        found = ((type(module).__name__, call_overrides(module)) for module in self._modules)
         return next((f"a {name} in it {reason}" for name, reason in found if reason is not None), None)
 
     def __bool__(self) -> bool:

@@ -15,7 +15,7 @@ from partita.errors import BackendError
 from partita.lowering._torch.conditions import Check, check_from
 from partita.lowering._torch.gradients import UnusedGradients
 from partita.lowering._torch.guards import Guard
-from partita.lowering.dry_run import Findings, copy_of, places_to_copy
+from partita.lowering.dry_run import DryRun, copy_of, places_to_copy
 from partita.lowering.signature import Signature, TensorLook
 
 __all__ = ["Cause", "Fit", "Variant", "WrongOutputsError", "check_outputs", "dimensions_of"]
@@ -106,7 +106,7 @@ class Variant:
     fit: Fit
     function: Callable[..., Sequence[Any]] | None
     #: What is known of the output; without it, it is what the function gives.
-    findings: Findings | None = None
+    findings: DryRun | None = None
     #: Why there is no function.
     cause: Cause | None = None
     #: How many outputs the function gives, where nothing else is known of them.
@@ -183,7 +183,7 @@ class Variant:
         self._is_checked = True
 
 
-def _unused_gradients(findings: Findings) -> UnusedGradients | None:
+def _unused_gradients(findings: DryRun) -> UnusedGradients | None:
     # Needed for a single output too: autograd also comes to a function none of whose outputs has a gradient.
     if not any(findings.links) and not findings.written_links:
         return None

@@ -10,11 +10,11 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 from weakref import WeakSet, WeakValueDictionary
 
 from partita.lowering.compilation import Compilation, Compiler
-from partita.lowering.dry_run import Findings
+from partita.lowering.dry_run import DryRun
 from partita.lowering.signature import Signature
 from partita.lowering.variant import Cause, Fit, Variant
 
-__all__ = ["Recent", "Variants", "variants_for"]
+__all__ = ["LruTable", "Variants", "variants_for"]
 
 
 # Sharing: equal bodies that are lowered alike have one set of variants in a process, so that each is compiled once.
@@ -63,7 +63,7 @@ class Variants:
         self.compiler = compiler
         self._keep_each = keep
         self._users: WeakSet[Any] = WeakSet()
-        self._patience = Patience()
+        self._patience = CompileBackoff()
         #: The last used first; replaced as a whole, so that it can be read without a lock.
         self._functions: tuple[Variant, ...] = ()
         self._ordering = Lock()
@@ -154,14 +154,14 @@ _FAILURES = 3
 
 
 @final
-class Patience:
+class CompileBackoff:
     """What is known of the compilations of a body so far."""
 
     def __init__(self) -> None:
-        self._tries: Recent[int] = Recent()
-        self._failed: Recent[Cause] = Recent()
+        self._tries: LruTable[int] = LruTable()
+        self._failed: LruTable[Cause] = LruTable()
         #: By kind, the signatures that a compiler has failed on.
-        self._failures: Recent[frozenset[Signature]] = Recent()
+        self._failures: LruTable[frozenset[Signature]] = LruTable()
 
     def variant_for(self, signature: Signature, *, keep: int) -> Variant | None:
         """The variant without a function for a call that the body itself must run for; None if one may be made."""
@@ -202,7 +202,7 @@ Value = TypeVar("Value")
 
 
 @final
-class Recent(Generic[Value]):
+class LruTable(Generic[Value]):
     """At most `most` entries, those that were noted last; threads may use it side by side."""
 
     def __init__(self, most: int = 64) -> None:
@@ -233,7 +233,7 @@ class Stored(NamedTuple):
     """A variant as data."""
 
     fit: Fit
-    findings: Findings | None
+    findings: DryRun | None
     function: bytes
 
 

@@ -3,14 +3,14 @@
 from partita.plans.failures import Failure
 from partita.plans.mode_tree import ModeTree, mode_tree
 from partita.plans.plan import Plan, Policy, plan
-from partita.plans.report import Explanation, LeftOut
+from partita.plans.report import Excluded, Explanation
 from partita.plans.treatment import Called, Site, Treatment
 
 __all__ = [
     "Called",
+    "Excluded",
     "Explanation",
     "Failure",
-    "LeftOut",
     "ModeTree",
     "Plan",
     "Policy",

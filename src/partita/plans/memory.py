@@ -14,12 +14,12 @@ from partita.plans.treatment import Treatment
 from partita.program.saved_tensors import Memory, Origin, SavedTensors, bytes_in, saved_tensors_of
 from partita.regions import Partition, Region
 
-__all__ = ["Holding", "Holdings", "Holds", "holding_of", "holdings"]
+__all__ = ["ReportsSavedBytes", "SavedBytes", "SavedMemory", "saved_bytes_of", "saved_memory"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Holding:
+class SavedBytes:
     """The memory that autograd holds for a region, beside parameters, buffers and constants, which are held anyway.
 
     Memory that two regions hold belongs to both, so bytes of regions do not add up; `Holdings.total` counts it once.
@@ -45,41 +45,43 @@ class Holding:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class SavedMemory:
     """What each region of a plan holds, None where its treatment does not say, and the whole program.
 
     Nothing is known where there is a `reason`.
     """
 
-    regions: tuple[Holding | None, ...]
-    total: Holding | None = None
+    regions: tuple[SavedBytes | None, ...]
+    total: SavedBytes | None = None
     reason: str | None = None
 
 
 @runtime_checkable
-class Holds(Protocol):
+class ReportsSavedBytes(Protocol):
     """A treatment that changes what autograd holds for a region."""
 
-    def holding(self, region: Region, saved: SavedTensors) -> Holding | None:
-        """What is held for the region; None where that is not known. `holding_of` answers it for recomputation."""
+    def saved_bytes(self, region: Region, saved: SavedTensors) -> SavedBytes | None:
+        """What is held for the region; None where that is not known. `saved_bytes_of` answers it for recomputation."""
 
 
-def holdings(partition: Partition, treatments: Sequence[Treatment], saved: SavedTensors | None = None) -> Holdings:
+def saved_memory(
+    partition: Partition, treatments: Sequence[Treatment], saved: SavedTensors | None = None
+) -> SavedMemory:
     """What autograd holds under these treatments; those that do not say change nothing, as far as the total goes.
 
     Without `saved`, the program is run once on tensors without memory.
     """
     saved = saved_tensors_of(partition.program) if saved is None else saved
     if saved.reason is not None:
-        return Holdings((None,) * len(partition), reason=saved.reason)
+        return SavedMemory((None,) * len(partition), reason=saved.reason)
     found = [
-        _told(treatment, region, saved) if isinstance(treatment, Holds) else None
+        _told(treatment, region, saved) if isinstance(treatment, ReportsSavedBytes) else None
         for region, treatment in zip(partition, treatments, strict=True)
     ]
-    return Holdings(tuple(found), _total(partition, found, saved))
+    return SavedMemory(tuple(found), _total(partition, found, saved))
 
 
-def holding_of(region: Region, saved: SavedTensors, kept: Collection[Node] = ()) -> Holding | None:
+def saved_bytes_of(region: Region, saved: SavedTensors, kept: Collection[Node] = ()) -> SavedBytes | None:
     """What a region holds that is recomputed but for the results of `kept`.
 
     Autograd then holds what goes into the region and what is kept; in the place of what it is given and is written, by
@@ -92,28 +94,28 @@ def holding_of(region: Region, saved: SavedTensors, kept: Collection[Node] = ())
     nodes = _in_order(region, saved)
     plain = saved.held(nodes)
     if not any(saved.of(node).saves for node in nodes):
-        return Holding(plain, frozenset(), 0)
+        return SavedBytes(plain, frozenset(), 0)
     operands = set(_operands(region, saved))
     written = _written(region, operands, saved)
     made = (memory for node in kept for memory in saved.of(node).computes)
     held = {memory for memory in (*(operands - written), *made) if memory.origin is not Origin.STATE}
     copies = {Memory(memory.bytes, Origin.INSIDE, memory.node) for memory in written}
-    return Holding(plain, frozenset(held | copies), _recomputed_flops(nodes, frozenset(kept), saved))
+    return SavedBytes(plain, frozenset(held | copies), _recomputed_flops(nodes, frozenset(kept), saved))
 
 
-def _told(treatment: Holds, region: Region, saved: SavedTensors) -> Holding | None:
+def _told(treatment: ReportsSavedBytes, region: Region, saved: SavedTensors) -> SavedBytes | None:
     try:
-        found: object = treatment.holding(region, saved)
+        found: object = treatment.saved_bytes(region, saved)
     except PartitaError:
         raise
     except Exception as error:
         raise TreatmentError(
             f"{treatment!r} raised {type(error).__name__} when asked what region {region.name!r} holds: {error}"
         ) from error
-    if found is not None and not isinstance(found, Holding):
+    if found is not None and not isinstance(found, SavedBytes):
         raise TreatmentError(
             f"{treatment!r} gave {type(found).__name__} as what region {region.name!r} holds; `holding` returns a "
-            "Holding, such as `holding_of` gives, or None"
+            "Holding, such as `saved_bytes_of` gives, or None"
         )
     return found
 
@@ -163,13 +165,15 @@ def _recomputed_flops(nodes: Sequence[Node], kept: frozenset[Node], saved: Saved
     return flops + (0 if nodes[last] in kept else saved.of(nodes[last]).flops_until_saved or 0)
 
 
-def _total(partition: Partition, found: Sequence[Holding | None], saved: SavedTensors) -> Holding | None:
+def _total(partition: Partition, found: Sequence[SavedBytes | None], saved: SavedTensors) -> SavedBytes | None:
     """The whole program: what is outside of the regions that were told of is held as before."""
-    told = [(region, holding) for region, holding in zip(partition, found, strict=True) if holding is not None]
+    told = [
+        (region, saved_bytes) for region, saved_bytes in zip(partition, found, strict=True) if saved_bytes is not None
+    ]
     treated = {node for region, _ in told for node in region.nodes}
     outside = saved.held(node for node in saved.nodes if node not in treated)
-    return Holding(
+    return SavedBytes(
         saved.held(),
-        outside.union(*(holding.treated for _, holding in told)),
-        sum(holding.extra_flops for _, holding in told),
+        outside.union(*(saved_bytes.treated for _, saved_bytes in told)),
+        sum(saved_bytes.extra_flops for _, saved_bytes in told),
     )

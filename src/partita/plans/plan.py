@@ -18,16 +18,16 @@ from partita.analysis.mode import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
 from partita.plans.failures import Failures
-from partita.plans.memory import Holdings, holdings
-from partita.plans.report import Explanation, LeftOut, explanation, left_out, table
+from partita.plans.memory import SavedMemory, saved_memory
+from partita.plans.report import Excluded, Explanation, excluded, explanation, table
 from partita.plans.treatment import (
     Called,
     Site,
     Treatment,
+    allows_mixed_modes,
+    annotation_suffices,
     is_treatment,
     marks_of,
-    marks_suffice,
-    mixes_modes,
     node_marks_of,
     puts_back_modes,
     tolerance_of,
@@ -38,7 +38,7 @@ from partita.regions import Partition, Region
 from partita.regions.joint_forward import forward_alone
 from partita.rewrite.inline import inline
 from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall, call_through, calling_modules
-from partita.rewrite.outline import Surroundings, add_marks, marked, outlined
+from partita.rewrite.outline import CallModes, add_marks, marked, outlined
 from partita.rewrite.state import MovedByPart, StateNaming, name_state
 
 __all__ = ["Plan", "Policy", "plan"]
@@ -66,7 +66,7 @@ class Plan:
             raise OptionError(
                 f"a plan takes one treatment a region: {len(self.partition)} regions, treatments {self.treatments!r}"
             )
-        if not all(map(mixes_modes, distinct)):
+        if not all(map(allows_mixed_modes, distinct)):
             _check_modes(self.partition, self.treatments)
 
     @property
@@ -89,13 +89,13 @@ class Plan:
         that the program stands for.
         """
         final = AMBIENT if self.puts_back_modes else self.program.modes.final
-        cut = outlined(self.partition, surroundings=Surroundings.unknown(len(self.partition), final))
+        cut = outlined(self.partition, surroundings=CallModes.unknown(len(self.partition), final))
         module, moved = cut.graph_module, MovedByPart(cut.moved)
         operators: dict[str, OperatorCall] = {}
         inlined: set[str] = set()
         unexportable: dict[str, nn.Module] = {}
         for name, body, site, treatment in zip(cut.names, cut.bodies, self._sites(), self.treatments, strict=True):
-            if not marks_suffice(treatment):  # Else what is called says the same.
+            if not annotation_suffices(treatment):  # Else what is called says the same.
                 add_marks(body, marks_of(treatment, site.region))
             called = treated(treatment, body, site)
             if self.program.export is not None and not isinstance(called.module, GraphModule):
@@ -152,17 +152,17 @@ class Plan:
         found = self.program.node(node) if isinstance(node, str) else node
         return explanation(self.partition, self.treatments, found)
 
-    def holdings(self) -> Holdings:
+    def saved_memory(self) -> SavedMemory:
         """What each region holds for the backward, without its treatment and with it, and the whole program."""
-        return holdings(self.partition, self.treatments)
+        return saved_memory(self.partition, self.treatments)
 
-    def left_out(self) -> tuple[LeftOut, ...]:
+    def excluded(self) -> tuple[Excluded, ...]:
         """The operators outside every region, by reason; each prints as a line."""
-        return left_out(self.partition)
+        return excluded(self.partition)
 
     def summary(self) -> str:
         """How much is in regions, and how much is left out, by reason."""
-        outside = self.left_out()
+        outside = self.excluded()
         inside, out = sum(map(len, self.partition)), sum(group.count for group in outside)
         regions = "1 region" if len(self.partition) == 1 else f"{len(self.partition)} regions"
         head = f"{inside} {'node' if inside == 1 else 'nodes'} in {regions}, {out} outside"
@@ -262,7 +262,7 @@ def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> Non
     scalars = partition.program.symbolic_scalars
     first: dict[int, int] = {}
     for number, place in enumerate(partition.owner):
-        if place < 0 or number in scalars or mixes_modes(treatments[place]):
+        if place < 0 or number in scalars or allows_mixed_modes(treatments[place]):
             continue
         known = first.setdefault(place, number)
         one, other = modes.at(known), modes.at(number)

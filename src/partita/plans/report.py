@@ -12,7 +12,7 @@ from torch.fx import Node
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.nodes import bytes_of, bytes_of_value, container_items, find, value_of
 from partita.errors import PartitaError, UnknownNodeError
-from partita.plans.memory import Holding, Holdings, Holds, holdings
+from partita.plans.memory import ReportsSavedBytes, SavedBytes, SavedMemory, saved_memory
 from partita.plans.treatment import Treatment
 from partita.program.flops import Flops
 from partita.regions import Partition
@@ -20,7 +20,7 @@ from partita.regions.borders import Crossing, Item
 from partita.regions.region import ONLY_SWITCHES, Reason, ReasonKind
 from partita.solvers.quotient import ALONE, NOWHERE
 
-__all__ = ["Explanation", "LeftOut", "explanation", "left_out", "table"]
+__all__ = ["Excluded", "Explanation", "excluded", "explanation", "table"]
 
 
 # Why a node is where it is, as data and in words.
@@ -169,7 +169,7 @@ def _traced(partition: Partition, came_from: dict[int, int], last: int) -> tuple
 
 
 _HEAD = ("region", "nodes", "in", "out", "bytes in", "bytes out", "flops")
-_HOLDING_HEAD = ("held", "held after", "extra flops")
+_SAVED_HEAD = ("saved", "saved after", "recomputed flops")
 
 
 def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
@@ -177,8 +177,8 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
 
     Where a treatment says what autograd holds for its regions, three columns show that.
     """
-    held = _holdings(partition, treatments)
-    rows, counter = [(*_HEAD, *(_HOLDING_HEAD if held else ()), "treatment", "label")], Flops()
+    held = _saved_memory(partition, treatments)
+    rows, counter = [(*_HEAD, *(_SAVED_HEAD if held else ()), "treatment", "label")], Flops()
     called = [vertex for vertex in partition.order if vertex < len(partition)]
     for place in called:
         region, border = partition.regions[place], partition.borders.of_regions[place]
@@ -191,7 +191,7 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
                 _bytes(partition, border.inputs),
                 _bytes(partition, border.outputs),
                 _flops(region.nodes, counter),
-                *(_holding(held.regions[place], treatments[place]) if held else ()),
+                *(_saved_bytes(held.regions[place], treatments[place]) if held else ()),
                 repr(treatments[place]),
                 "" if region.label is None else str(region.label),
             )
@@ -229,33 +229,33 @@ def _flops(nodes: Sequence[Node], counter: Flops) -> str:
     return f"{counter.total(nodes):,}"
 
 
-def _holdings(partition: Partition, treatments: Sequence[Treatment]) -> Holdings | None:
+def _saved_memory(partition: Partition, treatments: Sequence[Treatment]) -> SavedMemory | None:
     """What the regions hold, if a treatment says it; a plan that cannot be carried out can still be printed."""
-    if not any(isinstance(treatment, Holds) for treatment in treatments):
+    if not any(isinstance(treatment, ReportsSavedBytes) for treatment in treatments):
         return None
     try:
-        return holdings(partition, treatments)
+        return saved_memory(partition, treatments)
     except PartitaError as error:
-        return Holdings((None,) * len(partition), reason=str(error))
+        return SavedMemory((None,) * len(partition), reason=str(error))
 
 
-def _holding(holding: Holding | None, treatment: Treatment) -> tuple[str, str, str]:
+def _saved_bytes(saved_bytes: SavedBytes | None, treatment: Treatment) -> tuple[str, str, str]:
     """What a region holds; nothing for a treatment that does not say, question marks where it is not known."""
-    if holding is None:
-        return ("?", "?", "?") if isinstance(treatment, Holds) else ("", "", "")
-    return _counts(holding)
+    if saved_bytes is None:
+        return ("?", "?", "?") if isinstance(treatment, ReportsSavedBytes) else ("", "", "")
+    return _counts(saved_bytes)
 
 
-def _counts(holding: Holding) -> tuple[str, str, str]:
-    return _count(holding.plain_bytes), _count(holding.treated_bytes), _count(holding.extra_flops)
+def _counts(saved_bytes: SavedBytes) -> tuple[str, str, str]:
+    return _count(saved_bytes.plain_bytes), _count(saved_bytes.treated_bytes), _count(saved_bytes.extra_flops)
 
 
-def _held(held: Holdings) -> list[str]:
+def _held(held: SavedMemory) -> list[str]:
     """The whole program in one line; memory of several regions counts once."""
     if held.total is None:
-        return [f"held for the backward: not known: {held.reason}"]
+        return [f"saved for backward: not known: {held.reason}"]
     plain, treated, flops = _counts(held.total)
-    return [f"held for the backward: {plain} bytes, {treated} after; {flops} FLOPs are computed again"]
+    return [f"saved for backward: {plain} bytes, {treated} after; {flops} FLOPs are recomputed"]
 
 
 def _count(number: int | None) -> str:
@@ -263,7 +263,7 @@ def _count(number: int | None) -> str:
 
 
 def _plan_remarks(partition: Partition) -> list[str]:
-    remarks, outside = [], frozenset(nodes_left_out(partition))
+    remarks, outside = [], frozenset(excluded_nodes(partition))
     counted = Counter(reason for node, reason in partition.reasons.items() if node in outside).most_common()
     silent = sum(node not in partition.reasons for node in outside)
     for reason, count in (*counted, *([("no reason given", silent)] if silent else ())):
@@ -294,7 +294,7 @@ _SHOWN = 6
 
 @final
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class Excluded:
     """Operators outside every region for one reason; `operators` counts them by what they call."""
 
     kind: ReasonKind
@@ -323,18 +323,18 @@ _LEAD: Mapping[ReasonKind, str] = {
 }
 
 
-def left_out(partition: Partition) -> tuple[LeftOut, ...]:
+def excluded(partition: Partition) -> tuple[Excluded, ...]:
     """What is outside every region, the most frequent reason first."""
     found: dict[tuple[ReasonKind, str, str], Counter[str]] = {}
-    for node in nodes_left_out(partition):
+    for node in excluded_nodes(partition):
         reason = Reason.of(partition.reasons.get(node, "no reason given"))
         by = reason.by if reason.kind == "refused" else ""
         found.setdefault((reason.kind, by, reason.why), Counter())[_called(node)] += 1
-    groups = [LeftOut(*key, dict(operators)) for key, operators in found.items()]
+    groups = [Excluded(*key, dict(operators)) for key, operators in found.items()]
     return tuple(sorted(groups, key=lambda group: -group.count))
 
 
-def nodes_left_out(partition: Partition) -> Iterator[Node]:
+def excluded_nodes(partition: Partition) -> Iterator[Node]:
     """The operators outside every region, and what switches modes, where a reason is given; in graph order.
 
     Items of containers, and numbers that are computed wherever they are read, do not count.

@@ -24,10 +24,10 @@ __all__ = [
     "Site",
     "Treatment",
     "Treats",
+    "allows_mixed_modes",
+    "annotation_suffices",
     "is_treatment",
     "marks_of",
-    "marks_suffice",
-    "mixes_modes",
     "node_marks_of",
     "puts_back_modes",
     "tolerance_of",
@@ -98,10 +98,10 @@ class MarksNodes(Protocol):
 
 
 #: What happens to a region: a frozen dataclass of plain values that treats, or marks, or both. It may also have
-#: `tolerance`, a `Tolerance` by which it may change numbers (exact if missing), and `mixes_modes`, whether one body
-#: may hold nodes of several grad, inference or autocast modes (true if missing), and `puts_back_modes`, whether a
+#: `tolerance`, a `Tolerance` by which it may change numbers (exact if missing), and `allows_mixed_modes`, whether one
+#: body may hold nodes of several grad, inference or autocast modes (true if missing), and `puts_back_modes`, whether a
 #: program all of whose modes are treated puts back those that it used to leave switched (false if missing), and
-#: `marks_suffice`, whether a compiler of the whole graph that reads its marks needs no cut (false if missing).
+#: `annotation_suffices`, whether a compiler of the whole graph that reads its marks needs no cut (false if missing).
 Treatment: TypeAlias = Treats | TreatsAt | Marks
 
 
@@ -118,9 +118,9 @@ def tolerance_of(treatment: Treatment) -> Tolerance:
     return tolerance
 
 
-def mixes_modes(treatment: Treatment) -> bool:
+def allows_mixed_modes(treatment: Treatment) -> bool:
     """Whether one body may hold nodes of several modes."""
-    return bool(getattr(treatment, "mixes_modes", True))
+    return bool(getattr(treatment, "allows_mixed_modes", True))
 
 
 def puts_back_modes(treatment: Treatment) -> bool:
@@ -153,9 +153,9 @@ def node_marks_of(treatment: Treatment, region: Region) -> Mapping[Node, Mapping
     return found
 
 
-def marks_suffice(treatment: Treatment) -> bool:
+def annotation_suffices(treatment: Treatment) -> bool:
     """Whether a compiler that reads the marks needs no cut."""
-    return bool(getattr(treatment, "marks_suffice", False))
+    return bool(getattr(treatment, "annotation_suffices", False))
 
 
 def treated(treatment: Treatment, body: GraphModule, site: Site) -> Called:

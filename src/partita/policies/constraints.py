@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import Behaviours
+from partita.analysis.op_effects.calls import CallEffects
 from partita.analysis.projections import is_projection
 from partita.errors import CallbackError, CycleError, OptionError
 from partita.policies.legalize import NO_REASON, asked, asked_label
@@ -46,7 +46,7 @@ class IdleNodes:
         self._root = program.graph_module
         self._known: dict[Node, bool] = {}
         self._written: dict[Node, bool] = {}
-        self._behaviours = Behaviours(program.graph_module, program.pure)
+        self._behaviours = CallEffects(program.graph_module, program.pure)
 
     def __contains__(self, node: Node) -> bool:
         known = self._known.get(node)

@@ -11,11 +11,19 @@ from torch.fx import Node
 from partita._torch.symbolic_shapes import symbol_of
 from partita.analysis.mutation import writing_nodes
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import Behaviours, storages_of
-from partita.analysis.op_effects.modules import may_draw
+from partita.analysis.op_effects.calls import CallEffects, storages_of
+from partita.analysis.op_effects.modules import may_use_rng
 from partita.program.program import Program
 
-__all__ = ["Acts", "TracedSymbols", "acts_of", "may_write", "seen_once", "traced_symbols", "written_inputs"]
+__all__ = [
+    "EffectfulNodes",
+    "TracedSymbols",
+    "effectful_nodes",
+    "may_write",
+    "seen_once",
+    "traced_symbols",
+    "written_inputs",
+]
 
 
 #: For each input of a body the symbols of its sizes, or its own symbol, by name, as its tracer had them; else None.
@@ -24,7 +32,7 @@ TracedSymbols: TypeAlias = tuple[tuple[str | None, ...] | str | None, ...]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Acts:
+class EffectfulNodes:
     """The nodes of a body, by name, that do more than compute, and those that draw random numbers or may do so."""
 
     acting: frozenset[str] = frozenset()
@@ -42,7 +50,7 @@ def written_inputs(program: Program) -> tuple[int, ...]:
 
 def seen_once(program: Program) -> tuple[int, ...]:
     """The places of inputs whose memory only one node of the body sees, such as the statistics of a batch norm."""
-    index, behaviours = program.index, Behaviours(program.graph_module, program.pure)
+    index, behaviours = program.index, CallEffects(program.graph_module, program.pure)
     storages = storages_of(index, behaviours, behaviours.acting(program.graph))
     readers: dict[int, set[Node]] = {}
     for i, node in enumerate(index.nodes):
@@ -62,17 +70,17 @@ def may_write(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*writing_nodes(program.graph_module), *modules)))
 
 
-def acts_of(program: Program, written_later: frozenset[str]) -> Acts:
+def effectful_nodes(program: Program, written_later: frozenset[str]) -> EffectfulNodes:
     """What the nodes of a body do beside computing, and what is done to their results when it has run."""
     nodes, effects = program.index.nodes, program.effects
     # A module that is set to training later may draw then.
     calls = program.graph.find_nodes(op="call_module")
-    modules = (node.name for node in calls if may_draw(program.graph_module.get_submodule(str(node.target))))
+    modules = (node.name for node in calls if may_use_rng(program.graph_module.get_submodule(str(node.target))))
     draws = (nodes[number].name for number in effects.draws)
     acting = frozenset(nodes[number].name for number in effects.effectful)
     # What the body writes itself must be what it was given.
     written = (nodes[number].name for number in effects.written_inputs)
-    return Acts(acting, frozenset((*draws, *modules)), written_later.difference(written))
+    return EffectfulNodes(acting, frozenset((*draws, *modules)), written_later.difference(written))
 
 
 def traced_symbols(program: Program) -> TracedSymbols:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import registers_hook
 from partita.analysis.index import Index
-from partita.analysis.op_effects.calls import Behaviours, storages_of
+from partita.analysis.op_effects.calls import CallEffects, storages_of
 
 __all__ = ["HookedTensor", "hooked_tensors"]
 
@@ -47,7 +47,7 @@ def hooked_tensors(
     index: Index, root: GraphModule, *, pure: frozenset[Callable[..., Any]] = frozenset()
 ) -> tuple[HookedTensor, ...]:
     """The tensors of a graph that have hooks, or may have, in graph order; functions in `pure` register none."""
-    behaviours = Behaviours(root, pure)
+    behaviours = CallEffects(root, pure)
     acting = behaviours.acting(index.graph)
     unknown = {node for node, told in acting.items() if told.unknown}
     hooks = [node for node in index.nodes if registers_hook(node.target) or node in unknown]

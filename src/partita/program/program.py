@@ -13,14 +13,14 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis._torch.body_effects import carry_facts
+from partita.analysis._torch.body_effects import propagate_effects
 from partita.analysis.effects import Effects, effects_of
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.modes import Modes, check_bodies, modes_of
 from partita.analysis.mutation import forget_writers
 from partita.analysis.nodes import Neighbours, neighbours_of
-from partita.analysis.op_effects.calls import Behaviour, Behaviours
+from partita.analysis.op_effects.calls import CallEffects, OpEffects
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
@@ -71,7 +71,7 @@ class Program:
         #: Whether it is a body of another program, which has checked the modes of all its bodies, at any depth.
         self.is_body = body_of is not None
         #: What calls of bodies may do, which a program finds out together with its bodies.
-        self._known_modules: dict[nn.Module, Behaviour] = {} if body_of is None else body_of._known_modules
+        self._known_modules: dict[nn.Module, OpEffects] = {} if body_of is None else body_of._known_modules
         forget_writers(graph_module)
 
     @classmethod
@@ -130,7 +130,7 @@ class Program:
 
         With `knows_bodies`, what was found out about bodies, which are the same and as they were, is not asked again.
         """
-        carry_facts(self._graph_module, graph_module)
+        propagate_effects(self._graph_module, graph_module)
         made = Program(
             graph_module,
             pure=self.pure | _trusted(pure),
@@ -163,7 +163,7 @@ class Program:
 
     def look_into(self, body: GraphModule) -> None:
         """Finds out what calls of a body may do: innermost first, a deep nest of bodies takes no deep recursion."""
-        Behaviours(self._graph_module, self.pure, self._known_modules).of_module(body)
+        CallEffects(self._graph_module, self.pure, self._known_modules).of_module(body)
 
     @property
     def graph(self) -> Graph:

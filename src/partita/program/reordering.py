@@ -13,7 +13,7 @@ from partita.analysis.op_effects.calls import tensors_of
 from partita.analysis.tolerance import Tolerance
 from partita.program.program import Program
 
-__all__ = ["Followers", "followers_of", "summation_tolerance", "uses_autocast"]
+__all__ = ["Followers", "effect_successors", "summation_tolerance", "uses_autocast"]
 
 
 # Followers: for nodes, those that stay behind them although no data flows.
@@ -22,7 +22,7 @@ __all__ = ["Followers", "followers_of", "summation_tolerance", "uses_autocast"]
 Followers: TypeAlias = Mapping[Node, Sequence[Node]]
 
 
-def followers_of(program: Program) -> Followers:
+def effect_successors(program: Program) -> Followers:
     """Who stays behind whom in a program by its effects."""
     nodes = program.index.nodes
     followers: dict[Node, list[Node]] = {}

@@ -21,7 +21,7 @@ from partita._torch.toggles import TOGGLES
 from partita.analysis.mutation import names_written
 from partita.analysis.nodes import imported, value_of
 from partita.errors import OptionError, RecomputeError
-from partita.program._torch.saved_tensors import tensors_made
+from partita.program._torch.saved_tensors import allocated_tensors
 from partita.program.flops import Flops
 from partita.program.operator_choice import Chosen, Operator, checked_operators
 from partita.program.saved_tensors import SavingTrials
@@ -306,7 +306,7 @@ class KeptBytes:
         key = (node.target, repr(arguments))
         if key not in self._known:
             self._allowance.add(_MORE_CALLS)
-            made = tensors_made(node.target, *arguments, allowance=self._allowance)
+            made = allocated_tensors(node.target, *arguments, allowance=self._allowance)
             self._known[key] = _bytes_given(node) if made is None else _bytes_in(made)
         return self._known[key]
 

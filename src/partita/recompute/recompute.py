@@ -15,33 +15,33 @@ from torch.fx import GraphModule, Node
 import partita.hops as hops
 from partita._torch.operators.schemas import Signature, registers_hook, signatures_of, signatures_of_method
 from partita._torch.toggles import ENTER_INFERENCE
-from partita.analysis._torch.body_effects import BodyFacts, may_trace, note_facts, saves_too_soon
+from partita.analysis._torch.body_effects import BodyEffects, annotate_effects, may_trace, saves_before_mutation
 from partita.analysis.functorch import is_inside_transform
 from partita.analysis.mode import Autocast
 from partita.analysis.mutation import (
     later_writers,
     names_written,
-    readers_before_writes,
+    reads_of_mutated_inputs,
     saved_when_compiled,
     statistics_read_outside,
     writers_of,
 )
 from partita.analysis.nodes import find, value_of
-from partita.analysis.op_effects.calls import Behaviours, storages_of, written_classes
-from partita.analysis.op_effects.modules import may_draw
+from partita.analysis.op_effects.calls import CallEffects, storages_of, written_classes
+from partita.analysis.op_effects.modules import may_use_rng
 from partita.analysis.projections import takes_item
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.node_tags import next_graph_id
-from partita.plans.memory import Holding, holding_of
+from partita.plans.memory import SavedBytes, saved_bytes_of
 from partita.plans.treatment import Called, Site
-from partita.program.body_effects import acts_of, may_write, written_inputs
+from partita.program.body_effects import effectful_nodes, may_write, written_inputs
 from partita.program.program import Program
 from partita.program.saved_tensors import SavedTensors
 from partita.recompute.keep import Keep, KeepNothing, gives_tensors, keepable
 from partita.recompute.operators import keep, wrap_activation_checkpoint
 from partita.regions import Partition, Region
 from partita.rewrite.operator_calls import OperatorCall, call_through
-from partita.rewrite.outline import Surroundings, outlined
+from partita.rewrite.outline import CallModes, outlined
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 
 __all__ = ["Recompute", "draws_from_own_generator"]
@@ -67,7 +67,7 @@ class Recompute:
     keep: Keep = field(default_factory=KeepNothing)
 
     #: A compiler that reads the marks needs no cut.
-    marks_suffice: ClassVar[bool] = True
+    annotation_suffices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not callable(self.keep) or isinstance(self.keep, type):
@@ -94,7 +94,7 @@ class Recompute:
                     "copy"
                 )
         # A compiler would compute these again from what was written meanwhile.
-        needed = set(readers_before_writes(region.nodes)).intersection(keepable(region))
+        needed = set(reads_of_mutated_inputs(region.nodes)).intersection(keepable(region))
         return frozenset((*filter(gives_tensors, kept), *needed, *statistics_read_outside(region.nodes)))
 
     def treat_at(self, body: GraphModule, site: Site) -> Called:
@@ -121,15 +121,15 @@ class Recompute:
         mark = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE}
         return dict.fromkeys((*_whole(saved, inside), *_whole(outside, everything)), mark)
 
-    def holding(self, region: Region, saved: SavedTensors) -> Holding | None:
+    def saved_bytes(self, region: Region, saved: SavedTensors) -> SavedBytes | None:
         """What autograd holds for the region as it is, and recomputed, and what that costs; a plan prints it."""
-        return holding_of(region, saved, self.kept(region))
+        return saved_bytes_of(region, saved, self.kept(region))
 
     def _treated(self, body: GraphModule, kept: set[str], site: Site) -> Called:
         pure = () if site.program is None else site.program.pure
         program = Program(body, caller=site.caller, pure=pure)
         check_body(program, site.region)
-        acts = acts_of(program, frozenset())
+        acts = effectful_nodes(program, frozenset())
         # Items of a container that is made elsewhere come in as they are, and inference tensors are never saved.
         modes, number = program.modes, program.index.number
         kept = {
@@ -145,15 +145,15 @@ class Recompute:
             *state_written(module, program if site.program is None else site.program),
         )
         draws = bool(acts.draws) or _may_draw_in_training(module)
-        facts = BodyFacts(
+        facts = BodyEffects(
             may_write(program),
             draws,
             written,
             knows_written=True,
-            saves_too_soon=saves_too_soon(module),
+            saves_before_mutation=saves_before_mutation(module),
             may_trace=may_trace(module),
         )
-        note_facts(module, facts)
+        annotate_effects(module, facts)
         return Called(module, _CHECKPOINT)
 
 
@@ -207,7 +207,7 @@ def _may_draw_in_training(body: GraphModule) -> bool:
     for part in body.modules():
         for node in part.graph.find_nodes(op="call_module") if isinstance(part, GraphModule) else ():
             module = part.get_submodule(str(node.target))
-            if not isinstance(module, GraphModule) and may_draw(module):
+            if not isinstance(module, GraphModule) and may_use_rng(module):
                 return True
     return False
 
@@ -239,7 +239,7 @@ def keep_apart(body: Program, kept: Collection[str]) -> GraphModule:
     regions = [region for region in regions if region.outputs()]
     # The calls are in the modes of what they keep: one autocast block around several of them casts a weight once.
     modes = [body.modes.at(body.index.number[region.nodes[0]]) for region in regions]
-    cut = outlined(Partition(body, regions), surroundings=Surroundings(modes, modes, body.modes.final))
+    cut = outlined(Partition(body, regions), surroundings=CallModes(modes, modes, body.modes.final))
     for name, part in zip(cut.names, cut.bodies, strict=True):
         cut.graph_module._modules[name] = part
     call_through(cut.graph_module, dict.fromkeys(cut.names, _KEEP))
@@ -316,7 +316,7 @@ def _input_memory(program: Program) -> _InputMemory | None:
 
 
 def _memory_of(program: Program, inputs: list[Node]) -> _InputMemory:
-    index, behaviours = program.index, Behaviours(program.graph_module, program.pure)
+    index, behaviours = program.index, CallEffects(program.graph_module, program.pure)
     acting = behaviours.acting(index.graph)
     storages = storages_of(index, behaviours, acting)
     memory = {storages.find(index.number[node]) for node in inputs}

@@ -17,7 +17,7 @@ from partita.analysis.modes import has_toggles
 from partita.analysis.nodes import attribute_of, find, runs_its_graph
 from partita.errors import BrokenGraphError, ModeError, OptionError
 from partita.program.program import Program, program_being_edited
-from partita.program.reordering import followers_of
+from partita.program.reordering import effect_successors
 from partita.rewrite.fuse import values_of_call
 from partita.rewrite.inline import bound_arguments, returned_value
 from partita.rewrite.state import place, share_state
@@ -221,7 +221,7 @@ def _computing(outputs: Iterable[Node], inputs: Iterable[Node]) -> set[Node]:
 def _with_followers(root: GraphModule, early: Iterable[Node], last: Node, replaced: set[Node]) -> list[Node]:
     """The early nodes and all that must follow them, as far as it stands before `last`; in graph order."""
     program = program_being_edited(root)
-    followers = followers_of(program)
+    followers = effect_successors(program)
     found, waiting = set[Node](), list(early)
     while waiting:
         node = waiting.pop()

@@ -27,9 +27,9 @@ from partita.rewrite.operator_calls import PLAIN_CALL, call_through
 from partita.rewrite.state import is_persistent, module_like, place, share_state, unique_names
 
 __all__ = [
+    "CallModes",
     "OutlineStyle",
     "Outlined",
-    "Surroundings",
     "add_marks",
     "gather",
     "marked",
@@ -140,7 +140,7 @@ def outlined(
     names: Sequence[str] | None = None,
     order: Sequence[int] | None = None,
     style: OutlineStyle | None = None,
-    surroundings: Surroundings | None = None,
+    surroundings: CallModes | None = None,
 ) -> Outlined:
     """A program in which every region is one call.
 
@@ -152,7 +152,7 @@ def outlined(
     if names is None:
         names = unique_names([region.name for region in partition], program.graph_module)
     style, order = style or style_for(program), order or partition.order
-    surroundings = surroundings or Surroundings.unknown(len(partition), program.modes.final)
+    surroundings = surroundings or CallModes.unknown(len(partition), program.modes.final)
     with gc_paused():
         numbers = partition.numbers()
         bodies = [
@@ -247,7 +247,7 @@ def style_for(program: Program) -> OutlineStyle:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CallModes:
     """The modes in which each region is called, those in which its body then runs, and what is left in the end."""
 
     around: Sequence[Mode]
@@ -255,7 +255,7 @@ class Surroundings:
     final: Mode
 
     @classmethod
-    def unknown(cls, regions: int, final: Mode) -> Surroundings:
+    def unknown(cls, regions: int, final: Mode) -> CallModes:
         """Bodies that are called as the program is, and set what they need."""
         return cls([AMBIENT] * regions, [AMBIENT] * regions, final)
 
@@ -264,7 +264,7 @@ class OuterGraph:
     """The outer graph while it is written: `env` gives new values for old nodes, `loose` for what else crosses."""
 
     def __init__(
-        self, partition: Partition, names: Sequence[str], style: OutlineStyle, surroundings: Surroundings
+        self, partition: Partition, names: Sequence[str], style: OutlineStyle, surroundings: CallModes
     ) -> None:
         self.partition, self.style, self.surroundings = partition, style, surroundings
         self.program = partition.program

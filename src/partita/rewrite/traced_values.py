@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from partita._torch.dry_runs import refusal_of_call
-from partita._torch.fake_sandbox import Stage
+from partita._torch.fake_sandbox import FakeSandbox
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.errors import ModeError, OptionError
@@ -18,9 +18,9 @@ from partita.program.program import Program
 __all__ = ["call_with", "can_carry_gradients", "has_value", "nodes_read", "stage_of", "value_read", "write_beside"]
 
 
-def stage_of(program: Program) -> Stage:
+def stage_of(program: Program) -> FakeSandbox:
     """A stage for the nodes of `program`."""
-    return Stage(value_of(node) for node in program.index.nodes)
+    return FakeSandbox(value_of(node) for node in program.index.nodes)
 
 
 def has_value(node: Node) -> bool:

@@ -22,7 +22,7 @@ from partita.regions import Partition, Region
 from partita.rewrite.bodies import PLAIN_BODY
 from partita.rewrite.mode_nodes import OperatorFamily, operator_for, setting_of
 from partita.rewrite.operator_calls import call_through
-from partita.rewrite.outline import OutlineStyle, Surroundings, outlined, with_bodies
+from partita.rewrite.outline import CallModes, OutlineStyle, outlined, with_bodies
 from partita.rewrite.state import MovedByPart, unique_names
 
 __all__ = ["WrapStyle", "wrap_modes"]
@@ -84,7 +84,7 @@ class _Wrapper:
             Region(name, tuple(nodes[number] for number in run.numbers), str(run.sets))
             for name, run in zip(names, runs, strict=True)
         ]
-        surroundings = Surroundings(
+        surroundings = CallModes(
             [run.around for run in runs], [run.inside for run in runs], self._left_behind(program.modes.final)
         )
         passes_symbols = self.style.passes_symbols

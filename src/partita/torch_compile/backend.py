@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from partita.analysis.mode import Mode
 from partita.plans import Plan, plan
-from partita.plans.treatment import marks_suffice
+from partita.plans.treatment import annotation_suffices
 from partita.program.program import Program
 from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
@@ -48,7 +48,7 @@ def backend(
     program = Program.of(gm).under(Mode(grad=torch.is_grad_enabled()))
     decided = plan(program, chosen.policy, chosen.treatment)
     with marks_written(decided, example_inputs):
-        if decided.treatments and all(map(marks_suffice, decided.treatments)):
+        if decided.treatments and all(map(annotation_suffices, decided.treatments)):
             return _compiled_whole(gm, inner, example_inputs)
         return _compiled_in_pieces(gm, decided, inner, example_inputs)
 

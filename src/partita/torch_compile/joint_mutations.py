@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import viewed_node
 from partita.analysis.mutation import writers_of
-from partita.analysis.op_effects.calls import Behaviours
+from partita.analysis.op_effects.calls import CallEffects
 from partita.errors import RecomputeError
 from partita.program.program import Program
 
@@ -107,7 +107,7 @@ class _Cut:
 
 def _writers(program: Program) -> dict[Node, None]:
     """The nodes that are known to mutate, in graph order."""
-    acting = Behaviours(program.graph_module, program.pure).acting(program.graph)
+    acting = CallEffects(program.graph_module, program.pure).acting(program.graph)
     found = {node for node, told in acting.items() if (told.writes or told.state_writes) and not told.unknown}
     return {node: None for node in program.index.nodes if node in found}
 

@@ -17,7 +17,16 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts, rebi
 from partita._torch.fake_sandbox import ambient_kept, forget_memos, runs_fake, shared_fake_mode, to_fake
 from partita.analysis.tolerance import Tolerance
 from partita.errors import OptionError
-from partita.plans.treatment import Called, Site, Treatment, Treats, TreatsAt, marks_suffice, mixes_modes, tolerance_of
+from partita.plans.treatment import (
+    Called,
+    Site,
+    Treatment,
+    Treats,
+    TreatsAt,
+    allows_mixed_modes,
+    annotation_suffices,
+    tolerance_of,
+)
 from partita.program.body_effects import seen_once, written_inputs
 from partita.program.program import Program
 from partita.rewrite.writes_apart import write_apart
@@ -209,12 +218,12 @@ class Waiting:
         return tolerance_of(self.treatment)
 
     @property
-    def mixes_modes(self) -> bool:
-        return mixes_modes(self.treatment)
+    def allows_mixed_modes(self) -> bool:
+        return allows_mixed_modes(self.treatment)
 
     def treat_at(self, body: GraphModule, site: Site) -> Piece:
         given: nn.Module | Called = body
-        if marks_suffice(self.treatment):
+        if annotation_suffices(self.treatment):
             pass  # The compiler of the piece reads them.
         elif isinstance(self.treatment, TreatsAt):
             given = self.treatment.treat_at(body, site)

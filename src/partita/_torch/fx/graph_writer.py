@@ -17,7 +17,7 @@ from torch.fx.graph import _illegal_names as _names_of_python
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
-from partita._torch.operators.registry import is_lasting
+from partita._torch.operators.registry import has_process_lifetime
 
 __all__ = ["ADDED_BY_EXPORT", "GraphWriter", "Names", "copy_meta", "identifier", "input_nodes", "map_nodes"]
 
@@ -211,7 +211,7 @@ class Names:
         known = _CANDIDATES.get(id(target))
         if known is None:
             known = (target, _parse(_GRAPH._target_to_str(target)))
-            if is_lasting(target):
+            if has_process_lifetime(target):
                 _CANDIDATES[id(target)] = known
         return self._free(*known[1])
 

@@ -14,8 +14,8 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import map_nodes
-from partita._torch.nn_modules import interposed
-from partita._torch.operators.registry import is_lasting
+from partita._torch.nn_modules import call_overrides
+from partita._torch.operators.registry import has_process_lifetime
 
 __all__ = ["body_key", "digest_of_body", "modules_key", "settings_of"]
 
@@ -87,7 +87,7 @@ class _Keys:
 
     def of_module(self, module: Any) -> Hashable:
         """The key of a module that is called, or of the body that an operator is given, without its tensors."""
-        if not isinstance(module, nn.Module) or interposed(module) is not None:
+        if not isinstance(module, nn.Module) or call_overrides(module) is not None:
             return self._unknown(module)
         if isinstance(module, GraphModule):
             return "graph", self.of_graph(module), *_names_of_tensors(module)
@@ -116,7 +116,7 @@ class _Keys:
             return "slice", *(self._of(item, number) for item in (value.start, value.stop, value.step))
         if type(value) in _PRINTED:
             return type(value), repr(value)
-        if isinstance(value, _EQUAL) or is_lasting(value):
+        if isinstance(value, _EQUAL) or has_process_lifetime(value):
             return value  # type: ignore[no-any-return]
         return self._unknown(value)
 
@@ -177,4 +177,4 @@ def _text_of(target: Any) -> str:
     if isinstance(target, str | OpOverload | OpOverloadPacket | HigherOrderOperator):
         return str(target)
     name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', target)}"
-    return name if is_lasting(target) else f"{name} {id(target)}"
+    return name if has_process_lifetime(target) else f"{name} {id(target)}"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita._torch.dry_runs import Allowance
 from partita._torch.fake_sandbox import Look, fake_mode_of, map_tensors, tensors_in
 
-__all__ = ["Label", "Performance", "Step", "Watch", "labels_in"]
+__all__ = ["Label", "OperatorRecorder", "RecordedCall", "Step", "labels_in"]
 
 
 _CAST = torch.ops.aten._to_copy.default
@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Performance:
+class RecordedCall:
     """What a call came down to: its steps, and its result with labels in place of tensors, or what it raised."""
 
     steps: tuple[Step, ...]
@@ -72,7 +72,7 @@ class Performance:
         return [*(step.text for step in self.steps[first:]), repr(self.result), repr(self.looks), raised]
 
 
-class Watch:
+class OperatorRecorder:
     """Watches calls one after another; what autocast has kept from earlier ones stays known."""
 
     def __init__(self, allowance: Allowance) -> None:
@@ -91,7 +91,7 @@ class Watch:
         known = None if fake_mode_of(tensor) is None else self._labels.get(tensor._cdata)
         return known or Label("constant", -1)
 
-    def of(self, call: Callable[[], Any]) -> Performance:
+    def of(self, call: Callable[[], Any]) -> RecordedCall:
         """What `call` comes down to."""
         recorder = _Recorder(self)
         result, error = None, None
@@ -102,7 +102,7 @@ class Watch:
                 error = raised
         labelled = map_tensors(self.known, result)
         steps = _without_idle_detaching(recorder.steps, labelled)
-        return Performance(tuple(steps), labelled, tuple(map(Look.of, tensors_in(result))), error)
+        return RecordedCall(tuple(steps), labelled, tuple(map(Look.of, tensors_in(result))), error)
 
     def fresh_cast(self, source: Label, text: str) -> Label:
         """A label for a new cast of what has the label `source`."""
@@ -113,7 +113,7 @@ class Watch:
 class _Recorder(TorchDispatchMode):
     """The steps of one call."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: OperatorRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watch = watch
         self.steps: list[Step] = []

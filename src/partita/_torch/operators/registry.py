@@ -26,8 +26,8 @@ __all__ = [
     "count_levels",
     "entered_by",
     "entered_by_any",
+    "has_process_lifetime",
     "is_dual_level_open",
-    "is_lasting",
     "operator_names",
     "qualified_names",
 ]
@@ -102,7 +102,7 @@ _STARTS_OF_DUAL_LEVEL = _named("_enter_dual_level") | {_enter_dual_level}
 # Targets that live as long as the process, so that what is known of them may be kept as long.
 
 
-def is_lasting(target: Any) -> bool:
+def has_process_lifetime(target: Any) -> bool:
     """Whether `target` is an operator, a builtin, or a function that its module still holds; a closure is not."""
     if isinstance(target, OpOverload | OpOverloadPacket | BuiltinFunctionType):
         return True

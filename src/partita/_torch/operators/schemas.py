@@ -16,7 +16,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.node import _side_effectful_functions
 from torch.jit._builtins import _find_builtin
 
-from partita._torch.operators.registry import is_lasting
+from partita._torch.operators.registry import has_process_lifetime
 
 __all__ = [
     "HARMLESS",
@@ -46,7 +46,7 @@ DYNAMO_SKIPS = True
 
 def returns_container(target: Any) -> bool:
     """Whether a call of `target` (a function, or the name of a tensor method) surely gives a tuple, list or size."""
-    return (isinstance(target, str) or is_lasting(target)) and _returns_container(target)
+    return (isinstance(target, str) or has_process_lifetime(target)) and _returns_container(target)
 
 
 def may_return_container(target: Any) -> bool:

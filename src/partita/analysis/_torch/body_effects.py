@@ -16,7 +16,15 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from partita._torch.fx.structural_hash import digest_of_body
 from partita._torch.operators.schemas import Signature, is_higher_order, signatures_of, signatures_of_method
 
-__all__ = ["BodyFacts", "acts_of_call", "carry_facts", "facts_of", "may_trace", "note_facts", "saves_too_soon"]
+__all__ = [
+    "BodyEffects",
+    "annotate_effects",
+    "effects_of_body",
+    "may_trace",
+    "propagate_effects",
+    "saves_before_mutation",
+    "schema_effects",
+]
 
 #: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
 DYNAMO_SKIPS = True
@@ -29,20 +37,20 @@ _KEY = "partita_recompute"
 
 
 @dataclass(frozen=True, slots=True)
-class BodyFacts:
+class BodyEffects:
     """The names of nodes that may write to tensors, whether anything may draw, and what is written.
 
     Inputs are told by their place, parameters and buffers by their name in the body.
     """
 
     writers: tuple[str, ...] = ()
-    may_draw: bool = True
+    may_use_rng: bool = True
     #: By the body, or by others when it has run.
     written: tuple[int | str, ...] = ()
     #: Whether all that the body writes is told; if not, it is found out, since torch does not count every write.
     knows_written: bool = False
     #: Whether an operator saves what it only writes then, so that a second run must not end with the last saving.
-    saves_too_soon: bool = False
+    saves_before_mutation: bool = False
     #: Whether an operator runs a body of its own, of which it may trace the backward when it is called.
     may_trace: bool = False
 
@@ -52,7 +60,7 @@ class BodyFacts:
         return bool(self.writers or self.written)
 
 
-def saves_too_soon(body: nn.Module) -> bool:
+def saves_before_mutation(body: nn.Module) -> bool:
     """Whether a body, or a module inside, calls RReLU in some form: it saves its noise before it has drawn it."""
     for module in body.modules():
         if isinstance(module, nn.RReLU):
@@ -70,7 +78,7 @@ def may_trace(body: nn.Module) -> bool:
     return any(is_higher_order(target) and not getattr(target, "only_runs_body", False) for target in targets)
 
 
-def note_facts(body: GraphModule, facts: BodyFacts) -> None:
+def annotate_effects(body: GraphModule, facts: BodyEffects) -> None:
     """Keeps what a closer look has found with the body, as long as that is not edited; copies and pickles have it too.
 
     As plain data: a pickle leaves out of the metadata what is anything else.
@@ -79,17 +87,17 @@ def note_facts(body: GraphModule, facts: BodyFacts) -> None:
     _KNOWN.pop(body, None)
 
 
-def carry_facts(body: GraphModule, rewritten: GraphModule) -> None:
+def propagate_effects(body: GraphModule, rewritten: GraphModule) -> None:
     """Notes what was noted of a body for another one that was made from it, is called like it, and means the same."""
     facts = _noted(body) if body is not rewritten and _KEY in body.meta else None
     if facts is not None:
         names = {id(tensor): name for name, tensor in _named_tensors(rewritten)}
         moved = {name: names.get(id(tensor), name) for name, tensor in _named_tensors(body)}
         written = tuple(moved.get(one, one) if isinstance(one, str) else one for one in facts.written)
-        note_facts(rewritten, replace(facts, written=written))
+        annotate_effects(rewritten, replace(facts, written=written))
 
 
-def facts_of(body: Any) -> BodyFacts | None:
+def effects_of_body(body: Any) -> BodyEffects | None:
     """What is known of `body`; None where it is no graph, so that it may do anything.
 
     Asked at every call, so the answer is kept until code is generated anew: an edited graph runs only then.
@@ -107,7 +115,7 @@ def facts_of(body: Any) -> BodyFacts | None:
 
 
 #: By body: the code that was looked at, and what was found.
-_KNOWN: WeakKeyDictionary[GraphModule, tuple[tuple[object, ...], BodyFacts]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[GraphModule, tuple[tuple[object, ...], BodyEffects]] = WeakKeyDictionary()
 
 
 def _code_of(body: GraphModule) -> tuple[object, ...]:
@@ -122,10 +130,10 @@ def _waits_for_code(module: nn.Module) -> bool:
     return isinstance(module, _LazyGraphModule) and module._needs_recompile()
 
 
-def _noted(body: GraphModule) -> BodyFacts | None:
+def _noted(body: GraphModule) -> BodyEffects | None:
     """What was noted of the body, if it is still what it was then."""
     digest, facts = body.meta.get(_KEY, (None, ()))
-    return BodyFacts(*facts) if digest is not None and digest == digest_of_body(body) else None
+    return BodyEffects(*facts) if digest is not None and digest == digest_of_body(body) else None
 
 
 def _named_tensors(body: GraphModule) -> Iterator[tuple[str, Tensor]]:
@@ -133,20 +141,20 @@ def _named_tensors(body: GraphModule) -> Iterator[tuple[str, Tensor]]:
     yield from body.named_buffers()
 
 
-def _read(body: GraphModule) -> BodyFacts:
+def _read(body: GraphModule) -> BodyEffects:
     found = {node.name: _acts(node, body) for node in body.graph.nodes if node.op.startswith("call_")}
     writers = tuple(name for name, acts in found.items() if acts.writes)
     draws = any(acts.draws for acts in found.values())
-    return BodyFacts(writers, draws, saves_too_soon=saves_too_soon(body), may_trace=may_trace(body))
+    return BodyEffects(writers, draws, saves_before_mutation=saves_before_mutation(body), may_trace=may_trace(body))
 
 
-def _acts(node: Node, owner: GraphModule) -> CallActs:
-    inside = list(map(facts_of, _bodies(node, owner)))
+def _acts(node: Node, owner: GraphModule) -> SchemaEffects:
+    inside = list(map(effects_of_body, _bodies(node, owner)))
     if not inside:
-        return acts_of_call(node)
-    return CallActs(
+        return schema_effects(node)
+    return SchemaEffects(
         writes=any(facts is None or facts.writers for facts in inside),
-        draws=any(facts is None or facts.may_draw for facts in inside),
+        draws=any(facts is None or facts.may_use_rng for facts in inside),
     )
 
 
@@ -169,22 +177,22 @@ def _held(owner: Any, path: str) -> Any:
 # What a call in a graph may do beside computing, from what torch declares alone: write to tensors, and draw.
 
 
-class CallActs(NamedTuple):
+class SchemaEffects(NamedTuple):
     """Whether a call may write to what was there before, and whether it may draw random numbers."""
 
     writes: bool
     draws: bool
 
 
-def acts_of_call(node: Node) -> CallActs:
+def schema_effects(node: Node) -> SchemaEffects:
     """What a call may do; a module, and a function without a schema, may do both."""
     if node.target in _PLAIN or _is_check(node.target):
-        return CallActs(writes=False, draws=False)
+        return SchemaEffects(writes=False, draws=False)
     signatures = [signature for signature in _signatures(node) if _may_be_meant(signature, node)]
     if not signatures:
-        return CallActs(writes=True, draws=True)
+        return SchemaEffects(writes=True, draws=True)
     writes = node.kwargs.get("out") is not None or any(map(_writes, signatures))
-    return CallActs(
+    return SchemaEffects(
         writes, any(signature.draws or _may_hide_a_draw(signature, node.target) for signature in signatures)
     )
 

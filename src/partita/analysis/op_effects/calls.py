@@ -35,7 +35,7 @@ from partita.analysis.op_effects.terms import (
     FIRST,
     PURE,
     UNKNOWN,
-    Behaviour,
+    OpEffects,
     Rule,
     Slot,
     merged,
@@ -43,33 +43,33 @@ from partita.analysis.op_effects.terms import (
 )
 from partita.errors import MissingTargetError
 
-__all__ = ["Behaviour", "Behaviours", "Storages", "behaviour_of", "storages_of", "tensors_of", "written_classes"]
+__all__ = ["CallEffects", "OpEffects", "Storages", "behaviour_of", "storages_of", "tensors_of", "written_classes"]
 
 
 # What each node may do: read, write, alias, draw, or act on the world in ways that nobody knows.
 
 
-def behaviour_of(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> Behaviour:
+def behaviour_of(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> OpEffects:
     """What the single node `node` of `root` may do; functions in `pure` are trusted to do nothing but compute."""
-    return Behaviours(root, pure).of(node)
+    return CallEffects(root, pure).of(node)
 
 
 @final
-class Behaviours:
+class CallEffects:
     """The behaviour of every node of one graph module, with what was found out about modules and bodies kept."""
 
     def __init__(
         self,
         root: nn.Module,
         pure: frozenset[Callable[..., Any]] = frozenset(),
-        known_modules: dict[nn.Module, Behaviour] | None = None,
+        known_modules: dict[nn.Module, OpEffects] | None = None,
     ) -> None:
         self.root = root
         self.pure = pure
         self._known_modules = {} if known_modules is None else known_modules
         self._rules: dict[Any, Rule] = {}
 
-    def of(self, node: Node) -> Behaviour:
+    def of(self, node: Node) -> OpEffects:
         """What `node` may do; the mode toggles are nobody's effect here, since modes are told apart per node."""
         if node.op == "call_function":
             return PURE if node.target in TOGGLES else self._of_function(node)
@@ -79,16 +79,16 @@ class Behaviours:
             return behaviour_of_call(node, self.called_module(node), self.of_module)
         return PURE
 
-    def acting(self, graph: Graph) -> dict[Node, Behaviour]:
+    def acting(self, graph: Graph) -> dict[Node, OpEffects]:
         """The nodes that do more than compute a result; whole targets that cannot are skipped without a walk."""
         return {node: told for node, told in self._told(graph, _may_act) if told.acts}
 
-    def aliasing(self, graph: Graph) -> dict[Node, Behaviour]:
+    def aliasing(self, graph: Graph) -> dict[Node, OpEffects]:
         """The nodes whose result may share storage with an argument or with state."""
         told = self._told(graph, _may_alias)
         return {node: behaviour for node, behaviour in told if behaviour.aliases or behaviour.shares_state}
 
-    def of_module(self, module: nn.Module) -> Behaviour:
+    def of_module(self, module: nn.Module) -> OpEffects:
         """What a call of `module` may do, with slots by the position and name of its own inputs."""
         known = self._known_modules.get(module)
         if known is None:
@@ -117,14 +117,14 @@ class Behaviours:
                 if isinstance(body, nn.Module):
                     yield body
 
-    def _inspected(self, module: nn.Module) -> Behaviour:
+    def _inspected(self, module: nn.Module) -> OpEffects:
         if isinstance(module, StandsForBody):
             return self.of_module(module.body)
         if not isinstance(module, GraphModule) or module in self.pure:
             return behaviour_of_module(module, self.pure)
-        return behaviour_of_body(module, Behaviours(module, self.pure, self._known_modules))
+        return behaviour_of_body(module, CallEffects(module, self.pure, self._known_modules))
 
-    def _of_function(self, node: Node) -> Behaviour:
+    def _of_function(self, node: Node) -> OpEffects:
         if registers_hook(node.target):
             return _HOOKED
         if self._runs_bodies(node.target):
@@ -144,7 +144,7 @@ class Behaviours:
 
     def _told(
         self, graph: Graph, suspicion: Callable[[Rule, Iterable[Node]], bool]
-    ) -> Iterator[tuple[Node, Behaviour]]:
+    ) -> Iterator[tuple[Node, OpEffects]]:
         """The behaviour of every node whose target is under suspicion."""
         for (op, target), nodes in nodes_by_target(graph).items():
             if op == "call_method":
@@ -184,7 +184,7 @@ def _may_alias(rule: Rule, nodes: Iterable[Node]) -> bool:
 
 
 #: A hook belongs to its tensor as that is now: it stays on its side of writes and of other hooks. Its body runs later.
-_HOOKED = Behaviour(writes=(FIRST,), aliases=(FIRST,))
+_HOOKED = OpEffects(writes=(FIRST,), aliases=(FIRST,))
 
 _target = operator.attrgetter("target")
 
@@ -197,7 +197,7 @@ class NodeBehaviours(Protocol):
 
     root: nn.Module
 
-    def aliasing(self, graph: Graph) -> dict[Node, Behaviour]: ...
+    def aliasing(self, graph: Graph) -> dict[Node, OpEffects]: ...
 
     def bodies(self, node: Node) -> Iterator[nn.Module]: ...
 
@@ -257,7 +257,7 @@ class Storages:
         return [i if parent[i] == i else find(i) for i in range(self.world)]
 
 
-def storages_of(index: Index, behaviours: NodeBehaviours, acting: Mapping[Node, Behaviour]) -> Storages:
+def storages_of(index: Index, behaviours: NodeBehaviours, acting: Mapping[Node, OpEffects]) -> Storages:
     """The storage classes of a graph: from schemas, from the tensors of the module, and from traced values.
 
     A traced value may only join classes, since some tracers give each value a storage of its own.
@@ -269,7 +269,7 @@ def storages_of(index: Index, behaviours: NodeBehaviours, acting: Mapping[Node, 
     return storages
 
 
-def written_classes(index: Index, storages: Storages, acting: Mapping[Node, Behaviour]) -> dict[int, set[int]]:
+def written_classes(index: Index, storages: Storages, acting: Mapping[Node, OpEffects]) -> dict[int, set[int]]:
     """The classes that each writing node may write, by its number."""
     find, number = storages.find, index.number
     written: dict[int, set[int]] = {}
@@ -324,10 +324,10 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 class ActingNodes(NodeBehaviours, Protocol):
     """The behaviour of the nodes of one body."""
 
-    def acting(self, graph: Graph) -> dict[Node, Behaviour]: ...
+    def acting(self, graph: Graph) -> dict[Node, OpEffects]: ...
 
 
-def behaviour_of_body(body: GraphModule, behaviours: ActingNodes) -> Behaviour:
+def behaviour_of_body(body: GraphModule, behaviours: ActingNodes) -> OpEffects:
     """What a call of `body` may do, its slots by the place of each placeholder.
 
     The module of an exported program checks its own inputs. That can raise, as any operator can that is given what it
@@ -359,13 +359,13 @@ def behaviour_of_body(body: GraphModule, behaviours: ActingNodes) -> Behaviour:
 
 
 def behaviour_of_call(
-    node: Node, modules: nn.Module | Sequence[nn.Module], of_module: Callable[[nn.Module], Behaviour]
-) -> Behaviour:
+    node: Node, modules: nn.Module | Sequence[nn.Module], of_module: Callable[[nn.Module], OpEffects]
+) -> OpEffects:
     """What the call `node` of these modules may do, its slots by the place of each argument."""
     if isinstance(modules, nn.Module):
         return of_module(modules)
     if getattr(node.target, "__name__", "") == _DELEGATE:
-        return Behaviour(impure=True)
+        return OpEffects(impure=True)
     if not modules:
         return _of_bare_operator(node)
     return merged(_as_seen_by_operator(node, body, of_module(body)) for body in modules)
@@ -389,7 +389,7 @@ def _slots_of_inputs(index: Index, wanted: set[int]) -> tuple[Slot, ...]:
     return tuple((k, str(node.target)) for k, (i, node) in enumerate(_placeholders(index)) if i in wanted)
 
 
-def _as_seen_by_operator(node: Node, body: nn.Module, told: Behaviour) -> Behaviour:
+def _as_seen_by_operator(node: Node, body: nn.Module, told: OpEffects) -> OpEffects:
     """`told`, with the inputs of the body found among the operands of the operator."""
     if told.unknown or not isinstance(body, GraphModule):
         return UNKNOWN
@@ -430,7 +430,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _of_bare_operator(node: Node) -> Behaviour:
+def _of_bare_operator(node: Node) -> OpEffects:
     """Operators that are given an operator, or nothing, to run."""
     name = getattr(node.target, "__name__", "")
     if name in _KNOWN:
@@ -443,7 +443,7 @@ def _of_bare_operator(node: Node) -> Behaviour:
     told = rule_of_operator(signatures_of(inner[0])).usual
     if name in _FUNCTIONAL:  # It writes copies and gives them back.
         return replace(told, writes=(), aliases=(), state_writes=())
-    ordered = Behaviour(draws="rng" in name, impure=name == "with_effects")
+    ordered = OpEffects(draws="rng" in name, impure=name == "with_effects")
     return merged((replace(told, writes=(EVERY,) if told.writes else (), aliases=(EVERY,)), ordered))
 
 
@@ -457,7 +457,7 @@ _RUNS_OPERATOR = frozenset(
     ("graphsafe_run_with_rng_state", "run_and_save_rng_state", "run_with_rng_state", "with_effects")
 )
 _KNOWN = {
-    "print": Behaviour(impure=True),
+    "print": OpEffects(impure=True),
     "_export_tracepoint": replace(ALIASING, impure=True),
-    "triton_kernel_wrapper_mutation": Behaviour(writes=(EVERY,)),
+    "triton_kernel_wrapper_mutation": OpEffects(writes=(EVERY,)),
 }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from partita._torch.operators.registry import is_lasting
+from partita._torch.operators.registry import has_process_lifetime
 from partita._torch.operators.schemas import HARMLESS, returns_container, signatures_of, signatures_of_method
 from partita.analysis.nodes import value_of
 from partita.analysis.op_effects.operators import rule_of_operator
@@ -30,7 +30,7 @@ from partita.analysis.op_effects.terms import (
     PURE,
     QUIET,
     UNKNOWN,
-    Behaviour,
+    OpEffects,
     Rule,
     Slot,
     argument,
@@ -62,9 +62,9 @@ def rule_of_method(name: str) -> Rule:
     return replace(rule, is_quiet=rule.by_call is None and not rule.usual.acts)
 
 
-_UPDATES_FIRST = Rule(Behaviour(writes=(FIRST,), aliases=(FIRST,)))
-_KEEPS = Rule(Behaviour(writes=(FIRST,), aliases=(EVERY,)))
-_DRAWS = Rule(Behaviour(draws=True))
+_UPDATES_FIRST = Rule(OpEffects(writes=(FIRST,), aliases=(FIRST,)))
+_KEEPS = Rule(OpEffects(writes=(FIRST,), aliases=(EVERY,)))
+_DRAWS = Rule(OpEffects(draws=True))
 
 _OPERATOR_NAMES = """
     abs add and bool complex contains div eq float floordiv format ge gt hash index int invert le len long lshift lt
@@ -104,23 +104,23 @@ _KNOWN_METHODS: dict[str, Rule] = {
 # The behaviour of Python's own functions: `operator`, `math` and the builtins.
 
 
-def _of_concatenation(node: Node) -> Behaviour:
+def _of_concatenation(node: Node) -> OpEffects:
     """`+` and `*` copy tensors and numbers, but a list made from lists holds the items of both."""
     return ALIASING if all(map(_may_concatenate, node.args)) else PURE
 
 
-def _of_update(node: Node) -> Behaviour:
+def _of_update(node: Node) -> OpEffects:
     """`+=` writes its left side; a list then also holds the items of the right side."""
-    return Behaviour(writes=(FIRST,), aliases=(EVERY,) if any(map(_is_container, node.args)) else (FIRST,))
+    return OpEffects(writes=(FIRST,), aliases=(EVERY,) if any(map(_is_container, node.args)) else (FIRST,))
 
 
-def _of_setitem(node: Node) -> Behaviour:
+def _of_setitem(node: Node) -> OpEffects:
     """A tensor copies what is put into it; a list or dict keeps it."""
     container, key = node.args[0], node.args[1]
     is_tensor = key is None or isinstance(key, slice | tuple | Node | type(...))
     if isinstance(container, Node) and isinstance(value_of(container), torch.Tensor):
         is_tensor = True
-    return Behaviour(writes=(FIRST,), aliases=(FIRST,) if is_tensor else (EVERY,))
+    return OpEffects(writes=(FIRST,), aliases=(FIRST,) if is_tensor else (EVERY,))
 
 
 def _may_concatenate(value: object) -> bool:
@@ -168,7 +168,7 @@ PYTHON_RULES: dict[Any, Rule] = {
     **_named(builtins, ("delattr", "next", "setattr"), _KEEPS),
     operator.concat: ALIASES,
     operator.delitem: _KEEPS,
-    operator.getitem: Rule(Behaviour(aliases=((0, "a"),)), is_quiet=True),
+    operator.getitem: Rule(OpEffects(aliases=((0, "a"),)), is_quiet=True),
     operator.setitem: Rule(UNKNOWN, _of_setitem),
     print: IMPURE,
     typing.cast: ALIASES,
@@ -181,7 +181,7 @@ PYTHON_RULES: dict[Any, Rule] = {
 def rule_of_function(target: Callable[..., Any]) -> Rule:
     """The rule for every call of `target`; a function that nobody knows gets the rule for the unknown."""
     # A closure may hold a whole model, so nothing is kept that would keep one alive.
-    return _kept_rule(target) if is_lasting(target) else _rule(target)
+    return _kept_rule(target) if has_process_lifetime(target) else _rule(target)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -211,10 +211,10 @@ def _rule(target: Callable[..., Any]) -> Rule:
 def _rule_by_place(module: str, name: str) -> Rule | None:
     """Whole modules of torch that do one kind of thing."""
     if module in ("torch.random", "torch.cuda.random", "torch.mps.random", "torch.xpu.random"):
-        return Rule(Behaviour(draws=True))
+        return Rule(OpEffects(draws=True))
     if module == "torch.nn.init":
         tensor = (0, "tensor")
-        return Rule(Behaviour(writes=(tensor,), aliases=(tensor,), draws=True))
+        return Rule(OpEffects(writes=(tensor,), aliases=(tensor,), draws=True))
     if module.startswith(("torch.masked.", "torch.signal.")):
         return ALIASES
     if module.startswith(("torch._functorch.", "torch._C._functorch")):
@@ -241,14 +241,14 @@ def _rule_by_parameters(target: Callable[..., Any]) -> Rule:
     parameters = inspect.signature(target).parameters
     first = (0, next(iter(parameters), "input"))
     aliases: tuple[Slot, ...] = (first,) if name in _HANDS_BACK else ()
-    usual = Behaviour(aliases=(EVERY,) if name.startswith("_") else aliases, draws=name in _RANDOM)
+    usual = OpEffects(aliases=(EVERY,) if name.startswith("_") else aliases, draws=name in _RANDOM)
     if name.endswith("_"):
         return Rule(replace(usual, writes=(first,), aliases=(first,)))
     if not usual.draws and parameters.keys().isdisjoint(("inplace", "max_norm", "out", "running_mean")):
         return Rule(usual, is_quiet=True)
     places = {key: (i, key) for i, key in enumerate(parameters)}
 
-    def by_call(node: Node) -> Behaviour:
+    def by_call(node: Node) -> OpEffects:
         given = {key: argument(node, slot, parameters[key].default) for key, slot in places.items()}
         writes = tuple(places[key] for key in _written(given))
         shared = tuple(slot for slot in writes if slot[1] == "out")

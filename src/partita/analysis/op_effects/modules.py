@@ -9,17 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from partita.analysis.op_effects.terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, Behaviour, merged
+from partita.analysis.op_effects.terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, OpEffects, merged
 
-__all__ = ["behaviour_of_module", "is_check", "may_draw"]
+__all__ = ["behaviour_of_module", "is_check", "may_use_rng"]
 
 
-def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> Behaviour:
+def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> OpEffects:
     """What a call of `module` may do, children included; `pure` may name modules or their classes."""
     if module in pure or type(module) in pure:
         return replace(ALIASING, shares_state=True)
     if is_check(module):
-        return Behaviour(impure=True)
+        return OpEffects(impure=True)
     parts = list(module.modules())
     if not all(map(_is_torch_own, parts)):
         return UNKNOWN
@@ -33,7 +33,7 @@ def is_check(module: nn.Module) -> bool:
     return getattr(kind, "only_checks_inputs", False) or (kind.__module__, kind.__name__) == _TORCH_CHECK
 
 
-def may_draw(module: nn.Module) -> bool:
+def may_use_rng(module: nn.Module) -> bool:
     """Whether a call of `module` may draw random numbers, if not now then once it is set to training."""
     return any(not _is_torch_own(part) or isinstance(part, _DRAWING) for part in module.modules())
 
@@ -48,11 +48,11 @@ def _is_torch_own(module: nn.Module) -> bool:
     return activation is None or activation in (functional.relu, functional.gelu) or isinstance(activation, str)
 
 
-def _of_one(module: nn.Module) -> Behaviour:
+def _of_one(module: nn.Module) -> OpEffects:
     """What `module` itself may do, its children aside."""
     own = _state_written(module)
     in_place = bool(getattr(module, "inplace", False))
-    return Behaviour(
+    return OpEffects(
         writes=(FIRST,) if in_place else (),
         aliases=(FIRST,) if in_place else _aliases(module),
         draws=_draws(module),

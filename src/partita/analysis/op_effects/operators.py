@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from partita._torch.operators.schemas import NO_DEFAULT, Argument, Signature
-from partita.analysis.op_effects.terms import EVERY, FIRST, Behaviour, Rule, Slot, argument, merged
+from partita.analysis.op_effects.terms import EVERY, FIRST, OpEffects, Rule, Slot, argument, merged
 
 __all__ = ["rule_of_operator"]
 
@@ -24,7 +24,7 @@ def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
         return Rule(usual, is_quiet=not usual.acts and out is None, out=out)
     idle = _idle(usual, plain[0].name)
 
-    def by_call(node: Node) -> Behaviour:
+    def by_call(node: Node) -> OpEffects:
         if all(any(_is_off(node, switch) for switch in row) for row in switches):
             return idle
         return _without_absent_writes(usual, node)
@@ -32,7 +32,7 @@ def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
     return Rule(usual, by_call, out=out)
 
 
-def _behaviour(signature: Signature) -> Behaviour:
+def _behaviour(signature: Signature) -> OpEffects:
     namespace, _, name = signature.name.partition("::")
     writes = _slots(a for a in signature.arguments if a.written or _is_written_silently(name, a))
     aliases = _slots(a for a in signature.arguments if a.shared)
@@ -42,7 +42,7 @@ def _behaviour(signature: Signature) -> Behaviour:
         writes = aliases = (EVERY,)
     communicates = namespace in _COMMUNICATING
     waits = communicates and name == "wait_tensor"
-    return Behaviour(
+    return OpEffects(
         writes=_slots(signature.arguments[:1]) if waits else writes,
         aliases=_slots(signature.arguments[:1]) if waits else aliases,
         draws=signature.draws or name in _TOUCHES_GENERATOR,
@@ -85,7 +85,7 @@ def _is_off(node: Node, switch: tuple[Slot, object, object]) -> bool:
     return given is not NO_DEFAULT and not isinstance(given, Node) and given is not None and given == off
 
 
-def _idle(usual: Behaviour, qualified: str) -> Behaviour:
+def _idle(usual: OpEffects, qualified: str) -> OpEffects:
     """What is left when the switch is off: dropout hands its input back, statistics are only read."""
     name = qualified.partition("::")[2]
     writes = () if name in _UPDATES_STATISTICS else usual.writes
@@ -93,7 +93,7 @@ def _idle(usual: Behaviour, qualified: str) -> Behaviour:
     return replace(usual, draws=False, writes=writes, aliases=tuple(dict.fromkeys(aliases)))
 
 
-def _without_absent_writes(usual: Behaviour, node: Node) -> Behaviour:
+def _without_absent_writes(usual: OpEffects, node: Node) -> OpEffects:
     """Statistics that are None are not written."""
     present = tuple(slot for slot in usual.writes if slot == EVERY or argument(node, slot) is not None)
     return usual if present == usual.writes else replace(usual, writes=present)

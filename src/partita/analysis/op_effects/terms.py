@@ -19,7 +19,7 @@ __all__ = [
     "PURE",
     "QUIET",
     "UNKNOWN",
-    "Behaviour",
+    "OpEffects",
     "Rule",
     "Slot",
     "argument",
@@ -40,7 +40,7 @@ EVERY: Slot = (-1, "*")
 
 
 @dataclass(frozen=True, slots=True)
-class Behaviour:
+class OpEffects:
     """What one call may do; all it does not mention, it surely does not do."""
 
     #: Arguments whose storage the call may write.
@@ -76,14 +76,14 @@ class Behaviour:
 class Rule:
     """The behaviour of every call of one target: fixed, or read off the arguments of each call."""
 
-    usual: Behaviour
-    by_call: Callable[[Node], Behaviour] | None = None
+    usual: OpEffects
+    by_call: Callable[[Node], OpEffects] | None = None
     #: No arguments whatever make it act.
     is_quiet: bool = False
     #: The keyword by which a caller makes it write a given tensor.
     out: str | None = None
 
-    def of(self, node: Node) -> Behaviour:
+    def of(self, node: Node) -> OpEffects:
         """What the call `node` may do."""
         told = self.usual if self.by_call is None else self.by_call(node)
         if self.out is not None and node.kwargs.get(self.out) is not None:
@@ -92,16 +92,16 @@ class Rule:
         return told
 
 
-PURE = Behaviour()
-ALIASING = Behaviour(aliases=(EVERY,))
-UNKNOWN = Behaviour(
+PURE = OpEffects()
+ALIASING = OpEffects(aliases=(EVERY,))
+UNKNOWN = OpEffects(
     writes=(EVERY,), aliases=(EVERY,), draws=True, impure=True, communicates=True, unknown=True, shares_state=True
 )
 
 QUIET = Rule(PURE, is_quiet=True)
 ALIASES = Rule(ALIASING, is_quiet=True)
-IMPURE = Rule(Behaviour(impure=True))
-FENCES = Rule(Behaviour(aliases=(EVERY,), fences=True))
+IMPURE = Rule(OpEffects(impure=True))
+FENCES = Rule(OpEffects(aliases=(EVERY,), fences=True))
 
 
 def argument(node: Node, slot: Slot, default: Any = None) -> Any:
@@ -142,10 +142,10 @@ def nodes_in_slots(node: Node, slots: Iterable[Slot]) -> Iterator[Node]:
             yield from nodes_in(argument(node, slot))
 
 
-def merged(behaviours: Iterable[Behaviour]) -> Behaviour:
+def merged(behaviours: Iterable[OpEffects]) -> OpEffects:
     """What a call may do that may do what any of `behaviours` does."""
     told = list(behaviours)
-    return Behaviour(
+    return OpEffects(
         writes=tuple(dict.fromkeys(slot for one in told for slot in one.writes)),
         aliases=tuple(dict.fromkeys(slot for one in told for slot in one.aliases)),
         draws=any(one.draws for one in told),

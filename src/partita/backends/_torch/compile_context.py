@@ -34,8 +34,8 @@ def compiler_scope() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.random.fork_rng(devices=_devices()))
-            stack.enter_context(IdleDropout())
-            stack.enter_context(IdleExpand())
+            stack.enter_context(IdentityDropout())
+            stack.enter_context(IdentityExpand())
             if found.inference:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
@@ -64,7 +64,7 @@ def _devices() -> list[int]:
 # matter.
 
 
-class IdleExpand(TorchFunctionMode):
+class IdentityExpand(TorchFunctionMode):
     """Gives a plain view for an expanded tensor that has no more elements than its input."""
 
     def __torch_function__(
@@ -109,7 +109,7 @@ _EXPANDING = frozenset(
 # zero. The decompositions of recurrent networks (torch 2.13) leave dropout between layers out.
 
 
-class IdleDropout(TorchFunctionMode):
+class IdentityDropout(TorchFunctionMode):
     """Gives back the input of a dropout that is told not to train, and its product with zero where all is dropped."""
 
     def __torch_function__(

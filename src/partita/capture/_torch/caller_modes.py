@@ -12,10 +12,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch import toggles
-from partita.capture._torch.patching import Swap
+from partita.capture._torch.patching import Patch
 from partita.capture._torch.recorder import Recorder, Seen, current_recorder, listening_recorder
 
-__all__ = ["GradSwitch", "GradTrace", "ask_for_callers_grad", "question_swaps"]
+__all__ = ["GradSwitch", "GradTrace", "ask_for_callers_grad", "mode_query_patches"]
 
 
 # The caller's grad mode, where a model has read it and sets it again later.
@@ -117,15 +117,15 @@ _DEVICES = {"cpu": "cpu", "gpu": "cuda", "ipu": "ipu", "xla": "xla"}
 _ASKS_FOR_A_MODEL = "torch._dynamo.variables.functions"
 
 
-def question_swaps() -> list[Swap]:
+def mode_query_patches() -> list[Patch]:
     """The functions that a model asks for modes by: in torch, and under whatever name a module has imported them."""
     asked = {id(original): _asked(original, answer) for original, answer in _questions()}
-    swaps: list[Swap] = []
+    patches: list[Patch] = []
     for module in _who_may_ask():
         names = dict(getattr(module, "__dict__", {}))
         if not asked.keys().isdisjoint(map(id, names.values())):
-            swaps += [Swap(module, name, asked[id(value)]) for name, value in names.items() if id(value) in asked]
-    return swaps
+            patches += [Patch(module, name, asked[id(value)]) for name, value in names.items() if id(value) in asked]
+    return patches
 
 
 def _who_may_ask() -> Iterator[Any]:

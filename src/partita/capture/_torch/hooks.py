@@ -9,23 +9,23 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from partita.capture._torch.patching import Swap
+from partita.capture._torch.patching import Patch
 from partita.capture._torch.recorder import listening_recorder
 from partita.errors import CaptureError
 
 __all__ = ["hook_swaps"]
 
 
-def hook_swaps() -> list[Swap]:
+def hook_swaps() -> list[Patch]:
     """The ways to register a hook, each of which raises inside a model that is being captured."""
     return [
-        Swap(Tensor, "register_hook", _refusing(Tensor.register_hook, "Tensor.register_hook")),
-        Swap(
+        Patch(Tensor, "register_hook", _refusing(Tensor.register_hook, "Tensor.register_hook")),
+        Patch(
             Tensor,
             "register_post_accumulate_grad_hook",
             _refusing(Tensor.register_post_accumulate_grad_hook, "Tensor.register_post_accumulate_grad_hook"),
         ),
-        Swap(
+        Patch(
             saved_tensors_hooks,
             "__enter__",
             # What only moves saved tensors elsewhere, as `save_on_cpu` does, changes no values.

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.node import has_side_effect
 
 from partita._torch import toggles
-from partita.capture._torch.patching import Action, Swap, told
+from partita.capture._torch.patching import Action, Patch, recorded_patch
 from partita.capture._torch.recorder import Recorder, listening_recorder
 
 __all__ = ["autocast_block_swaps", "bare_toggle_swaps", "grad_block_swaps", "inference_block_swaps"]
@@ -25,13 +25,13 @@ __all__ = ["autocast_block_swaps", "bare_toggle_swaps", "grad_block_swaps", "inf
 # it finds. Neither belongs in the graph.
 
 
-def autocast_block_swaps() -> list[Swap]:
+def autocast_block_swaps() -> list[Patch]:
     """The methods of autocast, which tell the recorder."""
     blocks = _Blocks()
     return [
-        told(autocast, "__init__", blocks.make),
-        told(autocast, "__enter__", blocks.enter),
-        told(autocast, "__exit__", blocks.leave),
+        recorded_patch(autocast, "__init__", blocks.make),
+        recorded_patch(autocast, "__enter__", blocks.enter),
+        recorded_patch(autocast, "__exit__", blocks.leave),
     ]
 
 
@@ -107,11 +107,11 @@ def _device_type(device: str) -> str:
 # Toggles that a model calls without a block: in its own code, in a graph that it runs, or in one that Dynamo made.
 
 
-def bare_toggle_swaps() -> list[Swap]:
+def bare_toggle_swaps() -> list[Patch]:
     """The place where torch's tracer hears of toggles, which tells the recorder instead."""
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
-    return [told(PreDispatchTorchFunctionMode, "__torch_function__", _BareToggles().take)]
+    return [recorded_patch(PreDispatchTorchFunctionMode, "__torch_function__", _BareToggles().take)]
 
 
 class _BareToggles:
@@ -148,16 +148,16 @@ class _BareToggles:
 # Grad blocks of a model that is being traced: leaving one puts back what was there, not what the trace found there.
 
 
-def grad_block_swaps() -> list[Swap]:
+def grad_block_swaps() -> list[Patch]:
     """The methods of no_grad, enable_grad and set_grad_enabled, which tell the recorder."""
     by_value = torch.set_grad_enabled
     return [
-        told(torch.no_grad, "__enter__", _enter_no_grad),
-        told(torch.enable_grad, "__enter__", _enter_enable_grad),
-        *(told(block, "__exit__", _leave) for block in (torch.no_grad, torch.enable_grad, by_value)),
-        told(by_value, "__init__", _make_by_value),
-        told(by_value, "__enter__", _enter_by_value),
-        told(by_value, "__call__", _decorate_by_value),
+        recorded_patch(torch.no_grad, "__enter__", _enter_no_grad),
+        recorded_patch(torch.enable_grad, "__enter__", _enter_enable_grad),
+        *(recorded_patch(block, "__exit__", _leave) for block in (torch.no_grad, torch.enable_grad, by_value)),
+        recorded_patch(by_value, "__init__", _make_by_value),
+        recorded_patch(by_value, "__enter__", _enter_by_value),
+        recorded_patch(by_value, "__call__", _decorate_by_value),
     ]
 
 
@@ -219,7 +219,7 @@ def _put_back(recorder: Recorder, block: Any) -> None:
 # Torch's tracer does not see such a block at all, and inside one it cannot make the tensors that it works with.
 
 
-def inference_block_swaps() -> list[Swap]:
+def inference_block_swaps() -> list[Patch]:
     """The guard that every inference block makes, in Python and in generated code."""
     for toggle in (toggles.ENTER_INFERENCE, toggles.EXIT_INFERENCE):
         # Else torch takes them out of the bodies of operators, since nobody reads what they return.
@@ -230,7 +230,7 @@ def inference_block_swaps() -> list[Swap]:
         recorder = listening_recorder()
         return guard(mode) if recorder is None else _RecordedGuard(recorder, mode)
 
-    return [Swap(torch._C, "_InferenceMode", make)]
+    return [Patch(torch._C, "_InferenceMode", make)]
 
 
 class _RecordedGuard:

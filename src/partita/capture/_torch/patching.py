@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita._torch.modes import read_ambient
 from partita.capture._torch.recorder import Seen, current_recorder, listening_recorder
 
-__all__ = ["Action", "Swap", "checkpoint_swaps", "fill_tables", "node_swaps", "swapped", "told"]
+__all__ = ["Action", "Patch", "checkpoint_swaps", "fill_tables", "node_swaps", "patched", "recorded_patch"]
 
 
 # Checkpointed calls of a model that is being traced: plain calls, with the same values and gradients.
@@ -27,7 +27,7 @@ __all__ = ["Action", "Swap", "checkpoint_swaps", "fill_tables", "node_swaps", "s
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
-def checkpoint_swaps() -> list[Swap]:
+def checkpoint_swaps() -> list[Patch]:
     """The two ways in which `torch.utils.checkpoint` goes on, each with a plain call in its place."""
     generator, function = getattr(checkpoint, _GENERATOR), checkpoint.CheckpointFunction
 
@@ -47,15 +47,15 @@ def checkpoint_swaps() -> list[Swap]:
             return function.apply(run, preserve, *args) if listening_recorder() is None else run(*args)
 
     return [
-        Swap(checkpoint, _GENERATOR, around_call),
-        Swap(checkpoint, "CheckpointFunction", PlainCheckpointFunction),
+        Patch(checkpoint, _GENERATOR, around_call),
+        Patch(checkpoint, "CheckpointFunction", PlainCheckpointFunction),
     ]
 
 
 # Every node that torch's tracer writes: the modes that were really in force, and the tensors that it has just met.
 
 
-def node_swaps() -> list[Swap]:
+def node_swaps() -> list[Patch]:
     """The method by which torch's tracer writes a node, which tells the recorder."""
     from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
@@ -73,7 +73,7 @@ def node_swaps() -> list[Swap]:
                 recorder.constants.pass_on(node)
         return node
 
-    return [Swap(PythonKeyTracer, "create_node", create_node)]
+    return [Patch(PythonKeyTracer, "create_node", create_node)]
 
 
 def _seen() -> Seen:
@@ -90,7 +90,7 @@ def _seen() -> Seen:
 Action: TypeAlias = Callable[..., Any]
 
 
-def told(owner: Any, name: str, action: Action) -> Swap:
+def recorded_patch(owner: Any, name: str, action: Action) -> Patch:
     """The method `name` of a class, with `action` in its place in the thread that traces a model."""
     original = vars(owner)[name]
 
@@ -101,7 +101,7 @@ def told(owner: Any, name: str, action: Action) -> Swap:
             return original(*args, **kwargs)
         return action(recorder, original, *args, **kwargs)
 
-    return Swap(owner, name, method)
+    return Patch(owner, name, method)
 
 
 # Attributes of torch that hold something else for a while: set one by one, put back in reverse order.
@@ -111,7 +111,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class Patch:
     """What an attribute of a module or class is to hold."""
 
     owner: Any
@@ -120,21 +120,21 @@ class Swap:
 
 
 @contextmanager
-def swapped(swaps: Iterable[Swap]) -> Iterator[None]:
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
     """Inside, the attributes hold the new values; afterwards, whatever happened, those that they held before."""
-    found: list[Swap] = []
+    found: list[Patch] = []
     try:
-        for swap in swaps:
+        for patch in patches:
             # A class may have inherited the attribute, and a classmethod must be put back as one.
-            found.append(Swap(swap.owner, swap.name, vars(swap.owner).get(swap.name, _ABSENT)))
-            setattr(swap.owner, swap.name, swap.value)
+            found.append(Patch(patch.owner, patch.name, vars(patch.owner).get(patch.name, _ABSENT)))
+            setattr(patch.owner, patch.name, patch.value)
         yield
     finally:
-        for swap in reversed(found):
-            if swap.value is _ABSENT:
-                delattr(swap.owner, swap.name)
+        for patch in reversed(found):
+            if patch.value is _ABSENT:
+                delattr(patch.owner, patch.name)
             else:
-                setattr(swap.owner, swap.name, swap.value)
+                setattr(patch.owner, patch.name, patch.value)
 
 
 # Tables that torch fills once, by looking functions up by name: filled before a capture swaps any of these.

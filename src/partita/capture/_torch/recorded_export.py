@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from partita._torch import toggles
 from partita._torch.modes import fresh_modes
-from partita.capture._torch.caller_modes import question_swaps
+from partita.capture._torch.caller_modes import mode_query_patches
 from partita.capture._torch.hooks import hook_swaps
 from partita.capture._torch.mode_blocks import (
     autocast_block_swaps,
@@ -29,7 +29,7 @@ from partita.capture._torch.mode_blocks import (
     grad_block_swaps,
     inference_block_swaps,
 )
-from partita.capture._torch.patching import Swap, checkpoint_swaps, fill_tables, node_swaps, swapped
+from partita.capture._torch.patching import Patch, checkpoint_swaps, fill_tables, node_swaps, patched
 from partita.capture._torch.recorder import Recorder, current_recorder, recording
 
 __all__ = ["RegionPass", "export_recorded"]
@@ -70,11 +70,11 @@ def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _swapped_in(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> Iterator[None]:
     fill_tables()
-    with swapped(_swaps(model, recorder, region_pass)):
+    with patched(_swaps(model, recorder, region_pass)):
         yield
 
 
-def _swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Swap]:
+def _swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:
     return [
         *_pass_swaps(model, recorder, region_pass),
         *grad_block_swaps(),
@@ -84,11 +84,11 @@ def _swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) 
         *checkpoint_swaps(),
         *hook_swaps(),
         *node_swaps(),
-        *question_swaps(),
+        *mode_query_patches(),
     ]
 
 
-def _pass_swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Swap]:
+def _pass_swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:
     """Torch looks its two passes up by name, at every export: the first becomes ours, the second does nothing."""
 
     def ours(graph_module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, ExportGraphSignature]:
@@ -107,14 +107,14 @@ def _pass_swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionP
     ]
 
 
-def _only_when_recorded(owner: Any, name: str, replacement: Callable[..., Any], recorder: Recorder) -> Swap:
+def _only_when_recorded(owner: Any, name: str, replacement: Callable[..., Any], recorder: Recorder) -> Patch:
     original = getattr(owner, name)
 
     @wraps(original)
     def region_pass(*args: Any, **kwargs: Any) -> Any:
         return (replacement if current_recorder() is recorder else original)(*args, **kwargs)
 
-    return Swap(owner, name, region_pass)
+    return Patch(owner, name, region_pass)
 
 
 def _drop_unread_questions(graph_module: GraphModule) -> None:

@@ -41,7 +41,7 @@ def _decoder() -> Decoder:
 
 
 def _tell_held(plan: partita.Plan, modules: tuple[nn.Module, nn.Module], ids: torch.Tensor) -> bool:
-    total = plan.holdings().total
+    total = plan.saved_memory().total
     assert total is not None
     predicted = total.plain_bytes or 0, total.treated_bytes or 0
     measured = [_held_bytes(module, ids) for module in modules]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.modes import read_ambient
 
-__all__ = ["Guard", "Surroundings", "profiler_runs", "surroundings", "watched"]
+__all__ = ["GlobalState", "Guard", "profiler_runs", "surroundings", "watched"]
 
 
 # Guards: whether a call is like the one that a compiled function was last used for, told in a microsecond.
@@ -137,7 +137,7 @@ def _taker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-class Surroundings(NamedTuple):
+class GlobalState(NamedTuple):
     """What decides, beside its inputs, what a body computes."""
 
     grad: bool
@@ -153,10 +153,10 @@ class Surroundings(NamedTuple):
         return self.grad and not self.inference
 
 
-def surroundings() -> Surroundings:
+def surroundings() -> GlobalState:
     """The surroundings now."""
     found = read_ambient()
-    return Surroundings(
+    return GlobalState(
         found.grad,
         found.inference,
         tuple((device, dtype) for device, enabled, dtype in found.autocast if enabled),

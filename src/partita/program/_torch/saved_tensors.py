@@ -23,6 +23,7 @@ from partita._torch.symbolic_shapes import hint_of
 
 __all__ = [
     "OperatorWatch",
+    "allocated_tensors",
     "apart_from_the_caller",
     "around_hooks",
     "but_for_traces",
@@ -31,7 +32,6 @@ __all__ = [
     "gives_only_views",
     "hooks_at_work",
     "saving_into",
-    "tensors_made",
 ]
 
 #: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
@@ -41,7 +41,7 @@ DYNAMO_SKIPS = True
 # What memory a function makes, seen on tensors that have none.
 
 
-def tensors_made(function: Any, args: Any, kwargs: Any, *, allowance: Allowance) -> list[Tensor] | None:
+def allocated_tensors(function: Any, args: Any, kwargs: Any, *, allowance: Allowance) -> list[Tensor] | None:
     """A tensor for each storage that a call on fake tensors makes; None where that is not known."""
     if not is_torchs(function) or refusal_of_call(function, args, kwargs) is not None:
         return None

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from partita._torch.operators.schemas import storage_key
 from partita._torch.tensors import StorageCopy, by_storage, has_memory, version_of, wants_gradients
-from partita.analysis._torch.body_effects import BodyFacts
+from partita.analysis._torch.body_effects import BodyEffects
 from partita.errors import RecomputeError
 from partita.program._torch.saved_tensors import hooks_at_work
 from partita.recompute._torch.captured_state import (
@@ -55,7 +55,7 @@ class RunInputs:
     """
 
     def __init__(
-        self, state: BodyState, facts: BodyFacts | None, operands: tuple[Any, ...], keywords: Mapping[str, Any]
+        self, state: BodyState, facts: BodyEffects | None, operands: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
         arguments = named_tensors(operands, keywords)
         #: A body may write to containers, so that the first run gets those of the caller; then nobody holds them.
@@ -66,7 +66,7 @@ class RunInputs:
         self._is_graph = facts is not None
         self._is_planned = facts is not None and facts.knows_written
         self._copies = InputCopies(facts, state, arguments, operands)
-        self._given: dict[int, GivenTensor] = {}
+        self._given: dict[int, UnmutatedInput] = {}
         self._is_handed_over = False
         self._hold(arguments)
 
@@ -124,7 +124,7 @@ class RunInputs:
         numbers = {leaf for leaf in self._leaves if isinstance(leaf, _Number)} - self._given.keys()
         for name, tensor in tensors.items():
             if id(tensor) in numbers and not self._copies.have(tensor):
-                self._given[id(tensor)] = GivenTensor(tensor, name)
+                self._given[id(tensor)] = UnmutatedInput(tensor, name)
         slots = [slot for slot in self._state.slots if not self._copies.have(slot.tensor)]
         self._watch = TensorWatch({slot.name: slot.tensor for slot in slots})
         leaves = [given.leaf for given in self._given.values() if given.leaf is not None]
@@ -146,7 +146,7 @@ class InputCopies:
     """
 
     def __init__(
-        self, facts: BodyFacts | None, state: BodyState, arguments: Mapping[str, Tensor], operands: tuple[Any, ...]
+        self, facts: BodyEffects | None, state: BodyState, arguments: Mapping[str, Tensor], operands: tuple[Any, ...]
     ) -> None:
         self._told = _told(facts, state, operands)
         is_known = facts is None or facts.knows_written or not facts.writers
@@ -206,7 +206,7 @@ class InputCopies:
         return len(self._copies)
 
 
-def _told(facts: BodyFacts | None, state: BodyState, operands: tuple[Any, ...]) -> set[int]:
+def _told(facts: BodyEffects | None, state: BodyState, operands: tuple[Any, ...]) -> set[int]:
     """The storages of which it is known that they are written; a function that is no graph may not write."""
     if facts is None or not (facts.written or state.statistics):
         return set()
@@ -235,7 +235,7 @@ def _copy(group: Sequence[Tensor], arguments: Mapping[str, Tensor]) -> StorageCo
 
 
 @final
-class GivenTensor:
+class UnmutatedInput:
     """The values of an argument and whether it wants gradients, without its history; they are not copied."""
 
     __slots__ = ("_before", "_held", "_name", "_wants_gradients", "can_be_saved", "leaf")

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita.errors import RecomputeError
 from partita.recompute._torch.keep_records import (
     AutocastCasts,
-    Entry,
     KeptDraws,
+    OperatorRecord,
     WriteCopies,
+    allocates_result,
     cast_by,
     generators_put_back,
-    gives_new,
     may_be_autocast,
     tensors_in,
     was_remembered,
@@ -127,7 +127,7 @@ class KeptPart:
     """
 
     def __init__(self) -> None:
-        self._entries: Sequence[Entry] | None = ()
+        self._entries: Sequence[OperatorRecord] | None = ()
         self._draws = KeptDraws()
 
     @contextmanager
@@ -188,7 +188,7 @@ class _Noting(_Keeping):
     def __init__(self, draws: KeptDraws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws, self._copies, self._casts = draws, WriteCopies(), AutocastCasts()
-        self._entries: list[Entry] = []
+        self._entries: list[OperatorRecord] = []
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = written_by(func, args, kwargs)
@@ -196,11 +196,11 @@ class _Noting(_Keeping):
             _check_foreach(func, written)
             self._casts.before_writes(written)
         result = self._draws.noted(func, args, kwargs)
-        if not gives_new(func):
+        if not allocates_result(func):
             self._copies.note_reader()
             return result
         self._casts.next_operator()
-        entry = Entry(func, args, result, self._copies.of(written))
+        entry = OperatorRecord(func, args, result, self._copies.of(written))
         self._entries.append(entry)
         self._copies.note(entry, written)
         if may_be_autocast(entry.cast):
@@ -210,7 +210,7 @@ class _Noting(_Keeping):
             self._copies.note_kept(entry)
         return result
 
-    def closed(self) -> Sequence[Entry]:
+    def closed(self) -> Sequence[OperatorRecord]:
         """What is kept, when the part is over."""
         for entry in self._entries:
             entry.close()
@@ -218,18 +218,18 @@ class _Noting(_Keeping):
 
 
 class _Returning(_Keeping):
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[OperatorRecord]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._entries = entries
         self._next = 0
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
-        entry = self._entry_for(func, args) if gives_new(func) else None
+        entry = self._entry_for(func, args) if allocates_result(func) else None
         if entry is None:
             return func(*args, **kwargs)
         return entry.given_back(written_by(func, args, kwargs))
 
-    def _entry_for(self, func: Any, args: Any) -> Entry | None:
+    def _entry_for(self, func: Any, args: Any) -> OperatorRecord | None:
         """The entry of an operator, the next one; None where the operator runs again."""
         cast, entry = cast_by(func, args), self._peek()
         while cast is None and entry is not None and entry.is_made_again:
@@ -245,7 +245,7 @@ class _Returning(_Keeping):
         self._next += 1
         return None if entry.is_made_again else entry
 
-    def _peek(self) -> Entry | None:
+    def _peek(self) -> OperatorRecord | None:
         return self._entries[self._next] if self._next < len(self._entries) else None
 
 

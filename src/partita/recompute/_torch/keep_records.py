@@ -23,12 +23,12 @@ from partita.recompute._torch.inputs import is_trained
 
 __all__ = [
     "AutocastCasts",
-    "Entry",
     "KeptDraws",
+    "OperatorRecord",
     "WriteCopies",
+    "allocates_result",
     "cast_by",
     "generators_put_back",
-    "gives_new",
     "may_be_autocast",
     "tensors_in",
     "was_remembered",
@@ -52,10 +52,10 @@ class AutocastCasts:
 
     def __init__(self) -> None:
         #: By the storage that they read, with a way to make them.
-        self._made: defaultdict[int, list[tuple[Entry, Callable[[], Tensor]]]] = defaultdict(list)
-        self._last: Entry | None = None
+        self._made: defaultdict[int, list[tuple[OperatorRecord, Callable[[], Tensor]]]] = defaultdict(list)
+        self._last: OperatorRecord | None = None
 
-    def note(self, entry: Entry, source: Tensor, make: Callable[[], Tensor]) -> None:
+    def note(self, entry: OperatorRecord, source: Tensor, make: Callable[[], Tensor]) -> None:
         """A cast of `source` has been made."""
         self._made[storage_key(source)].append((entry, make))
         self._last = entry
@@ -80,7 +80,7 @@ def may_be_autocast(cast: Cast | None) -> bool:
     return torch.autocast_decrement_nesting() > 0 and cast is not None
 
 
-def was_remembered(cast: Cast | None, entry: Entry | None) -> bool:
+def was_remembered(cast: Cast | None, entry: OperatorRecord | None) -> bool:
     """Whether a cast was not made in the first run, where `entry` was the next: autocast remembers those of leaves."""
     if cast is None:
         return False
@@ -193,13 +193,13 @@ class WriteCopies:
     def __init__(self) -> None:
         self._kept: set[int] = set()
         #: The entry and the place in it of the last copy, by the geometry of the tensor that was written.
-        self._last: dict[tuple[object, ...], tuple[Entry, int]] = {}
+        self._last: dict[tuple[object, ...], tuple[OperatorRecord, int]] = {}
 
     def of(self, written: Sequence[Tensor]) -> list[Tensor | None]:
         """Copies of what an operator has just written, None for memory that is kept."""
         return [None if storage_key(tensor) in self._kept else tensor.clone() for tensor in written]
 
-    def note(self, entry: Entry, written: Sequence[Tensor]) -> None:
+    def note(self, entry: OperatorRecord, written: Sequence[Tensor]) -> None:
         """These copies are in the entry; older ones are not needed any more."""
         for place, tensor in enumerate(written):
             if entry.written[place] is None or tensor.layout is not torch.strided:
@@ -210,7 +210,7 @@ class WriteCopies:
                 older.written[its_place] = None
             self._last[key] = (entry, place)
 
-    def note_kept(self, entry: Entry) -> None:
+    def note_kept(self, entry: OperatorRecord) -> None:
         """The results of the entry are kept, with whatever is written to them."""
         self._kept.update(map(storage_key, tensors_in(entry.result)))
 
@@ -230,7 +230,7 @@ class Cast(Enum):
 
 
 @final
-class Entry:
+class OperatorRecord:
     """The results of an operator, how often they had been written when the kept part was over, and what it wrote."""
 
     __slots__ = ("cast", "is_made_again", "operator", "result", "versions", "written")
@@ -285,7 +285,7 @@ class Entry:
 
 
 @cache
-def gives_new(func: Any) -> bool:
+def allocates_result(func: Any) -> bool:
     """Whether an operator gives something new, which can be kept.
 
     A view is made again, since it would keep what it looks at, and so are shapes changed in place (`t_`): the tensor

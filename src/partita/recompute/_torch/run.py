@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from partita._torch.tensors import version_of
-from partita.analysis._torch.body_effects import BodyFacts, facts_of, saves_too_soon
+from partita.analysis._torch.body_effects import BodyEffects, effects_of_body, saves_before_mutation
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.body import run_body
 from partita.hops._torch.node_tags import SAVED, next_graph_id, node_tags, saving, tagging
@@ -121,7 +121,7 @@ def run_recomputed(
     """What `body` gives; its intermediate results are computed again when the backward needs them."""
     if not torch.is_grad_enabled() or saves_as_always():
         return run_body(nullcontext(), body, operands, keywords)
-    facts, state = facts_of(body), BodyState(body)
+    facts, state = effects_of_body(body), BodyState(body)
     arguments = named_tensors(operands, keywords)
     tensors = {**arguments, **state.tensors()}
     if facts is None:
@@ -151,7 +151,7 @@ class _Runs:
     def __init__(
         self,
         body: Callable[..., Any],
-        facts: BodyFacts | None,
+        facts: BodyEffects | None,
         inputs: RunInputs,
         outside: OutsideLeaves | None,
         context_fn: ContextFunction | None,
@@ -224,12 +224,16 @@ def _drawing(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [torch.empty(0, device=device) for device in sorted(devices, key=str)]
 
 
-def _arguments(options: CheckpointOptions, facts: BodyFacts | None, body: Any) -> dict[str, Any]:
-    may_draw = facts is None or facts.may_draw
+def _arguments(options: CheckpointOptions, facts: BodyEffects | None, body: Any) -> dict[str, Any]:
+    may_use_rng = facts is None or facts.may_use_rng
     others = dict(options.others or {})
-    if facts.saves_too_soon if facts is not None else isinstance(body, nn.Module) and saves_too_soon(body):
+    if (
+        facts.saves_before_mutation
+        if facts is not None
+        else isinstance(body, nn.Module) and saves_before_mutation(body)
+    ):
         others.setdefault("early_stop", False)
-    return {"use_reentrant": False, "preserve_rng_state": options.preserve_rng_state and may_draw, **others}
+    return {"use_reentrant": False, "preserve_rng_state": options.preserve_rng_state and may_use_rng, **others}
 
 
 # What autograd saves of a body that writes: refused where it is needed and was written since, as plain autograd does.
@@ -240,7 +244,7 @@ def _arguments(options: CheckpointOptions, facts: BodyFacts | None, body: Any) -
 class SavesInOrder:
     """How often each tensor that a body saves had been written when the second run saved it."""
 
-    def __init__(self, facts: BodyFacts | None) -> None:
+    def __init__(self, facts: BodyEffects | None) -> None:
         self._facts = facts
         self._count = 0
         self._versions: list[int | None] = []
