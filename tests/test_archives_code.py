@@ -26,8 +26,10 @@ from partita.program.archives import load_exported
 
 SOURCE = Path(partita.__file__).parent
 READER = [
-    *(SOURCE / "graphs" / "archives").rglob("*.py"),
-    *(SOURCE / "_torch" / name for name in ("expressions.py", "input_guards.py", "lowering_conditions.py")),
+    *(SOURCE / "program" / "archives").rglob("*.py"),
+    SOURCE / "_torch" / "expressions.py",
+    SOURCE / "program" / "_torch" / "guards.py",
+    SOURCE / "lowering" / "_torch" / "conditions.py",
 ]
 #: Ways from a text or bytes to code; `load` is asked for apart.
 FORBIDDEN = frozenset(

@@ -455,10 +455,10 @@ class Failing:
 def test_what_cannot_be_compiled_runs_eagerly_or_raises(caplog: pytest.LogCaptureFixture) -> None:
     x, weight = x_and_weight()
     gm = partial_lower(traced(waves, x, weight), but("cumsum"), backend=Failing())
-    with caplog.at_level(logging.WARNING, "partita.lowering"):
+    with caplog.at_level(logging.WARNING, "partita.plans"):
         for _ in range(2):
             assert torch.equal(gm(x, weight), waves(x, weight))
-    assert told(caplog, "partita.lowering") == [
+    assert told(caplog, "partita.plans") == [
         "subgraph_0: failing failed: out of luck; it runs eagerly",
         "subgraph_1: failing failed: out of luck; it runs eagerly",
     ]

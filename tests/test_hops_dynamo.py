@@ -219,7 +219,7 @@ assert isinstance(told.__loader__, importlib.machinery.SourceFileLoader) and tol
 assert "class TorchHigherOrderOperatorVariable" in inspect.getsource(told)
 print(len(waiting), len(left), sum(name.startswith("partita") for name in told._hop_name_to_variable_class))
 """
-    assert run_python(source) == "1 0 8\n"
+    assert run_python(source) == "2 0 8\n"
 
 
 def test_threads_may_import_dynamo_at_once() -> None:

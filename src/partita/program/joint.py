@@ -15,7 +15,7 @@ from partita.analysis.index import Index
 from partita.analysis.nodes import bytes_of_value, find, tensors_in, value_of
 from partita.errors import OptionError, SignatureError
 
-__all__ = ["Held", "Joint", "checked_count", "joint_of"]
+__all__ = ["Held", "Joint"]
 
 
 # The halves of a joint graph: which nodes are forward and which backward, by what they depend on.
