@@ -39,7 +39,7 @@ fuzz: $(INSTALLED) ## Check the laws on N=1000 generated graphs (ARGS=--modes: o
 	$(BIN)/python -m partita.testing.fuzz --graphs $(N) $(ARGS)
 
 fuzz-files: $(INSTALLED) ## Load 10,000 spoilt .pt2 files in a process with limits
-	$(BIN)/python -m pytest -n $(JOBS) -m fuzz tests/test_archives_fuzz.py
+	$(BIN)/python -m pytest -n $(JOBS) -m fuzz tests/program/archives/test_fuzz.py
 
 clean: ## Remove the virtual environment, caches and build outputs
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,7 +11,7 @@ from benchmarks.floor import minimal_copy
 from benchmarks.graphs import KINDS, build, even_labels
 from benchmarks.report import line
 from benchmarks.rows import Row, at_least, at_most
-from tests.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
+from tests.helpers.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
 
 
 @NEEDS_SPLIT_MODULE_SIMPLE

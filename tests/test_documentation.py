@@ -21,7 +21,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from tests.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
+from tests.helpers.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

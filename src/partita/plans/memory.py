@@ -22,7 +22,7 @@ __all__ = ["ReportsSavedBytes", "SavedBytes", "SavedMemory", "saved_bytes_of", "
 class SavedBytes:
     """The memory that autograd holds for a region, beside parameters, buffers and constants, which are held anyway.
 
-    Memory that two regions hold belongs to both, so bytes of regions do not add up; `Holdings.total` counts it once.
+    Memory that two regions hold belongs to both, so bytes of regions do not add up; `SavedMemory.total` counts it once.
     """
 
     #: What the operators of the region save when it runs as it is.
@@ -114,8 +114,8 @@ def _told(treatment: ReportsSavedBytes, region: Region, saved: SavedTensors) -> 
         ) from error
     if found is not None and not isinstance(found, SavedBytes):
         raise TreatmentError(
-            f"{treatment!r} gave {type(found).__name__} as what region {region.name!r} holds; `holding` returns a "
-            "Holding, such as `saved_bytes_of` gives, or None"
+            f"{treatment!r} gave {type(found).__name__} as what region {region.name!r} holds; `saved_bytes` returns a "
+            "SavedBytes, such as `saved_bytes_of` gives, or None"
         )
     return found
 

@@ -1,0 +1,112 @@
+"""Calls that a compiler fails on: a wrong call is wrong alone, and what fails or changes without end runs eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.lowering.helpers import Counting, Failing, lowered, plan_of, region_of
+from torch import Tensor
+from torch.fx import GraphModule
+
+from partita.errors import LoweringError
+from partita.lowering.variant_cache import LruTable
+from partita.treatments import Lower
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ y).relu()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_wrong_call_raises_what_torch_raises_and_spoils_nothing(strict: bool) -> None:
+    backend = Counting()
+    decided = plan_of(product, Lower(backend, strict=strict))
+    module = decided.apply().module()
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            module(torch.randn(2, 3), torch.randn(4, 5))
+    x, y = torch.randn(2, 3), torch.randn(3, 5)
+    assert torch.equal(module(x, y), product(x, y))
+    other = plan_of(product, Lower(backend, strict=strict)).apply().module()
+    assert torch.equal(other(x, y), product(x, y))
+    assert len(decided.failures) == 0
+    assert [list(value.shape) for value in backend.made[-1]] == [[2, 3], [3, 5]], "a wrong call opens no sizes"
+    assert region_of(module)._choice.of((x, y)) is not None
+
+
+def test_a_compiler_that_fails_on_one_size_gets_others() -> None:
+    class Picky(Counting):
+        def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Any:
+            if inputs[0].shape[0] == 3:
+                raise ValueError("no threes")
+            return super().compile(body, inputs)
+
+    backend = Picky()
+    decided = plan_of(lambda x: x.sin(), Lower(backend, dynamic=False))
+    module = decided.apply().module()
+    for size in (3, 4, 3, 5):
+        x = torch.randn(size)
+        assert torch.equal(module(x), x.sin())
+    assert len(backend.made) == 2
+    assert [failure.reason for failure in decided.failures] == ["no threes"]
+
+
+def test_a_strict_region_writes_nothing_when_its_compiler_fails() -> None:
+    def count(total: Tensor) -> Tensor:
+        return total.add_(1)
+
+    module = lowered(count, Lower(Failing(), strict=True))
+    total = torch.zeros(3)
+    with pytest.raises(LoweringError):
+        module(total)
+    assert torch.equal(total, torch.zeros(3))
+
+
+def test_lists_that_grow_are_compiled_for_a_bounded_number_of_times() -> None:
+    def joined(values: list[Tensor]) -> Tensor:
+        return torch.cat(values).relu()
+
+    backend = Counting()
+    decided = plan_of(joined, Lower(backend, keep=2))
+    module = decided.apply().module()
+    for length in range(1, 80):
+        values = [torch.randn(3) for _ in range(length)]
+        assert torch.equal(module(values), joined(values))
+    assert len(backend.made) == 8
+    assert "compiled 8 times" in decided.failures[0].reason
+    assert len(region_of(module)._choice._seen) <= 64
+
+
+def test_a_table_of_recent_notes_forgets_the_oldest() -> None:
+    recent = LruTable[int](most=2)
+    for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        recent.note(key, value)
+    assert [recent.get(key) for key in "abc"] == [3, None, 4]
+    assert len(recent) == 2
+
+
+def test_whether_written_inputs_share_memory_is_told_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count of comparisons, since clocks are not to be trusted."""
+    from partita.lowering import lowered as choice
+
+    class Key:
+        compared = 0
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __hash__(self) -> int:
+            return self.number
+
+        def __eq__(self, other: object) -> bool:
+            Key.compared += 1
+            return isinstance(other, Key) and other.number == self.number
+
+    monkeypatch.setattr(choice, "memory_of", Key)
+    assert not choice._overlap(range(1000), range(500))
+    assert choice._overlap([*range(1000), 499], range(500))
+    assert not choice._overlap([*range(1000), 500], range(500))
+    assert Key.compared < 5000

@@ -1,0 +1,223 @@
+"""A plan says what autograd holds for each region without and with recomputation, and which FLOPs that adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.core import text
+from tests.plans.helpers import Checkpoint, bytes_alive, predicted_when_recomputed
+from torch import Tensor, nn
+
+import partita
+from partita import Plan, Program, Region, capture
+from partita.errors import TreatmentError
+from partita.plans.memory import SavedBytes, saved_bytes_of, saved_memory
+from partita.policies import ByLabel, BySize
+from partita.program.saved_tensors import Origin, SavedTensors, saved_tensors_of
+from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
+from partita.treatments import Call, Recompute
+
+
+def _input() -> Tensor:
+    return torch.randn(4, 6, requires_grad=True)
+
+
+def _cut(program: Program, labels: Mapping[str, str] | Callable[[str], str | None]) -> Plan:
+    choose = labels if callable(labels) else labels.get
+    return partita.plan(program, ByLabel(lambda node: choose(node.name)), Checkpoint())
+
+
+def _holding(function: Callable[..., Any], names: str, *, kept: str = "") -> SavedBytes:
+    """What the nodes of these names hold, as one region."""
+    program = capture(function, (_input(),))
+    region = Region("part", tuple(map(program.node, names.split())))
+    found = saved_bytes_of(region, saved_tensors_of(program), tuple(map(program.node, kept.split())))
+    assert found is not None
+    return found
+
+
+def _numbers(holding: SavedBytes | None) -> tuple[int | None, int | None, int] | None:
+    return None if holding is None else (holding.plain_bytes, holding.treated_bytes, holding.extra_flops)
+
+
+def _chain(x: Tensor) -> Tensor:
+    """Two products of 4 x 6 and 6 x 4, and of 4 x 4 and 4 x 6, with a result that is saved between them."""
+    return (x @ x.t()).tanh() @ x.sin()
+
+
+_PRODUCT = 2 * 4 * 6 * 4
+
+
+def test_a_recomputed_region_holds_what_goes_into_it() -> None:
+    assert _numbers(_holding(_chain, "t matmul tanh sin matmul_1")) == (96 + 64 + 96, 96, _PRODUCT)
+
+
+def test_what_is_kept_is_held_and_not_computed_again() -> None:
+    holding = _holding(_chain, "t matmul tanh sin matmul_1", kept="matmul")
+    assert _numbers(holding) == (96 + 64 + 96, 96 + 64, 0)
+
+
+def test_nodes_after_the_last_that_saves_are_not_computed_again() -> None:
+    # A product saves what it reads, before it is computed; a softmax what it gives.
+    assert _holding(lambda x: (x @ x.t()) + 1, "t matmul add").extra_flops == 0
+    assert _holding(lambda x: (x @ x.t()).softmax(0) + 1, "t matmul softmax add").extra_flops == _PRODUCT
+    # What is kept saves as well, but is not computed.
+    assert _holding(lambda x: (x @ x.t()).softmax(0), "t matmul softmax", kept="softmax").extra_flops == _PRODUCT
+
+
+def test_a_region_for_which_nothing_is_saved_is_left_alone() -> None:
+    assert _numbers(_holding(lambda x: (x + 1).exp().sum(), "add")) == (0, 0, 0)
+    assert _numbers(_holding(lambda x: x.detach().exp().sum() + x.sum(), "exp sum_1")) == (0, 0, 0)
+
+
+def test_state_is_held_anyway() -> None:
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.detach().add(1) @ self.weight
+
+    program = capture(Linear(), (_input(),))
+    region = Region("part", (program.node("matmul"),))
+    assert _numbers(saved_bytes_of(region, saved_tensors_of(program))) == (96, 96, 0)
+
+
+def test_items_are_taken_out_where_their_container_is_made() -> None:
+    def halves(x: Tensor) -> Tensor:
+        first, second = x.sin().unbind(0)[:2], x.cos().split(2)
+        return first[0].exp() + second[1].exp().sum()
+
+    program = capture(halves, (_input(),))
+    item = next(node for node in program.operators() if node.args[:1] == (program.node("split"),))
+    saved = saved_tensors_of(program)
+    region = Region("part", (item, program.node("exp_1")))
+    found = saved_bytes_of(region, saved)
+    assert found is not None
+    assert {memory.node for memory in found.treated} == {program.node("cos")}
+
+
+def test_a_region_that_writes_what_it_was_given_holds_a_copy_from_before() -> None:
+    program = capture(Buffered(), (_input(),))
+    region = Region("part", tuple(program.operators()))
+    found = saved_bytes_of(region, saved_tensors_of(program))
+    assert found is not None
+    assert sorted(memory.bytes or 0 for memory in found.treated) == [24, 96]
+    assert all(memory.origin is not Origin.STATE for memory in found.treated)
+
+
+def test_memory_of_several_regions_counts_once_in_the_total() -> None:
+    program = capture(lambda x: (x.sin().exp(), x.cos().exp()), (_input(),))
+    plan = _cut(program, {"sin": "one", "exp": "one", "cos": "two", "exp_1": "two"})
+    found = saved_memory(plan.partition, plan.treatments)
+    assert list(map(_numbers, found.regions)) == [(192, 96, 0), (192, 96, 0)]
+    assert _numbers(found.total) == (3 * 96, 96, 0)
+
+
+def test_treatments_that_do_not_say_change_nothing_in_the_total() -> None:
+    program = capture(lambda x: (x.sin().exp(), x.cos().exp()), (_input(),))
+    plan = _cut(program, {"sin": "one", "exp": "one", "cos": "two", "exp_1": "two"})
+    found = saved_memory(plan.partition, (Checkpoint(), Call()))
+    assert list(map(_numbers, found.regions)) == [(192, 96, 0), None]
+    assert _numbers(found.total) == (3 * 96, 2 * 96, 0)
+
+
+def test_the_table_shows_what_is_held_where_a_treatment_says_it() -> None:
+    program = capture(_chain, (_input(),))
+    plan = _cut(program, {"t": "one", "matmul": "one", "tanh": "one"})
+    assert str(plan) == text(
+        """
+        region  nodes  in  out  bytes in  bytes out  flops  saved  saved after  recomputed flops  treatment     label
+        ------  -----  --  ---  --------  ---------  -----  -----  -----------  ----------------  ------------  -----
+        one     3      1   1    96        64         192    160    96           192               Checkpoint()  one
+        saved for backward: 256 bytes, 256 after; 192 FLOPs are recomputed
+        left out: 2 nodes: its label is None
+        """
+    )
+
+
+def test_the_table_has_question_marks_and_a_reason_where_nothing_is_known() -> None:
+    plain = Program.of(torch.fx.symbolic_trace(_chain))
+    shown = str(_cut(plain, {"t": "one", "matmul": "one"}))
+    assert "?     ?           ?" in shown
+    assert "saved for backward: not known: input 'x' has no traced value" in shown
+
+
+def test_the_table_of_other_treatments_has_no_more_columns_than_before() -> None:
+    program = capture(_chain, (_input(),))
+    assert "held" not in str(partita.plan(program, ByLabel(lambda node: "all"), Call()))
+
+
+def test_sizes_that_only_the_data_tells_are_question_marks() -> None:
+    program = capture(lambda x: x[x > 0].exp().sin(), (_input(),))
+    plan = partita.plan(program, ByLabel(lambda node: "all"), Checkpoint())
+    found = saved_memory(plan.partition, plan.treatments)
+    assert found.total is not None
+    assert (found.total.plain_bytes, found.total.treated_bytes) == (None, 96)
+    assert "saved for backward: ? bytes, 96 after" in str(plan)
+
+
+def test_the_program_is_run_once_for_all_regions() -> None:
+    program = capture(Attention(), (_input(),))
+    partition = BySize(operators=2)(program)
+    saved, asked = saved_tensors_of(program), []
+
+    class Asking(Checkpoint):
+        def saved_bytes(self, region: Region, saved: SavedTensors) -> SavedBytes | None:
+            asked.append(saved)
+            return super().holding(region, saved)
+
+    found = saved_memory(partition, (Asking(),) * len(partition), saved)
+    assert asked == [saved] * len(partition)
+    assert None not in found.regions
+
+
+class _Writing(nn.Module):
+    """Writes to a result of its own that was read before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.sin()
+        second = first.exp()
+        first.mul_(0.5)
+        return (second + first).tanh() * first.cos()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("model", [Attention, Buffered, Casting, Frozen, Mixer, _Writing])
+def test_what_was_predicted_is_alive_with_copies_of_what_is_written(model: type[nn.Module], parts: int) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": _input()}
+    program = capture(model(), (), inputs)
+    plan = partita.plan(program, BySize(parts=parts), Recompute())
+    predicted, _ = predicted_when_recomputed(plan, saved_tensors_of(program))
+    assert predicted == bytes_alive(plan.apply().module(), inputs)
+
+
+class _Wrong(Checkpoint):
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        object.__setattr__(self, "answer", answer)
+
+    def saved_bytes(self, region: Region, saved: SavedTensors) -> Any:
+        return self.answer()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda: 5, "gave int as what region 'all' holds"),
+        (lambda: 1 / 0, "raised ZeroDivisionError when asked what region 'all' holds: division by zero"),
+    ],
+    ids=["odd answer", "error"],
+)
+def test_a_treatment_that_answers_wrongly_is_named_and_the_plan_still_prints(
+    answer: Callable[[], Any], message: str
+) -> None:
+    program = capture(_chain, (_input(),))
+    plan = partita.plan(program, ByLabel(lambda node: "all"), _Wrong(answer))
+    with pytest.raises(TreatmentError, match=message):
+        saved_memory(plan.partition, plan.treatments)
+    assert message in str(plan)

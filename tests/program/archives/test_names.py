@@ -1,0 +1,561 @@
+"""Archives whose names mean something else in generated code, or call what is no graph of the file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from tests.program.archives.helpers import Spoilt, X
+from torch import Tensor, nn
+
+from partita import Program, capture, plan
+from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
+from partita.policies import ByModule
+from partita.program.archives import load_exported
+from partita.program.archives._torch.symbols import stays_small
+from partita.treatments import Call, Recompute
+
+
+class Small(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("archives") / "small.pt2"
+    torch.export.save(torch.export.export(Small(), (X,)), path)
+    return path
+
+
+def value(name: str) -> Any:
+    return {"as_tensor": {"name": name}}
+
+
+def node(target: str, args: list[Any], *outputs: str, name: str | None = None, hop: bool | None = None) -> Any:
+    return {
+        "target": target,
+        "inputs": [{"name": "", "arg": arg, "kind": 1} for arg in args],
+        "outputs": list(map(value, outputs)),
+        "metadata": {},
+        "is_hop_single_tensor_return": hop,
+        "name": name or outputs[0],
+    }
+
+
+def graph(inputs: list[str], nodes: list[Any], outputs: list[str]) -> Any:
+    names = {*inputs, *(given["as_tensor"]["name"] for one in nodes for given in one["outputs"])}
+    meta = {
+        "dtype": 7,
+        "sizes": [{"as_int": 6}, {"as_int": 4}],
+        "requires_grad": False,
+        "device": {"type": "cpu", "index": None},
+        "strides": [{"as_int": 4}, {"as_int": 1}],
+        "storage_offset": {"as_int": 0},
+        "layout": 7,
+    }
+    return {
+        "inputs": list(map(value, inputs)),
+        "outputs": list(map(value, outputs)),
+        "nodes": nodes,
+        "tensor_values": dict.fromkeys(names, meta),
+        "sym_int_values": {},
+        "sym_bool_values": {},
+        "sym_float_values": {},
+        "custom_obj_values": {},
+        "is_single_tensor_return": False,
+    }
+
+
+def body(name: str, content: Any) -> Any:
+    return {"as_graph": {"name": name, "graph": content}}
+
+
+def sine(given: str, result: str) -> Any:
+    made = node("torch.ops.aten.sin.default", [value(given)], result)
+    made["inputs"][0]["name"] = "self"
+    return made
+
+
+SINE = graph(["p"], [sine("p", "q")], ["q"])
+EMPTY = graph([], [], [])
+WRAP, ITE, ITEM = "torch.ops.higher_order.wrap", "torch.sym_ite", "_operator.getitem"
+TRUE = {"as_bool": True}
+
+
+def written(small: Path, path: Path, nodes: list[Any], result: str = "r") -> Path:
+    """A program of one input `x` that runs these nodes."""
+    spoilt = Spoilt(small)
+
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"] = graph(["x"], nodes, [result])
+        program["graph_module"]["signature"]["output_specs"] = [{"user_output": {"arg": value(result)}}]
+
+    spoilt.program(change)
+    return spoilt.write(path)
+
+
+def test_a_graph_that_is_wrapped_is_loaded(small: Path, tmp_path: Path) -> None:
+    path = written(small, tmp_path / "m.pt2", [node(WRAP, [body("own", SINE), value("x")], "r", hop=False)])
+    assert torch.equal(load_exported(path).module()(X), X.sin())
+
+
+def attribute_of(name: str) -> Any:
+    """A graph that gives an attribute of its input, once a value called `self` hides the module."""
+    hidden = node(ITE, [TRUE, value("p"), value("p")], "self")
+    return graph(["p"], [hidden, node(ITE, [TRUE, body(name, EMPTY), body(name, EMPTY)], "q")], ["q", "self"])
+
+
+def reaching_for_the_system(canary: Path) -> list[Any]:
+    """From a tensor to `os.system`, attribute by attribute, and a call of it."""
+    nodes, last = [], "x"
+    for place, name in enumerate(("split", "__globals__", "torch", "os", "system")):
+        if name == "torch":
+            nodes.append(node(ITEM, [value(last), {"as_string": name}], f"v{place}"))
+        else:
+            args = [body(f"b{place}", attribute_of(name)), value(last)]
+            nodes.append(node(WRAP, args, f"v{place}", f"w{place}", name=f"c{place}", hop=False))
+        last = f"v{place}"
+    return [*nodes, node(WRAP, [value(last), {"as_string": f"touch {canary.name}"}], "called"), sine("x", "r")]
+
+
+def test_no_way_leads_from_a_tensor_to_the_system(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = written(small, tmp_path / "m.pt2", reaching_for_the_system(tmp_path / "canary"))
+    with pytest.raises(UntrustedArchiveError):
+        Program.of(path)
+    assert not (tmp_path / "canary").exists()
+
+
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "a value called self": ([sine("x", "self"), sine("self", "r")], "'self' means something else"),
+    "a value called torch": ([sine("x", "torch"), sine("torch", "r")], "'torch' means something else"),
+    "a graph called __globals__": ([node(WRAP, [body("__globals__", SINE), value("x")], "r")], "another attribute"),
+    "a graph called recompile": ([node(WRAP, [body("recompile", SINE), value("x")], "r")], "another attribute"),
+    "a graph called _guards_fn": ([node(WRAP, [body("_guards_fn", SINE), value("x")], "r")], "another attribute"),
+    "a graph as a number": ([node(ITE, [TRUE, body("b", SINE), body("b", SINE)], "r")], "it is no number"),
+    "a graph as an operand": ([node(WRAP, [body("b", SINE), body("c", SINE)], "r")], "no argument of this kind"),
+    "a call of a value": ([node(WRAP, [value("x"), value("x")], "r")], "it calls what is no graph"),
+    "a call of an operator": ([node(WRAP, [{"as_operator": "torch.ops.aten.sin.default"}], "r")], "no graph"),
+    "an operator that runs graphs": (
+        [node("torch.ops.higher_order.out_dtype", [{"as_operator": WRAP}, value("x")], "r")],
+        "no single operator",
+    ),
+    "an item by a text": ([node(ITEM, [value("x"), {"as_string": "torch"}], "r")], "takes no item out of a list"),
+    "an item of a tensor": ([node(ITEM, [value("x"), {"as_int": 0}], "r")], "takes no item out of a list"),
+    "a level left open": (
+        [
+            node("torch._functorch.predispatch._vmap_increment_nesting", [{"as_int": 6}, {"as_string": "error"}], "l"),
+            sine("x", "r"),
+        ],
+        "enters a level that the graph does not leave",
+    ),
+    "a level left twice": (
+        [node("torch._functorch.predispatch._vmap_decrement_nesting", [], "l"), sine("x", "r")],
+        "leaves a level that was not entered",
+    ),
+}
+
+
+def named(target: str, result: str, **given: Any) -> Any:
+    """A node whose arguments go by their names in the schema."""
+    made = node(target, list(given.values()), result)
+    for one, name in zip(made["inputs"], given, strict=True):
+        one |= {"name": name, "kind": 2}
+    return made
+
+
+ATEN, PREDISPATCH = "torch.ops.aten.", "torch._functorch.predispatch."
+ONE, HUGE = {"as_int": 1}, {"as_int": 2**31 - 1}
+CLONE = {"as_operator": f"{ATEN}clone.default"}
+
+
+def by_name_before_the_operator() -> Any:
+    """An operator that calls another, with the argument of that in front of it."""
+    made = node("torch.ops.higher_order.auto_functionalized", [HUGE, CLONE], "c")
+    made["inputs"][0] |= {"name": "memory_format", "kind": 2}
+    return made
+
+
+REFUSED |= {
+    f"an argument of another type, {case}": ([made, sine("x", "r")], words)
+    for case, made, words in (
+        ("memory format", named(f"{ATEN}clone.default", "c", self=value("x"), memory_format=HUGE), "takes no int"),
+        ("dtype", named(f"{ATEN}softmax.int", "c", self=value("x"), dim=ONE, dtype=HUGE), "takes no int for 'dtype'"),
+        ("layout", named(f"{ATEN}zeros_like.default", "c", self=value("x"), layout=HUGE), "takes no int for 'layout'"),
+        ("device", named(f"{ATEN}zeros_like.default", "c", self=value("x"), device=HUGE), "takes no int for 'device'"),
+        (
+            "symbolic dtype",
+            named(f"{ATEN}softmax.int", "c", self=value("x"), dim=ONE, dtype={"as_sym_int": ONE}),
+            "takes no sym int for 'dtype'",
+        ),
+        ("none", named(f"{ATEN}softmax.int", "c", self=value("x"), dim={"as_none": True}), "takes no none for 'dim'"),
+        ("list", named(f"{ATEN}softmax.int", "c", self=value("x"), dim={"as_ints": [1]}), "takes no ints for 'dim'"),
+        ("tensor", named(f"{ATEN}sin.default", "c", self={"as_tensors": [{"name": "x"}]}), "takes no tensors"),
+        (
+            "short list",
+            named(f"{ATEN}avg_pool2d.default", "c", self=value("x"), kernel_size={"as_ints": []}),
+            "takes no 0 numbers for 'kernel_size', but 2",
+        ),
+        ("by name to what is called", by_name_before_the_operator(), "takes no int for 'memory_format'"),
+        (
+            "by place to what is called",
+            node("torch.ops.higher_order.with_effects", [value("x"), CLONE, value("x"), HUGE], "c"),
+            "takes no int for 'memory_format'",
+        ),
+        ("batch dimension", named(f"{ATEN}_remove_batch_dim.default", "c", self=value("x")), "does more than compute"),
+        (
+            "place of a dimension",
+            node(f"{PREDISPATCH}_remove_batch_dim", [value("x"), {"as_int": 7}, ONE, {"as_int": -2}], "c"),
+            "elsewhere than to the front",
+        ),
+    )
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_means_more_than_it_says_is_refused(small: Path, tmp_path: Path, case: str) -> None:
+    nodes, words = REFUSED[case]
+    with pytest.raises(UntrustedArchiveError, match=words):
+        load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+def test_arguments_that_torch_turns_into_the_type_of_the_schema_are_loaded(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pooled = torch.ops.aten.avg_pool2d(x + 1, 2, [])
+            halved = torch.ops.aten.upsample_nearest2d.vec(pooled, None, [2, 2])
+            summed = halved.sum(1, dtype=torch.float64).clone(memory_format=torch.contiguous_format)
+            return torch.ops.aten.add.Tensor(summed, 2, alpha=3).to(torch.device("cpu"), torch.float32)
+
+    x = torch.linspace(-1, 1, 64).reshape(1, 4, 4, 4)
+    torch.export.save(torch.export.export(Model(), (x,)), tmp_path / "m.pt2")
+    assert torch.equal(load_exported(tmp_path / "m.pt2").module()(x), Model()(x))
+
+
+@pytest.mark.parametrize("name", ["device", "input", "type", "print", "inf", "args", "x_007", "output"])
+def test_other_names_are_just_names(small: Path, tmp_path: Path, name: str) -> None:
+    path = written(small, tmp_path / "m.pt2", [sine("x", name), sine(name, "r")])
+    loaded = load_exported(path)
+    assert torch.equal(loaded.module()(X), X.sin().sin())
+    assert name in {one.name for one in loaded.graph.nodes}
+    loaded.graph.lint()
+
+
+def with_weight_called(path: str, folder: Path) -> Path:
+    """A linear layer in which another path stands for that of its weight."""
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), folder / "linear.pt2")
+    spoilt = Spoilt(folder / "linear.pt2")
+    for member in ("models/model.json", "data/weights/model_weights_config.json"):
+        spoilt.members[member] = spoilt.members[member].replace(b'"weight"', f'"{path}"'.encode())
+    return spoilt.write(folder / "m.pt2")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/elsewhere/outside.weight",
+        "_guards_fn",
+        "self.weight",
+        "training",
+        "a._modules",
+        "a.training",
+        "_in_spec",
+        "meta",
+    ],
+)
+def test_paths_that_are_something_else_are_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UntrustedArchiveError, match="is no path of a parameter"):
+        load_exported(with_weight_called(path, tmp_path))
+
+
+def test_a_tensor_inside_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match=r"'bias' is a tensor, and so is 'bias.weight' in it"):
+        load_exported(with_weight_called("bias.weight", tmp_path))
+
+
+@pytest.mark.parametrize("path", ["a\0b", 3])
+def test_what_is_no_path_is_refused_in_words(path: Any) -> None:
+    with pytest.raises(OptionError, match="an archive is loaded from a path"):
+        load_exported(path)
+
+
+def test_names_that_count_backwards_cost_no_more_than_others(small: Path, tmp_path: Path) -> None:
+    """torch.fx starts counting where the last name ended, so that a file could make it count for hours."""
+
+    def work(name: Callable[[int, int], str], count: int) -> int:
+        nodes, last = [], "x"
+        for place in range(count):
+            nodes.append(sine(last, f"n{place}"))
+            nodes[-1]["name"] = name(place, count)
+            last = f"n{place}"
+        return lines_of_create_name(written(small, tmp_path / "m.pt2", [*nodes, sine(last, "r")]))
+
+    plain = work(lambda place, count: f"k_{place}", 100)
+    assert work(lambda place, count: f"k_{count - place}" if place % 2 else "k_1", 100) < 1.1 * plain
+
+
+def lines_of_create_name(path: Path) -> int:
+    """How many lines of the function by which torch.fx finds free names a load runs."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line" and frame.f_code.co_name == "create_name"
+        return note if frame.f_code.co_name == "create_name" else None
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        load_exported(path)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_module_called_self_can_be_cut(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("self", nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner: Tensor = self.get_submodule("self")(x)
+            return inner.sin()
+
+    model = Model()
+    for treatment in (Call(), Recompute()):
+        cut = plan(capture(model, (X,)), ByModule("self"), treatment).apply().module()
+        assert torch.equal(cut(X), model(X))
+
+
+# Letters that Python takes for others ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["\uff43ode", "\uff44ouble", "\uff41", "layers.\uff54o_folder"])
+def test_paths_that_python_reads_as_others_are_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UntrustedArchiveError, match="is no path of a parameter"):
+        load_exported(with_weight_called(path, tmp_path))
+
+
+def test_modules_that_python_reads_as_others_are_refused(small: Path, tmp_path: Path) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": "L__self__,,M;k,\uff54o_folder,torch.nn.Linear"}
+    with pytest.raises(UntrustedArchiveError, match="is another name for Python"):
+        load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (";".join(f"k{place},,M" for place in range(102)), "it is in 102 modules"),
+        ("L__self__,,M;k,][,M", "is no module"),
+        ("L__self__,,M;k,a[,M", "is no module"),
+        (f"L__self__,,M;k,{'a' * 1001},M", "is no module"),
+        (f"L__self__,,M;k,a,{'a.' * 600}M", "is no module"),
+        (f"L__self__,,M;{'k' * 1001},a,M", "is no module"),
+    ],
+    ids=["deep", "brackets that close first", "brackets that stay open", "long path", "long class", "long key"],
+)
+def test_modules_that_no_node_is_in_are_refused(small: Path, tmp_path: Path, stack: str, words: str) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": stack}
+    with pytest.raises(ArchiveError, match=words):
+        load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
+def test_modules_with_brackets_around_commas_are_read(small: Path, tmp_path: Path) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": "L__self__,,M;k,a[0, 1],N[int, str]"}
+    (found,) = load_exported(written(small, tmp_path / "m.pt2", nodes)).graph.find_nodes(
+        op="call_function", target=torch.ops.aten.sin.default
+    )
+    assert found.meta["nn_module_stack"] == {"L__self__": ("", "M"), "k": ("a[0, 1]", "N[int, str]")}
+
+
+@pytest.mark.parametrize("name", ["\uff54o_folder", "_guards_fn", "validate_inputs", "_in_spec", "code"])
+def test_a_module_with_the_name_of_something_else_can_be_cut(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner: Tensor = self.get_submodule(name)(x)
+            return inner.sin()
+
+    model = Model()
+    cut = plan(capture(model, (X,)), ByModule(name), Call()).apply()
+    assert torch.equal(cut.module()(X), model(X))
+
+
+def test_a_checkpoint_takes_no_function_from_a_file(small: Path, tmp_path: Path) -> None:
+    checkpoint = node(
+        "torch.ops.higher_order.wrap_activation_checkpoint", [body("b", SINE), value("x")], "r", hop=False
+    )
+    checkpoint["inputs"].append({"name": "context_fn", "arg": value("x"), "kind": 2})
+    with pytest.raises(UntrustedArchiveError, match="it is a function that is called"):
+        load_exported(written(small, tmp_path / "m.pt2", [checkpoint]))
+
+
+def test_graphs_inside_of_others_give_no_texts(small: Path, tmp_path: Path) -> None:
+    inner = graph(["p"], [], ["p"])
+    inner["outputs"] = [{"as_string": "pandas"}, value("p")]
+    with pytest.raises(UntrustedArchiveError, match="gives tensors and numbers"):
+        load_exported(written(small, tmp_path / "m.pt2", [node(WRAP, [body("b", inner), value("x")], "r", "s")]))
+
+
+# What no program needs ---------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_is_no_number(small: Path, tmp_path: Path) -> None:
+    number = {"as_sym_int": {"as_name": "x"}}
+    with pytest.raises(ArchiveError, match="nothing before it gives a number 'x'"):
+        load_exported(written(small, tmp_path / "m.pt2", [node("_operator.add", [number, number], "r")]))
+
+
+def test_arguments_behind_one_that_is_left_out_go_by_name(small: Path, tmp_path: Path) -> None:
+    clamp = node("torch.ops.aten.clamp.default", [value("x"), {"as_float": 0.5}], "r")
+    clamp["inputs"][0]["name"], clamp["inputs"][1]["name"] = "self", "max"
+    loaded = load_exported(written(small, tmp_path / "m.pt2", [clamp]))
+    assert torch.equal(loaded.module()(X), X.clamp(max=0.5))
+
+
+def test_an_argument_that_is_needed_is_missed(small: Path, tmp_path: Path) -> None:
+    added = node("torch.ops.aten.add.Tensor", [value("x")], "r")
+    added["inputs"][0]["name"] = "self"
+    with pytest.raises(ArchiveError, match=r"aten.add.Tensor is given no 'other'"):
+        load_exported(written(small, tmp_path / "m.pt2", [added]))
+
+
+def spoilt_signature(small: Path, path: Path, change: Callable[[Any], Any]) -> Path:
+    spoilt = Spoilt(small)
+    spoilt.program(lambda program: change(program["graph_module"]))
+    return spoilt.write(path)
+
+
+def set_two_names(module: Any) -> None:
+    module["module_call_graph"][0]["signature"]["forward_arg_names"] = ["x", "x"]
+
+
+def set_another_output(module: Any) -> None:
+    module["signature"]["output_specs"] *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_two_names, "two of its arguments have one name"),
+        (set_another_output, "the trees of a call have other numbers of leaves"),
+        (lambda module: module.update(module_call_graph=[]), "does not begin with how the program is called"),
+    ],
+)
+def test_calls_that_cannot_be_made_are_refused(small: Path, tmp_path: Path, change: Any, words: str) -> None:
+    with pytest.raises(ArchiveError, match=words):
+        load_exported(spoilt_signature(small, tmp_path / "m.pt2", change))
+
+
+def test_more_mutations_than_any_program_has_are_refused(tmp_path: Path) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x + self.count
+
+    torch.export.save(torch.export.export(Counter(), (X,)).run_decompositions(), tmp_path / "counter.pt2")
+
+    def change(module: Any) -> None:
+        module["signature"]["output_specs"][:1] *= 5_000
+
+    with pytest.raises(ArchiveError, match="5000 outputs of 5001 are mutations"):
+        load_exported(spoilt_signature(tmp_path / "counter.pt2", tmp_path / "m.pt2", change))
+
+
+def test_paths_of_many_modules_are_refused(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")
+
+    def change(module: Any) -> None:
+        first, *others = module["signature"]["input_specs"]
+        deep = [".".join([f"a{number}"] + ["a"] * 99) for number in range(20)]
+        many = [{"parameter": {**first["parameter"], "parameter_name": path}} for path in deep]
+        module["signature"]["input_specs"] = [*many, *others]
+
+    with pytest.raises(ArchiveError, match="21 tensors are in 1980 modules"):
+        load_exported(spoilt_signature(tmp_path / "linear.pt2", tmp_path / "m.pt2", change))
+
+
+def test_only_equalities_that_stay_short_are_told_to_torch() -> None:
+    first, second = sympy.symbols("u0 u1", integer=True)
+    assert stays_small(sympy.Eq(first, 2 * second + 1))
+    assert stays_small(first < second * second * second)
+    assert not stays_small(sympy.Eq(first, second * second))
+    assert not stays_small(sympy.And(first > 0, sympy.Eq(first, sympy.Max(second, 7) + 1)))
+
+
+def test_names_that_take_long_to_normalize_are_refused(small: Path, tmp_path: Path) -> None:
+    long = "a" + "\u0344" * 600 + "\u0f73" * 600
+    with pytest.raises(UntrustedArchiveError, match="is no name of Python"):
+        load_exported(written(small, tmp_path / "m.pt2", [sine("x", long), sine(long, "r")]))
+
+
+def test_lists_that_are_far_longer_than_a_graph_needs_are_refused(small: Path, tmp_path: Path) -> None:
+    many = node(WRAP, [body("own", SINE), value("x"), {"as_ints": [0] * 200_000}], "r", hop=False)
+    with pytest.raises(ArchiveError, match="more values in lists, inputs and outputs than its nodes need"):
+        load_exported(written(small, tmp_path / "m.pt2", [many]))
+
+
+def test_no_parameter_is_an_attribute_of_a_graph(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                still = x.sin()
+            return still * self.weight
+
+    torch.export.save(torch.export.export(Model(), (X,)), tmp_path / "model.pt2")
+    spoilt = Spoilt(tmp_path / "model.pt2")
+    name = next(one.name for one in load_exported(tmp_path / "model.pt2").graph.nodes if one.name.startswith("submod"))
+    for member in ("models/model.json", "data/weights/model_weights_config.json"):
+        path = f'"{name}.graph.eliminate_dead_code"'.encode()
+        spoilt.members[member] = spoilt.members[member].replace(b'"weight"', path)
+    with pytest.raises(UntrustedArchiveError, match="the graph has such a body"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_keys_without_children_are_refused(tmp_path: Path) -> None:
+    class Keyed(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"a": x.sin()}
+
+    torch.export.save(torch.export.export(Keyed(), (X,)), tmp_path / "keyed.pt2")
+
+    def change(module: Any) -> None:
+        signature = module["module_call_graph"][0]["signature"]
+        signature["out_spec"] = signature["out_spec"].replace('[\\"a\\"]', '[\\"a\\", \\"b\\"]')
+
+    with pytest.raises(ArchiveError, match="it has 2 keys and 1 children"):
+        load_exported(spoilt_signature(tmp_path / "keyed.pt2", tmp_path / "m.pt2", change))
+
+
+def test_roots_of_sizes_and_their_bits_load(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.shape[0] ** -0.5 + (x.shape[0] & 3)
+
+    rows = torch.export.Dim("rows", min=2, max=100)
+    program = torch.export.export(Scaled(), (X,), dynamic_shapes=({0: rows},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    loaded = load_exported(tmp_path / "m.pt2").module()
+    for x in (X, X[:5]):
+        torch.testing.assert_close(loaded(x), Scaled()(x))

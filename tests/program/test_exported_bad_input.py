@@ -1,0 +1,146 @@
+"""Exported programs that do not fit, treatments that give none, and what is no program: named, with a way out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.program.exported_helpers import CASES, Model, case_of, cut, original, rows
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx import Graph, GraphModule, symbolic_trace
+
+from partita import Program, capture, plan
+from partita.errors import OptionError, SignatureError, TreatmentError
+from partita.plans.treatment import Called
+from partita.policies import ByLabel, BySize
+from partita.rewrite.operator_calls import OperatorCall
+from partita.treatments import Call, Lower
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _renamed_output(exported: ExportedProgram) -> None:
+    exported.graph_signature.output_specs[0].arg = TensorArgument("nowhere")
+
+
+def _missing_input(exported: ExportedProgram) -> None:
+    exported.graph_signature.input_specs.pop(0)
+
+
+def _swapped_inputs(exported: ExportedProgram) -> None:
+    specs = exported.graph_signature.input_specs
+    specs[0], specs[1] = specs[1], specs[0]
+
+
+def _second_output(exported: ExportedProgram) -> None:
+    specs = exported.graph_signature.output_specs
+    specs.append(copy.copy(specs[0]))
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (_renamed_output, "outputs, number 0 is 'linear_1' in the graph .* 'nowhere' in the signature"),
+        (_missing_input, "inputs, number 0 is 'p_weight' in the graph .* 'p_first_weight' in the signature"),
+        (_swapped_inputs, "inputs, number 0 is 'p_weight' in the graph .* 'p_first_weight' in the signature"),
+        (_second_output, "outputs, number 1 is nothing in the graph .* 'linear_1' in the signature"),
+    ],
+)
+def test_a_signature_that_does_not_fit_is_named(edit: Any, told: str) -> None:
+    exported = CASES["chain"].exported()
+    edit(exported)
+    with pytest.raises(SignatureError, match=told):
+        Program.of(exported)
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A treatment that compiles, say."""
+
+    def treat(self, body: GraphModule) -> nn.Module:
+        return nn.Identity()
+
+
+@dataclass(frozen=True)
+class OpaqueCall:
+    def treat(self, body: GraphModule) -> Called:
+        return Called(nn.Identity(), through=OperatorCall(torch.ops.higher_order.cond))
+
+
+def test_a_treatment_that_gives_no_graph_makes_a_module_of_the_program() -> None:
+    planned = plan(Program.of(original("chain")), BySize(parts=1), Opaque())
+    after = planned.apply()
+    assert after.export is None
+    called = [after.module().get_submodule(str(node.target)) for node in after.graph.find_nodes(op="call_module")]
+    assert isinstance(called[-1], nn.Identity)
+    assert planned.program.export is not None
+
+
+def test_the_module_of_a_program_can_be_pickled_and_checks_its_sizes() -> None:
+    program = capture(nn.Linear(4, 2), (torch.ones(3, 4),), dynamic_shapes=({0: Dim("rows", max=8)},))
+    module = plan(program, BySize(parts=1), Lower("aot_eager")).apply().module()
+    again = pickle.loads(pickle.dumps(module))
+    assert torch.equal(again(torch.ones(5, 4)), program.module()(torch.ones(5, 4)))
+    for checked in (module, again):
+        with pytest.raises(AssertionError, match="<= 8"):
+            checked(torch.ones(9, 4))
+        with pytest.raises(AssertionError, match="== 4"):
+            checked(torch.ones(2, 3))
+
+
+def test_an_operator_that_is_to_run_no_graph_is_told_what_to_do() -> None:
+    planned = plan(Program.of(original("chain")), BySize(parts=1), OpaqueCall())
+    with pytest.raises(TreatmentError, match=r"Identity for region 'part_0'.*GraphModule, or the module alone"):
+        planned.apply()
+
+
+@pytest.mark.parametrize("source", [nn.Linear(2, 2), None, 3, Graph(), {}, ExportedProgram], ids=str)
+def test_what_is_no_program_is_told_what_to_do(source: Any) -> None:
+    with pytest.raises(OptionError, match="capture"):
+        Program.of(source)
+
+
+def test_a_graph_module_has_nothing_to_be_exported_by() -> None:
+    program = Program.of(symbolic_trace(nn.Linear(2, 2)))
+    with pytest.raises(OptionError, match=r"no signature.*partita\.capture"):
+        program.exported()
+    with pytest.raises(OptionError, match=r"no signature"):
+        plan(program, BySize(parts=1), Call()).apply().exported()
+
+
+def _speaking() -> Callable[[Tensor], Tensor]:
+    """An operator whose effects torch keeps in order by tokens."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    @torch.library.custom_op("partita_tests::say", mutates_args=())
+    def say(x: Tensor) -> Tensor:
+        return x.clone()
+
+    say.register_fake(torch.empty_like)
+    _register_effectful_op(torch.ops.partita_tests.say.default, _EffectType.ORDERED)
+    return say
+
+
+def test_effect_tokens_stay_outside_or_are_refused_by_name() -> None:
+    say = _speaking()
+
+    def does(m: Model, x: Tensor) -> Tensor:
+        return torch.tanh(say(torch.relu(say(m.first(x)))))
+
+    case = case_of(does)
+    program = Program.of(case.exported("decomposed"))
+    assert program.export is not None
+    assert InputKind.TOKEN in {spec.kind for spec in program.export.signature.input_specs}
+    apart = plan(program, ByLabel(lambda node: node.name if node.name in ("relu", "tanh") else None), Call()).apply()
+    assert torch.equal(apart.module()(rows()), program.module()(rows()))
+    with pytest.raises(SignatureError, match=r"'with_effects'.*'token'.*before it is decomposed"):
+        cut(program, "one part").exported()
+    early = cut(case.exported(), "one part")
+    assert torch.equal(early.module()(rows()), program.module()(rows()))

@@ -1,0 +1,377 @@
+"""The torch.compile backend: a model cut inside torch.compile computes, trains and writes as it does in eager mode."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, compiled
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.fx import GraphModule
+
+from partita import Partition, Program, Region
+from partita._torch.fx.lazy_graph_module import LazyModule
+from partita.analysis.tolerance import EXACT, Tolerance
+from partita.errors import CycleError, OptionError
+from partita.policies import AroundOperators, ByCapability, ByLabel, ByModule, BySize, Sequential
+from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
+from partita.torch_compile import backend
+from partita.treatments import Call, Lower, Recompute
+
+EVERY_NODE = BySize(operators=1)
+EVERY_THREE = BySize(operators=3)
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("policy", [EVERY_NODE, EVERY_THREE], ids=["every_node", "every_three"])
+@pytest.mark.parametrize("model", [Attention, Buffered, Casting, Frozen, Mixer])
+def test_training_is_that_of_eager_mode_to_the_bit(model: type[nn.Module], policy: Any, inner: str) -> None:
+    assert_trains_like_eager(model(), policy=policy, inner=inner)
+
+
+@pytest.mark.parametrize("model", [Attention, Casting, Mixer])
+def test_sizes_may_change_without_a_new_graph(model: type[nn.Module]) -> None:
+    recorder = Recorder()
+    assert_trains_like_eager(model(), sizes=(4, 7, 5), policy=EVERY_THREE, inner=recorder, dynamic=True)
+    names = [part.meta["dynamo_compile_id"] for part in recorder.parts]
+    assert len(set(map(str, names))) == 1
+    assert any(isinstance(value, torch.SymInt) for inputs in recorder.inputs for value in inputs)
+
+
+def test_parts_trained_by_inductor_agree_with_eager_mode() -> None:
+    recorder = Recorder("inductor")
+    assert_trains_like_eager(Frozen(), policy=BySize(parts=2), inner=recorder, exact=False)
+    assert len(recorder.parts) == 2
+    assert all(_waits_for_code(part) for part in recorder.parts)
+
+
+def test_parts_that_go_to_a_compiler_generate_no_code() -> None:
+    recorder = Recorder()
+    assert_trains_like_eager(Mixer(), policy=EVERY_THREE, inner=recorder)
+    assert len(recorder.parts) > 1
+    assert all(_waits_for_code(part) for part in recorder.parts)
+
+
+def _waits_for_code(part: GraphModule) -> bool:
+    return isinstance(part, LazyModule) and bool(part._needs_recompile())
+
+
+def test_without_a_policy_all_is_one_part() -> None:
+    recorder = Recorder()
+    assert_trains_like_eager(Casting(), inner=recorder)
+    assert len(recorder.parts) == 1
+
+
+def _stage(node: Any) -> str:
+    return "tail" if node.target in ("sin", torch.sin) else "head"
+
+
+def test_policies_of_every_kind_cut_the_graph() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu()).sin()
+
+    policies = {
+        "label": (ByLabel(_stage), 2),
+        "sequential": (Sequential(lambda node: node.target == "relu"), 2),
+        "around": (AroundOperators(torch._C._nn.linear), 4),
+        "size": (BySize(parts=3), 3),
+    }
+    for policy, count in policies.values():
+        torch.compiler.reset()
+        recorder = Recorder()
+        assert_trains_like_eager(Model(), policy=policy, inner=recorder)
+        assert len(recorder.parts) == count
+
+
+def test_nodes_outside_every_region_run_eagerly() -> None:
+    recorder = Recorder()
+    only_linear = ByLabel(lambda node: "linear" if node.target is torch._C._nn.linear else None)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.sin()).cos()
+
+    assert_trains_like_eager(Model(), policy=only_linear, inner=recorder)
+    assert [node.op for node in recorder.parts[0].graph.nodes].count("call_function") == 1
+
+
+def test_example_inputs_are_as_the_part_will_find_them() -> None:
+    """The tensor requires a gradient only after the write inside the first part."""
+
+    def write(weight: Tensor) -> Tensor:
+        hidden = torch.zeros(4)
+        hidden.add_(weight)
+        return hidden.sin()
+
+    recorder = Recorder()
+    weight = torch.randn(4, requires_grad=True)
+    result = compiled(write, policy=EVERY_NODE, inner=recorder)(weight)
+    assert recorder.wants_gradients == [[], [False, True], [True]]
+    result.sum().backward()
+    assert torch.equal(result, weight.sin())
+    assert torch.equal(weight.grad, weight.detach().cos())
+
+
+def test_outputs_alias_as_in_eager_mode() -> None:
+    def alias(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        product = x * weight
+        view = product.view(2, 2)
+        view.mul_(2)
+        return product, view.t(), x, x.view(2, 2)
+
+    x, weight = torch.randn(4), torch.randn(4, requires_grad=True)
+    found, expected = compiled(alias, policy=EVERY_NODE, inner="aot_eager")(x, weight), alias(x, weight)
+    assert _sharing((*found, x)) == _sharing((*expected, x))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("policy", "treatment"),
+    [
+        (BySize(parts=1), Call()),
+        (EVERY_NODE, Call()),
+        (BySize(parts=1), Recompute()),
+        (ByCapability("aot_eager"), Lower("aot_eager")),
+    ],
+    ids=str,
+)
+def test_no_gradient_flows_through_a_view_made_under_no_grad(policy: Any, treatment: Any) -> None:
+    """torch.compile (2.13) lets it through, also with the backend aot_eager."""
+
+    def look(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            frozen = x.view(-1)
+        return x * 2, frozen, frozen[1:]
+
+    x = torch.ones(2, 2, requires_grad=True)
+    results = compiled(look, policy=policy, treatment=treatment, inner="aot_eager")(x)
+    sum(result.sum() for result in results).backward()
+    assert torch.equal(x.grad, torch.full((2, 2), 2.0))
+    assert all(result.requires_grad for result in results)
+
+
+def detached_later(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return x * 2, y.sum().detach()
+
+
+def items_of_one(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    first, second = (x * y).chunk(2)
+    return first.sin(), second.cos(), (y * 2).sum().detach()
+
+
+def given_again(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    h = x.sin()
+    return h.contiguous(), y.exp(), h * y
+
+
+@pytest.mark.parametrize("policy", [EVERY_NODE, BySize(operators=2), EVERY_THREE], ids=["one", "two", "three"])
+@pytest.mark.parametrize("function", [detached_later, items_of_one, given_again])
+def test_inputs_that_no_used_result_depends_on_get_no_gradient(function: Callable[..., Any], policy: Any) -> None:
+    """One compiled backward gives zeros to all inputs of its part."""
+
+    def gradients(call: Callable[..., Any], place: int) -> list[Any]:
+        x, y = torch.ones(2, 2, requires_grad=True), torch.full((2, 2), 2.0, requires_grad=True)
+        result = call(x, y)[place]
+        found = torch.autograd.grad(result.sum(), (x, y), allow_unused=True) if result.requires_grad else ()
+        return [None if gradient is None else gradient.tolist() for gradient in found]
+
+    cut = compiled(function, policy=policy, inner="aot_eager")
+    for place in range(len(function(torch.ones(2, 2), torch.ones(2, 2)))):
+        assert gradients(cut, place) == gradients(function, place)
+
+
+def test_a_tensor_that_crosses_twice_may_be_written() -> None:
+    def twice(x: Tensor) -> Tensor:
+        first = x * 2
+        same = first.add_(1)
+        again = first.mul_(2)
+        return first + same + again
+
+    for dynamic in (False, True):
+        x = torch.randn(4)
+        assert torch.equal(compiled(twice, policy=BySize(operators=2), inner="aot_eager", dynamic=dynamic)(x), twice(x))
+
+
+def test_an_input_that_inductor_returns_as_output_is_not_written() -> None:
+    """Inductor gives back `x` itself for `zeros + x`; a later part then writes to it."""
+
+    def accumulate(x: Tensor) -> Tensor:
+        total = torch.zeros(4) + x
+        return total.mul_(2)
+
+    x = torch.randn(4)
+    before = x.clone()
+    cut_before_write = Sequential(lambda node: node.target == "mul_")
+    with torch.no_grad():
+        result = compiled(accumulate, policy=cut_before_write, inner="inductor")(x)
+    assert torch.equal(x, before)
+    assert torch.equal(result, before * 2)
+
+
+def test_inference_blocks_may_write() -> None:
+    def infer(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            hidden = x.sin()
+            hidden.add_(1)
+        return hidden + x
+
+    x = torch.randn(4)
+    assert torch.equal(compiled(infer, policy=EVERY_NODE, inner="aot_eager")(x), infer(x))
+
+
+def test_sizes_that_depend_on_data_cross_between_parts() -> None:
+    def select(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        places = (x > 0).nonzero()
+        return (places.float() * 2).sum(0) * weight.sum(), places
+
+    weight = torch.randn(4, requires_grad=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        call = compiled(select, policy=BySize(operators=2), inner="aot_eager")
+        for x in (torch.tensor([1.0, -1.0, 1.0]), torch.tensor([1.0, -1.0, -1.0])):
+            assert all(map(torch.equal, call(x, weight), select(x, weight)))
+
+
+def test_modes_are_left_as_they_were_found() -> None:
+    model = Casting()
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(model, policy=EVERY_THREE, inner="aot_eager")(torch.randn(4, 6))
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """A treatment that runs something else than the graph, so that no compiler gets it."""
+
+    tolerance: ClassVar[Tolerance] = EXACT
+    allows_mixed_modes: ClassVar[bool] = True
+
+    def treat(self, body: GraphModule) -> nn.Module:
+        return _Twice(body)
+
+    def marks(self, region: Region) -> dict[str, object]:
+        return {}
+
+
+class _Twice(nn.Module):
+    def __init__(self, body: GraphModule) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *args: Any) -> tuple[Any, ...]:
+        return tuple(2 * output for output in self.body(*args))
+
+
+def test_the_treatment_decides_what_runs() -> None:
+    def pair(x: Tensor) -> Tensor:
+        return x.sin().cos()
+
+    recorder, x = Recorder(), torch.randn(4)
+    treatment = {"part_sin": Doubled(), "part_cos": Call()}
+    by_name = ByLabel(lambda node: f"part_{node.target}")
+    result = compiled(pair, policy=by_name, treatment=treatment, inner=recorder)(x)
+    assert torch.equal(result, (2 * x.sin()).cos())
+    assert len(recorder.parts) == 1
+
+
+def test_a_function_may_be_the_inner_backend() -> None:
+    seen: list[int] = []
+
+    def inner(part: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append(len(example_inputs))
+        return part
+
+    x = torch.randn(4)
+    assert torch.equal(compiled(lambda x: x.sin() + x, policy=EVERY_NODE, inner=inner)(x), x.sin() + x)
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"polcy": EVERY_NODE}, "no option 'polcy'; its options are 'policy', 'treatment', 'inner'"),
+        ({"inner": "inducter"}, "no backend 'inducter'.*'inductor'"),
+        ({"inner": 3}, "'inner' takes a backend's name or a function, not 3"),
+        ({"policy": 3}, "'policy' takes a policy"),
+        ({"treatment": 3}, "'treatment' takes a treatment"),
+        ({"inner": lambda part, example_inputs: None}, "gave NoneType for 'whole'"),
+    ],
+)
+def test_wrong_options_are_refused_in_words(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BackendCompilerFailed, match=words) as raised:
+        compiled(torch.sin, **options)(torch.randn(4))
+    assert isinstance(raised.value.inner_exception, OptionError)
+
+
+def test_a_cycle_is_refused_by_name() -> None:
+    def back_and_forth(program: Program) -> Partition:
+        first, second, third = program.operators()
+        return Partition(program, [Region("outer", (first, third)), Region("inner", (second,))])
+
+    with pytest.raises(BackendCompilerFailed, match="'outer'") as raised:
+        compiled(lambda x: x.sin().cos().tan(), policy=back_and_forth, inner="eager")(torch.randn(4))
+    assert isinstance(raised.value.inner_exception, CycleError)
+
+
+def test_the_backend_takes_a_traced_module_without_dynamo() -> None:
+    model = Frozen()
+    traced = torch.fx.symbolic_trace(nn.Sequential(model.first, nn.Tanh(), model.second))
+    x = torch.randn(4, 6)
+    # AOTAutograd takes tuples only, so the graph is given one as Dynamo would.
+    output = traced.graph.output_node()
+    output.args = ((output.args[0],),)
+    (result,) = backend(traced, [x], options={"policy": EVERY_NODE, "inner": "aot_eager"})(x)
+    assert torch.equal(result, model.second(model.first(x).tanh()))
+
+
+def test_regions_by_module_are_found_in_dynamo_graphs() -> None:
+    recorder = Recorder()
+    assert_trains_like_eager(Frozen(), policy=ByModule(classes=nn.Linear), inner=recorder)
+    assert len(recorder.parts) == 3
+
+
+@pytest.mark.skipif(
+    not any(point.name == "partita" for point in entry_points(group="torch_dynamo_backends")),
+    reason="partita is on the path but not installed",
+)
+def test_the_backend_is_found_by_its_name() -> None:
+    x = torch.randn(4)
+    call = torch.compile(torch.sin, backend="partita", options={"policy": EVERY_NODE, "inner": "eager"})
+    assert torch.equal(call(x), x.sin())
+
+
+def test_importing_the_backend_brings_neither_dynamo_nor_inductor() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import partita.torch_compile; print(*set(sys.modules) - before)"
+    )
+    brought = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert [
+        name for name in brought if name.startswith(("torch._dynamo", "torch._inductor", "torch.distributed"))
+    ] == []
+
+
+def _sharing(tensors: Sequence[Tensor]) -> list[list[bool]]:
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [[one == other for other in memory] for one in memory]
