@@ -15,6 +15,7 @@ from tests.recompute.helpers import Network, calls_again, captured, recomputed, 
 from tests.recompute.operators.helpers import assert_bitwise
 from torch import Tensor, nn
 from torch._higher_order_ops import scan
+from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -401,3 +402,46 @@ def test_a_scan_in_a_function_by_hand_is_recomputed() -> None:
 
     found = gradients(lambda x: partita.recompute.wrap_activation_checkpoint(model, x))
     assert all(map(torch.equal, found, gradients(model)))
+
+
+class Writing(nn.Module):
+    """Writes to what another region made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        h[..., 0] = 0
+        return h.sin()
+
+
+def over_rows(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(module)(x)
+
+
+def along(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jvp(module, (x,), (torch.ones_like(x),))[1]
+
+
+def dual(module: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def jacobian(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jacfwd(module)(x)
+
+
+@pytest.mark.parametrize("keep", [KeepNothing(), KeepEverything()], ids=str)
+@pytest.mark.parametrize("policy", [BySize(parts=1), BySize(operators=2)], ids=["one", "two"])
+@pytest.mark.parametrize("transform", [over_rows, along, dual, jacobian])
+def test_recomputed_regions_can_be_transformed_and_trained(transform: Any, policy: Any, keep: Any) -> None:
+    """The levels of a transform are gone when the backward runs, so the region is run as it is."""
+    example = rows()[0] if transform is over_rows else rows()
+    program = partita.capture(Writing(), (example.detach(),))
+    module = partita.plan(program, policy, Recompute(keep)).apply().module()
+
+    def seen(module: nn.Module) -> tuple[Tensor, Tensor]:
+        x = rows()
+        result = transform(module, x)
+        return result.detach(), torch.autograd.grad(result.square().sum(), x)[0]
+
+    assert_bitwise(seen(module), seen(Writing()))

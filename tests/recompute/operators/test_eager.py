@@ -11,6 +11,7 @@ import torch
 from tests.plans.helpers import bytes_alive
 from tests.recompute.operators.helpers import Block, assert_bitwise, calls_in_backward, every_operator, square, step
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.fx import GraphModule, symbolic_trace
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, set_checkpoint_debug_enabled
@@ -289,6 +290,27 @@ def test_a_region_sees_its_modes_again_in_the_backward(operator: Any) -> None:
 
     x = square()
     assert_bitwise(step(run, [x], operator, x), step(run, [x], lambda f, a: f(a), x))
+
+
+@every_operator
+def test_a_backward_that_is_transformed_computes_nested_checkpoints_again(operator: Any) -> None:
+    """The levels are around the backward, and not around the bodies that it runs again."""
+    x = square()
+
+    def inner(a: Tensor) -> Tensor:
+        return (a.sin() * a).exp()
+
+    def batched(result: Tensor) -> Tensor:
+        return torch.autograd.grad(result.sum(0), x, torch.eye(len(x)), is_grads_batched=True)[0]
+
+    def tangent(result: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            direction = forward_ad.make_dual(torch.ones_like(x), square().detach())
+            return forward_ad.unpack_dual(torch.autograd.grad(result, x, direction)[0]).tangent
+
+    for derivative in (batched, tangent):
+        found = derivative(operator(lambda a: operator(inner, a.cos()) * a.tanh(), x))
+        assert torch.equal(found, derivative(inner(x.cos()) * x.tanh()))
 
 
 @every_operator

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -184,6 +187,7 @@ class _Runs:
 
     def _run_again(self, saved: tuple[Tensor, ...]) -> Any:
         with (
+            _levels_of_backward(),
             self._inputs.again(saved) as (operands, keywords),
             _NOTHING if self._outside is None else self._outside.unchanged(),
             _NOTHING if self._saves is None else self._saves.again(),
@@ -207,12 +211,37 @@ def _pair_of(contexts: Any) -> tuple[AbstractContextManager[Any], AbstractContex
 
 
 def saves_as_always() -> bool:
-    """Whether a transform of torch.func is at work that lets nobody say how tensors are saved."""
+    """Whether nothing can be computed again: a transform of torch.func or forward-mode AD is at work.
+
+    Some let nobody say how tensors are saved. Of others, the levels and tangents are gone when the backward runs.
+    """
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():
         return True
-    # Before torch 2.13, a checkpoint saved its arguments by an autograd function, for which transforms have no rule.
-    is_old = hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
-    return is_old and torch._C._functorch.peek_interpreter_stack() is not None
+    # Before torch 2.13, a checkpoint saved its arguments by an autograd function, for which no transform has a rule.
+    if hasattr(torch.utils.checkpoint, "_NoopSaveInputs") and torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return _levels_now() != _LEVELS.get()
+
+
+def _levels_now() -> tuple[int, int]:
+    """How many transforms of torch.func are at work that wrap tensors, and the level of forward-mode AD."""
+    stack = () if torch._C._functorch.peek_interpreter_stack() is None else torch._C._functorch.get_interpreter_stack()
+    wrapping = [level for level in stack or () if level.key() != TransformType.Functionalize]
+    return len(wrapping), forward_ad._current_level
+
+
+#: The levels around a backward that computes a body again: they are not the body's own, which ran without them.
+_LEVELS: ContextVar[tuple[int, int]] = ContextVar("levels around a backward", default=(0, -1))
+
+
+@contextmanager
+def _levels_of_backward() -> Iterator[None]:
+    """Inside, a checkpoint in a body that runs again goes on as in the first run."""
+    token = _LEVELS.set(_levels_now())
+    try:
+        yield
+    finally:
+        _LEVELS.reset(token)
 
 
 def _drawing(tensors: Iterable[Tensor]) -> list[Tensor]:
