@@ -280,5 +280,5 @@ def test_a_mode_or_a_body_given_by_keyword_in_a_graph_is_named(arguments: tuple[
     graph.output(graph.call_function(hops.wrap_with_set_grad_enabled, arguments, {**rest, "x": x}))
     module = GraphModule({"body": symbolic_trace(lambda x: x.sin())}, graph)
     assert not module(torch.ones(2, requires_grad=True)).requires_grad
-    with pytest.raises(ModeError, match="is given its mode or its body by keyword"):
+    with pytest.raises(ModeError, match="has its mode or its body as a keyword argument"):
         mode_tree(Program.of(module))

@@ -410,7 +410,7 @@ def test_a_body_that_takes_trees_apart_is_bound_by_its_trees() -> None:
     assert torch.equal(check_inlined(module)(X, Y)["out"][0], X - Y)
     wrong = around(body, lambda d, x, y: d.graph.call_module("body", ([x, y],), {"c": x}))
     before = dump(wrong)
-    with pytest.raises(OptionError, match="nested otherwise"):
+    with pytest.raises(OptionError, match="do not have the pytree structure"):
         ours.node_inline_(calls(wrong)[0])
     assert dump(wrong) == before
 
@@ -457,8 +457,13 @@ def in_wrong_order() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {
     "no graph": (lambda: nn.Linear(4, 4), ((0,), {}), AttributeError, "Linear has no graph"),
     "hook": (with_hook, ((0,), {}), AssertionError, "hooks"),
-    "too many": (lambda: symbolic_trace(lambda x: x + 1), ((0, 1), {}), TypeError, "more than its body takes: y"),
-    "too few": (lambda: symbolic_trace(lambda x, y: x + y), ((0,), {}), TypeError, "no value for 'y'"),
+    "too many": (
+        lambda: symbolic_trace(lambda x: x + 1),
+        ((0, 1), {}),
+        TypeError,
+        "more arguments than its body takes: y",
+    ),
+    "too few": (lambda: symbolic_trace(lambda x, y: x + y), ((0,), {}), TypeError, "no argument for 'y'"),
     "unknown keyword": (lambda: symbolic_trace(lambda x: x + 1), ((0,), {"z": 1}), TypeError, "z=1"),
     "given twice": (lambda: symbolic_trace(lambda x: x + 1), ((0,), {"x": 1}), TypeError, "x=1"),
     "two outputs": (with_two_outputs, ((0,), {}), AssertionError, "'output', 'second'"),

@@ -135,7 +135,7 @@ def test_the_table_shows_what_is_held_where_a_treatment_says_it() -> None:
         ------  -----  --  ---  --------  ---------  -----  -----  -----------  ----------------  ------------  -----
         one     3      1   1    96        64         192    160    96           192               Checkpoint()  one
         saved for backward: 256 bytes, 256 after; 192 FLOPs are recomputed
-        left out: 2 nodes: its label is None
+        excluded: 2 nodes: its label is None
         """
     )
 
@@ -143,13 +143,13 @@ def test_the_table_shows_what_is_held_where_a_treatment_says_it() -> None:
 def test_the_table_has_question_marks_and_a_reason_where_nothing_is_known() -> None:
     plain = Program.of(torch.fx.symbolic_trace(_chain))
     shown = str(_cut(plain, {"t": "one", "matmul": "one"}))
-    assert "?     ?           ?" in shown
+    assert "?      ?            ?" in shown
     assert "saved for backward: not known: input 'x' has no traced value" in shown
 
 
 def test_the_table_of_other_treatments_has_no_more_columns_than_before() -> None:
     program = capture(_chain, (_input(),))
-    assert "held" not in str(partita.plan(program, ByLabel(lambda node: "all"), Call()))
+    assert "saved" not in str(partita.plan(program, ByLabel(lambda node: "all"), Call()))
 
 
 def test_sizes_that_only_the_data_tells_are_question_marks() -> None:
@@ -169,7 +169,7 @@ def test_the_program_is_run_once_for_all_regions() -> None:
     class Asking(Checkpoint):
         def saved_bytes(self, region: Region, saved: SavedTensors) -> SavedBytes | None:
             asked.append(saved)
-            return super().holding(region, saved)
+            return super().saved_bytes(region, saved)
 
     found = saved_memory(partition, (Asking(),) * len(partition), saved)
     assert asked == [saved] * len(partition)
@@ -208,8 +208,8 @@ class _Wrong(Checkpoint):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda: 5, "gave int as what region 'all' holds"),
-        (lambda: 1 / 0, "raised ZeroDivisionError when asked what region 'all' holds: division by zero"),
+        (lambda: 5, "returned int from `saved_bytes` for region 'all'"),
+        (lambda: 1 / 0, "raised ZeroDivisionError in `saved_bytes` for region 'all': division by zero"),
     ],
     ids=["odd answer", "error"],
 )

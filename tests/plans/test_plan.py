@@ -70,8 +70,8 @@ def test_a_plan_prints_as_a_table() -> None:
         ------  -----  --  ---  --------  ---------  -----  ---------  -----
         first   2      2   1    8,000     4,000      0      Call()     first
         part_7  1      1   1    4,000     4,000      0      Call()     7
-        left out: 1 node: its label is None
-        barriers: 1 call of what nobody knows (unknown); where these have no side effects, say so with Program.of(..., pure=[...])
+        excluded: 1 node: its label is None
+        barriers: 1 call with unknown effects (unknown); where these have none, declare that with Program.of(..., pure=[...])
     """)  # noqa: E501
     assert shown == str(plan(chain(), by({"sin": "first", "mul": "first", "cos": 7}), Call()))
 
@@ -105,7 +105,7 @@ def test_a_plan_explains_every_node() -> None:
     assert made.explain("output").startswith("output: the output of the program; in no region")
     assert made.explain("unknown").splitlines()[:2] == [
         "unknown: outside every region: its label is None",
-        "  nobody knows what it does, so nothing with an effect moves past it",
+        "  its effects are unknown, so nothing with an effect moves past it",
     ]
     assert made.explain(made.program.node("cos")) == "cos: outside every region: its label is None"
 
@@ -202,7 +202,7 @@ def test_marks_that_are_no_marks_are_refused(given: object, act: str) -> None:
 
 
 def test_a_policy_must_give_a_partition_of_this_program() -> None:
-    with pytest.raises(OptionError, match="a policy gives a Partition, not NoneType"):
+    with pytest.raises(OptionError, match="a policy returns a Partition, not NoneType"):
         plan(chain(), lambda program: None, Call())  # type: ignore[arg-type, return-value]
     with pytest.raises(OptionError, match="of another program"):
         plan(chain(), by({})(chain()), Call())

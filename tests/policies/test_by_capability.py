@@ -226,10 +226,10 @@ def test_an_index_that_is_computed_is_not_pulled_before_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"takers": 3}, "cannot say what it takes"),
+        ({"takers": 3}, "is no capability"),
         ({"takers": ()}, "at least one"),
         ({"takers": "inductr"}, "'inductor'"),
-        ({"takers": OperatorSupport}, "cannot say what it takes"),
+        ({"takers": OperatorSupport}, "is no capability"),
         ({"smallest": 0}, "smallest is a number from 1 on"),
         ({"largest": True}, "largest is a number from 1 on"),
         ({"smallest": 3, "largest": 2}, "at least 3 and at most 2"),
@@ -243,7 +243,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object], mess
 
 
 def test_a_predicate_in_place_of_a_refusal_function_is_told_apart() -> None:
-    with pytest.raises(CallbackError, match=r"answered True for node 'sin'; it answers with the reason"):
+    with pytest.raises(CallbackError, match=r"returned True for node 'sin'; return the reason"):
         ByCapability(lambda node: True)(program_of(sandwich))  # type: ignore[arg-type,return-value]
 
 

@@ -19,7 +19,7 @@ import partita
 from partita import Partition, Program, Region
 from partita.errors import CallbackError, CycleError, OptionError
 from partita.policies import ByCapability
-from partita.policies.legalize import placeable
+from partita.policies.legalize import assignable
 from partita.regions.region import Reason
 from partita.testing.generator.draft import Case
 from partita.testing.strategies import programs
@@ -106,7 +106,7 @@ def test_a_group_of_which_worthwhile_keeps_a_part_is_left_out_whole() -> None:
     found = ByCapability(takes_all, together=[["cos", "cos_1"]], worthwhile=without("cos"))(program)
     assert parts(found) == [["sin", "sin_1"], ["exp", "exp_1"]]
     reason = found.reasons[program.node("cos_1")]
-    assert reason == "it stays together with 'cos', which `worthwhile` leaves out"
+    assert reason == "it stays together with 'cos', which `worthwhile` excludes"
     assert isinstance(reason, Reason)
     assert (reason.kind, reason.by) == ("together", "cos")
 
@@ -128,7 +128,7 @@ class HalfWithoutGradients(nn.Module):
 
 def test_a_group_of_several_modes_is_refused_in_words() -> None:
     program = partita.capture(HalfWithoutGradients(), (torch.randn(3, requires_grad=True),))
-    with pytest.raises(OptionError, match=r"'sin' .* and 'cos' \(no_grad\) into one group.* give modes_apart=False"):
+    with pytest.raises(OptionError, match=r"'sin' .* and 'cos' \(no_grad\) into one group.* use modes_apart=False"):
         ByCapability(takes_all, together=[["sin", "cos"]])(program)
     assert len(ByCapability(takes_all, together=[["sin", "cos"]], modes_apart=False)(program)) == 1
 
@@ -154,14 +154,14 @@ def test_nodes_with_different_answers_are_kept_apart() -> None:
     program = program_of(two_chains)
     found = ByCapability(takes_all, apart=lambda node: node.name.endswith("_1"))(program)
     assert parts(found) == [["sin", "cos", "exp"], ["sin_1", "cos_1", "exp_1"]]
-    with pytest.raises(OptionError, match=r"'sin' \(sin\) and 'cos' \(cos\) into one group.* one answer of `apart`"):
+    with pytest.raises(OptionError, match=r"'sin' \(sin\) and 'cos' \(cos\) into one group.* one result of `apart`"):
         ByCapability(takes_all, apart=lambda node: node.name, together=[["sin", "cos"]])(program)
 
 
 @pytest.mark.parametrize("option", ["apart", "together"])
 def test_answers_by_which_nodes_cannot_be_told_apart_are_named_with_the_node(option: str) -> None:
     options: dict[str, Any] = {option: lambda node: [node.name]}
-    with pytest.raises(CallbackError, match=rf"`{option}` answered \['sin'\] for node 'sin'"):
+    with pytest.raises(CallbackError, match=rf"`{option}` returned \['sin'\] for node 'sin'"):
         ByCapability(takes_all, **options)(program_of(two_chains))
 
 
@@ -220,9 +220,9 @@ def test_an_empty_reason_is_none() -> None:
 def test_all_that_tells_what_is_left_out_counts_the_same() -> None:
     made = partita.plan(capture(ranked), ByCapability(lambda node: "no" if "topk" in node.name else None), Call())
     switches = [node for node in made.program.graph.nodes if "grad_enabled" in node.name]
-    assert f"left out: {len(switches)} nodes: it only switches a mode" in str(made)
-    assert f"{len(switches)} nodes left out: it only switches a mode" in made.summary()
-    assert "left out: 1 node: refused by taken: no" in str(made), "items go with what makes them"
+    assert f"excluded: {len(switches)} nodes: it only switches a mode" in str(made)
+    assert f"{len(switches)} nodes excluded: it only switches a mode" in made.summary()
+    assert "excluded: 1 node: refused by taken: no" in str(made), "items go with what makes them"
     assert sum(group.count for group in made.excluded()) == len(switches) + 1
     assert made.explain(switches[0].name).count("it only switches a mode") == 1
 
@@ -268,7 +268,7 @@ def test_an_answer_with_nodes_is_about_as_much_work_as_a_yes() -> None:
 @st.composite
 def options(draw: st.DrawFn, program: Program) -> dict[str, Any]:
     """Options for a program, with groups of its nodes and an answer for each of them."""
-    names = [program.index.nodes[number].name for number in placeable(program)]
+    names = [program.index.nodes[number].name for number in assignable(program)]
     chosen = draw(st.lists(st.sampled_from(names), max_size=4, unique=True)) if names else []
     unwanted = draw(st.sets(st.sampled_from(names), max_size=4)) if names else set()
     return {

@@ -72,7 +72,7 @@ def test_a_plan_by_modes_is_a_table_and_explains_nodes() -> None:
         autocast     1      1   1    36        18         54     Mode(operators='partita')  autocast on cpu bfloat16
         no_autocast  1      1   1    36        36         54     Mode(operators='partita')  no autocast on cpu
         no_grad_1    1      1   1    36        36         0      Mode(operators='partita')  no_grad
-        left out: 1 node: it runs in the caller's modes
+        excluded: 1 node: it runs in the caller's modes
         """
     )
     assert decided.explain("matmul") == text(

@@ -63,7 +63,7 @@ def test_each_module_that_matches_is_a_region(capture: Capture) -> None:
     assert [region.name for region in partition] == ["layers_0", "layers_1"]
     assert [region.label for region in partition] == ["layers.0", "layers.1"]
     assert list(map(len, partition)) == [2, 2]
-    assert "it runs in no module that the policy asks for" in partition.reasons.values()
+    assert "it runs in no module that the policy selects" in partition.reasons.values()
 
 
 @CAPTURES

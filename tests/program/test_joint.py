@@ -333,7 +333,7 @@ def test_only_joint_graphs_have_a_forward() -> None:
         InForward(BySize(parts=2))(partita.capture(Stack(), (X,)))
     with pytest.raises(OptionError, match="InForward takes a policy"):
         InForward(BySize)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="a policy gives a Partition, not NoneType"):
+    with pytest.raises(OptionError, match="a policy returns a Partition, not NoneType"):
         InForward(lambda program: None)(partita.capture_joint(Stack(), (X,)))  # type: ignore[arg-type,return-value]
 
 

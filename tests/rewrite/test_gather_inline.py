@@ -147,11 +147,11 @@ def test_further_arguments_arrive_as_a_tuple() -> None:
 
 def test_missing_and_surplus_arguments_are_named() -> None:
     body = symbolic_trace(lambda a, b: a + b)
-    with pytest.raises(OptionError, match="'sub' gives no value for 'b'"):
+    with pytest.raises(OptionError, match="'sub' has no argument for 'b'"):
         inline(calling(body, call_sub))
-    with pytest.raises(OptionError, match="'sub' gives more"):
+    with pytest.raises(OptionError, match="'sub' has more"):
         inline(calling(body, lambda graph, x: graph.call_module("sub", (x, x, x))))
-    with pytest.raises(OptionError, match="'sub' gives more"):
+    with pytest.raises(OptionError, match="'sub' has more"):
         inline(calling(body, lambda graph, x: graph.call_module("sub", (x, x), {"a": x})))
 
 

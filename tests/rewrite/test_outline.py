@@ -219,4 +219,4 @@ def test_a_cycle_names_its_nodes_and_a_repair() -> None:
     told = str(caught.value)
     assert "node 'mul' before node 'add' (mul -> add)" in told
     assert "region 'r' before node 'mul' (linear -> mul)" in told
-    assert "To repair it, take 'mul', 'add' into 'r', or put 'linear' and 'relu' of 'r' into different regions" in told
+    assert "To repair it, add 'mul', 'add' to 'r', or put 'linear' and 'relu' of 'r' into different regions" in told

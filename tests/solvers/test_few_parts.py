@@ -144,12 +144,13 @@ def test_many_kinds_are_compared_a_few_times_each(monkeypatch: pytest.MonkeyPatc
     """All of them can run at once, so that comparing them anew for every step would be quadratic."""
     compared: list[int] = []
 
-    def preferred(ready: int, remaining: int) -> int:
-        compared.append(ready)
-        return ready
+    rank = few_parts._Schedule._rank
 
-    monkeypatch.setattr(few_parts, "_widest", preferred)
-    monkeypatch.setattr(few_parts, "_narrowest", preferred)
+    def counted(schedule: few_parts._Schedule, kind: int) -> tuple[int, int, int]:
+        compared.append(kind)
+        return rank(schedule, kind)
+
+    monkeypatch.setattr(few_parts._Schedule, "_rank", counted)
     between = relation(range(200), range(200), data=[], effects=[])
     assert len(few_steps(between, range(200))) == 200
     assert len(compared) < 20 * 200

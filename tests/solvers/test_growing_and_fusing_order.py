@@ -9,7 +9,7 @@ import pytest
 
 from partita.solvers import few_parts as growing
 from partita.solvers.few_parts import grown_parts
-from partita.solvers.quotient import ALONE, OUTSIDE, fused_order, quotient
+from partita.solvers.quotient import ALONE, fused_order, quotient
 from partita.solvers.relation import REFUSED, Relation, relation
 
 Edges = list[tuple[int, int]]
@@ -62,18 +62,18 @@ def test_growing_is_given_up_where_it_would_take_too_long(monkeypatch: pytest.Mo
 
 
 def test_a_call_takes_the_place_of_the_last_node_of_its_group() -> None:
-    owner = [OUTSIDE, 0, OUTSIDE, 0, OUTSIDE]
+    owner = [ALONE, 0, ALONE, 0, ALONE]
     order = fused_order(owner, [3], {}, data=[(0, 1), (1, 3), (3, 4)], effects=[], dropped=())
     assert order == [0, 2, 3, 4]
 
 
 def test_what_reads_an_item_follows_it_at_once() -> None:
-    owner = [0, OUTSIDE, 0, OUTSIDE]
+    owner = [0, ALONE, 0, ALONE]
     order = fused_order(owner, [2], {0: 4, 2: 5}, data=[(0, 1), (2, 3)], effects=[], dropped=())
     assert order == [2, 4, 1, 5, 3]
 
 
 def test_effects_hold_for_calls_and_dropped_nodes_are_gone() -> None:
-    owner = [0, OUTSIDE, 0, OUTSIDE, OUTSIDE]
+    owner = [0, ALONE, 0, ALONE, ALONE]
     order = fused_order(owner, [2], {}, data=[], effects=[(0, 1), (3, 4)], dropped={3})
     assert order == [2, 1, 4]

@@ -135,7 +135,7 @@ def _parts(
         grown = grown_parts(units.relation, units.kinds)
         if grown is not None:
             return _found(program, supported, units, grown, _parts_of_items(program, items, units, grown))
-    elif len(units.takers) <= 1:
+    elif len(units.accepted_by) <= 1:
         levels = _levels_by_data(units)
         if _obeys(units, levels):
             return _found(program, supported, units, levels, _levels_of_items(program, items, units, levels))
@@ -208,7 +208,7 @@ def _levels_by_data(units: Units) -> list[int]:
 
 def _obeys(units: Units, levels: Sequence[int]) -> bool:
     """Whether no level falls where one node must stay behind another, and it rises from refused to supported nodes."""
-    before, kinds = units.relation.before, units.kinds
+    before, kinds = units.relation.successors, units.kinds
     return all(
         levels[unit] + (kinds[unit] == REFUSED != kinds[after]) <= levels[after]
         for unit in units.relation.order

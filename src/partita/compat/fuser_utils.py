@@ -25,7 +25,7 @@ from partita.compat._fused_groups import (
 from partita.errors import BrokenGraphError, ModeError
 from partita.program.program import program_being_edited
 from partita.program.reordering import Followers, effect_successors
-from partita.rewrite.fuse import FusedStyle, fuse, fused_body, is_idle, mode_of_call
+from partita.rewrite.fuse import FusedStyle, fuse, fused_body, is_trivial, mode_of_call
 from partita.rewrite.in_place import insert_call
 
 __all__ = [
@@ -172,7 +172,7 @@ def fuse_by_partitions(
     for name, partition in zip(names, given, strict=True):
         # An input of the graph stays one, and is passed to whoever owns it.
         held = [node for node in checked_nodes(gm, partition, f"the partition {name!r}") if node.op != "placeholder"]
-        if any(not is_idle(program, number[node]) for node in held):
+        if any(not is_trivial(program, number[node]) for node in held):
             groups[name] = held
     if not groups:
         return gm if program.index.nodes == list(gm.graph.nodes) else legalize_graph(gm)

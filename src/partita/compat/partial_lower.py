@@ -19,7 +19,7 @@ from partita.errors import CallbackError, OptionError
 from partita.lowering.lower import Lower
 from partita.plans.report import excluded
 from partita.policies.by_capability import ByCapability
-from partita.policies.legalize import Piece, asked, legal_partition, no_places, placeable
+from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned
 from partita.program.program import Program
 from partita.regions import Partition, Region
 
@@ -97,8 +97,8 @@ def _refusal(gm: GraphModule, backend: Backend, node_predicate: Callable[[Node],
             return "it is lowered already"
         if node.op == "call_function" and node.target in _FUSED_ADAM:
             return "fused adam is not supported yet"
-        reason = asked(backend.refusal, node, node=node, role=f"refusal of backend {backend.name!r}")
-        if reason is None and not asked(node_predicate, node, node=node, role="node predicate"):
+        reason = call_user_function(backend.refusal, node, node=node, role=f"refusal of backend {backend.name!r}")
+        if reason is None and not call_user_function(node_predicate, node, node=node, role="node predicate"):
             return "user predicate"
         return reason
 
@@ -134,13 +134,13 @@ def _warn_of_break(node: Node, reason: str) -> None:
 
 
 def _is_worthwhile(nodes: Sequence[Node], subgraph_predicate: Callable[[list[Node]], bool]) -> bool:
-    if not asked(subgraph_predicate, list(nodes), node=nodes[0], role="subgraph predicate"):
+    if not call_user_function(subgraph_predicate, list(nodes), node=nodes[0], role="subgraph predicate"):
         return False
     return sum(str(node.target).startswith("aten.") for node in nodes) >= MIN_ATEN_OPS_TO_LOWER
 
 
 def _tag(dumper: Callable[[str], str], region: Region, body: GraphModule) -> str:
-    tag = asked(dumper, str(body.graph), node=region.nodes[0], role="dumper")
+    tag = call_user_function(dumper, str(body.graph), node=region.nodes[0], role="dumper")
     if not isinstance(tag, str):
         raise CallbackError(f"the dumper gives a tag, which is text, and it gave {tag!r}; nothing was changed")
     return tag
@@ -176,11 +176,11 @@ def contiguous_runs(program: Program, refusal: Callable[[Node], str | None], bre
 
 def partition_of_runs(program: Program, runs: Sequence[Sequence[Node]], names: Sequence[str]) -> Partition:
     """A partition with a region for each run that holds an operator."""
-    places, can_be_placed = no_places(program), frozenset(placeable(program))
+    places, can_be_assigned = unassigned(program), frozenset(assignable(program))
     for place, run in enumerate(runs):
         for node in run:
             number = program.index.number[node]
-            if number in can_be_placed:
+            if number in can_be_assigned:
                 places[number] = place
     return legal_partition(program, places, [Piece(name) for name in names])
 

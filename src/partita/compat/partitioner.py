@@ -15,7 +15,7 @@ from partita.compat._fused_groups import FusionError, checked_module
 from partita.compat._proposal import NamedOperators, bookends, checked_names, proposal
 from partita.compat.fuser_utils import fuse_by_partitions
 from partita.errors import OptionError
-from partita.policies.legalize import asked
+from partita.policies.legalize import call_user_function
 from partita.program.program import Program, program_being_edited
 
 __all__ = ["CapabilityBasedPartitioner", "Partition"]
@@ -146,7 +146,8 @@ class CapabilityBasedPartitioner:
         try:
             nodes = reversed(program.index.nodes)
             return {
-                node: bool(asked(self._is_node_supported, node, node=node, role="operator support")) for node in nodes
+                node: bool(call_user_function(self._is_node_supported, node, node=node, role="operator support"))
+                for node in nodes
             }
         finally:
             self._submodules = None

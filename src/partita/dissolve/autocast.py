@@ -27,7 +27,7 @@ from partita.errors import ModeError
 from partita.program.program import Program
 from partita.rewrite.mode_nodes import ModeWriter
 from partita.rewrite.state import module_like, share_state
-from partita.rewrite.traced_values import nodes_read, stage_of, value_read, write_beside
+from partita.rewrite.traced_values import nodes_read, sandbox_for, value_read, write_beside
 
 __all__ = ["dissolve_autocast"]
 
@@ -43,7 +43,7 @@ def dissolve_autocast(program: Program) -> Program:
     modes, caller = program.modes, program.caller
     if not caller.autocast and not any(mode.autocast or mode.blocks for mode in modes.by_number or ()):
         return program
-    stage = stage_of(program)
+    stage = sandbox_for(program)
     with stage.opened(), closing(Rehearsal(program, stage)) as rehearsal:
         return _Caster(program, stage, rehearsal).dissolved()
 

@@ -29,7 +29,7 @@ from partita.rewrite.traced_values import (
     can_carry_gradients,
     has_value,
     nodes_read,
-    stage_of,
+    sandbox_for,
     value_read,
     write_beside,
 )
@@ -50,7 +50,7 @@ def dissolve_grad(program: Program) -> Program:
     """
     if program.modes.by_number is None and records_gradients(program.caller):
         return program
-    stage = stage_of(program)
+    stage = sandbox_for(program)
     with stage.opened():
         return _Detacher(program, stage).dissolved()
 

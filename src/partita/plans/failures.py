@@ -1,4 +1,4 @@
-"""Failures: compilations that went wrong, kept where a user can look after the program has run."""
+"""Failures of compilations, kept so that the user can read them after the program has run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import final
 from partita.errors import LoweringError
 
 __all__ = ["Failure", "Failures", "report"]
-
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class Failure:
 
 @final
 class Failures:
-    """A list of failures that only grows; each is in it once. Threads may add to it."""
+    """An append-only list of distinct failures; thread-safe."""
 
     def __init__(self) -> None:
         self._found: dict[Failure, None] = {}
@@ -52,19 +51,19 @@ class Failures:
     def __iter__(self) -> Iterator[Failure]:
         return iter(tuple(self._found))
 
-    def __getitem__(self, place: int) -> Failure:
-        return tuple(self._found)[place]
+    def __getitem__(self, index: int) -> Failure:
+        return tuple(self._found)[index]
 
     def __repr__(self) -> str:
         return f"Failures({list(self)!r})"
 
     def __reduce__(self) -> tuple[type[Failures], tuple[()]]:
-        """Copies and pickles of a program start with none of their own."""
+        """Copies and pickles of a program start with an empty list."""
         return Failures, ()
 
 
 def report(failure: Failure, failures: Failures, *, strict: bool = False, error: Exception | None = None) -> None:
-    """Adds a failure to the others and logs it once; raises it where whoever lowered the region wants that."""
+    """Records a failure and logs it once; raises it with `strict`."""
     if failures.add(failure):
         log.warning("%s; it runs eagerly", failure)
     if strict:

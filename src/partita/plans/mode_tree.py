@@ -1,4 +1,4 @@
-"""The regions of a program by mode, as a tree for people: what is nested in what, and which operators each holds."""
+"""The regions of a program by mode, as a printable tree with the operators of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from partita.rewrite.wrap_modes import wrap_modes
 
 __all__ = ["ModeTree", "mode_tree"]
 
-
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -37,15 +36,15 @@ class ModeTree:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"{self.sets}: {_told(self.operators)}"
-        for place, region in enumerate(self.regions, 1):
+        yield f"{self.sets}: {_summary(self.operators)}"
+        for count, region in enumerate(self.regions, 1):
             first, *others = region._lines()
             yield f"+- {first}"
-            yield from (f"{'|  ' if place < len(self.regions) else '   '}{line}" for line in others)
+            yield from (f"{'|  ' if count < len(self.regions) else '   '}{line}" for line in others)
 
 
 def mode_tree(program: Program | GraphModule | ExportedProgram) -> ModeTree:
-    """The tree of what a program sets, whether it does so by toggles or by operators.
+    """The tree of the modes that a program sets, by toggles or by operators.
 
     The root stands for the modes that the program is called under. Reading an item or a size is no operator here.
     """
@@ -55,7 +54,7 @@ def mode_tree(program: Program | GraphModule | ExportedProgram) -> ModeTree:
 def _tree(sets: str, module: GraphModule) -> ModeTree:
     operators: list[str] = []
     regions: list[ModeTree] = []
-    written: dict[Node, bool] = {}
+    mutated: dict[Node, bool] = {}
     for node in module.graph.nodes:
         setting = setting_of(node)
         bodies = list(_bodies(node, module))
@@ -63,9 +62,9 @@ def _tree(sets: str, module: GraphModule) -> ModeTree:
         if setting is not None:
             regions += inner
         else:
-            # What runs a body without setting anything, a `cond` say, is seen through.
+            # An operator that runs a body without setting a mode, a `cond` say, is transparent.
             regions += [region for tree in inner for region in tree.regions]
-            if runs_body(node) is None and _is_operator(node, module, written):
+            if runs_body(node) is None and _is_operator(node, module, mutated):
                 operators.append(node.name)
         operators += [name for tree in inner for name in tree.operators]
     return ModeTree(sets, tuple(operators), tuple(regions))
@@ -79,18 +78,18 @@ def _bodies(call: Node, module: GraphModule) -> Iterator[GraphModule]:
             yield body
 
 
-def _is_operator(node: Node, module: GraphModule, written: dict[Node, bool]) -> bool:
+def _is_operator(node: Node, module: GraphModule, mutated: dict[Node, bool]) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return False
-    return not (_takes_result(node) or is_projection(node, module, written) or isinstance(value_of(node), _NUMBERS))
+    return not (_takes_result(node) or is_projection(node, module, mutated) or isinstance(value_of(node), _NUMBERS))
 
 
 def _takes_result(node: Node) -> bool:
-    """Whether a node takes an item out of what a body returned, in a graph without traced values too."""
+    """Whether a node takes an item out of the result of a body, in a graph without traced values too."""
     return node.target is operator.getitem and any(runs_body(made) is not None for made in node.all_input_nodes)
 
 
-def _told(names: tuple[str, ...]) -> str:
+def _summary(names: tuple[str, ...]) -> str:
     if not names:
         return "no operators"
     ends = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -1,4 +1,4 @@
-"""A plan: a partition of a program, a treatment for each region, and the reasons; decided, and nothing done yet."""
+"""A plan: a partition of a program and a treatment for each region, decided before anything is done."""
 
 from __future__ import annotations
 
@@ -43,35 +43,36 @@ from partita.rewrite.state import MovedByPart, StateNaming, name_state
 
 __all__ = ["Plan", "Policy", "plan"]
 
-
-#: A policy reads a program and names its regions.
+#: A policy reads a program and returns its regions.
 Policy = Callable[[Program], Partition]
+
+_WITHOUT_MODE = ("placeholder", "get_attr", "output")
 
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """What will be done to a program; print it, ask it, then `apply` it."""
+    """What will be done to a program; print it, query it, then `apply` it."""
 
     partition: Partition
     treatments: tuple[Treatment, ...]
-    #: Whether modes that the program leaves switched are put back instead.
+    #: Whether the result restores modes that the program leaves switched.
     puts_back_modes: bool = False
-    #: What went wrong while regions of the result were compiled, so that they run eagerly; it grows as they are called.
+    #: Failed compilations of regions, which run eagerly; it grows as they are called.
     failures: Failures = field(default_factory=Failures, compare=False)
 
     def __post_init__(self) -> None:
         distinct = {id(treatment): treatment for treatment in self.treatments}.values()
         if len(self.treatments) != len(self.partition) or not all(map(is_treatment, distinct)):
             raise OptionError(
-                f"a plan takes one treatment a region: {len(self.partition)} regions, treatments {self.treatments!r}"
+                f"a plan takes one treatment per region: {len(self.partition)} regions, treatments {self.treatments!r}"
             )
         if not all(map(allows_mixed_modes, distinct)):
             _check_modes(self.partition, self.treatments)
 
     @property
     def program(self) -> Program:
-        """The program that the plan is about; it stays as it is."""
+        """The program that the plan is about; it is never changed."""
         return self.partition.program
 
     @property
@@ -81,21 +82,21 @@ class Plan:
         return reduce(or_, map(tolerance_of, distinct), EXACT)
 
     def apply(self, *, state_names: StateNaming = "split") -> Program:
-        """A new program in which every region is one call of what its treatment gave.
+        """A new program in which every region is one call of the module that its treatment returned.
 
         Parameters and buffers are shared. `state_names="split"` names the state of modules that moved by where they
         went, as torch's `split_module` does; `"original"` keeps the names that checkpoints of the original use. An
-        exported program can hold nothing but graphs: where a treatment gives something else, the result is the module
-        that the program stands for.
+        exported program can hold nothing but graphs: where a treatment returns another module, the result is the
+        module of the exported program.
         """
         final = AMBIENT if self.puts_back_modes else self.program.modes.final
-        cut = outlined(self.partition, surroundings=CallModes.unknown(len(self.partition), final))
+        cut = outlined(self.partition, call_modes=CallModes.unknown(len(self.partition), final))
         module, moved = cut.graph_module, MovedByPart(cut.moved)
         operators: dict[str, OperatorCall] = {}
         inlined: set[str] = set()
         unexportable: dict[str, nn.Module] = {}
         for name, body, site, treatment in zip(cut.names, cut.bodies, self._sites(), self.treatments, strict=True):
-            if not annotation_suffices(treatment):  # Else what is called says the same.
+            if not annotation_suffices(treatment):  # Otherwise the called module has the same effect.
                 add_marks(body, marks_of(treatment, site.region))
             called = treated(treatment, body, site)
             if self.program.export is not None and not isinstance(called.module, GraphModule):
@@ -116,25 +117,25 @@ class Plan:
         result = inline(result, calls) if calls else result
         if not unexportable:
             return result
-        # A region of sizes alone is called nowhere: they are computed in the regions that read them.
+        # A region of sizes alone is never called: they are computed in the regions that read them.
         called_modules = {called_by[name]: module for name, module in unexportable.items() if name in called_by}
         return calling_modules(result, called_modules)
 
     def annotate(self) -> Program:
-        """A new program, cut nowhere, whose nodes carry the marks that the treatments give their regions."""
+        """A new program without cuts whose nodes carry the marks of the treatments of their regions."""
         return marked(self.program, self.marks())
 
     def marks(self) -> dict[Node, dict[str, object]]:
-        """The metadata that the treatments give the nodes of their regions, and nodes around these."""
+        """The metadata for the nodes of all regions, and for nodes around them, by their treatments."""
         alone = forward_alone(self.partition)
         if alone is not None:
-            # What only the backward of a joint graph reads is no result of a region.
+            # Values that only the backward of a joint graph reads are no results of a region.
             seen, original = alone
             return {original[node]: own for node, own in Plan(seen, self.treatments).marks().items()}
         marks: dict[Node, dict[str, object]] = {}
-        # In the order in which the regions run: compilers compare numbers that treatments give their regions.
-        places = [place for place in self.partition.order if place < len(self.partition)]
-        treated_regions = [(self.treatments[place], self.partition.regions[place]) for place in places]
+        # In the order in which the regions run: compilers compare numbers that treatments assign to regions.
+        vertices = [vertex for vertex in self.partition.order if vertex < len(self.partition)]
+        treated_regions = [(self.treatments[vertex], self.partition.regions[vertex]) for vertex in vertices]
         for treatment, region in treated_regions:
             for_all = marks_of(treatment, region)
             marks.update({node: dict(for_all) for node in region.nodes})
@@ -153,7 +154,7 @@ class Plan:
         return explanation(self.partition, self.treatments, found)
 
     def saved_memory(self) -> SavedMemory:
-        """What each region holds for the backward, without its treatment and with it, and the whole program."""
+        """What each region saves for backward, without its treatment and with it, and the whole program."""
         return saved_memory(self.partition, self.treatments)
 
     def excluded(self) -> tuple[Excluded, ...]:
@@ -161,7 +162,7 @@ class Plan:
         return excluded(self.partition)
 
     def summary(self) -> str:
-        """How much is in regions, and how much is left out, by reason."""
+        """How many nodes are in regions, and how many are excluded, by reason."""
         outside = self.excluded()
         inside, out = sum(map(len, self.partition)), sum(group.count for group in outside)
         regions = "1 region" if len(self.partition) == 1 else f"{len(self.partition)} regions"
@@ -188,17 +189,15 @@ def plan(
     policy: Policy | Partition,
     treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment],
 ) -> Plan:
-    """The plan that gives each region of `policy` its `treatment`: one for all, by region name, or by a function."""
+    """The plan with the regions of `policy` and their `treatment`: one for all, by region name, or by a function."""
     program = program if isinstance(program, Program) else Program.of(program)
     if isinstance(policy, type):
-        raise OptionError(
-            f"{policy.__name__} is a class of policies; give one of them, for example {policy.__name__}(...)"
-        )
+        raise OptionError(f"{policy.__name__} is a class; pass an instance, for example {policy.__name__}(...)")
     if not isinstance(policy, Partition) and not callable(policy):
-        raise OptionError(f"a policy is called with a program and gives a Partition; {policy!r} cannot be called")
+        raise OptionError(f"a policy is called with a program and returns a Partition; {policy!r} is not callable")
     partition = policy if isinstance(policy, Partition) else policy(program)
     if not isinstance(partition, Partition):
-        raise OptionError(f"a policy gives a Partition, not {type(partition).__name__}; policy: {policy!r}")
+        raise OptionError(f"a policy returns a Partition, not {type(partition).__name__}; policy: {policy!r}")
     if partition.program.graph_module is not program.graph_module:
         raise OptionError("this partition is of another program; make it from the program that you plan for")
     if is_treatment(treatment):
@@ -211,26 +210,13 @@ def plan(
     return Plan(partition, treatments, puts_back)
 
 
-def _covers_modes(partition: Partition) -> bool:
-    """Whether all nodes in modes of their own are in regions, so that treatments can see to it that none is left."""
-    modes, nodes = partition.program.modes, partition.program.index.nodes
-    without = modes.toggles | partition.program.symbolic_scalars
-    return all(
-        place >= 0 or number in without or modes.at(number) == AMBIENT or nodes[number].op in _WITHOUT_MODE
-        for number, place in enumerate(partition.owner)
-    )
-
-
-_WITHOUT_MODE = ("placeholder", "get_attr", "output")
-
-
 def _check_names(partition: Partition, treatment: object) -> None:
     names = dict.fromkeys(region.name for region in partition)
-    strange = [name for name in treatment if name not in names] if isinstance(treatment, Mapping) else []
-    if strange:
-        near = get_close_matches(str(strange[0]), names, n=3) or list(names)[:3]
+    unknown = [name for name in treatment if name not in names] if isinstance(treatment, Mapping) else []
+    if unknown:
+        near = get_close_matches(str(unknown[0]), names, n=3) or list(names)[:3]
         known = f"; there are {', '.join(map(repr, near))}{' and others' if len(names) > len(near) else ''}"
-        raise OptionError(f"there is a treatment for {strange[0]!r}, but no such region{known if names else ''}")
+        raise OptionError(f"there is a treatment for {unknown[0]!r}, but no such region{known if names else ''}")
 
 
 def _treatment_for(
@@ -242,33 +228,43 @@ def _treatment_for(
     elif not is_treatment(treatment) and callable(treatment) and not isinstance(treatment, type):
         chosen = treatment(region)
     if not is_treatment(chosen):
-        raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); give it one, for example Call()")
+        raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); set one, for example Call()")
     return chosen
 
 
-def _called_alone(called: Called, treatment: Treatment, region: Region) -> nn.Module:
-    """The module, as long as no operator is to run it: operators of exported programs run nothing but graphs."""
-    if called.through is not None or called.inlined:
-        raise TreatmentError(
-            f"{treatment!r} gave {type(called.module).__name__} for region {region.name!r}, to be run by an operator "
-            "or inlined, which needs a graph; give a torch.fx.GraphModule, or the module alone"
-        )
-    return called.module
+def _covers_modes(partition: Partition) -> bool:
+    """Whether all nodes in modes of their own are in regions, so that treatments can restore the caller's modes."""
+    modes, nodes = partition.program.modes, partition.program.index.nodes
+    without = modes.toggles | partition.program.symbolic_scalars
+    return all(
+        owner >= 0 or number in without or modes.at(number) == AMBIENT or nodes[number].op in _WITHOUT_MODE
+        for number, owner in enumerate(partition.owner)
+    )
 
 
 def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> None:
-    """Raises where a treatment that takes one mode would get a region of two."""
+    """Raises where a treatment that allows one mode per region has a region of two."""
     modes, nodes = partition.program.modes, partition.program.index.nodes
     scalars = partition.program.symbolic_scalars
     first: dict[int, int] = {}
-    for number, place in enumerate(partition.owner):
-        if place < 0 or number in scalars or allows_mixed_modes(treatments[place]):
+    for number, owner in enumerate(partition.owner):
+        if owner < 0 or number in scalars or allows_mixed_modes(treatments[owner]):
             continue
-        known = first.setdefault(place, number)
+        known = first.setdefault(owner, number)
         one, other = modes.at(known), modes.at(number)
         if one != other:
             raise ModeError(
-                f"region {partition.regions[place].name!r} holds {nodes[known].name!r} under {one} and "
-                f"{nodes[number].name!r} under {other}, but {treatments[place]!r} takes one mode a region; cut it "
+                f"region {partition.regions[owner].name!r} holds {nodes[known].name!r} under {one} and "
+                f"{nodes[number].name!r} under {other}, but {treatments[owner]!r} takes one mode a region; cut it "
                 "where the mode changes"
             )
+
+
+def _called_alone(called: Called, treatment: Treatment, region: Region) -> nn.Module:
+    """The module, if no operator is to run it: operators of exported programs run only graphs."""
+    if called.through is not None or called.inlined:
+        raise TreatmentError(
+            f"{treatment!r} returned {type(called.module).__name__} for region {region.name!r}, to be run by an "
+            "operator or inlined, which needs a graph; return a torch.fx.GraphModule, or the module alone"
+        )
+    return called.module

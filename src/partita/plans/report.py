@@ -1,4 +1,4 @@
-"""Tables, explanations, reasons."""
+"""What a plan prints: the table of regions, the excluded nodes by reason, and why a node is where it is."""
 
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ from partita.solvers.quotient import ALONE, NOWHERE
 
 __all__ = ["Excluded", "Explanation", "excluded", "explanation", "table"]
 
+#: How many operators a line about excluded nodes names.
+_SHOWN = 6
 
-# Why a node is where it is, as data and in words.
+_HEAD = ("region", "nodes", "in", "out", "bytes in", "bytes out", "flops")
+_SAVED_HEAD = ("saved", "saved after", "recomputed flops")
+_LEAD: Mapping[ReasonKind, str] = {
+    "together": "excluded, ",
+    "not worthwhile": "not worthwhile: ",
+    "excluded": "excluded: ",
+}
 
 
 @final
@@ -33,7 +41,7 @@ class Explanation:
 
     `region` is where it runs, or None, and then `reason` says why. `path_in` leads from another region of the same
     label to the node through nodes outside, and `path_out` from the node to another such region: why these are not
-    one region. It stays behind the nodes in `after` and before those in `before` although no data flows.
+    one region. Effects keep it after the nodes in `after` and before those in `before`.
     """
 
     node: str
@@ -57,239 +65,6 @@ class Explanation:
             if names:
                 lines.append(f"  stays {what} {', '.join(names)}: memory, random numbers or side effects")
         return "\n".join(lines)
-
-
-def explanation(partition: Partition, treatments: Sequence[Treatment], node: Node) -> Explanation:
-    """Where `node` runs, for which reason, under which mode, and what it must stay behind and before."""
-    program = partition.program
-    number = program.index.number.get(node)
-    if number is None:
-        raise UnknownNodeError(f"{node.name!r} is not a node of this program; take it from `program.graph`")
-    region, reason = partition.region_of(node), partition.reasons.get(node)
-    nodes, ordered = program.index.nodes, program.effect_neighbours
-    return Explanation(
-        node=node.name,
-        where=_where(partition, treatments, node),
-        region=None if region is None else region.name,
-        reason=None if region is not None or reason is None else Reason.of(reason),
-        mode=program.modes.at(number),
-        path_in=tuple(step.name for step in path_into(partition, node)),
-        path_out=tuple(step.name for step in path_out_of(partition, node)),
-        after=tuple(nodes[other].name for other in ordered.before.get(number, ())),
-        before=tuple(nodes[other].name for other in ordered.after.get(number, ())),
-        remarks=tuple(_remarks(partition, number)),
-    )
-
-
-def _remarks(partition: Partition, number: int) -> Iterator[str]:
-    program = partition.program
-    mode = program.modes.at(number)
-    if number in program.modes.toggles:
-        is_said = partition.reasons.get(program.index.nodes[number]) == ONLY_SWITCHES
-        yield f"{'' if is_said else f'{ONLY_SWITCHES}; '}whoever runs a node sets the mode that it needs"
-    elif mode != AMBIENT:
-        yield f"it runs under {mode}"
-    if number in program.effects.barriers:
-        yield "nobody knows what it does, so nothing with an effect moves past it"
-
-
-def _where(partition: Partition, treatments: Sequence[Treatment], node: Node) -> str:
-    number = partition.program.index.number[node]
-    place = partition.owner[number]
-    if number in partition.copies:
-        names = [repr(partition.regions[at].name) for at in sorted(partition.copies[number])]
-        names += ["outside every region"] if place == ALONE else []
-        return f"a number that is computed wherever it is read: {', '.join(names)}"
-    if place >= 0:
-        region = partition.regions[place]
-        text = f"in region {region.name!r}, treated by {treatments[place]!r}"
-        if region.label is not None:
-            text += f", labelled {region.label!r}"
-        if node not in region.nodes:
-            is_scalar = number in partition.program.symbolic_scalars
-            text += f", {_ONLY_READER if is_scalar else 'where the container is made that it takes an item from'}"
-        return text
-    if node.op in ("placeholder", "output"):
-        return f"{'an input' if node.op == 'placeholder' else 'the output'} of the program; in no region"
-    reason = partition.reasons.get(node)
-    if reason is None and node.op == "get_attr":
-        reason = "attributes are read outside and passed in"
-    return f"outside every region{f': {reason}' if reason else ''}"
-
-
-_ONLY_READER = "the only one that reads this number"
-
-
-# Why regions are apart: the shortest path from one to the other through what no region holds.
-
-
-def path_into(partition: Partition, node: Node) -> tuple[Node, ...]:
-    """The shortest path that leaves a region of the same label and comes back into this node's, at `node`; or empty."""
-    return _path(partition, node, backwards=True)[::-1]
-
-
-def path_out_of(partition: Partition, node: Node) -> tuple[Node, ...]:
-    """The shortest path from `node` out of its region and into another of the same label; or empty."""
-    return _path(partition, node, backwards=False)
-
-
-def _path(partition: Partition, node: Node, *, backwards: bool) -> tuple[Node, ...]:
-    """Breadth first from `node`, through nodes outside all regions, to another region of the same label."""
-    index, owner = partition.program.index, partition.owner
-    start = index.number[node]
-    if owner[start] < 0:
-        return ()
-    label = partition.regions[owner[start]].label
-    both = partition.program.neighbours
-    neighbours = both.before if backwards else both.after
-    came_from: dict[int, int] = {start: -1}
-    queue = deque([start])
-    while queue:
-        number = queue.popleft()
-        for other in neighbours.get(number, ()):
-            place = owner[other]
-            if other in came_from or place == NOWHERE or place == owner[start]:
-                continue
-            came_from[other] = number
-            if place < 0:
-                queue.append(other)
-            elif number != start and partition.regions[place].label == label:
-                return _traced(partition, came_from, other)
-    return ()
-
-
-def _traced(partition: Partition, came_from: dict[int, int], last: int) -> tuple[Node, ...]:
-    path = [last]
-    while came_from[path[-1]] >= 0:
-        path.append(came_from[path[-1]])
-    return tuple(partition.program.index.nodes[number] for number in reversed(path))
-
-
-# A plan as a table for people: one row a region.
-
-
-_HEAD = ("region", "nodes", "in", "out", "bytes in", "bytes out", "flops")
-_SAVED_HEAD = ("saved", "saved after", "recomputed flops")
-
-
-def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
-    """The regions in the order in which they will run, then what was left out and why.
-
-    Where a treatment says what autograd holds for its regions, three columns show that.
-    """
-    held = _saved_memory(partition, treatments)
-    rows, counter = [(*_HEAD, *(_SAVED_HEAD if held else ()), "treatment", "label")], Flops()
-    called = [vertex for vertex in partition.order if vertex < len(partition)]
-    for place in called:
-        region, border = partition.regions[place], partition.borders.of_regions[place]
-        rows.append(
-            (
-                region.name,
-                str(len(region)),
-                str(len(border.inputs)),
-                str(len(border.outputs)),
-                _bytes(partition, border.inputs),
-                _bytes(partition, border.outputs),
-                _flops(region.nodes, counter),
-                *(_saved_bytes(held.regions[place], treatments[place]) if held else ()),
-                repr(treatments[place]),
-                "" if region.label is None else str(region.label),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *(_held(held) if held else ()), *_plan_remarks(partition)])
-
-
-def _bytes(partition: Partition, crossings: Iterable[Crossing]) -> str:
-    """What the tensors among `crossings` take; a question mark where that is not known in advance."""
-    nodes, total = partition.program.index.nodes, 0
-    known: dict[int, tuple[object, ...] | None] = {}  # As many items may cross as a container has.
-    for crossing in crossings:
-        if isinstance(crossing, int):
-            size = bytes_of(nodes[crossing], partition.program.graph_module)
-        elif isinstance(crossing, Item):
-            if crossing.number not in known:
-                known[crossing.number] = container_items(nodes[crossing.number])
-            items = known[crossing.number]
-            size = 0 if items is None else bytes_of_value(items[crossing.place])
-        else:
-            size = 0
-        if size is None:
-            return "?"
-        total += size
-    return f"{total:,}"
-
-
-def _flops(nodes: Sequence[Node], counter: Flops) -> str:
-    """What the nodes of a region compute; a question mark where nobody traced their values."""
-    if all(value_of(node) is None for node in nodes):
-        return "?"
-    return f"{counter.total(nodes):,}"
-
-
-def _saved_memory(partition: Partition, treatments: Sequence[Treatment]) -> SavedMemory | None:
-    """What the regions hold, if a treatment says it; a plan that cannot be carried out can still be printed."""
-    if not any(isinstance(treatment, ReportsSavedBytes) for treatment in treatments):
-        return None
-    try:
-        return saved_memory(partition, treatments)
-    except PartitaError as error:
-        return SavedMemory((None,) * len(partition), reason=str(error))
-
-
-def _saved_bytes(saved_bytes: SavedBytes | None, treatment: Treatment) -> tuple[str, str, str]:
-    """What a region holds; nothing for a treatment that does not say, question marks where it is not known."""
-    if saved_bytes is None:
-        return ("?", "?", "?") if isinstance(treatment, ReportsSavedBytes) else ("", "", "")
-    return _counts(saved_bytes)
-
-
-def _counts(saved_bytes: SavedBytes) -> tuple[str, str, str]:
-    return _count(saved_bytes.plain_bytes), _count(saved_bytes.treated_bytes), _count(saved_bytes.extra_flops)
-
-
-def _held(held: SavedMemory) -> list[str]:
-    """The whole program in one line; memory of several regions counts once."""
-    if held.total is None:
-        return [f"saved for backward: not known: {held.reason}"]
-    plain, treated, flops = _counts(held.total)
-    return [f"saved for backward: {plain} bytes, {treated} after; {flops} FLOPs are recomputed"]
-
-
-def _count(number: int | None) -> str:
-    return "?" if number is None else f"{number:,}"
-
-
-def _plan_remarks(partition: Partition) -> list[str]:
-    remarks, outside = [], frozenset(excluded_nodes(partition))
-    counted = Counter(reason for node, reason in partition.reasons.items() if node in outside).most_common()
-    silent = sum(node not in partition.reasons for node in outside)
-    for reason, count in (*counted, *([("no reason given", silent)] if silent else ())):
-        remarks.append(f"left out: {count} {'node' if count == 1 else 'nodes'}: {reason}")
-    nodes = partition.program.index.nodes
-    barriers = [nodes[number] for number in partition.program.effects.barriers]
-    if barriers:
-        names = ", ".join(dict.fromkeys(_unknown(node, partition) for node in barriers))
-        calls = "call" if len(barriers) == 1 else "calls"
-        remarks.append(
-            f"barriers: {len(barriers)} {calls} of what nobody knows ({names}); where these have no side effects, "
-            "say so with Program.of(..., pure=[...])"
-        )
-    return remarks
-
-
-def _unknown(node: Node, partition: Partition) -> str:
-    if node.op == "call_module":
-        return f"{type(find(partition.program.graph_module, str(node.target))).__name__} at {node.target!r}"
-    return str(getattr(node.target, "__name__", node.target))
-
-
-# What a plan leaves out, by reason, with the operators that it concerns: as data, and in words.
-
-
-_SHOWN = 6
 
 
 @final
@@ -316,17 +91,41 @@ class Excluded:
         return f"{self.count} {'node' if self.count == 1 else 'nodes'} {what}: {', '.join(names)}"
 
 
-_LEAD: Mapping[ReasonKind, str] = {
-    "together": "left out, ",
-    "not worthwhile": "not worthwhile: ",
-    "left out": "left out: ",
-}
+def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
+    """One row per region in the order in which they will run, then the excluded nodes by reason.
+
+    Where a treatment reports what is saved for backward, three columns show that.
+    """
+    saved = _saved_memory(partition, treatments)
+    rows, counter = [(*_HEAD, *(_SAVED_HEAD if saved else ()), "treatment", "label")], Flops()
+    for vertex in partition.order:
+        if vertex >= len(partition):
+            continue
+        region, border = partition.regions[vertex], partition.borders.of_regions[vertex]
+        rows.append(
+            (
+                region.name,
+                str(len(region)),
+                str(len(border.inputs)),
+                str(len(border.outputs)),
+                _bytes(partition, border.inputs),
+                _bytes(partition, border.outputs),
+                _flops(region.nodes, counter),
+                *(_saved_bytes(saved.regions[vertex], treatments[vertex]) if saved else ()),
+                repr(treatments[vertex]),
+                "" if region.label is None else str(region.label),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, *([_saved_line(saved)] if saved else []), *_plan_remarks(partition)])
 
 
 def excluded(partition: Partition) -> tuple[Excluded, ...]:
-    """What is outside every region, the most frequent reason first."""
+    """The operators outside every region, the most frequent reason first."""
     found: dict[tuple[ReasonKind, str, str], Counter[str]] = {}
-    for node in excluded_nodes(partition):
+    for node in _excluded_nodes(partition):
         reason = Reason.of(partition.reasons.get(node, "no reason given"))
         by = reason.by if reason.kind == "refused" else ""
         found.setdefault((reason.kind, by, reason.why), Counter())[_called(node)] += 1
@@ -334,13 +133,119 @@ def excluded(partition: Partition) -> tuple[Excluded, ...]:
     return tuple(sorted(groups, key=lambda group: -group.count))
 
 
-def excluded_nodes(partition: Partition) -> Iterator[Node]:
-    """The operators outside every region, and what switches modes, where a reason is given; in graph order.
+def explanation(partition: Partition, treatments: Sequence[Treatment], node: Node) -> Explanation:
+    """Where `node` runs, for which reason, under which mode, and which effects order it."""
+    program = partition.program
+    number = program.index.number.get(node)
+    if number is None:
+        raise UnknownNodeError(f"{node.name!r} is not a node of this program; take it from `program.graph`")
+    region, reason = partition.region_of(node), partition.reasons.get(node)
+    nodes, ordered = program.index.nodes, program.effect_neighbours
+    return Explanation(
+        node=node.name,
+        where=_where(partition, treatments, node),
+        region=None if region is None else region.name,
+        reason=None if region is not None or reason is None else Reason.of(reason),
+        mode=program.modes.at(number),
+        path_in=_path(partition, number, backwards=True)[::-1],
+        path_out=_path(partition, number, backwards=False),
+        after=tuple(nodes[other].name for other in ordered.before.get(number, ())),
+        before=tuple(nodes[other].name for other in ordered.after.get(number, ())),
+        remarks=tuple(_remarks(partition, number)),
+    )
+
+
+def _bytes(partition: Partition, crossings: Iterable[Crossing]) -> str:
+    """The bytes of the tensors among `crossings`; a question mark where they are not known in advance."""
+    nodes, total = partition.program.index.nodes, 0
+    known: dict[int, tuple[object, ...] | None] = {}  # As many items may cross as a container has.
+    for crossing in crossings:
+        if isinstance(crossing, int):
+            size = bytes_of(nodes[crossing], partition.program.graph_module)
+        elif isinstance(crossing, Item):
+            if crossing.number not in known:
+                known[crossing.number] = container_items(nodes[crossing.number])
+            items = known[crossing.number]
+            size = 0 if items is None else bytes_of_value(items[crossing.place])
+        else:
+            size = 0
+        if size is None:
+            return "?"
+        total += size
+    return f"{total:,}"
+
+
+def _flops(nodes: Sequence[Node], counter: Flops) -> str:
+    """The FLOPs of a region; a question mark where values were not traced."""
+    if all(value_of(node) is None for node in nodes):
+        return "?"
+    return f"{counter.total(nodes):,}"
+
+
+def _saved_memory(partition: Partition, treatments: Sequence[Treatment]) -> SavedMemory | None:
+    """What the regions save, if a treatment reports it; a plan that cannot be applied can still be printed."""
+    if not any(isinstance(treatment, ReportsSavedBytes) for treatment in treatments):
+        return None
+    try:
+        return saved_memory(partition, treatments)
+    except PartitaError as error:
+        return SavedMemory((None,) * len(partition), reason=str(error))
+
+
+def _saved_bytes(saved_bytes: SavedBytes | None, treatment: Treatment) -> tuple[str, str, str]:
+    """What a region saves; nothing for a treatment that does not report it, question marks where it is not known."""
+    if saved_bytes is None:
+        return ("?", "?", "?") if isinstance(treatment, ReportsSavedBytes) else ("", "", "")
+    return _counts(saved_bytes)
+
+
+def _counts(saved_bytes: SavedBytes) -> tuple[str, str, str]:
+    return _count(saved_bytes.plain_bytes), _count(saved_bytes.treated_bytes), f"{saved_bytes.extra_flops:,}"
+
+
+def _count(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"
+
+
+def _saved_line(saved: SavedMemory) -> str:
+    """The whole program in one line; memory of several regions counts once."""
+    if saved.total is None:
+        return f"saved for backward: not known: {saved.reason}"
+    plain, treated, flops = _counts(saved.total)
+    return f"saved for backward: {plain} bytes, {treated} after; {flops} FLOPs are recomputed"
+
+
+def _plan_remarks(partition: Partition) -> list[str]:
+    remarks, outside = [], frozenset(_excluded_nodes(partition))
+    counted = Counter(reason for node, reason in partition.reasons.items() if node in outside).most_common()
+    unexplained = sum(node not in partition.reasons for node in outside)
+    for reason, count in (*counted, *([("no reason given", unexplained)] if unexplained else ())):
+        remarks.append(f"excluded: {count} {'node' if count == 1 else 'nodes'}: {reason}")
+    nodes = partition.program.index.nodes
+    barriers = [nodes[number] for number in partition.program.effects.barriers]
+    if barriers:
+        names = ", ".join(dict.fromkeys(_unknown(node, partition) for node in barriers))
+        calls = "call" if len(barriers) == 1 else "calls"
+        remarks.append(
+            f"barriers: {len(barriers)} {calls} with unknown effects ({names}); where these have none, declare that "
+            "with Program.of(..., pure=[...])"
+        )
+    return remarks
+
+
+def _unknown(node: Node, partition: Partition) -> str:
+    if node.op == "call_module":
+        return f"{type(find(partition.program.graph_module, str(node.target))).__name__} at {node.target!r}"
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _excluded_nodes(partition: Partition) -> Iterator[Node]:
+    """The operators outside every region, and mode toggles that have a reason, in graph order.
 
     Items of containers, and numbers that are computed wherever they are read, do not count.
     """
     program = partition.program
-    settled = {*program.projections, *program.symbolic_scalars}
+    settled = program.projecting | program.symbolic_scalars
     for number, node in enumerate(program.index.nodes):
         is_switch = number in program.modes.toggles and node in partition.reasons
         is_alone = partition.owner[number] == ALONE and node.op != "get_attr" and number not in settled
@@ -349,8 +254,77 @@ def excluded_nodes(partition: Partition) -> Iterator[Node]:
 
 
 def _called(node: Node) -> str:
-    """What a node calls, as a person would write it."""
+    """What a node calls, readable."""
     if node.op != "call_function":
         return str(node.target)
     text = str(node.target)
     return text if "<" not in text else str(getattr(node.target, "__name__", text))
+
+
+def _where(partition: Partition, treatments: Sequence[Treatment], node: Node) -> str:
+    number = partition.program.index.number[node]
+    owner = partition.owner[number]
+    if number in partition.copies:
+        names = [repr(partition.regions[at].name) for at in sorted(partition.copies[number])]
+        names += ["outside every region"] if owner == ALONE else []
+        return f"a number that is computed wherever it is read: {', '.join(names)}"
+    if owner >= 0:
+        region = partition.regions[owner]
+        text = f"in region {region.name!r}, treated by {treatments[owner]!r}"
+        if region.label is not None:
+            text += f", labelled {region.label!r}"
+        if node not in region.nodes and number in partition.program.symbolic_scalars:
+            return f"{text}, the only one that reads this number"
+        if node not in region.nodes:
+            return f"{text}, where the container is made that it takes an item from"
+        return text
+    if node.op in ("placeholder", "output"):
+        return f"{'an input' if node.op == 'placeholder' else 'the output'} of the program; in no region"
+    reason = partition.reasons.get(node)
+    if reason is None and node.op == "get_attr":
+        reason = "attributes are read outside and passed in"
+    return f"outside every region{f': {reason}' if reason else ''}"
+
+
+def _path(partition: Partition, start: int, *, backwards: bool) -> tuple[str, ...]:
+    """The shortest path from a node through nodes outside all regions to another region of the same label; or empty.
+
+    Such a path separates the two regions. A breadth-first search.
+    """
+    owner, both = partition.owner, partition.program.neighbours
+    if owner[start] < 0:
+        return ()
+    label = partition.regions[owner[start]].label
+    neighbours = both.before if backwards else both.after
+    came_from: dict[int, int] = {start: -1}
+    queue = deque([start])
+    while queue:
+        number = queue.popleft()
+        for other in neighbours.get(number, ()):
+            if other in came_from or owner[other] == NOWHERE or owner[other] == owner[start]:
+                continue
+            came_from[other] = number
+            if owner[other] < 0:
+                queue.append(other)
+            elif number != start and partition.regions[owner[other]].label == label:
+                return _steps_to(partition, came_from, other)
+    return ()
+
+
+def _steps_to(partition: Partition, came_from: dict[int, int], last: int) -> tuple[str, ...]:
+    path = [last]
+    while came_from[path[-1]] >= 0:
+        path.append(came_from[path[-1]])
+    return tuple(partition.program.index.nodes[number].name for number in reversed(path))
+
+
+def _remarks(partition: Partition, number: int) -> Iterator[str]:
+    program = partition.program
+    mode = program.modes.at(number)
+    if number in program.modes.toggles:
+        is_known = partition.reasons.get(program.index.nodes[number]) == ONLY_SWITCHES
+        yield f"{'' if is_known else f'{ONLY_SWITCHES}; '}each region sets the mode that its nodes need"
+    elif mode != AMBIENT:
+        yield f"it runs under {mode}"
+    if number in program.effects.barriers:
+        yield "its effects are unknown, so nothing with an effect moves past it"

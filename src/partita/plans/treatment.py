@@ -1,4 +1,4 @@
-"""What a treatment is: it decides what is called in the place of a region, or marks the region's nodes."""
+"""The Treatment protocol: what is called in the place of a region, or how its nodes are marked."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = [
     "treated",
 ]
 
-
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What a region becomes: a call of a module, through an operator where one is given, or the module's own nodes."""
+    """What a region becomes: a call of a module, through an operator if there is one, or the module's own nodes."""
 
     module: nn.Module
     through: OperatorCall | None = None
@@ -53,7 +53,7 @@ class Treats(Protocol):
     """A treatment that decides what is called."""
 
     def treat(self, body: GraphModule) -> nn.Module | Called:
-        """What is called in the place of the region: `body` itself, or something that means the same."""
+        """What is called in the place of the region: `body` itself, or an equivalent module."""
 
 
 @final
@@ -61,7 +61,7 @@ class Treats(Protocol):
 class Site:
     """Where a body will be called: its region, which is `place` of `count`, and what is known of the caller's modes.
 
-    What goes wrong there at run time belongs into `failures`, where the plan keeps it.
+    Failures at run time are added to `failures`, which the plan shows.
     """
 
     region: Region
@@ -75,10 +75,10 @@ class Site:
 
 @runtime_checkable
 class TreatsAt(Protocol):
-    """A treatment that decides by where the body will be called, too."""
+    """A treatment that also depends on the call site."""
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module | Called:
-        """What `treat` would give if `site` were unknown."""
+        """As `treat`, for a known call site."""
 
 
 @runtime_checkable
@@ -91,7 +91,7 @@ class Marks(Protocol):
 
 @runtime_checkable
 class MarksNodes(Protocol):
-    """A treatment that marks single nodes, too."""
+    """A treatment that also marks single nodes."""
 
     def node_marks(self, region: Region) -> Mapping[Node, Mapping[str, object]]:
         """More metadata for some nodes, of the region or around it."""
@@ -100,7 +100,7 @@ class MarksNodes(Protocol):
 #: What happens to a region: a frozen dataclass of plain values that treats, or marks, or both. It may also have
 #: `tolerance`, a `Tolerance` by which it may change numbers (exact if missing), and `allows_mixed_modes`, whether one
 #: body may hold nodes of several grad, inference or autocast modes (true if missing), and `puts_back_modes`, whether a
-#: program all of whose modes are treated puts back those that it used to leave switched (false if missing), and
+#: program all of whose modes are treated restores those that it used to leave switched (false if missing), and
 #: `annotation_suffices`, whether a compiler of the whole graph that reads its marks needs no cut (false if missing).
 Treatment: TypeAlias = Treats | TreatsAt | Marks
 
@@ -130,27 +130,12 @@ def puts_back_modes(treatment: Treatment) -> bool:
 
 def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:
     """Metadata for every node of the region."""
-    if not isinstance(treatment, Marks):
-        return {}
-    found = _asked(treatment.marks, region, treatment, region)
-    if not isinstance(found, Mapping):
-        raise TreatmentError(
-            f"{treatment!r} gave {type(found).__name__} as marks of region {region.name!r}; `marks` returns a mapping"
-        )
-    return found
+    return _mapping(treatment.marks, treatment, region) if isinstance(treatment, Marks) else {}
 
 
 def node_marks_of(treatment: Treatment, region: Region) -> Mapping[Node, Mapping[str, object]]:
-    """Metadata for single nodes, which goes before what all nodes of a region get."""
-    if not isinstance(treatment, MarksNodes):
-        return {}
-    found = _asked(treatment.node_marks, region, treatment, region)
-    if not isinstance(found, Mapping):
-        raise TreatmentError(
-            f"{treatment!r} gave {type(found).__name__} as marks of nodes in region {region.name!r}; `node_marks` "
-            "returns a mapping from nodes to their metadata"
-        )
-    return found
+    """Metadata for single nodes, which overrides that of all nodes of a region."""
+    return _mapping(treatment.node_marks, treatment, region) if isinstance(treatment, MarksNodes) else {}
 
 
 def annotation_suffices(treatment: Treatment) -> bool:
@@ -159,24 +144,33 @@ def annotation_suffices(treatment: Treatment) -> bool:
 
 
 def treated(treatment: Treatment, body: GraphModule, site: Site) -> Called:
-    """What the treatment gives to be called, as long as that can be called."""
-    given: object = body
+    """What is called in the place of `body` according to the treatment."""
+    result: object = body
     region = site.region
     if isinstance(treatment, TreatsAt):
-        given = _asked(partial(treatment.treat_at, site=site), body, treatment, region)
+        result = _call(partial(treatment.treat_at, site=site), body, treatment, region)
     elif isinstance(treatment, Treats):
-        given = _asked(treatment.treat, body, treatment, region)
-    called = Called(given) if isinstance(given, nn.Module) else given
+        result = _call(treatment.treat, body, treatment, region)
+    called = Called(result) if isinstance(result, nn.Module) else result
     if not isinstance(called, Called):
         raise TreatmentError(
-            f"{treatment!r} gave {type(given).__name__} for region {region.name!r}; `treat` returns a module"
+            f"{treatment!r} returned {type(result).__name__} for region {region.name!r}; `treat` returns a module"
         )
     return called
 
 
-def _asked(function: Callable[[T], object], subject: T, treatment: Treatment, region: Region) -> object:
+def _mapping(method: Callable[[Region], Mapping[T, V]], treatment: Treatment, region: Region) -> Mapping[T, V]:
+    marks = _call(method, region, treatment, region)
+    if not isinstance(marks, Mapping):
+        raise TreatmentError(
+            f"{treatment!r} returned {type(marks).__name__} as marks for region {region.name!r}; return a mapping"
+        )
+    return marks
+
+
+def _call(function: Callable[[T], object], argument: T, treatment: Treatment, region: Region) -> object:
     try:
-        return function(subject)
+        return function(argument)
     except TreatmentError:
         raise
     except Exception as error:

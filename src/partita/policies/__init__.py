@@ -1,4 +1,4 @@
-"""Policies: who decides what a region is."""
+"""Policies: functions from a program to a partition."""
 
 from partita.plans import Policy
 from partita.policies.around_operators import AroundOperators

@@ -1,4 +1,7 @@
-"""AroundOperators."""
+"""AroundOperators: chosen operators stand alone or lead a part, and what lies between them forms the other regions.
+
+Runs are numbered in graph order, so a node may move to another run as long as numbers never fall along an edge.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,13 @@ from torch.fx import Node
 
 from partita.analysis.modes import Mode
 from partita.errors import CycleError, OptionError
-from partita.policies.constraints import IdleNodes
-from partita.policies.legalize import Piece, legal_partition, no_places, partition_of, placeable, settled
+from partita.policies.constraints import TrivialNodes, check_flags
+from partita.policies.legalize import Piece, assignable, legal_partition, partition_of, settled, unassigned
 from partita.program.operator_choice import Chosen, Operator, checked_operators, plain_name
 from partita.program.program import Program
 from partita.regions import Partition
 
 __all__ = ["AroundOperators"]
-
-
-# AroundOperators: chosen operators stand alone or lead a part, and what lies between them forms the other regions.
 
 
 @final
@@ -42,52 +42,50 @@ class AroundOperators:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "operators", checked_operators(self.operators))
-        for name in ("alone", "together"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is True or False, not {getattr(self, name)!r}")
+        check_flags(self, "alone", "together")
         if type(self.smallest) is not int or self.smallest < 1:
             raise OptionError(f"smallest is a number of operators from 1 on, not {self.smallest!r}")
 
     def __call__(self, program: Program) -> Partition:
-        places, names = self._runs(program)
-        idle = IdleNodes(program)
-        moved = move_idle_nodes(program, places, chosen_runs=names, idle=idle)
+        assignment, names = self._runs(program)
+        trivial = TrivialNodes(program)
+        moved = move_trivial_nodes(program, assignment, chosen_runs=names, trivial=trivial)
         try:
-            return partition_of(program, *self._regions(program, moved, names, idle=idle))
-        except CycleError:  # A symbol that crosses a border adds an edge, which nobody knows before the cut.
-            return legal_partition(program, *self._regions(program, places, names, idle=idle))
+            return partition_of(program, *self._regions(program, moved, names, trivial=trivial))
+        except CycleError:  # A symbol that crosses a border adds an edge that is unknown before the cut.
+            return legal_partition(program, *self._regions(program, assignment, names, trivial=trivial))
 
     def _runs(self, program: Program) -> tuple[list[int], dict[int, str]]:
-        """The runs in graph order, each chosen operator one of them, and the names of those by place."""
+        """The runs in graph order, each chosen operator one of them, and the names of those runs."""
         assert isinstance(self.operators, tuple)
         chosen = Chosen(self.operators, program.graph_module)
-        places, names, last = no_places(program), dict[int, str](), 0
-        for number in placeable(program):
+        assignment, names, last = unassigned(program), dict[int, str](), 0
+        for number in assignable(program):
             node = program.index.nodes[number]
             if node in chosen:
                 last += 1
                 names[last] = plain_name(node)
             elif last in names:
                 last += 1
-            places[number] = last
-        return places, names
+            assignment[number] = last
+        return assignment, names
 
     def _regions(
-        self, program: Program, places: Sequence[int], names: dict[int, str], *, idle: IdleNodes
+        self, program: Program, assignment: Sequence[int], names: dict[int, str], *, trivial: TrivialNodes
     ) -> tuple[list[int], list[Piece]]:
-        """The places by region, and the regions, once small runs and what belongs together are joined."""
-        tidy = absorb_small_runs(program, places, chosen_runs=names, idle=idle, smallest=self.smallest)
+        """The assignment by region, and the regions, once small runs and what belongs together are merged."""
+        tidy = absorb_small_runs(program, assignment, chosen_runs=names, trivial=trivial, smallest=self.smallest)
         region_of: dict[int, int] = {}
         pieces: list[Piece] = []
         previous: int | None = None
         between = 0
-        for run in sorted({place for place in tidy if place >= 0}):
+        for run in sorted({run for run in tidy if run >= 0}):
             if not self._joins(previous, run, names):
                 pieces.append(Piece(names[run], "chosen") if run in names else Piece(f"part_{between}", "between"))
                 between += run not in names
             region_of[run] = len(pieces) - 1
             previous = run
-        return [region_of.get(place, place) for place in tidy], pieces
+        return [region_of.get(run, run) for run in tidy], pieces
 
     def _joins(self, previous: int | None, run: int, names: dict[int, str]) -> bool:
         """Whether `run` belongs to the region that `previous` ends."""
@@ -98,92 +96,87 @@ class AroundOperators:
         return not self.alone
 
 
-# Idle moves: views, sizes and constants between chosen operators move to the side where less crosses.
-#
-# Places count runs in graph order, so a move is legal as long as places never fall along an edge.
-
-
-def move_idle_nodes(
-    program: Program, places: Sequence[int], *, chosen_runs: Collection[int], idle: IdleNodes
+def move_trivial_nodes(
+    program: Program, assignment: Sequence[int], *, chosen_runs: Collection[int], trivial: TrivialNodes
 ) -> list[int]:
-    """New places: idle nodes beside their only users where nothing more must cross, idle runs with their producers."""
-    moves = _Moves(program, places, chosen_runs, idle)
+    """Moves trivial nodes to their only users where nothing more must cross, and trivial runs to their producers."""
+    moves = _Moves(program, assignment, chosen_runs, trivial)
     moves.sink_to_users()
-    moves.lift_idle_runs()
-    return moves.places
+    moves.lift_trivial_runs()
+    return moves.assignment
 
 
 @final
 class _Moves:
-    """The places as they change."""
+    """The assignment as it changes."""
 
-    def __init__(self, program: Program, places: Sequence[int], chosen_runs: Collection[int], idle: IdleNodes) -> None:
-        self.places, self._items = settled(program, places)
-        self._index, self._modes, self._chosen_runs, self._idle = program.index, program.modes, chosen_runs, idle
-        self._first = {place: number for number, place in reversed(list(enumerate(self.places)))}
+    def __init__(
+        self, program: Program, assignment: Sequence[int], chosen_runs: Collection[int], trivial: TrivialNodes
+    ) -> None:
+        self.assignment, self._items = settled(program, assignment), program.projecting
+        self._index, self._modes, self._chosen_runs, self._trivial = program.index, program.modes, chosen_runs, trivial
+        self._first = {run: number for number, run in reversed(list(enumerate(self.assignment)))}
         self._readers = self._readers_by_run()
-        self._before: dict[int, list[int]] = {}
-        self._after: dict[int, list[int]] = {}
-        for before, after in program.effects.edges():
-            self._before.setdefault(after, []).append(before)
-            self._after.setdefault(before, []).append(after)
+        self._effects = program.effect_neighbours
 
     def sink_to_users(self) -> None:
-        """Moves idle nodes down to the one run that uses them, unless more would have to cross for that.
+        """Moves trivial nodes down to the one run that uses them, unless more would have to cross for that.
 
-        Out of a run that holds nothing else they move in any case, since it would disturb a chosen operator.
+        They leave a run that holds nothing else in any case, since such a run only separates chosen operators.
         """
-        places, nodes, is_busy = self.places, self._index.nodes, self._runs_that_work()
+        assignment, nodes, is_nontrivial = self.assignment, self._index.nodes, self._nontrivial_runs()
         for number in reversed(range(len(nodes))):
-            if places[number] not in is_busy or number in self._items:
+            if assignment[number] not in is_nontrivial or number in self._items:
                 continue
             run = self._only_run_of_users(nodes[number])
-            if run not in is_busy or run <= places[number] or nodes[number] not in self._idle:
+            if run not in is_nontrivial or run <= assignment[number] or nodes[number] not in self._trivial:
                 continue
-            if not self._shares_mode(number, run) or any(places[after] < run for after in self._after.get(number, ())):
+            if not self._shares_mode(number, run) or any(
+                assignment[after] < run for after in self._effects.after.get(number, ())
+            ):
                 continue
-            if not is_busy[places[number]] or self._reads_what_enters(number, run):
+            if not is_nontrivial[assignment[number]] or self._reads_what_enters(number, run):
                 self._move(number, run)
 
-    def lift_idle_runs(self) -> None:
-        """Moves what is left of idle runs up to the last run that works, past chosen operators that allow it."""
-        places, above = self.places, self._working_run_above()
+    def lift_trivial_runs(self) -> None:
+        """Moves the rest of trivial runs up to the last nontrivial run, past chosen operators that allow it."""
+        assignment, above = self.assignment, self._nontrivial_run_above()
         for number in range(len(self._index)):
-            run = above.get(places[number])
+            run = above.get(assignment[number])
             if run is None or number in self._items or not self._shares_mode(number, run):
                 continue
-            read = (*self._index.inputs(number), *self._before.get(number, ()))
-            if all(places[before] <= run for before in read):
+            read = (*self._index.inputs(number), *self._effects.before.get(number, ()))
+            if all(assignment[before] <= run for before in read):
                 self._move(number, run)
 
-    def _runs_that_work(self) -> dict[int, bool]:
-        """For each run without a chosen operator whether it holds a node that is not idle."""
-        works: dict[int, bool] = {}
-        for place, node in zip(self.places, self._index.nodes, strict=True):
-            if place >= 0 and place not in self._chosen_runs and not works.get(place):
-                works[place] = node not in self._idle
-        return works
+    def _nontrivial_runs(self) -> dict[int, bool]:
+        """For each run without a chosen operator whether it holds a nontrivial node."""
+        nontrivial: dict[int, bool] = {}
+        for run, node in zip(self.assignment, self._index.nodes, strict=True):
+            if run >= 0 and run not in self._chosen_runs and not nontrivial.get(run):
+                nontrivial[run] = node not in self._trivial
+        return nontrivial
 
-    def _working_run_above(self) -> dict[int, int]:
-        """For each idle run the last run before it that works."""
+    def _nontrivial_run_above(self) -> dict[int, int]:
+        """For each trivial run the last nontrivial run before it."""
         above: dict[int, int] = {}
         last: int | None = None
-        for run, works in sorted(self._runs_that_work().items()):
-            if works:
+        for run, is_nontrivial in sorted(self._nontrivial_runs().items()):
+            if is_nontrivial:
                 last = run
             elif last is not None:
                 above[run] = last
         return above
 
     def _shares_mode(self, number: int, run: int) -> bool:
-        """Whether a treatment that takes one mode a region is still served after the move."""
+        """Whether the move keeps a run in one mode, as some treatments need it."""
         return self._modes.at(number) == self._modes.at(self._first[run])
 
     def _readers_by_run(self) -> dict[tuple[int, int], int]:
         """How many nodes of each run read each node."""
         readers: dict[tuple[int, int], int] = {}
         for source, target in self._index.edges():
-            key = (source, self.places[target])
+            key = (source, self.assignment[target])
             readers[key] = readers.get(key, 0) + 1
         return readers
 
@@ -195,10 +188,10 @@ class _Moves:
             at = number[user]
             if at in self._items:
                 waiting += user.users
-            elif self.places[at] < 0 or self.places[at] != found >= 0:
+            elif self.assignment[at] < 0 or self.assignment[at] != found >= 0:
                 return -1
             else:
-                found = self.places[at]
+                found = self.assignment[at]
         return found
 
     def _reads_what_enters(self, number: int, run: int) -> bool:
@@ -213,9 +206,9 @@ class _Moves:
             node = moved.pop()
             at = self._index.number[node]
             for read in self._index.inputs(at):
-                self._count(read, self.places[at], -1)
+                self._count(read, self.assignment[at], -1)
                 self._count(read, run, 1)
-            self.places[at] = run
+            self.assignment[at] = run
             moved += (user for user in node.users if self._index.number[user] in self._items)
 
     def _count(self, read: int, run: int, change: int) -> None:
@@ -225,34 +218,31 @@ class _Moves:
             del self._readers[read, run]
 
 
-# Small runs: those between chosen operators that are not worth a call join a neighbour.
-
-
 def absorb_small_runs(
-    program: Program, places: Sequence[int], *, chosen_runs: Collection[int], idle: IdleNodes, smallest: int
+    program: Program, assignment: Sequence[int], *, chosen_runs: Collection[int], trivial: TrivialNodes, smallest: int
 ) -> list[int]:
-    """New places, without the runs of fewer than `smallest` operators that are not idle.
+    """Merges runs of fewer than `smallest` nontrivial operators into a neighbour.
 
-    Such a run joins the chosen operator before it if it reads what that makes, else the one after it; where that
+    Such a run joins the chosen operator before it if it reads the result of that, else the one after it; where that
     runs under another mode, the other one, and where both do, none.
     """
     nodes = program.index.nodes
     inside: dict[int, list[int]] = {}
-    for number, place in enumerate(places):
-        if place >= 0:
-            inside.setdefault(place, []).append(number)
+    for number, run in enumerate(assignment):
+        if run >= 0:
+            inside.setdefault(run, []).append(number)
     runs, into = sorted(inside), dict[int, int]()
     for at, run in enumerate(runs):
-        busy = (number for number in inside[run] if nodes[number] not in idle)
-        if run in chosen_runs or len(list(islice(busy, smallest))) == smallest:
+        nontrivial = (number for number in inside[run] if nodes[number] not in trivial)
+        if run in chosen_runs or len(list(islice(nontrivial, smallest))) == smallest:
             continue
         before, after = runs[max(at - 1, 0)], runs[min(at + 1, len(runs) - 1)]
-        reads = any(places[read] == before for number in inside[run] for read in program.index.inputs(number))
+        reads = any(assignment[read] == before for number in inside[run] for read in program.index.inputs(number))
         for neighbour in (before, after) if reads else (after, before):
             if neighbour != run and _modes(program, inside[neighbour]) >= _modes(program, inside[run]):
                 into[run] = neighbour
                 break
-    return [into.get(place, place) for place in places]
+    return [into.get(run, run) for run in assignment]
 
 
 def _modes(program: Program, numbers: Iterable[int]) -> set[Mode]:

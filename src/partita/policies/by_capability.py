@@ -1,10 +1,9 @@
-"""ByCapability."""
+"""ByCapability: the fewest regions that hold all that a backend accepts, with little traffic between them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from typing import final
 
 from torch.fx import Node
@@ -13,8 +12,15 @@ from partita._torch.gc_pause import gc_paused
 from partita.analysis.nodes import bytes_of
 from partita.errors import CycleError, OptionError
 from partita.policies.capability import Capability, Units, checked_capabilities, name_of, units_of, waiting_for_symbols
-from partita.policies.constraints import Apart, RegionLimits, Together, Worthwhile, checked_together, worthwhile_nodes
-from partita.policies.legalize import Piece, no_places, partition_of
+from partita.policies.constraints import (
+    Apart,
+    Together,
+    Worthwhile,
+    check_flags,
+    checked_together,
+    worthwhile_nodes,
+)
+from partita.policies.legalize import Piece, partition_of, unassigned
 from partita.program.flops import Flops
 from partita.program.program import Program
 from partita.regions import Partition, Region
@@ -29,32 +35,31 @@ from partita.solvers.few_parts import (
     grown_parts,
     kept_parts,
 )
-from partita.solvers.quotient import ALONE
-from partita.solvers.relation import REFUSED, Relation, earliest_levels, latest_levels
+from partita.solvers.relation import REFUSED, earliest_levels, latest_levels
 
 __all__ = ["ByCapability"]
 
-
-# ByCapability: the fewest regions that hold all that somebody takes, with little traffic between them.
+#: Up to this many nodes that can move, the earliest levels are tried as a start as well as the latest.
+_MANY_FREE = 250_000
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ByCapability:
-    """All that is taken, in the fewest regions that data, effects and modes allow.
+    """All that is accepted, in the fewest regions that data, effects and modes allow.
 
-    `takers` is one capability or several in order of preference: a node goes to the first that takes it. A capability
-    is a function from a node to the reason to refuse it (None to take it), torch's `OperatorSupport`, a backend or its
-    name. For a single one, in one mode, no partition has fewer regions; otherwise there are few. Then nodes move so
+    `takers` is one capability or several in order of preference: a node goes to the first that accepts it. A capability
+    is a function from a node to the reason to refuse it (None to accept it), torch's `OperatorSupport`, a backend or
+    its name. For a single one, in one mode, no partition has fewer regions; otherwise there are few. Then nodes move so
     that fewer bytes cross between regions. All of it takes linear time.
 
     With `connected`, a region holds only nodes that data connects. Regions of fewer than `smallest` operators or
-    `smallest_flops` floating-point operations are left out, those of more than `largest` operators are cut.
+    `smallest_flops` floating-point operations are excluded, those of more than `largest` operators are cut.
     `together` names groups of nodes that stay in one region, or outside, and count as one node that data connects; an
     item of a container stands for what makes the container. Inputs, outputs and mode switches are in no region.
-    `worthwhile` is asked about every region, also about one that comes of its answers: it answers True, False, a text
-    with the reason to leave it out, or the nodes to keep. Regions hold nodes of one mode unless `modes_apart` is
-    False, of one device if `devices_apart` is True, and nodes of which the function `apart` says the same.
+    `worthwhile` is called for every region, also for one that results from it: it returns True, False, the reason to
+    exclude the region, or the nodes to keep. Regions hold nodes of one mode unless `modes_apart` is False, of one
+    device if `devices_apart` is True, and nodes for which the function `apart` returns the same.
     """
 
     takers: Capability | tuple[Capability, ...]
@@ -71,13 +76,18 @@ class ByCapability:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takers", checked_capabilities(self.takers))
-        for name in ("modes_apart", "devices_apart"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is True or False, not {getattr(self, name)!r}")
+        check_flags(self, "modes_apart", "devices_apart", "connected")
         if self.apart is not None and not callable(self.apart):
             raise OptionError(f"`apart` is a function from a node to what keeps it apart, not {self.apart!r}")
         object.__setattr__(self, "together", checked_together(self.together))
-        self._limits()
+        for name, least in (("smallest", 1), ("smallest_flops", 0), ("largest", 1)):
+            value = getattr(self, name)
+            if (type(value) is not int or value < least) and not (name == "largest" and value is None):
+                raise OptionError(f"{name} is a number from {least} on, not {value!r}")
+        if self.largest is not None and self.largest < self.smallest:
+            raise OptionError(f"no region has at least {self.smallest} and at most {self.largest} operators")
+        if self.worthwhile is not None and not callable(self.worthwhile):
+            raise OptionError(f"`worthwhile` is a function of a region, not {self.worthwhile!r}")
 
     @gc_paused()
     def __call__(self, program: Program) -> Partition:
@@ -92,43 +102,41 @@ class ByCapability:
         )
         try:
             return self._partition(program, units)
-        except CycleError:  # A symbol that crosses a border adds an edge, which nobody knows before the cut.
+        except CycleError:  # A symbol that crosses a border adds an edge that is unknown before the cut.
             return self._partition(program, waiting_for_symbols(program, units))
 
     def _partition(self, program: Program, units: Units) -> Partition:
-        parts, reasons = limited_parts(self._limits(), program, units, self._parts(program, units))
-        place_of = [ALONE] * len(program.index)
-        for place, part in enumerate(parts):
-            for unit in part.units:
-                place_of[unit] = place
-        places = no_places(program)
+        parts, reasons = self._parts(program, units), units.reasons
+        if self.largest is not None or self.worthwhile is not None or self.smallest > 1 or self.smallest_flops:
+            limiter = _Limiter(self, program, units)
+            parts = [kept for part in parts for kept in limiter.within_limits(part)]
+            reasons = {**reasons, **limiter.reasons}
+        part_of = {unit: at for at, part in enumerate(parts) for unit in part.units}
+        assignment = unassigned(program)
         for number, unit in enumerate(units.unit_of):
-            if unit >= 0 and place_of[unit] >= 0:
-                places[number] = place_of[unit]
-        return partition_of(program, places, [part.piece for part in parts], {**units.reasons, **reasons})
+            if unit in part_of:
+                assignment[number] = part_of[unit]
+        return partition_of(program, assignment, [part.piece for part in parts], reasons)
 
     def _parts(self, program: Program, units: Units) -> list[Part]:
-        """All that is taken, in parts that are named by who takes them, in the order of the calls."""
+        """All that is accepted, in parts that are named by the capability, in the order of the calls."""
         assert isinstance(self.takers, tuple)
-        found = _parts_by_step(units, _steps(program, units))
+        by_step = _accepted_units(units, _steps(program, units).levels)
+        found = [by_step[step] for step in sorted(by_step)]
         if self.connected:
-            pieces = [piece for part in found for piece in connected_parts(units.relation, part)]
-            grown = _grown(units)
-            found = pieces if grown is None or len(pieces) < len(grown) else grown
-        names = [name_of(taker) for taker in self.takers]
-        by = [names[units.takers[units.kinds[part[0]]]] for part in found]
-        return [
-            Part(Piece(f"{name}_{place}", name), part) for place, (name, part) in enumerate(zip(by, found, strict=True))
-        ]
-
-    def _limits(self) -> RegionLimits:
-        return RegionLimits(self.connected, self.smallest, self.smallest_flops, self.largest, self.worthwhile)
+            found = [piece for part in found for piece in connected_parts(units.relation, part)]
+            grown_part_of = grown_parts(units.relation, units.kinds)  # None for some large graphs.
+            if grown_part_of is not None:
+                found = min([*_accepted_units(units, grown_part_of).values()], found, key=len)
+        names = [name_of(capability) for capability in self.takers]
+        by = [names[units.accepted_by[units.kinds[part[0]]]] for part in found]
+        return [Part(Piece(f"{name}_{at}", name), part) for at, (name, part) in enumerate(zip(by, found, strict=True))]
 
 
 def _steps(program: Program, units: Units) -> Steps:
     """The fewest steps for one kind, few for several, and then those with fewer bytes across borders."""
     relation, kinds = units.relation, units.kinds
-    if len(units.takers) != 1:
+    if len(units.accepted_by) != 1:
         steps = few_steps(relation, kinds)
         return moved_for_bytes(relation, kinds, steps, free=relation.order, sizes=_sizes(program, relation.order))
     early = earliest_levels(relation, kinds)
@@ -143,50 +151,24 @@ def _steps(program: Program, units: Units) -> Steps:
     if len(free) > _MANY_FREE:
         return moved_for_bytes(relation, kinds, starts[0], free=free, sizes=sizes)
     found = (moved_for_bytes(relation, kinds, start, free=free, sizes=sizes) for start in starts)
-    return min(found, key=partial(_total_bytes, relation, kinds, sizes))
-
-
-#: Up to this many nodes that can move, the earliest levels are tried as a start as well as the latest.
-_MANY_FREE = 250_000
-
-
-def _total_bytes(relation: Relation, kinds: Sequence[int], sizes: Sequence[int], steps: Steps) -> int:
-    return border_bytes(relation, kinds, steps.levels, sizes)
+    return min(found, key=lambda steps: border_bytes(relation, kinds, steps.levels, sizes))
 
 
 def _sizes(program: Program, units: Sequence[int]) -> list[int]:
-    """The bytes that each unit gives; one where nothing is known, so that values are counted."""
+    """The bytes of each unit's result; one where nothing is known, so that values are counted."""
     sizes, nodes = [1] * len(program.index), program.index.nodes
     for unit in units:
         sizes[unit] = bytes_of(nodes[unit]) or 1
     return sizes
 
 
-def _parts_by_step(units: Units, steps: Steps) -> list[list[int]]:
-    """The units that are taken, by step, in the order of the steps."""
-    parts: dict[int, list[int]] = {}
-    for unit in units.relation.order:
-        if units.kinds[unit] != REFUSED:
-            parts.setdefault(steps.levels[unit], []).append(unit)
-    return [parts[step] for step in sorted(parts)]
-
-
-def _grown(units: Units) -> list[list[int]] | None:
-    """Connected parts that grow along the data, by their first units; None for some large graphs."""
-    part_of = grown_parts(units.relation, units.kinds)
-    if part_of is None:
-        return None
+def _accepted_units(units: Units, part_of: Sequence[int]) -> dict[int, list[int]]:
+    """The units that are accepted, by the part of each."""
     parts: dict[int, list[int]] = {}
     for unit in units.relation.order:
         if units.kinds[unit] != REFUSED:
             parts.setdefault(part_of[unit], []).append(unit)
-    return list(parts.values())
-
-
-# Limited parts: what limits on regions leave of the parts of a program, and why nodes are left out.
-#
-# Leaving a region out, or cutting it in an order in which its nodes can run, keeps a legal partition legal: they can
-# always run one by one where the region ran. So each part is looked at by itself.
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,25 +186,19 @@ class Part:
         ]
 
 
-def limited_parts(
-    limits: RegionLimits, program: Program, units: Units, parts: list[Part]
-) -> tuple[list[Part], dict[Node, str]]:
-    """The parts cut to the largest, then asked, then counted; and why nodes are left out."""
-    if limits.allow_anything():
-        return parts, {}
-    limiter = _Limiter(limits, program, units)
-    return [kept for part in parts for kept in limiter.within_limits(part)], limiter.reasons
-
-
 @final
 class _Limiter:
-    """Applies limits to one part after the other, and keeps the reasons."""
+    """Applies the limits of a policy to one part after the other, and keeps the reasons.
 
-    def __init__(self, limits: RegionLimits, program: Program, units: Units) -> None:
+    Excluding a region, or cutting it in an order in which its nodes can run, keeps a legal partition legal: they can
+    always run one by one where the region ran. So each part is limited by itself.
+    """
+
+    def __init__(self, limits: ByCapability, program: Program, units: Units) -> None:
         self.reasons: dict[Node, str] = {}
         self._limits, self._between, self._flops = limits, units.relation, Flops()
         self._all_nodes, self._members = program.index.nodes, units.members()
-        self._items = frozenset(program.projections)
+        self._items = program.projecting
 
     def within_limits(self, part: Part) -> Iterator[Part]:
         for cut in self._cut_to_largest(part):
@@ -232,7 +208,7 @@ class _Limiter:
                     yield kept
                     continue
                 text = f"its region {kept.piece.name!r} is too small: {why}"
-                self._leave_out(kept.units, Reason(text, kind="not worthwhile", why=why))
+                self._exclude(kept.units, Reason(text, kind="not worthwhile", why=why))
 
     def _cut_to_largest(self, part: Part) -> list[Part]:
         largest = self._limits.largest
@@ -243,7 +219,7 @@ class _Limiter:
         if sizes[unit] > largest:
             raise OptionError(
                 f"`together` has a group of {sizes[unit]} operators, which begins at {self._nodes((unit,))[0].name!r}, "
-                f"but `largest` is {largest}; make the group smaller, or give largest={sizes[unit]}"
+                f"but `largest` is {largest}; make the group smaller, or pass largest={sizes[unit]}"
             )
         if sum(sizes.values()) <= largest:
             return [part]
@@ -252,42 +228,42 @@ class _Limiter:
         return part.cut(self._connected(cut_in_order(deep_order(self._between, part.units), sizes, largest)))
 
     def _worthwhile_parts(self, part: Part) -> Iterator[Part]:
-        """What is worthwhile of a part: parts for which the answer was yes, or which are just what it asked for."""
+        """The worthwhile parts of a part: those that `worthwhile` accepts, or whose nodes it returned exactly."""
         worthwhile = self._limits.worthwhile
+        if worthwhile is None:
+            yield part
+            return
         waiting = [part]
         while waiting:
             part = waiting.pop()
-            if worthwhile is None:
-                yield part
-                continue
-            kept, is_as_asked = self._kept(part, worthwhile)
+            kept, is_exact = self._kept(part, worthwhile)
             if len(kept) == len(part.units):
                 yield part
                 continue
             pieces = self._connected(kept_parts(self._between, part.units, kept))
-            if is_as_asked and len(pieces) == 1:
+            if is_exact and len(pieces) == 1:
                 yield replace(part, units=pieces[0])
             else:
                 waiting += reversed(part.cut(pieces))
 
     def _kept(self, part: Part, worthwhile: Worthwhile) -> tuple[frozenset[int], bool]:
-        """The units that stay, and whether these are just what was asked for; the others are left out."""
+        """The units that stay, and whether these are exactly the nodes to keep; excludes the others."""
         nodes, name = self._nodes(part.units), part.piece.name
         chosen, why = worthwhile_nodes(worthwhile, Region(name, tuple(nodes), part.piece.label))
         reason = Reason(f"its region {name!r} is not worthwhile: {why}", kind="not worthwhile", why=why)
-        kept, is_as_asked = list[int](), True
+        kept, is_exact = list[int](), True
         for unit in part.units:
             operators = self._operators(unit)
             missing = next((node for node in operators if node not in chosen), None)
             if missing is None:
                 kept.append(unit)
                 continue
-            self._leave_out((unit,), reason)
-            text = f"it stays together with {missing.name!r}, which `worthwhile` leaves out"
+            self._exclude((unit,), reason)
+            text = f"it stays together with {missing.name!r}, which `worthwhile` excludes"
             broken = [node for node in operators if node in chosen]
             self.reasons.update(dict.fromkeys(broken, Reason(text, kind="together", by=missing.name)))
-            is_as_asked = is_as_asked and not broken
-        return frozenset(kept), is_as_asked
+            is_exact = is_exact and not broken
+        return frozenset(kept), is_exact
 
     def _connected(self, pieces: list[list[int]]) -> list[list[int]]:
         if not self._limits.connected:
@@ -302,7 +278,7 @@ class _Limiter:
         flops = self._flops.total(self._nodes(units)) if smallest_flops else 0
         return f"{flops} of at least {smallest_flops} FLOPs" if flops < smallest_flops else ""
 
-    def _leave_out(self, units: Sequence[int], reason: Reason) -> None:
+    def _exclude(self, units: Sequence[int], reason: Reason) -> None:
         self.reasons.update(dict.fromkeys(self._nodes(units), reason))
 
     def _nodes(self, units: Sequence[int]) -> list[Node]:

@@ -1,4 +1,4 @@
-"""ByLabel, ByAnnotation, InForward."""
+"""Policies whose labels come from outside: annotations, a user's function, another policy on the forward."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, final
 
 from torch.fx import Node
 
-from partita.errors import CallbackError, OptionError
-from partita.policies.legalize import Piece, asked, distinct_names, legal_partition, no_places, placeable
+from partita.errors import OptionError
+from partita.policies.legalize import Piece, assignable, distinct_names, legal_partition, unassigned, user_label
 from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.regions.joint_forward import forward_part
@@ -17,13 +17,10 @@ from partita.regions.joint_forward import forward_part
 __all__ = ["ByAnnotation", "ByLabel", "InForward"]
 
 
-# ByAnnotation: nodes that carry one value under a key of their metadata form one region.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class ByAnnotation:
-    """Regions by the value under `key`, as `torch.fx.traceback.annotate` or a hand wrote it; None is no value.
+    """Regions by the value under `key` in the metadata, as of `torch.fx.traceback.annotate`; None is no value.
 
     Equal values form one region where one call can run them all, else as many regions as it takes; different values
     never share one.
@@ -36,67 +33,25 @@ class ByAnnotation:
             raise OptionError(f"ByAnnotation takes the key under which nodes are annotated, not {self.key!r}")
 
     def __call__(self, program: Program) -> Partition:
-        places, reasons, found = no_places(program), dict[Node, str](), dict[Hashable, int]()
-        for number in placeable(program):
+        assignment, reasons, found = unassigned(program), dict[Node, str](), dict[Hashable, int]()
+        for number in assignable(program):
             node = program.index.nodes[number]
-            value = _annotation(node, self.key)
+            # `annotate` writes below "custom", passes write beside it.
+            custom = node.meta.get("custom")
+            value = custom.get(self.key) if isinstance(custom, Mapping) else None
+            value = node.meta.get(self.key) if value is None else value
             if value is None:
                 reasons[node] = f"it has no annotation {self.key!r}"
             else:
-                places[number] = found.setdefault(_frozen(value), len(found))
+                assignment[number] = found.setdefault(_frozen(value), len(found))
         pieces = [Piece(_name(self.key, value), value) for value in found]
-        return legal_partition(program, places, pieces, reasons)
-
-
-def _annotation(node: Node, key: str) -> Any:
-    """What `node` has under `key`: `annotate` writes below "custom", passes write beside it."""
-    custom = node.meta.get("custom")
-    if isinstance(custom, Mapping) and custom.get(key) is not None:
-        return custom[key]
-    return node.meta.get(key)
-
-
-def _frozen(value: Any) -> Hashable:
-    """`value` as something that can be compared and kept, containers opened; what cannot be is itself only."""
-    if isinstance(value, Mapping):
-        return tuple(sorted(((_frozen(key), _frozen(item)) for key, item in value.items()), key=repr))
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    if isinstance(value, set | frozenset):
-        return frozenset(map(_frozen, value))
-    try:
-        hash(value)
-    except TypeError:
-        return _Same(value)
-    return value  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Same:
-    """A value that equals nothing but itself."""
-
-    value: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _name(key: str, value: Hashable) -> str:
-    if isinstance(value, str) and value.isidentifier():
-        return value
-    return f"{key}_{value}" if isinstance(value, str | int) else key
-
-
-# ByLabel: nodes that a function gives one label form one region.
+        return legal_partition(program, assignment, pieces, reasons)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ByLabel:
-    """Regions by `label(node)`, asked once per operator in graph order; None leaves a node out."""
+    """Regions by `label(node)`, called once per operator in graph order; None excludes a node."""
 
     label: Callable[[Node], Hashable]
 
@@ -108,33 +63,16 @@ class ByLabel:
         nodes: dict[Hashable, list[Node]] = {}
         reasons: dict[Node, str] = {}
         for node in program.operators():
-            label = asked(self.label, node, node=node, role="label function")
+            label = user_label(self.label, node, role="label function")
             if label is None:
                 reasons[node] = "its label is None"
             else:
-                _checked(nodes, label, node).append(node)
-        return Partition(program, regions_by_label(nodes), reasons)
-
-
-def _checked(nodes: dict[Hashable, list[Node]], label: Hashable, node: Node) -> list[Node]:
-    try:
-        return nodes.setdefault(label, [])
-    except TypeError as error:
-        raise CallbackError(
-            f"the label of node {node.name!r} is {label!r}, which cannot be a key: {error}; give a name or a number"
-        ) from error
-
-
-def regions_by_label(nodes: dict[Hashable, list[Node]]) -> list[Region]:
-    """A region for each label, named after it; labels that print alike get names that differ."""
-    wanted = (label if isinstance(label, str) and label.isidentifier() else f"part_{label}" for label in nodes)
-    return [
-        Region(name, tuple(held), label)
-        for name, (label, held) in zip(distinct_names(wanted), nodes.items(), strict=True)
-    ]
-
-
-# InForward: the regions that another policy finds in the forward of a joint graph.
+                nodes.setdefault(label, []).append(node)
+        names = distinct_names(
+            label if isinstance(label, str) and label.isidentifier() else f"part_{label}" for label in nodes
+        )
+        regions = [Region(name, tuple(held), label) for name, (label, held) in zip(names, nodes.items(), strict=True)]
+        return Partition(program, regions, reasons)
 
 
 @final
@@ -152,7 +90,7 @@ class InForward:
         part = forward_part(program)
         found = self.policy(part.program)
         if not isinstance(found, Partition):
-            raise OptionError(f"a policy gives a Partition, not {type(found).__name__}; policy: {self.policy!r}")
+            raise OptionError(f"a policy returns a Partition, not {type(found).__name__}; policy: {self.policy!r}")
         regions = [
             Region(region.name, tuple(part.original[node] for node in region.nodes), region.label) for region in found
         ]
@@ -163,3 +101,37 @@ class InForward:
         reasons |= dict.fromkeys(joint.backward, "it belongs to the backward")
         reasons |= {node: "it must run after some of the backward" for node in joint.forward if node not in seen}
         return Partition(program, regions, reasons)
+
+
+def _frozen(value: Any) -> Hashable:
+    """`value` as a hashable one, containers included; what is not hashable equals only itself."""
+    if isinstance(value, Mapping):
+        return tuple(sorted(((_frozen(key), _frozen(item)) for key, item in value.items()), key=repr))
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, set | frozenset):
+        return frozenset(map(_frozen, value))
+    try:
+        hash(value)
+    except TypeError:
+        return _ById(value)
+    return value  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ById:
+    """A value that is compared by identity."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _name(key: str, value: Hashable) -> str:
+    if isinstance(value, str) and value.isidentifier():
+        return value
+    return f"{key}_{value}" if isinstance(value, str | int) else key

@@ -1,4 +1,4 @@
-"""ByMode: what runs under the same grad, inference or autocast mode."""
+"""ByMode: regions of nodes that run under the same grad, inference or autocast mode."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ByMode:
     """A region for each outermost run of nodes in a mode that differs from the caller's, labelled by what it sets.
 
     Modes nested in a mode stay inside its region. An operator whose bodies switch modes, a `cond` say, is a region of
-    its own. `caller_grad` is the grad mode that the program is called under: a region in that mode is none. "traced"
-    assumes nothing of a graph that puts back what it found, as captured ones do. A graph that sets constants and ends
-    with True was traced with gradients on, so `set_grad_enabled(True)` in it means: as the caller has it. In one whose
-    blocks end with False, traced under `no_grad`, constants are what they say.
+    its own. `caller_grad` is the grad mode that the program is called under: a run in that mode is no region. "traced"
+    assumes nothing of a graph that restores the modes it found, as captured ones do. A graph that sets constants and
+    ends with True was traced with gradients on, so `set_grad_enabled(True)` in it means: as the caller has it. In one
+    whose blocks end with False, traced under `no_grad`, constants are taken literally.
     """
 
     caller_grad: bool | Literal["traced"] | None = "traced"
@@ -40,8 +40,7 @@ class ByMode:
 
     def __call__(self, program: Program) -> Partition:
         program = program.under(self._caller(program))
-        nodes, projections = program.index.nodes, frozenset(program.projections)
-        runs = mode_runs(program)
+        nodes, runs = program.index.nodes, mode_runs(program)
         held = {nodes[number] for run in runs for number in run.numbers}
         alone = [call for call in _calls_of_switching_bodies(program) if call not in held]
         names = iter(distinct_names([*(identifier_of(run.sets) for run in runs), *(call.name for call in alone)]))
@@ -54,19 +53,19 @@ class ByMode:
             if node.op not in ("placeholder", "output", "get_attr")
             and node not in owned
             and number not in program.modes.toggles
-            and number not in projections
+            and number not in program.projecting
         }
         return Partition(program, regions, reasons)
 
     def _caller(self, program: Program) -> Mode:
         if self.caller_grad != "traced":
             return replace(program.caller, grad=self.caller_grad)
-        # Traced without gradients, nothing tells a block that switches them off from the code around it.
+        # In a graph traced without gradients, a block that disables them cannot be told from the code around it.
         return Mode(grad=True) if program.caller == AMBIENT and traced_grad(program.graph_module) else program.caller
 
 
 def _calls_of_switching_bodies(program: Program) -> Collection[Node]:
-    """The operators that run a body which switches modes, itself or in bodies of its own."""
+    """The operators whose body switches modes, itself or in nested bodies."""
     calls: dict[Node, None] = {}
     for read in program.graph.find_nodes(op="get_attr"):
         body = find(program.graph_module, str(read.target))

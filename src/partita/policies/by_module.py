@@ -1,4 +1,4 @@
-"""ByModule."""
+"""ByModule: the nodes of one call of a module form one region."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from torch.fx import Node
 
 from partita.analysis.nodes import find, imported_class
 from partita.errors import OptionError
-from partita.policies.legalize import Piece, asked, legal_partition, no_places, placeable
+from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned
 from partita.program.program import Program
 from partita.regions import Partition
 
 __all__ = ["ByModule"]
 
+#: torch.export writes this where it adds nodes of its own.
+_EMPTY_STACK = "_empty_nn_module_stack"
 
-# ByModule: the nodes of one call of a module form one region.
+_DYNAMO_SOURCE = re.compile(r"^[LG]\[['\"][^'\"]*['\"]\](\.__closure__\[\d+\]\.cell_contents)?")
+#: An item by a text or a number, read in one go: nothing in it can be the beginning of another one.
+_ITEM = re.compile(r"\[(?:['\"]([^'\"\]]*)['\"]|([^'\"\[\]]*))\]")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ByModule:
-    """A region for each call of the modules that are asked for, by what the tracer noted in `nn_module_stack`.
+    """A region for each call of the selected modules, by the `nn_module_stack` that the tracer recorded.
 
-    `paths` are patterns such as "layers.*" (as in `fnmatch`: a star also matches dots), or a function from paths to
-    truth; `classes` are module classes or their names; `depth` counts calls from the program inwards. What is given
-    must hold together; of nested calls that match, the outermost is taken. Where one call cannot run all nodes of a
+    `paths` are patterns such as "layers.*" (as in `fnmatch`: a star also matches dots), or a predicate of paths;
+    `classes` are module classes or their names; `depth` counts calls from the program inwards. A call must match all
+    options that are set; of nested calls that match, the outermost is taken. Where one call cannot run all nodes of a
     module, the largest part that it can run is kept.
     """
 
@@ -50,44 +54,44 @@ class ByModule:
             raise OptionError("ByModule needs paths, classes or a depth, for example ByModule('layers.*')")
 
     def __call__(self, program: Program) -> Partition:
-        places, reasons = no_places(program), dict[Node, str]()
+        assignment, reasons = unassigned(program), dict[Node, str]()
         known: dict[tuple[str, type | str], bool] = {}
         found: dict[tuple[str, ...], int] = {}
         pieces: list[Piece] = []
-        for number in placeable(program):
+        for number in assignable(program):
             node = program.index.nodes[number]
             calls = calls_around(node, program.graph_module)
             chosen = self._chosen(calls, node, known)
             if chosen is None:
-                reasons[node] = "it runs in no module that the policy asks for"
+                reasons[node] = "it runs in no module that the policy selects"
                 continue
             key = tuple(call.key for call in calls[: chosen + 1])
-            places[number] = found.setdefault(key, len(found))
-            if places[number] == len(pieces):
+            assignment[number] = found.setdefault(key, len(found))
+            if assignment[number] == len(pieces):
                 pieces.append(Piece(calls[chosen].path, calls[chosen].path))
-        return legal_partition(program, places, pieces, reasons, only_largest=True)
+        return legal_partition(program, assignment, pieces, reasons, only_largest=True)
 
     def _chosen(
         self, calls: tuple[ModuleCall, ...], node: Node, known: dict[tuple[str, type | str], bool]
     ) -> int | None:
-        """The place in `calls` of the outermost one that is asked for."""
+        """The position in `calls` of the outermost one that matches."""
         for at, call in enumerate(calls):
             if self.depth is not None and at != self.depth - 1:
                 continue
-            question = (call.path, call.type)
-            if question not in known:
-                known[question] = self._is_path(call.path, node) and self._is_class(call.type)
-            if known[question]:
+            key = (call.path, call.type)
+            if key not in known:
+                known[key] = self._is_path(call.path, node) and self._is_class(call.type)
+            if known[key]:
                 return at
         return None
 
     def _is_path(self, path: str, node: Node) -> bool:
         if callable(self.paths):
-            return bool(asked(self.paths, path, node=node, role="function for module paths"))
+            return bool(call_user_function(self.paths, path, node=node, role="function for module paths"))
         return not self.paths or any(fnmatchcase(path, pattern) for pattern in self.paths)
 
     def _is_class(self, traced: type | str) -> bool:
-        # torch.export writes down the names of classes, the other tracers the classes.
+        # torch.export records the names of classes, the other tracers the classes.
         found = imported_class(traced) if isinstance(traced, str) else traced
         full_name = traced if isinstance(traced, str) else f"{traced.__module__}.{traced.__qualname__}"
         assert isinstance(self.classes, tuple)
@@ -114,11 +118,8 @@ def _classes(classes: object) -> tuple[type | str, ...]:
     return tuple(several)
 
 
-# Module calls: which modules were running when each node was traced, whoever traced it.
-
-
 class ModuleCall(NamedTuple):
-    """One call of a module: its key tells two calls of one module apart; the class is a type or its full name."""
+    """One call of a module: its key distinguishes two calls of one module; the class is a type or its full name."""
 
     key: str
     path: str
@@ -128,7 +129,7 @@ class ModuleCall(NamedTuple):
 def calls_around(node: Node, root: nn.Module) -> tuple[ModuleCall, ...]:
     """The calls that `node` runs in, outermost first, without that of the program itself.
 
-    A call of a module that carries no record of where it was made is in the modules that its own name mentions.
+    A `call_module` without a recorded stack is in the modules on the path of its target.
     """
     stack = node.meta.get("nn_module_stack")
     if not stack:
@@ -155,19 +156,12 @@ def _calls_by_name(target: str, root: nn.Module) -> tuple[ModuleCall, ...]:
 
 @lru_cache(maxsize=4096)
 def _plain_path(path: str) -> str:
-    """The path below the module that was traced, or nothing for that itself.
+    """The path below the traced module, empty for that itself.
 
-    Dynamo says how it found the module: `L['self'].layers.0`, or `G['models'][0].layers.0`.
+    Dynamo records the source of the module: `L['self'].layers.0`, or `G['models'][0].layers.0`.
     """
-    if path.startswith(_NO_RECORD):
+    if path.startswith(_EMPTY_STACK):
         return ""
-    below = _WHERE_DYNAMO_FOUND_IT.sub("", path)
+    below = _DYNAMO_SOURCE.sub("", path)
     steps = _ITEM.sub(r".\1\2", below).split(".")
     return ".".join(step for step in steps if step and step != "_modules")
-
-
-#: What torch.export writes where it adds nodes of its own.
-_NO_RECORD = "_empty_nn_module_stack"
-_WHERE_DYNAMO_FOUND_IT = re.compile(r"^[LG]\[['\"][^'\"]*['\"]\](\.__closure__\[\d+\]\.cell_contents)?")
-#: An item by a text or a number, read in one go: nothing in it can be the beginning of another one.
-_ITEM = re.compile(r"\[(?:['\"]([^'\"\]]*)['\"]|([^'\"\[\]]*))\]")

@@ -1,11 +1,11 @@
-"""Who takes a node; units that move as one."""
+"""Capabilities, which accept or refuse nodes, and the units that `ByCapability` assigns as one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import nn
 from torch.fx import Node
@@ -15,7 +15,7 @@ from partita.analysis.symbols import Dimension, Symbols
 from partita.backends.backend import Backend, find_backend, is_backend
 from partita.errors import CallbackError, OptionError
 from partita.policies.constraints import Apart, KeptApart, Together, group_nodes, order_of_units
-from partita.policies.legalize import NO_REASON, asked, placeable
+from partita.policies.legalize import NO_REASON, assignable, call_user_function
 from partita.program.program import Program
 from partita.regions.region import Reason
 from partita.solvers.relation import NO_UNIT, REFUSED, Relation, relation
@@ -23,18 +23,27 @@ from partita.solvers.relation import NO_UNIT, REFUSED, Relation, relation
 __all__ = ["Capability", "Units", "checked_capabilities", "name_of", "units_of", "waiting_for_symbols"]
 
 
-# Units: what a policy by capability moves as one, each accepted by one taker or refused by all.
+@runtime_checkable
+class Supports(Protocol):
+    """An operator support of torch."""
+
+    def is_node_supported(self, submodules: Mapping[str, nn.Module], node: Node) -> bool: ...
+
+
+#: A function from a node to the reason to refuse it (None to accept it), an operator support of torch, a backend, or
+#: the name of one.
+Capability: TypeAlias = Callable[[Node], str | None] | Supports | Backend | str
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units, in which each node is; their kinds (one for each taker and for all that is kept apart)."""
+    """The unit of each node, and the kind of each unit: one for each capability and all that is kept apart."""
 
     relation: Relation
     unit_of: Sequence[int]
     kinds: list[int]
-    #: The taker of each kind, by place in the order of preference.
-    takers: list[int]
+    #: The capability that accepts each kind, by its position in the order of preference.
+    accepted_by: list[int]
     reasons: dict[Node, str]
 
     def members(self) -> dict[int, list[int]]:
@@ -55,37 +64,59 @@ def units_of(
     devices_apart: bool,
     apart: Apart | None = None,
 ) -> Units:
-    """The units of a program, asked for each operator."""
-    numbers = list(placeable(program))
+    """The units of a program; capabilities are queried once for each operator."""
+    numbers = list(assignable(program))
     unit_of, order = _units(program, numbers, together)
-    takers, nodes = Takers(program, capabilities), program.index.nodes
+    submodules = dict(program.graph_module.named_modules(remove_duplicate=False))
+    checks, nodes = [_Check.of(one, submodules) for one in capabilities], program.index.nodes
     kept_apart = KeptApart(program, modes=modes_apart, devices=devices_apart, label=apart)
     kinds, reasons = [REFUSED] * len(unit_of), dict[Node, str]()
     known: dict[Hashable, int] = {}
-    taker_of_kind: list[int] = []
+    accepted_by: list[int] = []
     with transforms_found_once(program.graph):
         for unit, members in _grouped(numbers, unit_of, is_grouped=together is not None):
             held = [nodes[number] for number in members]
-            taker = takers.taker_of(held)
-            if isinstance(taker, Refusal):
-                reasons.update(_reasons(held, taker))
+            accepting = _first_accepting(checks, held)
+            if isinstance(accepting, _Refusal):
+                reasons.update(_reasons(held, accepting))
                 continue
-            kind = kinds[unit] = known.setdefault((taker, kept_apart.shared_by(members)), len(known))
-            if kind == len(taker_of_kind):
-                taker_of_kind.append(taker)
+            kind = kinds[unit] = known.setdefault((accepting, kept_apart.shared_by(members)), len(known))
+            if kind == len(accepted_by):
+                accepted_by.append(accepting)
     between = _relation(program, unit_of, order, waits=())
-    return Units(between, unit_of, kinds, taker_of_kind, reasons)
+    return Units(between, unit_of, kinds, accepted_by, reasons)
 
 
 def waiting_for_symbols(program: Program, units: Units) -> Units:
-    """The same units where each waits for every symbol that the shapes it reads mention, as regions do at borders."""
+    """The same units, where each also waits for the symbols in the shapes of its inputs, as regions do."""
     waits = list(_waits_for_symbols(program))
-    order = order_of_units(program, units.unit_of, list(placeable(program)), waits=waits)
+    order = order_of_units(program, units.unit_of, list(assignable(program)), waits=waits)
     return replace(units, relation=_relation(program, units.unit_of, order, waits=waits))
 
 
+def checked_capabilities(option: object) -> tuple[Capability, ...]:
+    """One capability or several as a tuple of valid ones."""
+    several = option if isinstance(option, tuple | list) else (option,)
+    if not several:
+        raise OptionError("ByCapability needs at least one backend, function or OperatorSupport")
+    for one in several:
+        if isinstance(one, str):
+            find_backend(one)
+        elif isinstance(one, type) or not (is_backend(one) or isinstance(one, Supports) or callable(one)):
+            raise OptionError(
+                f"{one!r} is no capability; pass a function from a node to a reason to refuse it (or None), an "
+                "OperatorSupport, or a backend"
+            )
+    return tuple(several)
+
+
+def name_of(capability: Capability) -> str:
+    """The name of a capability in regions and reasons."""
+    return _Check.of(capability, {}).name
+
+
 def _units(program: Program, numbers: Sequence[int], together: Together | None) -> tuple[list[int], list[int]]:
-    """The unit of each node, items beside what makes their container, and the units in an order that can run."""
+    """The unit of each node, items with what makes their container, and the units in an order that can run."""
     unit_of = [NO_UNIT] * len(program.index)
     for number in numbers:
         unit_of[number] = number
@@ -100,7 +131,7 @@ def _units(program: Program, numbers: Sequence[int], together: Together | None) 
 def _grouped(
     numbers: Sequence[int], unit_of: Sequence[int], *, is_grouped: bool
 ) -> Iterable[tuple[int, Sequence[int]]]:
-    """Each unit with its nodes; items of containers are asked of nobody."""
+    """Each unit with its nodes, without items of containers."""
     if not is_grouped:
         return ((number, (number,)) for number in numbers)
     members: dict[int, list[int]] = {}
@@ -109,8 +140,8 @@ def _grouped(
     return members.items()
 
 
-def _reasons(nodes: Sequence[Node], refusal: Refusal) -> dict[Node, str]:
-    """The reason of the node that is refused, and of those that stay together with it."""
+def _reasons(nodes: Sequence[Node], refusal: _Refusal) -> dict[Node, str]:
+    """The reason of the refused node, and of those that stay together with it."""
     text = f"it stays together with {refusal.node.name!r}, which is {refusal.reason}"
     other = Reason(text, kind="together", by=refusal.node.name)
     return {node: refusal.reason if node is refusal.node else other for node in nodes}
@@ -119,82 +150,42 @@ def _reasons(nodes: Sequence[Node], refusal: Refusal) -> dict[Node, str]:
 def _relation(
     program: Program, unit_of: Sequence[int], order: Sequence[int], *, waits: Iterable[tuple[int, int]]
 ) -> Relation:
-    items = frozenset(program.projections)
+    items = program.projecting
     effects = ((a, b) for a, b in program.effects.edges() if a not in items and b not in items)
     return relation(unit_of, order, data=program.index.edges(), effects=chain(effects, waits))
 
 
 def _waits_for_symbols(program: Program) -> Iterator[tuple[int, int]]:
-    """What gives a symbol, with each node that reads a value which mentions it."""
-    items, symbols = frozenset(program.projections), Symbols(program.index)
+    """Pairs of the node that defines a symbol and a node that reads a value whose shape has the symbol."""
+    symbols = Symbols(program.index)
     for source, target in program.index.edges():
-        for place, _ in symbols.sources(source):
-            if not isinstance(place, Dimension) and place != target and target not in items:
-                yield place, target
+        for definition, _ in symbols.sources(source):
+            if not isinstance(definition, Dimension) and definition != target and target not in program.projecting:
+                yield definition, target
 
 
-# Capabilities: who takes a node, asked of a function, of torch's `OperatorSupport`, or of a backend.
-
-
-@runtime_checkable
-class Supports(Protocol):
-    """What torch calls an operator support."""
-
-    def is_node_supported(self, submodules: Mapping[str, nn.Module], node: Node) -> bool: ...
-
-
-#: Who takes nodes: a function from a node to why it is refused (None if it is not), an operator support of torch's, a
-#: backend, or the name of one.
-Capability: TypeAlias = Callable[[Node], str | None] | Supports | Backend | str
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A node that nobody takes, and why."""
+class _Refusal(NamedTuple):
+    """A node that no capability accepts, and why."""
 
     node: Node
     reason: Reason
 
 
-def checked_capabilities(given: object) -> tuple[Capability, ...]:
-    """One capability or several as a tuple, each of which can be asked."""
-    several = given if isinstance(given, tuple | list) else (given,)
-    if not several:
-        raise OptionError("ByCapability asks at least one backend, function or OperatorSupport")
-    for one in several:
-        if isinstance(one, str):
-            find_backend(one)
-        elif isinstance(one, type) or not (is_backend(one) or isinstance(one, Supports) or callable(one)):
-            raise OptionError(
-                f"{one!r} cannot say what it takes; give a function from a node to a reason to refuse it (or None), "
-                "an OperatorSupport, or a backend"
-            )
-    return tuple(several)
-
-
-@final
-class Takers:
-    """Capabilities in order of preference, asked about the nodes of one program."""
-
-    def __init__(self, program: Program, capabilities: Sequence[Capability]) -> None:
-        submodules = dict(program.graph_module.named_modules(remove_duplicate=False))
-        self._takers = [_Taker.of(one, submodules) for one in capabilities]
-
-    def taker_of(self, nodes: Sequence[Node]) -> int | Refusal:
-        """The place of the first that takes all of the nodes, or the first node that all refuse one of, and why."""
-        refusals: list[tuple[str, str]] = []
-        refused: Node | None = None
-        for place, taker in enumerate(self._takers):
-            for node in nodes:
-                why = taker.refusal(node)
-                if why is not None:
-                    refused = refused or node
-                    refusals.append((taker.name, why))
-                    break
-            else:
-                return place
-        assert refused is not None
-        return Refusal(refused, _joined(refusals))
+def _first_accepting(checks: Sequence[_Check], nodes: Sequence[Node]) -> int | _Refusal:
+    """The position of the first capability that accepts all of the nodes, or the first refused node and why."""
+    refusals: list[tuple[str, str]] = []
+    refused: Node | None = None
+    for position, check in enumerate(checks):
+        for node in nodes:
+            why = check.refusal(node)
+            if why is not None:
+                refused = refused or node
+                refusals.append((check.name, why))
+                break
+        else:
+            return position
+    assert refused is not None
+    return _Refusal(refused, _joined(refusals))
 
 
 def _joined(refusals: Sequence[tuple[str, str]]) -> Reason:
@@ -206,38 +197,32 @@ def _joined(refusals: Sequence[tuple[str, str]]) -> Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taker:
-    """A capability with its name, asked with errors that name the node."""
+class _Check:
+    """A capability as a function with a name; its errors name the node."""
 
     name: str
     function: Callable[[Node], Any]
 
     @classmethod
-    def of(cls, capability: Capability, submodules: Mapping[str, nn.Module]) -> _Taker:
+    def of(cls, capability: Capability, submodules: Mapping[str, nn.Module]) -> _Check:
         if isinstance(capability, str) or is_backend(capability):
             backend = find_backend(capability)
             return cls(backend.name, backend.refusal)
         if isinstance(capability, Supports):
             support = capability
-            return cls(type(support).__name__, lambda node: _not_supported(support, submodules, node))
+            return cls(
+                type(support).__name__,
+                lambda node: None if support.is_node_supported(submodules, node) else "not supported",
+            )
         assert callable(capability)
         name = getattr(capability, "__name__", None) or type(capability).__name__
         return cls("taken" if name == "<lambda>" else name, capability)
 
     def refusal(self, node: Node) -> str | None:
-        answer = asked(self.function, node, node=node, role=f"refusal function {self.name!r}")
-        if answer is not None and not isinstance(answer, str):
+        reason = call_user_function(self.function, node, node=node, role=f"refusal function {self.name!r}")
+        if reason is not None and not isinstance(reason, str):
             raise CallbackError(
-                f"the refusal function {self.name!r} answered {answer!r} for node {node.name!r}; it answers with the "
-                "reason to refuse the node, a text, or with None to take it"
+                f"the refusal function {self.name!r} returned {reason!r} for node {node.name!r}; return the reason to "
+                "refuse the node, a string, or None to accept it"
             )
-        return answer if answer is None or answer.strip() else NO_REASON
-
-
-def _not_supported(support: Supports, submodules: Mapping[str, nn.Module], node: Node) -> str | None:
-    return None if support.is_node_supported(submodules, node) else "not supported"
-
-
-def name_of(capability: Capability) -> str:
-    """What regions and reasons call whoever takes the nodes."""
-    return _Taker.of(capability, {}).name
+        return reason if reason is None or reason.strip() else NO_REASON

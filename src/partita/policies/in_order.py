@@ -1,4 +1,4 @@
-"""Sequential, BySize."""
+"""Policies that cut the program in graph order: into regions of a size, or where a function says."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from torch.fx import Node
 from partita._torch.operators.schemas import storage_key
 from partita.analysis.nodes import find, value_of
 from partita.errors import OptionError
-from partita.policies.legalize import Piece, asked, legal_partition, no_places, placeable
+from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned
 from partita.program.program import Program
 from partita.regions import Partition
 
 __all__ = ["BySize", "Sequential"]
-
-
-# BySize: the program in graph order, cut into regions of a given size.
 
 
 @final
@@ -27,7 +24,7 @@ __all__ = ["BySize", "Sequential"]
 class BySize:
     """Regions of at most so many operators or so many bytes of parameters, or so many regions of equal length.
 
-    Give exactly one. A parameter counts where it is first used, a shared one there only. An operator that exceeds the
+    Set exactly one. A parameter counts where it is first used, a shared one there only. An operator that exceeds the
     limit by itself opens a region of its own. Items taken out of containers are not counted as operators.
     """
 
@@ -37,18 +34,18 @@ class BySize:
     parts: int | None = None
 
     def __post_init__(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {name: value for name, value in given.items() if value is not None}
-        if len(given) != 1:
+        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        limits = {name: value for name, value in limits.items() if value is not None}
+        if len(limits) != 1:
             raise OptionError(
-                f"BySize takes exactly one of parameter_bytes, operators and parts, not {len(given)}: {given}"
+                f"BySize takes exactly one of parameter_bytes, operators and parts, not {len(limits)}: {limits}"
             )
-        for name, value in given.items():
+        for name, value in limits.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"{name} is a whole number above zero, not {value!r}")
 
     def __call__(self, program: Program) -> Partition:
-        operators = list(placeable(program))
+        operators = list(assignable(program))
         if self.parameter_bytes is not None:
             sizes = first_use_bytes(program)
             cut = _cut_by_bytes([sizes[number] for number in operators], self.parameter_bytes)
@@ -57,10 +54,37 @@ class BySize:
         else:
             parts = min(self.parts or 1, max(len(operators), 1))
             cut = [at * parts // len(operators) for at in range(len(operators))]
-        places = no_places(program)
-        for number, place in zip(operators, cut, strict=True):
-            places[number] = place
-        return legal_partition(program, places, [Piece(f"part_{at}", at) for at in range(max(cut, default=-1) + 1)])
+        assignment = unassigned(program)
+        for number, part in zip(operators, cut, strict=True):
+            assignment[number] = part
+        return legal_partition(program, assignment, [Piece(f"part_{at}", at) for at in range(max(cut, default=-1) + 1)])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """A new region begins at each node for which `opens(node)` is true, called once per operator in graph order.
+
+    A mode toggle for which it is true cuts as well; itself it belongs to no region.
+    """
+
+    opens: Callable[[Node], object]
+
+    def __post_init__(self) -> None:
+        if not callable(self.opens):
+            raise OptionError(f"Sequential takes a function that says where a region begins, not {self.opens!r}")
+
+    def __call__(self, program: Program) -> Partition:
+        assignment, last = unassigned(program), 0
+        can_be_assigned = frozenset(assignable(program))
+        for node in program.operators():
+            number = program.index.number[node]
+            last += bool(call_user_function(self.opens, node, node=node, role="predicate"))
+            if number in can_be_assigned:
+                assignment[number] = last
+        used = {part: at for at, part in enumerate(dict.fromkeys(part for part in assignment if part >= 0))}
+        pieces = [Piece(f"part_{at}", at) for at in used.values()]
+        return legal_partition(program, [used.get(part, part) for part in assignment], pieces)
 
 
 def _cut_by_bytes(sizes: list[int], limit: int) -> list[int]:
@@ -73,14 +97,11 @@ def _cut_by_bytes(sizes: list[int], limit: int) -> list[int]:
     return cut
 
 
-# Parameter bytes: how many bytes of parameters each node is the first to use.
-
-
 def first_use_bytes(program: Program) -> list[int]:
     """For each node by number the bytes of the parameters that no node before it uses; tied ones count once.
 
-    Parameters are what a node reads by `get_attr`, what it reads from an input that was traced as a parameter, as
-    Dynamo does, and what the module that it calls holds.
+    Parameters are read by `get_attr`, or from an input that was traced as a parameter, as Dynamo does, or belong to
+    the called module.
     """
     root, seen, sizes = program.graph_module, set(), []
     for node in program.index.nodes:
@@ -107,33 +128,3 @@ def _parameters(node: Node, root: nn.Module) -> Iterator[Tensor]:
             value = value_of(read) if read.op == "placeholder" else None
         if isinstance(value, nn.Parameter):
             yield value
-
-
-# Sequential: the program in graph order, cut before every node that a function marks.
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Sequential:
-    """A new region begins at each node for which `opens(node)` is true, asked once per operator in graph order.
-
-    A mode toggle that is marked cuts as well; itself it belongs to no region.
-    """
-
-    opens: Callable[[Node], object]
-
-    def __post_init__(self) -> None:
-        if not callable(self.opens):
-            raise OptionError(f"Sequential takes a function that says where a region begins, not {self.opens!r}")
-
-    def __call__(self, program: Program) -> Partition:
-        places, last = no_places(program), 0
-        can_be_placed = frozenset(placeable(program))
-        for node in program.operators():
-            number = program.index.number[node]
-            last += bool(asked(self.opens, node, node=node, role="predicate"))
-            if number in can_be_placed:
-                places[number] = last
-        used = {place: at for at, place in enumerate(dict.fromkeys(place for place in places if place >= 0))}
-        pieces = [Piece(f"part_{at}", at) for at in used.values()]
-        return legal_partition(program, [used.get(place, place) for place in places], pieces)

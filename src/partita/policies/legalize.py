@@ -1,4 +1,9 @@
-"""From a label per node to a legal partition."""
+"""From an assignment of nodes to groups to a legal partition.
+
+An assignment maps each node, by number, to the number of a group, or to `ALONE` or `NOWHERE` as in the quotient graph.
+Where these never fall along an edge, groups can be called in that order, so runs of the graph are always legal.
+Groups that need each other are cut into pieces that can be called one after another.
+"""
 
 from __future__ import annotations
 
@@ -23,88 +28,158 @@ from partita.solvers.quotient import ALONE, NOWHERE
 __all__ = [
     "NO_REASON",
     "Piece",
-    "asked",
-    "asked_label",
+    "assignable",
+    "call_user_function",
     "distinct_names",
     "legal_partition",
-    "no_places",
     "partition_of",
-    "placeable",
     "settled",
+    "unassigned",
+    "user_label",
 ]
 
-
-# Asking a user's function about a node, with an error that names the node when the function raises.
-
-
-#: What stands for a reason that is an empty text.
+#: Stands for a reason that is an empty string.
 NO_REASON = "no reason given"
 
-Subject = TypeVar("Subject")
-Answer = TypeVar("Answer")
+_NO_OPERATORS = frozenset(("placeholder", "get_attr", "output"))
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 
-def asked(function: Callable[[Subject], Answer], subject: Subject, *, node: Node, role: str) -> Answer:
-    """What `function`, called `role` in the error, answers about `subject`."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What will be a region: the preferred name, and the policy's label."""
+
+    name: str
+    label: Hashable = None
+
+
+def legal_partition(
+    program: Program,
+    assignment: Sequence[int],
+    pieces: Sequence[Piece],
+    reasons: Mapping[Node, str] = MappingProxyType({}),
+    *,
+    only_largest: bool = False,
+) -> Partition:
+    """The groups as regions; a group that one call cannot run becomes several regions, or the largest of these."""
+
+    def repaired(cut: Cut) -> Partition:
+        kept, outside = cut.assignment, reasons
+        if only_largest:
+            kept, outside = _largest_pieces(program, cut, pieces, reasons)
+        return partition_of(program, kept, [pieces[group] for group in cut.groups], outside)
+
     try:
-        return function(subject)
+        return partition_of(program, assignment, pieces, reasons)
+    except CycleError:
+        pass
+    try:
+        return repaired(cut_into_legal_pieces(program, assignment))
+    except CycleError:  # A symbol that crosses a border adds an edge that is unknown before the cut.
+        return repaired(cut_into_runs(program, assignment))
+
+
+def partition_of(
+    program: Program, assignment: Sequence[int], pieces: Sequence[Piece], reasons: Mapping[Node, str] | None = None
+) -> Partition:
+    """The partition with a region for each piece that holds a node, and a reason for each operator outside."""
+    nodes = program.index.nodes
+    held: list[list[Node]] = [[] for _ in pieces]
+    outside = dict(reasons or {})
+    for number, part in enumerate(settled(program, assignment)):
+        if part >= 0:
+            held[part].append(nodes[number])
+            outside.pop(nodes[number], None)
+        elif nodes[number].op not in _NO_OPERATORS and nodes[number] not in outside:
+            outside[nodes[number]] = _reason(program, number)
+    used = [(piece, tuple(inside)) for piece, inside in zip(pieces, held, strict=True) if inside]
+    names = distinct_names(piece.name for piece, _ in used)
+    regions = [Region(name, inside, piece.label) for name, (piece, inside) in zip(names, used, strict=True)]
+    return Partition(program, regions, outside)
+
+
+def unassigned(program: Program) -> list[int]:
+    """An assignment in which every node is excluded."""
+    assignment = [NOWHERE if node.op in ("placeholder", "output") else ALONE for node in program.index.nodes]
+    for number in program.modes.toggles:
+        assignment[number] = NOWHERE
+    return assignment
+
+
+def assignable(program: Program) -> Iterator[int]:
+    """The nodes that a policy can assign, by number, in graph order.
+
+    Mode toggles belong to no part, items of containers follow the container, and the guards of an exported program
+    stay in the program, whose inputs they check.
+    """
+    toggles, is_first = program.modes.toggles, True
+    for number, node in enumerate(program.index.nodes):
+        if node.op in _NO_OPERATORS or number in toggles or number in program.projecting:
+            continue
+        if is_first and _is_guards(node):
+            continue
+        is_first = False
+        yield number
+
+
+def settled(program: Program, assignment: Sequence[int]) -> list[int]:
+    """`assignment` with items of containers assigned to the part that makes the container."""
+    result = list(assignment)
+    settle_projections(result, program)
+    return result
+
+
+def distinct_names(wanted: Iterable[str]) -> list[str]:
+    """The wanted names as identifiers, numbered where an earlier one is the same."""
+    taken: set[str] = set()
+    repeats: dict[str, int] = {}
+    names = []
+    for text in wanted:
+        name = identifier(text)
+        base = name = name if name and not name[0].isdigit() else f"part_{name}"
+        while name in taken:
+            repeats[base] = repeats.get(base, 0) + 1
+            name = f"{base}_{repeats[base]}"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def call_user_function(function: Callable[[Argument], Result], argument: Argument, *, node: Node, role: str) -> Result:
+    """The result of `function(argument)`; an exception becomes an error that names `role` and `node`."""
+    try:
+        return function(argument)
     except Exception as error:
         raise CallbackError(
             f"the {role} raised {type(error).__name__} for node {node.name!r}: {error}; nothing was changed"
         ) from error
 
 
-def asked_label(function: Callable[[Node], Hashable], node: Node, *, role: str) -> Hashable:
-    """What `function` answers about `node`, by which nodes can be told apart."""
-    label = asked(function, node, node=node, role=role)
+def user_label(function: Callable[[Node], Hashable], node: Node, *, role: str) -> Hashable:
+    """The result of `function(node)`, which must be hashable."""
+    label = call_user_function(function, node, node=node, role=role)
     try:
         hash(label)
     except TypeError as error:
         raise CallbackError(
-            f"the {role} answered {label!r} for node {node.name!r}, by which nodes cannot be told apart; it answers "
-            "with a name, a number or a tuple of these"
+            f"the {role} returned {label!r} for node {node.name!r}, which is not hashable; return a name, a number or "
+            "a tuple of these"
         ) from error
     return label
-
-
-# A partition from groups that may need each other: legal groups stay as they are, the others are repaired.
-
-
-def legal_partition(
-    program: Program,
-    places: Sequence[int],
-    pieces: Sequence[Piece],
-    reasons: Mapping[Node, str] = MappingProxyType({}),
-    *,
-    only_largest: bool = False,
-) -> Partition:
-    """The groups as regions; those that cannot be called at once become several regions, or the largest of these."""
-
-    def repaired(cut: Cut) -> Partition:
-        kept, outside = _largest_pieces(program, cut, pieces, reasons) if only_largest else (cut.places, dict(reasons))
-        return partition_of(program, kept, [pieces[group] for group in cut.groups], outside)
-
-    try:
-        return partition_of(program, places, pieces, reasons)
-    except CycleError:
-        pass
-    try:
-        return repaired(cut_into_legal_pieces(program, places))
-    except CycleError:  # A symbol that crosses a border adds an edge, which nobody knows before the cut.
-        return repaired(cut_into_runs(program, places))
 
 
 def _largest_pieces(
     program: Program, cut: Cut, pieces: Sequence[Piece], reasons: Mapping[Node, str]
 ) -> tuple[list[int], dict[Node, str]]:
-    """The places without the lesser pieces of each group, and the reasons with those of their nodes."""
-    sizes = Counter(place for place in cut.places if place >= 0)
+    """The assignment without all but the largest piece of each group, and the reasons with those of their nodes."""
+    sizes = Counter(piece for piece in cut.assignment if piece >= 0)
     largest: dict[int, int] = {}
     for piece, group in enumerate(cut.groups):
         if group not in largest or sizes[piece] > sizes[largest[group]]:
             largest[group] = piece
-    kept, outside = list(cut.places), dict(reasons)
-    for number, piece in enumerate(cut.places):
+    kept, outside = list(cut.assignment), dict(reasons)
+    for number, piece in enumerate(cut.assignment):
         if piece >= 0 and largest[cut.groups[piece]] != piece:
             kept[number] = ALONE
             outside[program.index.nodes[number]] = (
@@ -114,25 +189,22 @@ def _largest_pieces(
     return kept, outside
 
 
-# Legal pieces: groups of nodes that may need each other, cut into pieces that can be called one after another.
-
-
 class Cut(NamedTuple):
-    """The new place of each node, and for each new piece the group that it is a piece of."""
+    """The piece that each node is assigned to, and for each piece the group that it was cut from."""
 
-    places: list[int]
+    assignment: list[int]
     groups: list[int]
 
 
-def cut_into_legal_pieces(program: Program, places: Sequence[int]) -> Cut:
+def cut_into_legal_pieces(program: Program, assignment: Sequence[int]) -> Cut:
     """Pieces that data and effects allow; a group that can be called whole stays whole.
 
-    Runs the graph in thought: a group that waits for nothing outside is run whole; where every group waits for
+    Simulates a run of the graph: a group that waits for nothing outside runs whole; where every group waits for
     another, the one with the earliest node that can run is run as far as it goes. Costs O((N + E) log N).
     """
-    owner, items = settled(program, places)
+    items = program.projecting
     effects = ((a, b) for a, b in program.effects.edges() if a not in items and b not in items)
-    schedule = _Schedule(owner, chain(program.index.edges(), effects))
+    schedule = _Schedule(settled(program, assignment), chain(program.index.edges(), effects))
     while True:
         schedule.run_alone()
         group = schedule.next_group()
@@ -141,19 +213,18 @@ def cut_into_legal_pieces(program: Program, places: Sequence[int]) -> Cut:
         schedule.run_group(group)
 
 
-def cut_into_runs(program: Program, places: Sequence[int]) -> Cut:
+def cut_into_runs(program: Program, assignment: Sequence[int]) -> Cut:
     """A piece for each run of one group in graph order: more pieces, but legal whatever crosses."""
-    result, groups, current = list(places), [], ALONE
-    items = settled(program, places)[1]
-    for number, group in enumerate(places):
-        if group == NOWHERE or number in items or program.index.nodes[number].op == "get_attr":
+    result, groups, current = list(assignment), [], ALONE
+    for number, group in enumerate(assignment):
+        if group == NOWHERE or number in program.projecting or program.index.nodes[number].op == "get_attr":
             continue
         if group >= 0:
             if group != current:
                 groups.append(group)
             result[number] = len(groups) - 1
         current = group
-    return Cut(settled(program, result)[0], groups)
+    return Cut(settled(program, result), groups)
 
 
 @final
@@ -236,76 +307,6 @@ class _Schedule:
             heappush(self._startable, (number, group))
 
 
-# Places: the piece that each node of a program goes into, by node number, and the partition that this makes.
-#
-# A place is the number of a piece, or `ALONE` or `NOWHERE` as in the quotient graph. Where places never fall along an
-# edge, pieces can be called in the order of their numbers, so runs of the graph are always legal.
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What will be a region: the name it asks for, and what the policy calls it."""
-
-    name: str
-    label: Hashable = None
-
-
-def no_places(program: Program) -> list[int]:
-    """The places of a program in which every node is left out."""
-    places = [NOWHERE if node.op in ("placeholder", "output") else ALONE for node in program.index.nodes]
-    for number in program.modes.toggles:
-        places[number] = NOWHERE
-    return places
-
-
-def placeable(program: Program) -> Iterator[int]:
-    """The nodes that a policy can place, by number, in graph order.
-
-    Mode toggles have no place, items of containers follow the container, and the guards of an exported program check
-    its inputs, which is nobody's work but the program's own.
-    """
-    nodes, toggles, is_first = program.index.nodes, program.modes.toggles, True
-    items = settled(program, range(len(nodes)))[1]
-    for number, node in enumerate(nodes):
-        if node.op in _NO_OPERATORS or number in toggles or number in items:
-            continue
-        if is_first and _is_guards(node):
-            continue
-        is_first = False
-        yield number
-
-
-def settled(program: Program, places: Sequence[int]) -> tuple[list[int], frozenset[int]]:
-    """`places`, with items of containers beside what makes the container, and the numbers of those items."""
-    result = list(places)
-    settle_projections(result, program)
-    return result, frozenset(program.projections)
-
-
-def partition_of(
-    program: Program, places: Sequence[int], pieces: Sequence[Piece], reasons: Mapping[Node, str] | None = None
-) -> Partition:
-    """The partition with a region for each piece that holds a node, and a reason for each operator outside."""
-    nodes = program.index.nodes
-    held: list[list[Node]] = [[] for _ in pieces]
-    outside = dict(reasons or {})
-    for number, place in enumerate(settled(program, places)[0]):
-        if place >= 0:
-            held[place].append(nodes[number])
-            outside.pop(nodes[number], None)
-        elif nodes[number].op not in _NO_OPERATORS and nodes[number] not in outside:
-            outside[nodes[number]] = _reason(program, number)
-    used = [(piece, tuple(inside)) for piece, inside in zip(pieces, held, strict=True) if inside]
-    names = distinct_names(piece.name for piece, _ in used)
-    regions = [Region(name, inside, piece.label) for name, (piece, inside) in zip(names, used, strict=True)]
-    return Partition(program, regions, outside)
-
-
-def _is_guards(node: Node) -> bool:
-    # The name that `ExportedProgram.module()` gives the check of its inputs, on torch 2.13.
-    return node.op == "call_module" and node.target == "_guards_fn"
-
-
 def _reason(program: Program, number: int) -> str:
     node = program.index.nodes[number]
     if number in program.modes.toggles:
@@ -317,27 +318,6 @@ def _reason(program: Program, number: int) -> str:
     return "the policy names no region for it"
 
 
-_NO_OPERATORS = frozenset(("placeholder", "get_attr", "output"))
-
-
-# Names for regions: identifiers, each of them different.
-
-
-def distinct_names(wanted: Iterable[str]) -> list[str]:
-    """The wanted names as identifiers, numbered where an earlier one is the same."""
-    taken: set[str] = set()
-    repeats: dict[str, int] = {}
-    names = []
-    for text in wanted:
-        base = name = _identifier(text)
-        while name in taken:
-            repeats[base] = repeats.get(base, 0) + 1
-            name = f"{base}_{repeats[base]}"
-        taken.add(name)
-        names.append(name)
-    return names
-
-
-def _identifier(text: str) -> str:
-    name = identifier(text)
-    return name if name and not name[0].isdigit() else f"part_{name}"
+def _is_guards(node: Node) -> bool:
+    # The name that `ExportedProgram.module()` gives the check of its inputs, on torch 2.13.
+    return node.op == "call_module" and node.target == "_guards_fn"

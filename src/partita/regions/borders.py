@@ -1,4 +1,9 @@
-"""What crosses in and out."""
+"""What crosses into and out of each region, so that only tensors and symbolic numbers do.
+
+Items of a container are taken out on the side of its producer. A container that is still used whole on another side
+crosses item by item and is rebuilt there. A region also gets every symbol in the shapes of its inputs, and what its
+copies of scalars are computed from.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from torch import nn
 from torch.fx import GraphModule
 
 from partita.analysis.index import Index
-from partita.analysis.modes import Modes
 from partita.analysis.nodes import container_items, crossing_places, find, value_of
 from partita.analysis.symbols import Dimension, Symbols
 from partita.program.program import Program
@@ -33,15 +37,8 @@ __all__ = [
 ]
 
 
-# Borders: what crosses into and out of each region, so that only tensors and symbolic numbers do.
-#
-# Items of a container are taken out on the side of the container's producer. A container that is still used whole on
-# another side crosses item by item and is put together again there. A region also gets every symbol that the shapes
-# of its inputs mention, and what its copies of scalars are computed from.
-
-
 class Item(NamedTuple):
-    """One item of the container that a node gives."""
+    """One item of the container that a node returns."""
 
     number: int
     place: int
@@ -50,24 +47,16 @@ class Item(NamedTuple):
 #: What crosses a border: a node's value, an item of its container, or the size of one dimension of its tensor.
 Crossing = int | Item | Dimension
 
-
-def item_taken(index: Index, number: int) -> object:
-    """The item that a node takes out of a container: a crossing, or the constant that it is known to be."""
-    (source,), place = index.inputs(number), index.nodes[number].args[1]
-    items = container_items(index.nodes[source])
-    assert isinstance(place, int)
-    if items is None:
-        return Item(source, place)
-    known = place + len(items) if place < 0 else place
-    return Item(source, known) if known in crossing_places(items) else items[known]
+#: For each scalar that several regions read, the regions that compute it for themselves.
+Copies = Mapping[int, frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What a region takes and gives, each in order of first use; dicts serve as ordered sets.
+    """The inputs and outputs of a region, each in order of first use; dicts serve as ordered sets.
 
     `modules` are reads of bodies of higher-order operators, which move inside instead of crossing. `empty` are
-    containers without items, such as the size of a scalar, which are made anew inside.
+    containers without items, such as the size of a scalar, which are rebuilt inside.
     """
 
     inputs: dict[Crossing, None]
@@ -85,10 +74,21 @@ class Borders:
     symbol_edges: tuple[tuple[int, int], ...]
 
 
-def settle_projections(owner: list[int], program: Program, *, keeps_alone: bool = False) -> frozenset[int]:
-    """Moves every node that takes an item out of a container to where the container is made.
+def item_taken(index: Index, number: int) -> object:
+    """The item that a node takes out of a container: a crossing, or the constant that it is known to be."""
+    (source,), place = index.inputs(number), index.nodes[number].args[1]
+    items = container_items(index.nodes[source])
+    assert isinstance(place, int)
+    if items is None:
+        return Item(source, place)
+    known = place + len(items) if place < 0 else place
+    return Item(source, known) if known in crossing_places(items) else items[known]
 
-    With `keeps_alone`, those of a region that holds nothing else stay in it; gives the numbers of these.
+
+def settle_projections(owner: list[int], program: Program, *, keeps_alone: bool = False) -> frozenset[int]:
+    """Assigns every node that takes an item out of a container to the region of the container's producer.
+
+    With `keeps_alone`, those of a region that holds nothing else stay in it; returns their numbers.
     """
     index, projections = program.index, program.projections
     kept = frozenset(_alone_in_their_region(owner, program)) if keeps_alone and projections else frozenset()
@@ -97,6 +97,51 @@ def settle_projections(owner: list[int], program: Program, *, keeps_alone: bool 
             made_in = owner[index.sources[index.starts[number]]]
             owner[number] = ALONE if made_in == NOWHERE else made_in
     return kept
+
+
+def settle_scalars(owner: list[int], program: Program) -> Copies:
+    """Assigns truth values and symbolic floats to the region that reads them; copies, where several do.
+
+    torch 2.13 cannot save a body with such an input. They are cheap and follow from symbolic integers, which can cross.
+    No cycle can arise: a region only waits for more of what its values were computed from.
+    """
+    index = program.index
+    read_in: dict[int, frozenset[int]] = {}
+    copies: dict[int, frozenset[int]] = {}
+    # The last one first, since the inputs of a scalar go where the scalar goes.
+    for number in sorted(program.symbolic_scalars, reverse=True):
+        readers = [index.number[user] for user in index.nodes[number].users] or [number]
+        owners = frozenset[int]().union(*(read_in.get(at, {max(owner[at], ALONE)}) for at in readers))
+        read_in[number] = owners
+        if len(owners) == 1:
+            (owner[number],) = owners
+        else:
+            owner[number] = ALONE if ALONE in owners else NOWHERE
+            copies[number] = owners - {ALONE}
+    return copies
+
+
+def borders_of(
+    owner: list[int], regions: int, program: Program, *, passes_symbols: bool, copies: Copies, kept: Collection[int]
+) -> Borders:
+    """The borders, found in one sweep over the data edges; `kept` are nodes that take an item from another region."""
+    index, toggles = program.index, program.modes.toggles
+    borders = tuple(Border({}, {}, {}, {}) for _ in range(regions))
+    sweep = _Sweep(owner, index, program.graph_module, borders, passes_symbols=passes_symbols)
+    for source, target in index.edges():
+        made, used = owner[source], owner[target]
+        if made == used or (made < 0 and used < 0) or target in toggles or source in toggles:
+            continue
+        if target in kept:
+            sweep.cross_item(source, made, target)
+        elif used not in copies.get(source, ()):
+            sweep.cross(source, made, used)
+    for target, readers in copies.items():
+        for source, used in product(index.inputs(target), sorted(readers)):
+            if used != owner[source] and used not in copies.get(source, ()):
+                sweep.cross_for_copy(source, used)
+    sweep.drop_known_sizes()
+    return Borders(sweep.borders, sweep.taken_apart, tuple(sweep.symbol_edges))
 
 
 def _alone_in_their_region(owner: list[int], program: Program) -> Iterator[int]:
@@ -108,37 +153,6 @@ def _alone_in_their_region(owner: list[int], program: Program) -> Iterator[int]:
     ]
     taking = Counter(owner[number] for number in items)
     yield from (number for number in items if owner[number] >= 0 and taking[owner[number]] == held[owner[number]])
-
-
-def borders_of(
-    owner: list[int],
-    regions: int,
-    index: Index,
-    *,
-    modes: Modes,
-    root: GraphModule,
-    passes_symbols: bool,
-    copies: Copies,
-    kept: Collection[int] = (),
-) -> Borders:
-    """What crosses, found in one sweep over the data edges; `kept` are nodes that take an item from another region."""
-    borders = tuple(Border({}, {}, {}, {}) for _ in range(regions))
-    sweep = _Sweep(owner, index, root, borders, passes_symbols=passes_symbols)
-    toggles = modes.toggles
-    for source, target in index.edges():
-        made, used = owner[source], owner[target]
-        if made == used or (made < 0 and used < 0) or target in toggles or source in toggles:
-            continue
-        if target in kept:
-            sweep.cross_item(source, made, target)
-        elif used not in copies.get(source, ()):
-            sweep.cross(source, made, used)
-    for target, places in copies.items():
-        for source, used in product(index.inputs(target), sorted(places)):
-            if used != owner[source] and used not in copies.get(source, ()):
-                sweep.cross_for_copy(source, used)
-    sweep.drop_known_sizes()
-    return Borders(sweep.borders, sweep.taken_apart, tuple(sweep.symbol_edges))
 
 
 class _Sweep:
@@ -156,7 +170,7 @@ class _Sweep:
         self._whole: dict[int, bool] = {}
 
     def cross(self, source: int, made: int, used: int) -> None:
-        if used >= 0 and self._names_module(source):
+        if used >= 0 and self._is_module(source):
             self.borders[used].modules.setdefault(source)
             return
         if used >= 0 and source in self.borders[used].inputs:
@@ -177,7 +191,7 @@ class _Sweep:
                 self._add_symbols(source, used)
 
     def cross_item(self, source: int, made: int, target: int) -> None:
-        """Takes one item of a container, unless it is known, from where the container is made to where it was taken."""
+        """Crosses one item of a container, unless it is a constant, from its producer to the node that takes it."""
         crossing = item_taken(self.index, target)
         if isinstance(crossing, Item) and self.index.nodes[target].users:
             if made >= 0:
@@ -187,24 +201,22 @@ class _Sweep:
                 self._add_symbols(target, self.owner[target])
 
     def cross_for_copy(self, source: int, used: int) -> None:
-        """Takes what a copy in region `used` reads across; no data edge of the graph says that it is needed there."""
+        """Crosses an input of a copy in region `used`, for which the graph has no data edge."""
         self.cross(source, self.owner[source], used)
         self._wait_for(source, used)
 
     def drop_known_sizes(self) -> None:
-        """Takes out sizes that were added for a symbol which crosses into the region anyway."""
+        """Removes sizes that were added for a symbol which crosses into the region anyway."""
         for region, sizes in self.sizes_read.items():
             inputs = self.borders[region].inputs
-            crossing = {self.symbols.symbol_at(place) for place in inputs if isinstance(place, int)}
+            crossing = {self.symbols.symbol_at(number) for number in inputs if isinstance(number, int)}
             for dimension, symbol in sizes.items():
                 if symbol in crossing:
                     del inputs[dimension]
 
-    def _names_module(self, source: int) -> bool:
+    def _is_module(self, source: int) -> bool:
         node = self.index.nodes[source]
-        if node.op != "get_attr":
-            return False
-        return isinstance(find(self.root, str(node.target)), nn.Module)
+        return node.op == "get_attr" and isinstance(find(self.root, str(node.target)), nn.Module)
 
     def _crosses_whole(self, source: int) -> bool:
         whole = self._whole.get(source)
@@ -217,18 +229,18 @@ class _Sweep:
         return whole
 
     def _add_symbols(self, source: int, used: int) -> None:
-        for place, symbol in self.symbols.sources(source):
-            if isinstance(place, Dimension):
-                self.borders[used].inputs.setdefault(place)
-                self.sizes_read.setdefault(used, {})[place] = symbol
+        for definition, symbol in self.symbols.sources(source):
+            if isinstance(definition, Dimension):
+                self.borders[used].inputs.setdefault(definition)
+                self.sizes_read.setdefault(used, {})[definition] = symbol
                 continue
-            read_in = self.owner[place]
+            read_in = self.owner[definition]
             if read_in == used:
                 continue
-            self.borders[used].inputs.setdefault(place)
+            self.borders[used].inputs.setdefault(definition)
             if read_in >= 0:
-                self.borders[read_in].outputs.setdefault(place)
-            self._wait_for(place, used)
+                self.borders[read_in].outputs.setdefault(definition)
+            self._wait_for(definition, used)
 
     def _wait_for(self, source: int, used: int) -> None:
         if self.owner[source] != NOWHERE:
@@ -236,38 +248,8 @@ class _Sweep:
 
     @cached_property
     def _first(self) -> dict[int, int]:
-        """The first node of each region; only symbols that one region computes for another ask for it."""
+        """The first node of each region; only needed for symbols that one region computes for another."""
         first: dict[int, int] = {}
         for number, region in enumerate(self.owner):
             first.setdefault(region, number)
         return first
-
-
-# Where truth values and symbolic floats are computed: in the regions that read them.
-#
-# torch cannot save a body that takes one (2.13). They are cheap and follow from symbolic integers, which can cross.
-
-
-#: For each scalar that several places read, the regions that compute it for themselves.
-Copies = Mapping[int, frozenset[int]]
-
-
-def settle_scalars(owner: list[int], program: Program) -> Copies:
-    """Moves each symbolic scalar to the only place that reads it; of the others, the copies that regions need.
-
-    No cycle can arise: a region only waits for more of what its values were computed from.
-    """
-    index = program.index
-    read_in: dict[int, frozenset[int]] = {}
-    copies: dict[int, frozenset[int]] = {}
-    # The last one first, since what a scalar is computed from goes wherever it goes.
-    for number in sorted(program.symbolic_scalars, reverse=True):
-        readers = [index.number[user] for user in index.nodes[number].users] or [number]
-        places = frozenset[int]().union(*(read_in.get(at, {max(owner[at], ALONE)}) for at in readers))
-        read_in[number] = places
-        if len(places) == 1:
-            (owner[number],) = places
-        else:
-            owner[number] = ALONE if ALONE in places else NOWHERE
-            copies[number] = places - {ALONE}
-    return copies

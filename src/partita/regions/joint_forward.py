@@ -1,4 +1,4 @@
-"""Regions in the forward of a joint graph."""
+"""The forward of a joint graph as a program of its own, in which values that only the backward reads are no results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ from partita.regions.region import Region
 __all__ = ["forward_alone", "forward_part"]
 
 
-# Regions of a joint graph as its forward alone shows them, where what only the backward reads is no result.
-
-
 def forward_alone(partition: Partition) -> tuple[Partition, Mapping[Node, Node]] | None:
-    """The same regions in a program of the forward, and the node that each of its nodes stands for.
+    """The same regions in a program of the forward, and the original of each of its nodes.
 
     None where the program is no joint graph, or where a region holds nodes of the backward.
     """
@@ -38,38 +35,35 @@ def forward_alone(partition: Partition) -> tuple[Partition, Mapping[Node, Node]]
     return Partition(part.program, regions), part.original
 
 
-# The forward of a joint graph as a program of its own, for whoever decides about the forward alone.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class ForwardPart:
-    """A program of the nodes of the forward, which gives what the forward gives; nobody knows of a backward there."""
+    """A program of the nodes and results of the forward alone."""
 
     program: Program
-    #: For each node of the program, the one of the joint graph that it stands for.
+    #: From nodes of the program to nodes of the joint graph.
     original: Mapping[Node, Node]
-    #: The other way round, for the nodes of the joint graph that are in the program.
+    #: From nodes of the joint graph to their copies in the program.
     copies: Mapping[Node, Node]
 
 
 def forward_part(program: Program) -> ForwardPart:
-    """The forward of a joint graph; nodes of it that must run after some of the backward, as writes may, are left out.
+    """The forward of a joint graph, without nodes that must run after some of the backward, as mutations may.
 
     So regions that are legal in the result are legal in the joint graph as well.
     """
     if program.joint is None:
         raise OptionError(
             "only a joint graph has a forward and a backward: trace one with partita.capture_joint(model, args), or "
-            "give Program.of the number of forward_outputs"
+            "pass Program.of the number of forward_outputs"
         )
     late = _late(program, program.joint)
     kept = [node for number, node in enumerate(program.index.nodes[:-1]) if not late[number]]
-    behind = set(program.index.nodes) - set(kept)
+    excluded = set(program.index.nodes) - set(kept)
     writer, env = GraphWriter(program.graph._tracer_cls), dict[Any, Any]()
     writer.names.reserve({node.name for node in kept} | {"output"})
     writer.copy_run(kept, env, [node.name for node in kept])
-    returned = tuple(env.get(value, value) for value in program.joint.forward_outputs if value not in behind)
+    returned = tuple(env.get(value, value) for value in program.joint.forward_outputs if value not in excluded)
     writer.write("output", "output", (returned,), name="output")
     module = lazy_module(writer.close(), training=program.graph_module.training)
     _share_attributes(program.graph_module, module)
@@ -78,22 +72,19 @@ def forward_part(program: Program) -> ForwardPart:
 
 
 def _late(program: Program, joint: Joint) -> list[bool]:
-    """Whether each node belongs to the backward or must stay after something that does."""
+    """Whether each node belongs to the backward or must run after a node that does."""
     index = program.index
     late = [False] * len(index)
     for node in (*joint.tangents, *joint.backward):
         late[index.number[node]] = True
-    after: dict[int, list[int]] = {}
-    for before, behind in program.effects.edges():
-        after.setdefault(behind, []).append(before)
+    before = program.neighbours.before
     for number in range(len(index)):
-        earlier = (*index.inputs(number), *after.get(number, ()))
-        late[number] = late[number] or any(map(late.__getitem__, earlier))
+        late[number] = late[number] or any(late[earlier] for earlier in before.get(number, ()))
     return late
 
 
 def _share_attributes(root: GraphModule, module: GraphModule) -> None:
-    """Gives the module what its nodes name."""
+    """Sets the attributes of the module that its nodes name."""
     named = (node for op in ("get_attr", "call_module") for node in module.graph.find_nodes(op=op))
     for name in dict.fromkeys(str(node.target).partition(".")[0] for node in named):
         if hasattr(root, name):

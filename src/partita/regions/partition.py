@@ -1,4 +1,4 @@
-"""Partition and its cycle errors."""
+"""Partition: disjoint regions without cycles between them, and errors that name a cycle and its repair."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ from partita.solvers.quotient import ALONE, NOWHERE, Quotient, quotient
 __all__ = ["Partition", "cycle_error"]
 
 
-# A partition: disjoint regions that are acyclic together, with the reason for every node left out.
-
-
 @final
 class Partition:
     """Regions of one program that can be called one after another; an illegal one cannot be built.
 
-    `owner[i]` says where node `i` runs (a region's place, or outside), with items of containers settled beside what
-    makes the container; `order` is the order of the calls: regions by place, single nodes from `len(regions)` on.
-    Regions get every symbol that the shapes of their inputs mention, or else, without `passes_symbols`, cannot be
-    compiled apart. Without `passes_scalars`, as in exported programs, truth values and symbolic floats are computed
-    where they are read; `copies` are those that several places read. With `keeps_item_regions`, a region that does
-    nothing but take items out of containers stays one, `kept`, instead of losing all of its nodes.
+    `owner[i]` says where node `i` runs (the index of a region, or outside), with items of containers in the region of
+    the producer; `order` is the order of the calls: regions by index, single nodes from `len(regions)` on.
+    Regions get every symbol in the shapes of their inputs, or else, without `passes_symbols`, cannot be compiled
+    apart. Without `passes_scalars`, as in exported programs, truth values and symbolic floats are computed where they
+    are read; `copies` are those that several regions read. With `keeps_item_regions`, a region that only takes items
+    out of containers stays one, `kept`, instead of losing all of its nodes.
     """
 
     __slots__ = ("borders", "copies", "kept", "order", "owner", "program", "quotient", "reasons", "regions")
@@ -49,7 +46,6 @@ class Partition:
         self.program = program
         self.regions = tuple(regions)
         self.reasons: Mapping[Node, str] = MappingProxyType(dict(reasons or {}))
-        index, modes, root = program.index, program.modes, program.graph_module
         self.owner = _owners(program, self.regions)
         self.kept = settle_projections(self.owner, program, keeps_alone=keeps_item_regions)
         crosses = program.export is None if passes_scalars is None else passes_scalars
@@ -57,17 +53,15 @@ class Partition:
         self.borders: Borders = borders_of(
             self.owner,
             len(self.regions),
-            index,
-            modes=modes,
-            root=root,
+            program,
             passes_symbols=passes_symbols,
             copies=self.copies,
             kept=self.kept,
         )
         self.quotient: Quotient = quotient(self.owner, len(self.regions), self._edges())
-        for place, region in enumerate(self.regions):
-            # A region of nothing but toggles has no node to run, yet it is called in its turn.
-            self.quotient.first.setdefault(place, index.number[region.nodes[0]])
+        for at, region in enumerate(self.regions):
+            # A region of mode toggles alone has no node to run, yet it is called in its turn.
+            self.quotient.first.setdefault(at, program.index.number[region.nodes[0]])
         order = self.quotient.stable_order()
         if order is None:
             raise cycle_error(self.program, [region.name for region in self.regions], self.quotient)
@@ -84,31 +78,26 @@ class Partition:
 
     def region_of(self, node: Node) -> Region | None:
         """The region in which `node` will run, or None."""
-        place = self.owner[self.program.index.number[node]]
-        return self.regions[place] if place >= 0 else None
+        owner = self.owner[self.program.index.number[node]]
+        return self.regions[owner] if owner >= 0 else None
 
     def numbers(self) -> list[list[int]]:
         """The nodes that run in each region, by number, in graph order; copies run in several."""
         held: list[list[int]] = [[] for _ in self.regions]
-        for number, place in enumerate(self.owner):
-            if place >= 0:
-                held[place].append(number)
-        for number, places in self.copies.items():
-            for place in places:
-                insort(held[place], number)
+        for number, owner in enumerate(self.owner):
+            if owner >= 0:
+                held[owner].append(number)
+        for number, owners in self.copies.items():
+            for owner in owners:
+                insort(held[owner], number)
         return held
 
     def _edges(self) -> Iterator[tuple[int, int]]:
         """Everything that may not be reordered."""
-        return chain(self._data_edges(), self.program.effects.edges(), self.borders.symbol_edges)
-
-    def _data_edges(self) -> Iterator[tuple[int, int]]:
-        edges = self.program.index.edges()
-        if not self.copies:
-            return edges
-        owner, copies = self.owner, self.copies
-        # A region that has a copy does not wait for the original.
-        return ((source, target) for source, target in edges if owner[target] not in copies.get(source, ()))
+        owner, copies, data = self.owner, self.copies, self.program.index.edges()
+        if copies:  # A region that has a copy does not wait for the original.
+            data = ((source, target) for source, target in data if owner[target] not in copies.get(source, ()))
+        return chain(data, self.program.effects.edges(), self.borders.symbol_edges)
 
 
 def _owners(program: Program, regions: tuple[Region, ...]) -> list[int]:
@@ -119,7 +108,7 @@ def _owners(program: Program, regions: tuple[Region, ...]) -> list[int]:
         for node in index.graph.find_nodes(op=op, sort=False):
             owner[number[node]] = NOWHERE
     names: dict[str, Region] = {}
-    for place, region in enumerate(regions):
+    for region_at, region in enumerate(regions):
         if names.setdefault(region.name, region) is not region:
             raise RegionError(f"two regions are called {region.name!r}; give each its own name")
         at = -1
@@ -134,17 +123,14 @@ def _owners(program: Program, regions: tuple[Region, ...]) -> list[int]:
             if owner[at] >= 0:
                 raise RegionError(
                     f"regions {regions[owner[at]].name!r} and {region.name!r} overlap: both hold {node.name!r}; "
-                    f"take it out of one of them"
+                    f"remove it from one of them"
                 )
-            owner[at] = place
+            owner[at] = region_at
     for at in toggles:
         owner[at] = NOWHERE
     for node in index.graph.find_nodes(op="get_attr", sort=False):
         owner[number[node]] = ALONE  # Attributes are read outside and passed in.
     return owner
-
-
-# Cycles in words: which regions need each other, through which nodes, and what would break the cycle.
 
 
 def cycle_error(program: Program, regions: Sequence[str], quotient: Quotient) -> CycleError:
@@ -175,7 +161,7 @@ def _repair(cycle: Sequence[tuple[int, int]], program: Program, regions: Sequenc
     loose = [nodes[vertex - len(regions)].name for vertex, _ in cycle if vertex >= len(regions)]
     advice = []
     if loose:
-        advice.append(f"take {', '.join(map(repr, loose))} into {names[0]!r}")
+        advice.append(f"add {', '.join(map(repr, loose))} to {names[0]!r}")
     elif len(names) > 1:
         advice.append(f"merge {' and '.join(map(repr, names))}")
     for came, (vertex, _) in zip((cycle[-1], *cycle), cycle, strict=False):

@@ -1,4 +1,4 @@
-"""Rewriting: the only code that builds graphs from graphs."""
+"""Rewriting: the only code that builds or changes graphs."""
 
 from partita.rewrite.inline import inline
 from partita.rewrite.outline import gather, outline

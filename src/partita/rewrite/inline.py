@@ -1,4 +1,4 @@
-"""The inverse of outline."""
+"""Inlining: a call of a body becomes the nodes of the body; the inverse of outlining and of wrapping modes."""
 
 from __future__ import annotations
 
@@ -29,25 +29,66 @@ from partita.rewrite.state import is_persistent, module_like, place, share_state
 __all__ = ["bound_arguments", "inline", "returned_value"]
 
 
-# Inlining: a call of a body becomes the nodes of the body; the inverse of outlining and of wrapping modes.
-
-
 def inline(program: Program | GraphModule | ExportedProgram, calls: Collection[str] | str | None = None) -> Program:
     """A new program with the bodies of these calls, by node name, in their place; of all bodies, at any depth, if None.
 
     Calls of graph modules and of operators that run a body under a mode, or just run it, can be inlined. A body is
-    copied, never taken: whoever else calls it still can. A module with hooks, or with nested containers as arguments,
-    or that leaves a mode switched, stays a call.
+    copied, so that other calls of it stay valid. A module with hooks, or with nested containers as arguments, or that
+    leaves a mode switched, stays a call.
     """
     program = Program.of(program)
     with gc_paused():
         if calls is None:
             return _with_inlined_bodies(Inlining(program, _calls_in(program), _calls_in).inlined())
-        return Inlining(program, _chosen(program, [calls] if isinstance(calls, str) else calls), _no_calls).inlined()
+        chosen = _chosen(program, [calls] if isinstance(calls, str) else calls)
+        return Inlining(program, chosen, lambda body: {}).inlined()
+
+
+def bound_arguments(
+    call: Node, graph: Graph, operands: Sequence[Any] | None = None, keywords: Mapping[str, Any] | None = None
+) -> dict[Node, Any]:
+    """The argument of `call` for each input of the body `graph`: by position, by keyword, or its default.
+
+    The operands are all arguments of the call, unless it is an operator that takes others before them.
+    """
+    positional = call.args if operands is None else operands
+    named = call.kwargs if keywords is None else keywords
+    inputs = graph.find_nodes(op="placeholder")
+    trees = _trees_of(call, graph)
+    if trees is None:
+        parameters = [(str(node.target), node.args) for node in inputs]
+        return dict(zip(inputs, _bound(call, parameters, positional, named), strict=True))
+    parameters = [(name, ()) for name in trees.orig_args]
+    arguments = dict(zip(trees.orig_args, map(_plain, _bound(call, parameters, positional, named)), strict=True))
+    by_position, by_name = trees.in_spec.children()
+    leading = trees.orig_args[: by_position.num_children]
+    names = by_name.context or trees.orig_args[by_position.num_children :]
+    value = (tuple(arguments[name] for name in leading), {name: arguments[name] for name in names})
+    try:
+        return dict(zip(inputs, trees.in_spec.flatten_up_to(value), strict=True))
+    except (ValueError, TypeError, KeyError) as error:
+        raise OptionError(
+            f"the arguments of the call {call.name!r} do not have the pytree structure of its body: {error}"
+        ) from error
+
+
+def returned_value(call: Node, output: Node) -> Any:
+    """What a body returns, in terms of its own nodes."""
+    trees = _trees_of(call, output.graph)
+    if trees is None or trees.out_spec is None:
+        return output.args[0]
+    flat: Any = output.args[0]
+    value = trees.out_spec.unflatten(list(flat))
+    if not _can_be_argument(value):
+        raise OptionError(
+            f"the body of the call {call.name!r} returns {type(value).__name__}, which cannot be an argument of a "
+            "node; return tuples, lists or dicts"
+        )
+    return value
 
 
 def _with_inlined_bodies(program: Program) -> Program:
-    """`program` with everything inlined in the bodies that its operators still run: the branches of a `cond`, say."""
+    """`program` with all calls inlined in the bodies of its remaining operators: the branches of a `cond`, say."""
     changed = {}
     for node in program.graph.find_nodes(op="get_attr"):
         body = find(program.graph_module, str(node.target))
@@ -57,7 +98,7 @@ def _with_inlined_bodies(program: Program) -> Program:
 
 
 def _calls_at_any_depth(program: Program) -> bool:
-    """Whether there is anything to inline in a body, or in the bodies that its operators run."""
+    """Whether a body, or a body of its operators, has calls to inline."""
     reads = program.graph.find_nodes(op="get_attr", sort=False)
     inner = (find(program.graph_module, str(node.target)) for node in reads)
     bodies = (Program.of(body) for body in inner if isinstance(body, GraphModule))
@@ -72,10 +113,6 @@ def _calls_in(program: Program) -> dict[Node, BodyCall]:
         if isinstance(call, BodyCall) and _left_behind(call) == AMBIENT:
             found[node] = call
     return found
-
-
-def _no_calls(program: Program) -> dict[Node, BodyCall]:
-    return {}
 
 
 def _chosen(program: Program, names: Collection[str]) -> dict[Node, BodyCall]:
@@ -99,24 +136,24 @@ def _chosen(program: Program, names: Collection[str]) -> dict[Node, BodyCall]:
 
 
 def _body_call(program: Program, node: Node) -> BodyCall | str | None:
-    """The call of a body that `node` is; None if it is none, or why it cannot be inlined."""
+    """`node` as a call of a body; None if it is none, or why it cannot be inlined."""
     read = None
     if node.op == "call_module":
         path, operands = str(node.target), node.args
     else:
-        place = runs_body(node)
-        if place is None:
+        position = runs_body(node)
+        if position is None:
             return None
-        read = node.args[place] if place < len(node.args) else None
+        read = node.args[position] if position < len(node.args) else None
         if not isinstance(read, Node) or read.op != "get_attr":
             return "its body is no attribute of the program"
-        path, operands = str(read.target), node.args[place + 1 :]
+        path, operands = str(read.target), node.args[position + 1 :]
     body = find(program.graph_module, path)
     return _obstacle(body) or BodyCall(path, body, tuple(operands), dict(node.kwargs), setting_of(node), read)  # type: ignore[arg-type]
 
 
 def _left_behind(call: BodyCall) -> Mode:
-    """The modes that a body leaves switched; an operator that sets modes puts back what it found."""
+    """The modes that a body leaves switched; an operator that sets modes restores those of its caller."""
     switches = call.sets is None and has_toggles(call.body.graph)
     return modes_of(Index(call.body.graph)).final if switches else AMBIENT
 
@@ -128,16 +165,13 @@ def _obstacle(body: object) -> str | None:
     if not runs_its_graph(body):
         return "it has hooks, or a `forward` of its own, which would be lost"
     if type(body.graph._codegen) is not CodeGen:
-        return "its inputs and outputs are trees that its own code takes apart"
+        return "its inputs and outputs are pytrees that its own code flattens"
     return None
-
-
-# The flat graph of a program while it is written: bodies are copied where they are called, at any depth.
 
 
 @dataclass(frozen=True, slots=True)
 class BodyCall:
-    """A call of a body: its path in the program, what it is given, and the setting that it runs under, if any."""
+    """A call of a body: its path in the program, its arguments, and the setting that it runs under, if any."""
 
     path: str
     body: GraphModule
@@ -162,7 +196,7 @@ class _Scope:
     _modes: dict[int, Mode] = field(default_factory=dict)
 
     def mode_at(self, number: int) -> Mode:
-        """The mode of a node, whatever the graph is called under included."""
+        """The mode of a node, including that of the call of the graph."""
         mode = self.program.modes.at(number)
         if not self.calls_around:
             return mode
@@ -172,7 +206,7 @@ class _Scope:
 
 
 class Inlining:
-    """Inlines `calls`, and in the bodies those that `calls_in` finds."""
+    """The flat graph while it is written: inlines `calls`, and in the bodies those that `calls_in` finds."""
 
     def __init__(
         self,
@@ -185,7 +219,7 @@ class Inlining:
         self.writer = GraphWriter(program.graph._tracer_cls)
         self.modes = ModeWriter(self.writer, caller=self.program.caller)
         self.placed: dict[str, Any] = {}
-        self.fleeting: set[str] = set()
+        self.non_persistent: set[str] = set()
 
     def inlined(self) -> Program:
         scope = _Scope(self.program, self.calls, dict.fromkeys(self.program.modes.read))
@@ -219,10 +253,10 @@ class Inlining:
         return self.writer.copy(node, scope.env.__getitem__, name=self.writer.names.fresh(node.name), target=target)
 
     def _write_body(self, node: Node, call: BodyCall, scope: _Scope, number: int) -> Any:
-        """Writes the nodes of the body that `node` calls; what it gives."""
+        """Writes the nodes of the body that `node` calls; returns its result."""
         inner = scope.program.body(call.body)
-        given = bound_arguments(node, call.body.graph, call.operands, call.keywords)
-        env = {placeholder: map_nodes(value, scope.env.__getitem__) for placeholder, value in given.items()}
+        inputs = bound_arguments(node, call.body.graph, call.operands, call.keywords)
+        env = {placeholder: map_nodes(value, scope.env.__getitem__) for placeholder, value in inputs.items()}
         env.update(dict.fromkeys(inner.modes.read))
         output = inner.index.nodes[-1]
         calls = (*scope.calls_around, node)
@@ -238,7 +272,7 @@ class Inlining:
         return map_nodes(returned_value(node, output), env.__getitem__)
 
     def _place(self, node: Node, scope: _Scope) -> str:
-        """A path for what the body names: where it was before it moved, or else where it is now."""
+        """A path for an attribute of the body: that before it moved, or else the current one."""
         body = scope.program.graph_module
         value = attribute_of(body, node)
         now = f"{scope.path}{node.target}"
@@ -249,7 +283,7 @@ class Inlining:
             path = self._place_at_the_top(str(node.target), value)
         self.placed[path] = value
         if not is_persistent(body, str(node.target)):
-            self.fleeting.add(path)
+            self.non_persistent.add(path)
         return path
 
     def _place_at_the_top(self, name: str, body: GraphModule) -> str:
@@ -274,7 +308,7 @@ class Inlining:
         share_state(self.root, module, without=frozenset(gone) - kept, room_for=self.placed)
         for path, value in self.placed.items():
             if find(module, path) is not value:
-                place(module, path, value, persistent=path not in self.fleeting)
+                place(module, path, value, persistent=path not in self.non_persistent)
         paths = (path for path, _ in module.named_modules(remove_duplicate=False) if path not in self.placed)
         return self.program.rewritten(module, state_keys=self.program.state_keys.of_paths(paths))
 
@@ -285,13 +319,13 @@ def _vanishes(node: Node, calls: Mapping[Node, BodyCall]) -> bool:
 
 
 def _is_body_only(node: Node, calls: Mapping[Node, BodyCall]) -> bool:
-    """Whether `node` reads a body for nothing but calls that are inlined."""
+    """Whether `node` reads a body only for calls that are inlined."""
     users = [calls.get(user) for user in node.users] if node.op == "get_attr" else []
     return bool(users) and all(call is not None and call.read is node for call in users)
 
 
 def _takes_item(node: Node, env: Mapping[Node, Any]) -> bool:
-    """Whether `node` unpacks what an inlined body gave as a tuple."""
+    """Whether `node` unpacks the tuple that an inlined body returned."""
     if node.target is not operator.getitem or len(node.args) != 2:
         return False
     source, item = node.args
@@ -306,7 +340,7 @@ def _mode_inside(mode: Mode, calls: tuple[Node, ...], sets: Setting | None) -> M
 
 
 def _is_rest_of(container: Any, module: object) -> bool:
-    """Whether a plain container holds nothing but tensors of the module that has moved from its place."""
+    """Whether a plain container holds only tensors of the module that has moved from its path."""
     if type(container) is not nn.Module or not isinstance(module, nn.Module) or container._modules:
         return False
     left = {**container._parameters, **container._buffers}
@@ -319,54 +353,8 @@ def _folders_of_targets(graph: Graph) -> set[str]:
     return {".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}
 
 
-# Calling conventions: what a call gives to each input of its body, and what the call returns.
-
-
-def bound_arguments(
-    call: Node, graph: Graph, operands: Sequence[Any] | None = None, keywords: Mapping[str, Any] | None = None
-) -> dict[Node, Any]:
-    """What `call` gives to each input of the body `graph`: by position, by keyword, or its default.
-
-    The operands are all arguments of the call, unless it is an operator that takes others before them.
-    """
-    positional = call.args if operands is None else operands
-    named = call.kwargs if keywords is None else keywords
-    inputs = graph.find_nodes(op="placeholder")
-    trees = _trees_of(call, graph)
-    if trees is None:
-        parameters = [(str(node.target), node.args) for node in inputs]
-        return dict(zip(inputs, _bound(call, parameters, positional, named), strict=True))
-    parameters = [(name, ()) for name in trees.orig_args]
-    given = dict(zip(trees.orig_args, _bound(call, parameters, positional, named), strict=True))
-    by_place, by_name = trees.in_spec.children()
-    places = trees.orig_args[: by_place.num_children]
-    names = by_name.context or trees.orig_args[by_place.num_children :]
-    value = (tuple(_plain(given[name]) for name in places), {name: _plain(given[name]) for name in names})
-    try:
-        return dict(zip(inputs, trees.in_spec.flatten_up_to(value), strict=True))
-    except (ValueError, TypeError, KeyError) as error:
-        raise OptionError(
-            f"the arguments of the call {call.name!r} are nested otherwise than its body takes them apart: {error}"
-        ) from error
-
-
-def returned_value(call: Node, output: Node) -> Any:
-    """What a body returns, in terms of its own nodes."""
-    trees = _trees_of(call, output.graph)
-    if trees is None or trees.out_spec is None:
-        return output.args[0]
-    flat: Any = output.args[0]
-    value = trees.out_spec.unflatten(list(flat))
-    if not _can_be_argument(value):
-        raise OptionError(
-            f"the body of the call {call.name!r} returns {type(value).__name__}, which no node can be given; "
-            "return tuples, lists or dicts"
-        )
-    return value
-
-
 def _trees_of(call: Node, graph: Graph) -> Any:
-    """How the code around a graph takes arguments apart and puts results together; None where it does not."""
+    """The pytree specs by which a graph flattens arguments and unflattens results; None where it does not."""
     convention = graph._codegen
     if type(convention) is CodeGen:
         return None
@@ -384,7 +372,7 @@ def _bound(
     operands: Sequence[Any],
     keywords: Mapping[str, Any],
 ) -> list[Any]:
-    """A value for each parameter, given as its name and, in a tuple, its default."""
+    """A value for each parameter, which is a name and, in a tuple, a default."""
     values: list[Any] = []
     positional, named = deque(operands), dict(keywords)
     for name, default in parameters:
@@ -401,15 +389,15 @@ def _bound(
         elif default:
             values.append(default[0])
         else:
-            raise OptionError(f"the call {call.name!r} gives no value for {name!r}; pass one, or give it a default")
+            raise OptionError(f"the call {call.name!r} has no argument for {name!r}; pass one, or add a default")
     if positional or named:
         extra = ", ".join([*map(repr, positional), *(f"{name}={value!r}" for name, value in named.items())])
-        raise OptionError(f"the call {call.name!r} gives more than its body takes: {extra}; take it out")
+        raise OptionError(f"the call {call.name!r} has more arguments than its body takes: {extra}; remove them")
     return values
 
 
 def _plain(value: Any) -> Any:
-    """An argument with plain containers, which trees are made of, in place of fx's own."""
+    """An argument with plain containers, as in pytrees, in place of fx's own."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Toggles and mode operators as nodes."""
+"""Modes as nodes: the operators that run a body under a setting, and the toggles between nodes of a graph."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from partita.rewrite.operator_calls import OperatorCall
 
 __all__ = ["ModeWriter", "OperatorFamily", "operator_for", "runs_body", "setting_of"]
 
-
-# Which operator runs a body under a setting, and which setting a call of such an operator stands for.
-
-
 #: Whose operators are written: Partita's, or torch's own, for programs that must load without Partita.
 OperatorFamily: TypeAlias = Literal["partita", "torch"]
+_BODY_POSITIONS: dict[Callable[..., Any], int] = {
+    hops.call: 0,
+    hops.wrap: 0,
+    torch_operators.WRAP: 0,
+    hops.wrap_with_set_grad_enabled: 1,
+    torch_operators.WRAP_WITH_SET_GRAD_ENABLED: 1,
+    hops.wrap_with_inference_mode: 1,
+    hops.wrap_with_autocast: 4,
+    torch_operators.WRAP_WITH_AUTOCAST: 4,
+}
 
 
 def operator_for(setting: Setting, family: OperatorFamily = "partita") -> OperatorCall:
@@ -45,7 +51,7 @@ def operator_for(setting: Setting, family: OperatorFamily = "partita") -> Operat
 
 
 def setting_of(call: Node) -> Setting | None:
-    """What a call of a mode operator, ours or torch's, sets for its body; None for a call that sets nothing."""
+    """The setting that a call of a mode operator, ours or torch's, sets for its body; None for other calls."""
     leading = call.args[: runs_body(call) or 0]
     if call.target in (hops.wrap_with_set_grad_enabled, torch_operators.WRAP_WITH_SET_GRAD_ENABLED):
         return Grad(*_constants(call, leading, (bool,)))
@@ -57,46 +63,17 @@ def setting_of(call: Node) -> Setting | None:
 
 
 def runs_body(call: Node) -> int | None:
-    """The place of the body among the arguments of a call that only runs it; None for any other node."""
-    return _BODY_PLACES.get(call.target) if call.op == "call_function" else None  # type: ignore[arg-type]
-
-
-def _constants(call: Node, given: tuple[Any, ...], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(given) == len(kinds) and len(call.args) > len(kinds) and all(map(isinstance, given, kinds)):
-        return given
-    if len(call.args) <= len(kinds):
-        raise ModeError(
-            f"node {call.name!r} is given its mode or its body by keyword: {call.format_node()}; in a graph, give them "
-            "by position, as a trace does"
-        )
-    raise ModeError(
-        f"node {call.name!r} switches a mode by values that are not constants: {call.format_node()}; "
-        "a mode must be known before the program runs"
-    )
-
-
-_BODY_PLACES: dict[Callable[..., Any], int] = {
-    hops.call: 0,
-    hops.wrap: 0,
-    torch_operators.WRAP: 0,
-    hops.wrap_with_set_grad_enabled: 1,
-    torch_operators.WRAP_WITH_SET_GRAD_ENABLED: 1,
-    hops.wrap_with_inference_mode: 1,
-    hops.wrap_with_autocast: 4,
-    torch_operators.WRAP_WITH_AUTOCAST: 4,
-}
-
-
-# Writing modes: the toggles that take a graph from the mode it is in to the mode that the next node needs.
+    """The position of the body among the arguments of a call that only runs it; None for any other node."""
+    return _BODY_POSITIONS.get(call.target) if call.op == "call_function" else None  # type: ignore[arg-type]
 
 
 class ModeWriter:
-    """Keeps track of the mode at the end of a graph that is being written.
+    """Writes toggles, and keeps track of the mode at the end of a graph that is being written.
 
-    The mode of the caller is not known, so it is asked for before it is first changed, and put back by value. `base`
-    is what whoever calls the graph has set for it: blocks that are open there stay open. Where `caller`, the mode that
-    all modes are relative to, is known, only who puts back what it found needs the answer. A toggle that stands for
-    one of the `originals` has its name, which must be reserved, and its metadata.
+    The caller's grad mode is unknown, so it is queried before it is first changed, and restored by value. `base` is
+    the mode that the caller has set for the graph: blocks that are open there stay open. Where `caller`, the mode that
+    all modes are relative to, is known, the query is only needed to restore it. A toggle that replaces one of the
+    `originals` has its name, which must be reserved, and its metadata.
     """
 
     def __init__(
@@ -112,7 +89,7 @@ class ModeWriter:
         self._originals = dict.fromkeys(originals)
 
     def switch(self, wanted: Mode) -> None:
-        """Writes what it takes to be in mode `wanted`."""
+        """Writes the toggles that lead to mode `wanted`."""
         if wanted is self.mode or (wanted == self.mode and wanted.blocks == self.mode.blocks):
             return
         self.has_switched = True
@@ -120,30 +97,30 @@ class ModeWriter:
         assert shared >= self._floor, "a body cannot leave the block that it is called in"
         self._leave(shared)
         for block in wanted.blocks[shared:]:
-            # Which run of a grad mode a block belongs to is told by where it was entered. A block may lie inside a run
-            # that sets the grad mode although it was entered in that of the caller, if no node in it runs in that.
-            if block.grad is not None or self._can_find_grad():
+            # A block belongs to the run of a grad mode in which it was entered. A block may be inside a run that sets
+            # the grad mode although it was entered in that of the caller, if no node in it runs in that.
+            if block.grad is not None or self._knows_grad():
                 self._switch_grad(replace(wanted, grad=block.grad))
             self._enter(block)
         self._switch_grad(wanted)
         self.mode = wanted
 
-    def put_back(self, *, grad: bool | None = None) -> None:
-        """Writes what it takes to be where the graph was called, in `grad` or whatever grad mode that really was."""
+    def restore(self, *, grad: bool | None = None) -> None:
+        """Writes the toggles that restore the modes of the call; the grad mode is `grad`, or by value if None."""
         self._leave(self._floor)
         if grad is None or self._base.grad is not None:
-            self._switch_grad(self._base, as_found=True)
+            self._switch_grad(self._base, by_value=True)
         elif self.mode.grad is not None:
             self._switch_grad(replace(self._base, grad=grad))
         self.mode = self._base
 
     def close(self) -> None:
-        """Takes out the question for the caller's grad mode if its answer was never put back."""
+        """Removes the query of the caller's grad mode if it is unused."""
         if self._ambient_grad is not None and not self._ambient_grad.users:
             self._writer.graph.erase_node(self._ambient_grad)
 
     def _leave(self, depth: int) -> None:
-        """Leaves the innermost blocks until so many are open."""
+        """Leaves the innermost blocks until `depth` are open."""
         while len(self.mode.blocks) > depth:
             block = self.mode.blocks[-1]
             handle, grad = self._handles.pop()
@@ -159,44 +136,44 @@ class ModeWriter:
         before, sets = self.mode.grad, block.sets
         entered = [block.key] if isinstance(block.key, Node) else []
         if isinstance(sets, Inference):
-            self._ask_for_grad()  # Inside the block it is too late: entering it sets the grad mode as well.
+            self._query_grad()  # Inside the block it is too late: entering it sets the grad mode as well.
             handle = self._call(toggles.ENTER_INFERENCE, sets.enabled, instead_of=entered)
             self.mode = replace(self.mode, grad=not sets.enabled)
         else:
-            given = (sets.device, sets.dtype, sets.enabled, sets.cache)
-            handle = self._call(toggles.ENTER_AUTOCAST, *given, instead_of=entered)
+            arguments = (sets.device, sets.dtype, sets.enabled, sets.cache)
+            handle = self._call(toggles.ENTER_AUTOCAST, *arguments, instead_of=entered)
         if isinstance(block.key, Node) and "nn_module_stack" in block.key.meta:
             handle.meta["nn_module_stack"] = dict(block.key.meta["nn_module_stack"])
         self._handles.append((handle, before))
         self.mode = replace(self.mode, blocks=(*self.mode.blocks, block))
 
-    def _switch_grad(self, wanted: Mode, *, as_found: bool = False) -> None:
+    def _switch_grad(self, wanted: Mode, *, by_value: bool = False) -> None:
         if wanted.grad == self.mode.grad:
             return
-        self._ask_for_grad()
+        self._query_grad()
         value: Node | bool | None = wanted.grad
         if value is None:
-            value = self._ambient_grad if as_found or self._caller.grad is None else self._caller.grad
-        assert value is not None, "the caller's grad mode is out of reach"
-        self._call(toggles.SET_GRAD, value, instead_of=self._setting_grad(value, as_found=as_found))
+            value = self._ambient_grad if by_value or self._caller.grad is None else self._caller.grad
+        assert value is not None, "the caller's grad mode is unknown"
+        self._call(toggles.SET_GRAD, value, instead_of=self._setting_grad(value, by_value=by_value))
         self.mode = replace(self.mode, grad=wanted.grad)
 
-    def _setting_grad(self, value: object, *, as_found: bool) -> Iterator[Node]:
-        """The originals that set this grad mode; what puts back the caller's stands for the last, whatever that set."""
-        for node in reversed(self._originals) if as_found else self._originals:
-            if node.target is toggles.SET_GRAD and (as_found or only_argument(node, "enabled") is value):
+    def _setting_grad(self, value: object, *, by_value: bool) -> Iterator[Node]:
+        """The originals that set this grad mode; with `by_value`, all that set one, the last first."""
+        for node in reversed(self._originals) if by_value else self._originals:
+            if node.target is toggles.SET_GRAD and (by_value or only_argument(node, "enabled") is value):
                 yield node
 
-    def _can_find_grad(self) -> bool:
-        """Whether the grad mode of the caller is known or can still be asked for."""
+    def _knows_grad(self) -> bool:
+        """Whether the grad mode of the caller is known or can still be queried."""
         return self.mode.grad is None or self._ambient_grad is not None or self._caller.grad is not None
 
-    def _ask_for_grad(self) -> None:
+    def _query_grad(self) -> None:
         if self._ambient_grad is None and self.mode.grad is None:
             self._ambient_grad = self._call(toggles.IS_GRAD_ENABLED)
 
     def _call(self, toggle: object, *arguments: object, instead_of: Iterable[Node] = ()) -> Node:
-        """A call of `toggle`, which stands for the first of these originals that nothing stands for yet."""
+        """A call of `toggle`, which replaces the first of these originals that is not replaced yet."""
         writer = self._writer
         original = next((node for node in instead_of if node in self._originals), None)
         if original is None:
@@ -207,8 +184,22 @@ class ModeWriter:
         return written
 
 
+def _constants(call: Node, values: tuple[Any, ...], types: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(values) == len(types) and len(call.args) > len(types) and all(map(isinstance, values, types)):
+        return values
+    if len(call.args) <= len(types):
+        raise ModeError(
+            f"node {call.name!r} has its mode or its body as a keyword argument: {call.format_node()}; in a graph, "
+            "pass them by position, as a trace does"
+        )
+    raise ModeError(
+        f"node {call.name!r} switches a mode by values that are not constants: {call.format_node()}; "
+        "a mode must be known before the program runs"
+    )
+
+
 def _shared(some: tuple[Block, ...], others: tuple[Block, ...]) -> int:
-    """How many of the outermost blocks are the same; nearly all as a rule, and whole tuples are soon compared."""
+    """How many of the outermost blocks are the same; usually nearly all, and comparing whole tuples is fast."""
     shared = min(len(some), len(others))
     while some[:shared] != others[:shared]:
         shared -= 1

@@ -1,4 +1,4 @@
-"""Calls of a body through an operator or module."""
+"""Calls of a body: through an operator, as exported programs and modes need it, or as a module."""
 
 from __future__ import annotations
 
@@ -21,14 +21,59 @@ from partita.rewrite.state import module_like, share_state
 __all__ = ["PLAIN_CALL", "OperatorCall", "call_through", "calling_modules", "only_call", "owned_inputs"]
 
 
-# Calls of modules in an exported program: it can hold none, so it becomes the module that it stands for.
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """An operator that runs a body, and the arguments that it takes before the body."""
+
+    operator: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+
+PLAIN_CALL = OperatorCall(hops.call)
+
+
+def call_through(
+    module: GraphModule,
+    calls: Mapping[str, OperatorCall],
+    *,
+    openers: Mapping[str, Node | None] | None = None,
+    named_by_operator: bool = False,
+) -> None:
+    """Turns calls of submodules, by attribute name, into calls of operators, in a new graph.
+
+    The call keeps its name, and the read of the body is named after it; with `named_by_operator`, as in torch, the call
+    is named after its operator. The module stack of a call is common to its body and its toggle in `openers`.
+    """
+    graph, openers = module.graph, openers or {}
+    outermost = outermost_stack(graph)
+    for node in graph.find_nodes(op="call_module"):
+        call = calls.get(str(node.target))
+        if call is None:
+            continue
+        name = getattr(call.operator, "__name__", str(call.operator))
+        reading = str(node.target) if named_by_operator else f"{node.name}_body"
+        with graph.inserting_before(node):
+            body = graph.create_node("get_attr", str(node.target), name=reading)
+        if named_by_operator:
+            node._rename(name)
+        inside = module.get_submodule(str(node.target))
+        opener = openers.get(str(node.target))
+        held = [] if opener is None else [opener]
+        if isinstance(inside, GraphModule):
+            keep_unread_nodes(inside.graph)
+            held += [inner for inner in inside.graph.nodes if inner.op != "placeholder"]
+        stack = common_stack(held) or outermost
+        body.meta["nn_module_stack"] = dict(stack)
+        node.op, node.target = "call_function", call.operator
+        node.args = (*call.arguments, body, *node.args)
+        node.meta.update(nn_module_stack=dict(stack), torch_fn=(name, f"{type(call.operator).__name__}.{name}"))
 
 
 def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Program:
     """The module of an exported program, with calls of these modules where it runs bodies, by the name of the call.
 
-    It is a module of ours, so that it can be pickled, which torch's own cannot. It checks its inputs against the sizes,
-    ranges and conditions that were exported, and so does a pickled one.
+    An exported program cannot call modules. The result can be pickled, which torch's own module cannot. It checks its
+    inputs against the sizes, ranges and conditions that were exported, also once it is unpickled.
     """
     exported = program.exported()
     unlifted = exported.module(check_guards=False)
@@ -56,58 +101,8 @@ def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Progr
     )
 
 
-# Calls of a body through an operator: exported programs call nothing else, and a mode needs one that sets it.
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorCall:
-    """An operator that runs a body, and the arguments that it takes before the body."""
-
-    operator: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
-
-
-PLAIN_CALL = OperatorCall(hops.call)
-
-
-def call_through(
-    module: GraphModule,
-    calls: Mapping[str, OperatorCall],
-    *,
-    openers: Mapping[str, Node | None] | None = None,
-    named_by_operator: bool = False,
-) -> None:
-    """Turns calls of submodules, by attribute name, into calls of operators, in a graph that nobody has seen yet.
-
-    The call keeps its name, and the node that reads the body gets one like it; torch names the call by its operator.
-    A call belongs to the innermost module that holds its body, and its node in `openers`, which stood before the body.
-    """
-    graph, openers = module.graph, openers or {}
-    outermost = outermost_stack(graph)
-    for node in graph.find_nodes(op="call_module"):
-        call = calls.get(str(node.target))
-        if call is None:
-            continue
-        name = getattr(call.operator, "__name__", str(call.operator))
-        reading = str(node.target) if named_by_operator else f"{node.name}_body"
-        with graph.inserting_before(node):
-            body = graph.create_node("get_attr", str(node.target), name=reading)
-        if named_by_operator:
-            node._rename(name)
-        inside = module.get_submodule(str(node.target))
-        held = [given for given in (openers.get(str(node.target)),) if given is not None]
-        if isinstance(inside, GraphModule):
-            keep_unread_nodes(inside.graph)
-            held += [inner for inner in inside.graph.nodes if inner.op != "placeholder"]
-        stack = common_stack(held) or outermost
-        body.meta["nn_module_stack"] = dict(stack)
-        node.op, node.target = "call_function", call.operator
-        node.args = (*call.arguments, body, *node.args)
-        node.meta.update(nn_module_stack=dict(stack), torch_fn=(name, f"{type(call.operator).__name__}.{name}"))
-
-
 def only_call(module: GraphModule) -> tuple[GraphModule, OperatorCall] | None:
-    """The body and the call of it, if a module does nothing but run one body on its inputs and give what it gives."""
+    """The body and the call of it, if a module only runs one body on its inputs and returns its results."""
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     call = calls[0] if calls else None
     if call is None or any(node.target is not operator.getitem for node in calls[1:]):
@@ -117,21 +112,18 @@ def only_call(module: GraphModule) -> tuple[GraphModule, OperatorCall] | None:
         return None
     operands = call.args[bodies[0] + 1 :]
     (output,) = module.graph.find_nodes(op="output")
-    given = output.args[0]
-    unpacked = [(call, at) for at in range(len(given) if isinstance(given, tuple) else 0)]
-    if list(operands) != module.graph.find_nodes(op="placeholder") or not isinstance(given, tuple):
+    results = output.args[0]
+    if list(operands) != module.graph.find_nodes(op="placeholder") or not isinstance(results, tuple):
         return None
-    if [value.args if isinstance(value, Node) else None for value in given] != unpacked:
+    unpacked = [(call, at) for at in range(len(results))]
+    if [value.args if isinstance(value, Node) else None for value in results] != unpacked:
         return None
     body = module.get_submodule(str(call.args[bodies[0]].target))
     return (body, OperatorCall(call.target, call.args[: bodies[0]])) if isinstance(body, GraphModule) else None
 
 
-# Owned inputs: the inputs of an exported program that stand for its parameters, buffers and constants.
-
-
 def owned_inputs(program: Program) -> dict[Node, Tensor]:
-    """The tensor that each of these inputs stands for; none for a program made from a graph module."""
+    """The inputs of an exported program that are its parameters, buffers and constants, with their tensors."""
     if program.export is None:
         return {}
     held = {**program.export.constants, **program.export.state}

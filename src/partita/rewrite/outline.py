@@ -1,4 +1,4 @@
-"""Outline, gather, mark."""
+"""Outlining: each region becomes a call of its body, in a new program that shares the state; gathering, marking."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from partita.rewrite.operator_calls import PLAIN_CALL, call_through
 from partita.rewrite.state import is_persistent, module_like, place, share_state, unique_names
 
 __all__ = [
+    "EXPORT_STYLE",
     "CallModes",
     "OutlineStyle",
     "Outlined",
@@ -39,78 +40,37 @@ __all__ = [
 ]
 
 
-# Other bodies for the operators of a program: a copy of it in which they run something else.
+@dataclass(frozen=True, slots=True)
+class OutlineStyle:
+    """How an outlined program is written; the defaults are Partita's own, `compat` uses torch's."""
+
+    body: BodyStyle = PLAIN_BODY
+    #: Reads of attributes come first, in one block, instead of at their old positions.
+    attributes_first: bool = False
+    #: Nodes of the outer graph keep the names of the old nodes that they correspond to.
+    keeps_outer_names: bool = True
+    #: The return annotation of the old graph is kept.
+    annotates_output: bool = True
+    #: Unused state is kept as well.
+    keeps_unused_state: bool = True
 
 
-def with_bodies(program: Program, bodies: Mapping[str, GraphModule]) -> Program:
-    """A copy of `program` that reads these bodies where it read those at these paths; the old ones stay as they are."""
-    module = outlined(Partition(program, ())).graph_module
-    # What lies deeper may be shared with the original, so it gets a place of its own at the top.
-    deep = [path for path in bodies if "." in path]
-    names = unique_names([path.replace(".", "_") for path in deep], module)
-    moved = dict(zip(deep, names, strict=True))
-    for node in module.graph.find_nodes(op="get_attr"):
-        node.target = moved.get(str(node.target), node.target)
-    for path, body in bodies.items():
-        module._modules[moved.get(path, path)] = body
-    return program.rewritten(module)
+#: A call without results has no place in an exported program.
+EXPORT_STYLE = OutlineStyle(replace(PLAIN_BODY, returns_something=True))
 
 
-# Gathering: every region becomes an unbroken run of nodes, and nothing else moves more than it must.
+@dataclass(frozen=True, slots=True)
+class CallModes:
+    """The modes in which each region is called, those in which its body then runs, and the final mode."""
 
+    around: Sequence[Mode]
+    inside: Sequence[Mode]
+    final: Mode
 
-def gather(partition: Partition) -> Program:
-    """A new program, equal to the old one, in which the nodes of each region stand side by side."""
-    program = partition.program
-    index, modes, root = program.index, program.modes, program.graph_module
-    with gc_paused():
-        writer = GraphWriter(program.graph._tracer_cls)
-        writer.names.reserve(node.name for node in index.nodes)
-        switching = ModeWriter(writer, caller=program.caller)
-        env: dict[Node, Node | None] = dict.fromkeys(modes.read)
-        numbers = _gathered_numbers(partition)
-        for number in numbers:
-            node = index.nodes[number]
-            if node.op != "get_attr":  # Reading an attribute means the same in every mode.
-                switching.switch(modes.final if node.op == "output" else modes.at(number))
-            env[node] = writer.copy(node, env.__getitem__, name=node.name)
-        graph = writer.close()
-        switching.close()
-        module = module_like(root, graph, restores_modes=switching.has_switched)
-        share_state(root, module, without=frozenset())
-    return program.rewritten(module, tolerance=EXACT if numbers == sorted(numbers) else summation_tolerance(program))
-
-
-def _gathered_numbers(partition: Partition) -> list[int]:
-    nodes, regions = partition.program.index.nodes, len(partition)
-    held = partition.numbers()
-    gathered = [number for number, node in enumerate(nodes) if node.op == "placeholder"]
-    for vertex in partition.order:
-        gathered += held[vertex] if vertex < regions else [vertex - regions]
-    # What several regions have a copy of is written once, where it is first needed.
-    return [*dict.fromkeys(gathered), len(nodes) - 1]
-
-
-# Marking: a copy of a program whose nodes carry more metadata.
-
-
-def marked(program: Program, marks: Mapping[Node, Mapping[str, object]]) -> Program:
-    """`program` with the given metadata on the given nodes; the original and its metadata stay as they are."""
-    module = outlined(Partition(program, ())).graph_module
-    by_name = {node.name: values for node, values in marks.items()}
-    for node in module.graph.nodes:
-        node.meta.update(by_name.get(node.name, {}))
-    return program.rewritten(module)
-
-
-def add_marks(body: GraphModule, marks: Mapping[str, object]) -> None:
-    """Writes `marks` on every operator of a body that nobody has seen yet."""
-    for node in body.graph.nodes if marks else ():
-        if node.op not in ("placeholder", "output"):
-            node.meta.update(marks)
-
-
-# Outlining: each region becomes a body and a call of it, in a new program that shares the state of the old one.
+    @classmethod
+    def unknown(cls, regions: int, final: Mode) -> CallModes:
+        """Bodies that are called in the modes of the program, and set what they need."""
+        return cls([AMBIENT] * regions, [AMBIENT] * regions, final)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +86,7 @@ class Outlined:
 
 
 def outline(partition: Partition) -> Program:
-    """A new program in which every region is one call of its body; what `Plan.apply` does before any treatment."""
+    """A new program in which every region is one call of its body, as `Plan.apply` makes it before any treatment."""
     program, result = partition.program, outlined(partition)
     if program.export is not None:
         call_through(result.graph_module, dict.fromkeys(result.names, PLAIN_CALL))
@@ -140,25 +100,26 @@ def outlined(
     names: Sequence[str] | None = None,
     order: Sequence[int] | None = None,
     style: OutlineStyle | None = None,
-    surroundings: CallModes | None = None,
+    call_modes: CallModes | None = None,
 ) -> Outlined:
     """A program in which every region is one call.
 
     `names` are the attributes that hold the bodies; without them, the regions' names, numbered where they are taken.
-    `order` may be any order that the partition allows. `surroundings` are the modes that calls and bodies find; without
-    them, bodies set all modes themselves.
+    `order` may be any order that the partition allows. `call_modes` are the modes of calls and bodies; without them,
+    bodies set all modes themselves.
     """
     program = partition.program
     if names is None:
         names = unique_names([region.name for region in partition], program.graph_module)
-    style, order = style or style_for(program), order or partition.order
-    surroundings = surroundings or CallModes.unknown(len(partition), program.modes.final)
+    order = order or partition.order
+    style = style or (OutlineStyle() if program.export is None else EXPORT_STYLE)
+    call_modes = call_modes or CallModes.unknown(len(partition), program.modes.final)
     with gc_paused():
         numbers = partition.numbers()
         bodies = [
-            write_body(partition, at, held, style.body, base=surroundings.inside[at]) for at, held in enumerate(numbers)
+            write_body(partition, at, held, style.body, base=call_modes.inside[at]) for at, held in enumerate(numbers)
         ]
-        outer = OuterGraph(partition, names, style, surroundings)
+        outer = OuterGraph(partition, names, style, call_modes)
         graph = outer.write(order, bodies)
         base = module_like(program.graph_module, graph, restores_modes=outer.modes.has_switched)
         parts = dict(zip(names, _modules(partition, bodies, style), strict=True))
@@ -168,10 +129,72 @@ def outlined(
             for local, original in body.targets.items()
         }
         _place_state(program.graph_module, base, parts, moved, keeps_unused=style.keeps_unused_state)
-    # What a body may change is told by the program that runs it.
+    # The tolerance of a body belongs to the program that runs it.
     moves_sums = not program.is_body and (uses_autocast(program) or _is_reordered(partition, numbers, order))
     tolerance = summation_tolerance(program) if moves_sums else EXACT
     return Outlined(base, tuple(names), tuple(parts.values()), moved, tolerance)
+
+
+def gather(partition: Partition) -> Program:
+    """A new program, equal to the old one, in which the nodes of each region are adjacent."""
+    program = partition.program
+    index, modes, root = program.index, program.modes, program.graph_module
+    with gc_paused():
+        writer = GraphWriter(program.graph._tracer_cls)
+        writer.names.reserve(node.name for node in index.nodes)
+        switching = ModeWriter(writer, caller=program.caller)
+        env: dict[Node, Node | None] = dict.fromkeys(modes.read)
+        numbers = _gathered_numbers(partition)
+        for number in numbers:
+            node = index.nodes[number]
+            if node.op != "get_attr":  # Reading an attribute is the same in every mode.
+                switching.switch(modes.final if node.op == "output" else modes.at(number))
+            env[node] = writer.copy(node, env.__getitem__, name=node.name)
+        graph = writer.close()
+        switching.close()
+        module = module_like(root, graph, restores_modes=switching.has_switched)
+        share_state(root, module, without=frozenset())
+    return program.rewritten(module, tolerance=EXACT if numbers == sorted(numbers) else summation_tolerance(program))
+
+
+def marked(program: Program, marks: Mapping[Node, Mapping[str, object]]) -> Program:
+    """A copy of `program` with more metadata on these nodes; the original is not changed."""
+    module = outlined(Partition(program, ())).graph_module
+    by_name = {node.name: values for node, values in marks.items()}
+    for node in module.graph.nodes:
+        node.meta.update(by_name.get(node.name, {}))
+    return program.rewritten(module)
+
+
+def add_marks(body: GraphModule, marks: Mapping[str, object]) -> None:
+    """Adds `marks` to the metadata of every operator of a new body."""
+    for node in body.graph.nodes if marks else ():
+        if node.op not in ("placeholder", "output"):
+            node.meta.update(marks)
+
+
+def with_bodies(program: Program, bodies: Mapping[str, GraphModule]) -> Program:
+    """A copy of `program` whose operators run these bodies, by path; the original is not changed."""
+    module = outlined(Partition(program, ())).graph_module
+    # Nested modules may be shared with the original, so these bodies move to the top.
+    deep = [path for path in bodies if "." in path]
+    names = unique_names([path.replace(".", "_") for path in deep], module)
+    moved = dict(zip(deep, names, strict=True))
+    for node in module.graph.find_nodes(op="get_attr"):
+        node.target = moved.get(str(node.target), node.target)
+    for path, body in bodies.items():
+        module._modules[moved.get(path, path)] = body
+    return program.rewritten(module)
+
+
+def _gathered_numbers(partition: Partition) -> list[int]:
+    nodes, regions = partition.program.index.nodes, len(partition)
+    held = partition.numbers()
+    gathered = [number for number, node in enumerate(nodes) if node.op == "placeholder"]
+    for vertex in partition.order:
+        gathered += held[vertex] if vertex < regions else [vertex - regions]
+    # A node that several regions have a copy of is written once, where it is first needed.
+    return [*dict.fromkeys(gathered), len(nodes) - 1]
 
 
 def _modules(partition: Partition, bodies: Sequence[Body], style: OutlineStyle) -> list[LazyModule]:
@@ -198,7 +221,7 @@ def _modules(partition: Partition, bodies: Sequence[Body], style: OutlineStyle) 
 def _place_state(
     root: GraphModule, base: GraphModule, parts: dict[str, LazyModule], moved: dict[str, str], *, keeps_unused: bool
 ) -> None:
-    """Puts parts and state where the outer graph names them: short paths first, then in graph order, like torch."""
+    """Sets parts and state at the targets of the outer graph: short paths first, then in graph order, like torch."""
     named = {str(node.target): node for node in base.graph.nodes if node.op in ("get_attr", "call_module")}
     if keeps_unused:
         share_state(root, base, without=frozenset(moved.values()) - named.keys())
@@ -223,50 +246,11 @@ def _is_reordered(partition: Partition, numbers: Sequence[Sequence[int]], order:
     return False
 
 
-# The outer graph of a cut program: its inputs, a call for each region, what stands alone, and its output.
-
-
-@dataclass(frozen=True, slots=True)
-class OutlineStyle:
-    """How an outlined program is written down; the defaults are Partita's own, `compat` asks for torch's."""
-
-    body: BodyStyle = PLAIN_BODY
-    #: Reads of attributes come first, in one block, instead of where they stood.
-    attributes_first: bool = False
-    #: Nodes of the outer graph are called like the nodes of the old graph that they stand for.
-    keeps_outer_names: bool = True
-    #: The type that the old graph returns is written down again.
-    annotates_output: bool = True
-    #: State that no node names is kept as well.
-    keeps_unused_state: bool = True
-
-
-def style_for(program: Program) -> OutlineStyle:
-    """Partita's own style, as the kind of program needs it."""
-    return OutlineStyle() if program.export is None else OutlineStyle(replace(PLAIN_BODY, returns_something=True))
-
-
-@dataclass(frozen=True, slots=True)
-class CallModes:
-    """The modes in which each region is called, those in which its body then runs, and what is left in the end."""
-
-    around: Sequence[Mode]
-    inside: Sequence[Mode]
-    final: Mode
-
-    @classmethod
-    def unknown(cls, regions: int, final: Mode) -> CallModes:
-        """Bodies that are called as the program is, and set what they need."""
-        return cls([AMBIENT] * regions, [AMBIENT] * regions, final)
-
-
 class OuterGraph:
-    """The outer graph while it is written: `env` gives new values for old nodes, `loose` for what else crosses."""
+    """The outer graph while it is written: `env` maps old nodes to new values, `loose` items and sizes that cross."""
 
-    def __init__(
-        self, partition: Partition, names: Sequence[str], style: OutlineStyle, surroundings: CallModes
-    ) -> None:
-        self.partition, self.style, self.surroundings = partition, style, surroundings
+    def __init__(self, partition: Partition, names: Sequence[str], style: OutlineStyle, call_modes: CallModes) -> None:
+        self.partition, self.style, self.call_modes = partition, style, call_modes
         self.program = partition.program
         self.root = partition.program.graph_module
         self.nodes = self.program.index.nodes
@@ -283,11 +267,11 @@ class OuterGraph:
         for vertex in order:
             if vertex < regions:
                 if not self.style.body.returns_something or bodies[vertex].does_something:
-                    self.modes.switch(self.surroundings.around[vertex])
+                    self.modes.switch(self.call_modes.around[vertex])
                     self._write_call(self.names[vertex], bodies[vertex])
             elif self.nodes[vertex - regions] not in self.env and not self._is_read_inside_only(vertex - regions):
                 node = self.nodes[vertex - regions]
-                # Reading an attribute, or computing with numbers, means the same in every mode.
+                # Reading an attribute, or computing with numbers, is the same in every mode.
                 if node.op != "get_attr" and vertex - regions not in self.program.symbolic_scalars:
                     self.modes.switch(modes.at(vertex - regions))
                 self._write_alone(node)
@@ -297,17 +281,14 @@ class OuterGraph:
         return graph
 
     def _write_inputs(self) -> None:
-        """The placeholders, with the reads of attributes among them where the style asks for that."""
+        """The placeholders, with the reads of attributes if the style wants them first, and sizes of inputs."""
         if self.style.keeps_outer_names:
             self.writer.names.reserve(self._kept_names())
         ops = ("placeholder", "get_attr") if self.style.attributes_first else ("placeholder",)
         for node in self.nodes:
             if node.op in ops:
                 self._write_alone(node)
-        self._write_sizes_of_inputs()
-
-    def _write_sizes_of_inputs(self) -> None:
-        """Sizes that symbols stand for are read before anything can change the shape of an input."""
+        # Sizes are read before a mutation can change the shape of an input.
         for border in self.partition.borders.of_regions:
             for crossing in border.inputs:
                 if isinstance(crossing, Dimension) and self.nodes[crossing.number].op == "placeholder":
@@ -316,9 +297,9 @@ class OuterGraph:
     def _kept_names(self) -> set[str]:
         """The names of the old nodes that have a node in the outer graph as well."""
         owner, borders = self.partition.owner, self.partition.borders.of_regions
-        kept = {node.name for node, place in zip(self.nodes, owner, strict=True) if place < 0}
-        given = (crossing for border in borders for crossing in border.outputs)
-        return kept | {self.nodes[crossing].name for crossing in given if isinstance(crossing, int)}
+        kept = {node.name for node, at in zip(self.nodes, owner, strict=True) if at < 0}
+        results = (crossing for border in borders for crossing in border.outputs)
+        return kept | {self.nodes[crossing].name for crossing in results if isinstance(crossing, int)}
 
     def _write_alone(self, node: Node) -> None:
         if node.op == "get_attr":
@@ -343,19 +324,19 @@ class OuterGraph:
         if not outputs:
             call.meta.update(body.filler_meta)
         if len(outputs) == 1 and not self.style.body.returns_tuple:
-            self._give(outputs[0], call)
+            self._define(outputs[0], call)
             return
         for at, crossing in enumerate(outputs):
             item = self.writer.write("call_function", operator.getitem, (call, at), name=self._name_of_item(crossing))
-            self._give(crossing, item)
+            self._define(crossing, item)
         _copy_values(tuple(map(self._crossing, outputs)), call)
 
-    def _give(self, crossing: int | Item, value: Node) -> None:
-        """Notes that `value` stands for `crossing` from here on."""
+    def _define(self, crossing: int | Item, value: Node) -> None:
+        """Makes `value` the new value of `crossing`."""
         if isinstance(crossing, Item):
             source = self.nodes[crossing.number]
             value.meta.update(meta_of_crossing(crossing, source))
-            self._place_in_model(value, source)
+            self._set_module_stack(value, source)
             self.loose[crossing] = value
         else:
             source = self.nodes[crossing]
@@ -382,24 +363,24 @@ class OuterGraph:
             return self._value(self.nodes[crossing])
         if crossing not in self.loose:
             source = self.nodes[crossing.number]
-            place, target = (
+            index, target = (
                 (crossing.axis, SYM_SIZE) if isinstance(crossing, Dimension) else (crossing.place, operator.getitem)
             )
             name = self.writer.names.fresh(name_of_crossing(crossing, source))
-            node = self.writer.write("call_function", target, (self._value(source), place), name=name)
+            node = self.writer.write("call_function", target, (self._value(source), index), name=name)
             node.meta.update(meta_of_crossing(crossing, source))
-            self._place_in_model(node, source)
+            self._set_module_stack(node, source)
             self.loose[crossing] = node
         return self.loose[crossing]
 
-    def _place_in_model(self, node: Node, source: Node) -> None:
-        """`torch.export.unflatten` wants to know of every node where it belongs."""
+    def _set_module_stack(self, node: Node, source: Node) -> None:
+        """`torch.export.unflatten` needs the module stack of every node."""
         if self.program.export is not None:
             stack = source.meta.get("nn_module_stack")
             node.meta["nn_module_stack"] = stack or outermost_stack(self.program.graph)
 
     def _value(self, node: Node) -> Any:
-        """The new value of `node`; a container that came in items is put together when first needed."""
+        """The new value of `node`; a container that crossed item by item is rebuilt when first needed."""
         if node not in self.env:
             number = self.program.index.number[node]
             self.env[node] = rebuilt(self.writer, node, number, self.loose)
@@ -408,14 +389,14 @@ class OuterGraph:
     def _write_output(self) -> None:
         output = self.nodes[-1]
         args = map_nodes(output.args, self._value)
-        self.modes.switch(self.surroundings.final)
+        self.modes.switch(self.call_modes.final)
         returns = output.type if self.style.annotates_output else None
         node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=returns)
         self.writer.copy_meta(output, node)
 
 
 def _copy_values(nodes: tuple[Node, ...], call: Node) -> None:
-    """The traced value of a call is the tuple of the values that it gives."""
+    """Sets the traced value of a call: the tuple of its results."""
     for key in VALUE_KEYS:
         if nodes and all(key in node.meta for node in nodes):
             call.meta[key] = tuple(node.meta[key] for node in nodes)

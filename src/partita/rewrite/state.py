@@ -1,4 +1,4 @@
-"""State and names on new modules."""
+"""Modules around new graphs: their state, shared without copies, its names, and names of submodules."""
 
 from __future__ import annotations
 
@@ -31,68 +31,8 @@ __all__ = [
     "unique_names",
 ]
 
-
-# Assembly: a module around a new graph that is called like the one around the old, or the old graph made like it.
-
-
-def module_like(root: GraphModule, graph: Graph, *, restores_modes: bool = False) -> LazyModule:
-    """A module without state that runs `graph` by the calling convention, hooks and flags of `root`."""
-    # The code generator carries the calling convention; a copy, so that neither graph can change the other's.
-    graph.set_codegen(copy.copy(root.graph._codegen))
-    module = lazy_module(graph, training=root.training, restores_modes=restores_modes)
-    copy_meta(root.meta, module.meta, {})
-    module.shape_env = getattr(root, "shape_env", None)
-    type(module).__name__ = type(root).__name__
-    adopt_hooks(root, module)
-    share_plain_attributes(root, module)
-    return module
-
-
-def rewrite_in_place(graph: Graph, wanted: Graph, *, kept: Collection[Node]) -> None:
-    """Makes `graph` like `wanted`: nodes of it that are `kept` stay the same objects, found by name; others go.
-
-    Nodes of `wanted` that call what no kept node of that name calls are made anew. Nothing here can fail: `wanted` is a
-    graph that was linted.
-    """
-    by_name = {node.name: node for node in kept}
-    output, env = graph.output_node(), dict[Node, Node]()
-    metas: dict[int, object] = {}
-    for node in wanted.nodes:
-        args, kwargs = (map_nodes(given, env.__getitem__) for given in (node.args, node.kwargs))
-        old = output if node.op == "output" else by_name.get(node.name)
-        if old is not None and (old.op, old.target) == (node.op, node.target):
-            if old is not output:
-                output.prepend(old)
-            old.args, old.kwargs = args, kwargs
-        else:
-            with graph.inserting_before(output):
-                old = graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
-            copy_meta(node.meta, old.meta, metas)
-        env[node] = old
-    stays = frozenset(env.values())
-    for node in reversed(list(graph.nodes)):
-        if node not in stays:
-            graph.erase_node(node)
-    for node, old in env.items():
-        old.name = node.name  # Distinct there, so distinct here, now that the nodes are gone which had the names.
-
-
-# State: putting what one module holds on another, without copying a tensor.
-
-
-_HOOKS = (
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+StateNaming = Literal["split", "original"]
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "_graph",
     "_code",
@@ -108,7 +48,7 @@ _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "_restores_grad",
     "_restores_modes",
     "_is_part",
-    # These would run in the place of the new graph.
+    # These would run instead of the new graph.
     "forward",
     "_compiled_call_impl",
     # Dynamo's: it promises AOTAutograd a source on every placeholder, which new nodes do not have.
@@ -116,6 +56,50 @@ _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "meta",
     "shape_env",
 }
+
+
+def module_like(root: GraphModule, graph: Graph, *, restores_modes: bool = False) -> LazyModule:
+    """A module without state that runs `graph` by the calling convention, hooks and flags of `root`."""
+    # The code generator carries the calling convention; a copy, so that neither graph can change the other's.
+    graph.set_codegen(copy.copy(root.graph._codegen))
+    module = lazy_module(graph, training=root.training, restores_modes=restores_modes)
+    copy_meta(root.meta, module.meta, {})
+    module.shape_env = getattr(root, "shape_env", None)
+    type(module).__name__ = type(root).__name__
+    for name in _HOOKS:
+        getattr(module, name).update(getattr(root, name))
+    module._is_full_backward_hook = root._is_full_backward_hook
+    share_plain_attributes(root, module)
+    return module
+
+
+def rewrite_in_place(graph: Graph, wanted: Graph, *, kept: Collection[Node]) -> None:
+    """Makes `graph` equal to `wanted`: its nodes that are `kept` stay the same objects, by name; others are erased.
+
+    Nodes of `wanted` without a kept node of that name and target are created. Nothing here can fail: `wanted` is a
+    graph that was linted.
+    """
+    by_name = {node.name: node for node in kept}
+    output, env = graph.output_node(), dict[Node, Node]()
+    metas: dict[int, object] = {}
+    for node in wanted.nodes:
+        args, kwargs = (map_nodes(arguments, env.__getitem__) for arguments in (node.args, node.kwargs))
+        old = output if node.op == "output" else by_name.get(node.name)
+        if old is not None and (old.op, old.target) == (node.op, node.target):
+            if old is not output:
+                output.prepend(old)
+            old.args, old.kwargs = args, kwargs
+        else:
+            with graph.inserting_before(output):
+                old = graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
+            copy_meta(node.meta, old.meta, metas)
+        env[node] = old
+    stays = frozenset(env.values())
+    for node in reversed(list(graph.nodes)):
+        if node not in stays:
+            graph.erase_node(node)
+    for node, old in env.items():
+        old.name = node.name  # Distinct in `wanted`, so distinct here, now that other nodes are erased.
 
 
 def place(root: nn.Module, path: str, value: Any, *, persistent: bool = True) -> None:
@@ -144,13 +128,67 @@ def is_persistent(root: nn.Module, path: str) -> bool:
 
 
 def share_state(source: nn.Module, target: nn.Module, *, without: frozenset[str], room_for: Iterable[str] = ()) -> None:
-    """Gives `target` all state of `source` at the same paths, but for the modules at the paths in `without`.
+    """Shares all state of `source` with `target` at the same paths, except for the modules at the paths in `without`.
 
-    Tensors and whole submodules are shared. Only a module with something taken out of it becomes a plain container, and
-    one that something will be put into, at a path in `room_for`: what is shared is never written.
+    Tensors and whole submodules are shared. Only modules that lose a submodule, or will get one at a path in
+    `room_for`, are replaced by plain containers: shared modules are never changed.
     """
     opened = {path[:at] for path in (*without, *room_for) for at, letter in enumerate(path) if letter == "."}
     _share(source, target, "", without, opened)
+
+
+def name_state(module: nn.Module, keys: StateKeys, *, naming: StateNaming) -> None:
+    """Makes `module` save and load its state under the names of the original, with `naming="original"`."""
+    if naming not in ("split", "original"):
+        raise OptionError(f'state_names is "split" or "original", not {naming!r}')
+    _remove_renaming(module)
+    if naming == "original" and keys.rewrites:
+        own = tuple(module.state_dict(keep_vars=True))
+        module.register_state_dict_post_hook(_Saving(keys))
+        module.register_load_state_dict_pre_hook(_Loading(keys, own))
+
+
+class MovedByPart:
+    """The paths of modules that moved into parts, once it is known which module is called in the place of each."""
+
+    def __init__(self, moved: Mapping[str, str]) -> None:
+        self.settled: dict[str, str] = {}
+        self._by_part: dict[str, dict[str, str]] = defaultdict(dict)
+        for path, original in moved.items():
+            self._by_part[path.partition(".")[0]][path] = original
+
+    def settle(self, part: str, body: nn.Module, called: nn.Module) -> None:
+        """Records that `called`, which may hold the body anywhere, is called in its place."""
+        moved = self._by_part.get(part, {})
+        if called is body or not moved:
+            self.settled |= moved
+            return
+        names: dict[int, dict[str, str]] = defaultdict(dict)
+        for path, original in moved.items():
+            local = path[len(part) + 1 :]
+            names[id(find(body, local))][local] = original
+        self.settled |= {
+            f"{part}.{path}": _name_at(path, names[id(module)]) for path, module in _outermost(called, names)
+        }
+
+
+def unique_names(wanted: Iterable[str], root: nn.Module) -> tuple[str, ...]:
+    """The wanted names as identifiers, numbered where `root` or another of them has that name."""
+    taken: set[str] = set()
+    counts: dict[str, int] = {}
+    names = []
+    for name in wanted:
+        base = identifier(name) or "region"
+        base = f"region_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
+        count = counts.get(base, 0)
+        chosen = f"{base}_{count}" if count else base
+        while chosen in taken or chosen in ADDED_BY_EXPORT or hasattr(root, chosen):
+            count += 1
+            chosen = f"{base}_{count}"
+        counts[base] = count
+        taken.add(chosen)
+        names.append(chosen)
+    return tuple(names)
 
 
 def _share(source: nn.Module, target: nn.Module, prefix: str, without: frozenset[str], opened: set[str]) -> None:
@@ -171,62 +209,14 @@ def _share(source: nn.Module, target: nn.Module, prefix: str, without: frozenset
 
 
 def share_plain_attributes(source: nn.Module, target: nn.Module) -> None:
-    """Gives `target` what else hangs on `source`: hooks of exported modules, for one, read such attributes."""
+    """Shares other attributes of `source`, which hooks of exported modules, for one, read."""
     for name, value in source.__dict__.items():
         if name not in _OWN_KEYS and name not in target.__dict__:
             target.__dict__[name] = value
 
 
-def adopt_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Gives `target` the hooks of `source`, in tables of its own."""
-    for name in _HOOKS:
-        getattr(target, name).update(getattr(source, name))
-    target._is_full_backward_hook = source._is_full_backward_hook
-
-
-# Naming the state of a rewritten module: by where things went, or as the original called them.
-
-
-StateNaming = Literal["split", "original"]
-
-
-def name_state(module: nn.Module, keys: StateKeys, *, naming: StateNaming) -> None:
-    """Lets `module` save and load its state under the original's names, where `naming` asks for that."""
-    if naming not in ("split", "original"):
-        raise OptionError(f'state_names is "split" or "original", not {naming!r}')
-    _forget_renaming(module)
-    if naming == "original" and keys.rewrites:
-        own = tuple(module.state_dict(keep_vars=True))
-        module.register_state_dict_post_hook(_Saving(keys))
-        module.register_load_state_dict_pre_hook(_Loading(keys, own))
-
-
-class MovedByPart:
-    """The modules that moved into parts, by where they are once it is known what is called in the place of each."""
-
-    def __init__(self, moved: Mapping[str, str]) -> None:
-        self.settled: dict[str, str] = {}
-        self._by_part: dict[str, dict[str, str]] = defaultdict(dict)
-        for path, original in moved.items():
-            self._by_part[path.partition(".")[0]][path] = original
-
-    def settle(self, part: str, body: nn.Module, called: nn.Module) -> None:
-        """Notes that `called`, which may hold the body anywhere, is called in its place."""
-        moved = self._by_part.get(part, {})
-        if called is body or not moved:
-            self.settled |= moved
-            return
-        names: dict[int, dict[str, str]] = defaultdict(dict)
-        for path, original in moved.items():
-            local = path[len(part) + 1 :]
-            names[id(find(body, local))][local] = original
-        self.settled |= {
-            f"{part}.{path}": _name_at(path, names[id(module)]) for path, module in _outermost(called, names)
-        }
-
-
 def _outermost(root: nn.Module, wanted: Container[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The paths of the modules with these ids, but not of what is inside them, whose path follows from theirs."""
+    """The paths of the modules with these ids, without modules inside of them."""
     found = [("", root)]
     while found:
         path, module = found.pop()
@@ -240,49 +230,13 @@ def _outermost(root: nn.Module, wanted: Container[int]) -> Iterator[tuple[str, n
 
 
 def _name_at(path: str, names: Mapping[str, str]) -> str:
-    """Which of the original names of one module is the one at `path`: that of the place in the body it ends in."""
+    """The original name of a module at `path`, of several: that of the path in the body that `path` ends with."""
     fitting = (original for local, original in names.items() if f".{path}".endswith(f".{local}"))
     return next(fitting, next(iter(names.values())))
 
 
-@dataclass
-class _Saving:
-    """A hook that renames what a module has just put into a state dict; torch writes a flag on it, so it is open."""
-
-    keys: StateKeys
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        for table in (state, getattr(state, "_metadata", {})):
-            for key, value in _taken(table, prefix).items():
-                table[prefix + self.keys.original(key)] = value
-
-
-@dataclass
-class _Loading:
-    """A hook that renames what a module is about to take from a state dict."""
-
-    keys: StateKeys
-    own: tuple[str, ...]
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
-        given = _taken(state, prefix)
-        state.update({prefix + key: value for key, value in self.keys.from_original(given, self.own).items()})
-        versions = getattr(state, "_metadata", None) or {}
-        for path, _ in module.named_modules(remove_duplicate=False):
-            # Modules look up the version of their state by where they are now.
-            original = prefix + self.keys.original(path)
-            if original in versions:
-                versions.setdefault(prefix + path, versions[original])
-
-
-def _taken(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The entries below `prefix`, without it, taken out of the table."""
-    keys = [key for key in table if key.startswith(prefix)]
-    return {key[len(prefix) :]: table.pop(key) for key in keys}
-
-
-def _forget_renaming(module: nn.Module) -> None:
-    """Takes back the renaming of an earlier rewrite, which the new keys include."""
+def _remove_renaming(module: nn.Module) -> None:
+    """Removes the hooks of an earlier rewrite, which the new keys include."""
     tables: tuple[Mapping[int, Any], ...] = (module._state_dict_hooks, module._load_state_dict_pre_hooks)
     for table in tables:
         assert isinstance(table, dict)
@@ -291,23 +245,37 @@ def _forget_renaming(module: nn.Module) -> None:
             del table[key]
 
 
-# Names for new submodules that collide with nothing a module already has.
+@dataclass
+class _Saving:
+    """A hook that renames the entries of a saved state dict; torch sets a flag on it, so it is mutable."""
+
+    keys: StateKeys
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        for table in (state, getattr(state, "_metadata", {})):
+            for key, value in _popped(table, prefix).items():
+                table[prefix + self.keys.original(key)] = value
 
 
-def unique_names(wanted: Iterable[str], root: nn.Module) -> tuple[str, ...]:
-    """The wanted names as identifiers, numbered where `root` or another of them has that name."""
-    taken: set[str] = set()
-    counts: dict[str, int] = {}
-    names = []
-    for name in wanted:
-        base = identifier(name) or "region"
-        base = f"region_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
-        count = counts.get(base, 0)
-        chosen = f"{base}_{count}" if count else base
-        while chosen in taken or chosen in ADDED_BY_EXPORT or hasattr(root, chosen):
-            count += 1
-            chosen = f"{base}_{count}"
-        counts[base] = count
-        taken.add(chosen)
-        names.append(chosen)
-    return tuple(names)
+@dataclass
+class _Loading:
+    """A hook that renames the entries of a state dict before it is loaded."""
+
+    keys: StateKeys
+    own: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+        entries = _popped(state, prefix)
+        state.update({prefix + key: value for key, value in self.keys.from_original(entries, self.own).items()})
+        versions = getattr(state, "_metadata", None) or {}
+        for path, _ in module.named_modules(remove_duplicate=False):
+            # Modules look up the version of their state by their current path.
+            original = prefix + self.keys.original(path)
+            if original in versions:
+                versions.setdefault(prefix + path, versions[original])
+
+
+def _popped(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Pops the entries below `prefix`; their keys without it."""
+    keys = [key for key in table if key.startswith(prefix)]
+    return {key[len(prefix) :]: table.pop(key) for key in keys}

@@ -1,4 +1,4 @@
-"""Traced values: what nodes read and give, for whoever tries a node before it runs or writes a new one beside it."""
+"""Traced values of nodes: reading them, calling a node on them, and setting those of a new node."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program
 
-__all__ = ["call_with", "can_carry_gradients", "has_value", "nodes_read", "stage_of", "value_read", "write_beside"]
+__all__ = ["call_with", "can_carry_gradients", "has_value", "nodes_read", "sandbox_for", "value_read", "write_beside"]
 
 
-def stage_of(program: Program) -> FakeSandbox:
-    """A stage for the nodes of `program`."""
+def sandbox_for(program: Program) -> FakeSandbox:
+    """A sandbox for the nodes of `program`."""
     return FakeSandbox(value_of(node) for node in program.index.nodes)
 
 
 def has_value(node: Node) -> bool:
-    """Whether the trace that `node` comes from has noted its value."""
+    """Whether the value of `node` was traced."""
     return any(key in node.meta for key in VALUE_KEYS)
 
 
 def value_read(program: Program, node: Node) -> Any:
-    """What whoever reads `node` gets, as far as it was traced."""
+    """The value that users of `node` read, as it was traced."""
     if node.op == "get_attr":
         return attribute_of(program.graph_module, node)
     if has_value(node):
@@ -37,36 +37,36 @@ def value_read(program: Program, node: Node) -> Any:
     if node in program.modes.read:
         return None
     raise OptionError(
-        f"node {node.name!r} has no traced value, so nobody can say what the modes around it come down to: "
+        f"node {node.name!r} has no traced value, so the effect of the modes around it is unknown: "
         f"{node.format_node()}; capture the model with partita.capture(model, args), or trace it with "
         "torch.fx.experimental.proxy_tensor.make_fx(..., pre_dispatch=True)"
     )
 
 
 def can_carry_gradients(tensor: Tensor) -> bool:
-    """Whether the numbers in a tensor are of a kind that has gradients."""
+    """Whether the dtype of a tensor is differentiable."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def nodes_read(node: Node) -> list[Node]:
-    """The nodes that `node` reads, once for every place where it mentions one."""
+    """The nodes among the arguments of `node`, once for every occurrence."""
     found: list[Node] = []
 
-    def mention(read: Node) -> Node:
+    def collect(read: Node) -> Node:
         found.append(read)
         return read
 
-    map_nodes((node.args, dict(node.kwargs)), mention)
+    map_nodes((node.args, dict(node.kwargs)), collect)
     return found
 
 
 def call_with(node: Node, values: Sequence[Any]) -> Callable[[], Any]:
-    """A call of what `node` calls, with one value for each place where it mentions a node.
+    """A call of the target of `node`, with one value for each node among its arguments.
 
     Raises where torch would crash at an argument.
     """
-    given = iter(values)
-    args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda _: next(given))
+    remaining = iter(values)
+    args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda _: next(remaining))
     target: Any = node.target
     why = refusal_of_call(target, args, kwargs)
     if why is not None:
@@ -76,7 +76,7 @@ def call_with(node: Node, values: Sequence[Any]) -> Callable[[], Any]:
     if node.op == "call_function":
         return lambda: target(*args, **kwargs)
     raise OptionError(
-        f"node {node.name!r} calls the module {target!r}, and nobody can say what the modes around it come down to; "
+        f"node {node.name!r} calls the module {target!r}, so the effect of the modes around it is unknown; "
         "trace the model into operators, for example with partita.capture(model, args)"
     )
 
@@ -91,7 +91,7 @@ def write_beside(
     value: Any,
     name: str | None = None,
 ) -> Node:
-    """A new node that was not traced, with the origin of `node` and a value of its own."""
+    """A new node with the metadata of `node` and a traced value of its own."""
     made = writer.write("call_function", target, args, kwargs, name=name or writer.names.fresh_for(target))
     writer.copy_meta(node, made)
     key = next((key for key in VALUE_KEYS if key in node.meta), VALUE_KEYS[0])

@@ -1,7 +1,7 @@
-"""Wrapping modes: every run of nodes that a setting holds for becomes one call of the operator that sets it.
+"""Wrapping modes: every run of nodes under one setting becomes a call of the higher-order operator that sets it.
 
-Nested settings become nested calls, in the bodies and in the bodies of other operators too. What a program leaves
-behind for its caller is not kept: an operator puts back what it found.
+Nested settings become nested calls, in the bodies and in the bodies of other operators too. Modes that a program leaves
+switched for its caller are not kept: an operator restores the modes that it found.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from partita.analysis.nodes import find
 from partita.program.mode_runs import ModeRun, mode_runs, nested_mode_runs, openers_of
 from partita.program.program import Program
 from partita.regions import Partition, Region
-from partita.rewrite.bodies import PLAIN_BODY
 from partita.rewrite.mode_nodes import OperatorFamily, operator_for, setting_of
 from partita.rewrite.operator_calls import call_through
-from partita.rewrite.outline import CallModes, OutlineStyle, outlined, with_bodies
+from partita.rewrite.outline import EXPORT_STYLE, CallModes, outlined, with_bodies
 from partita.rewrite.state import MovedByPart, unique_names
 
 __all__ = ["WrapStyle", "wrap_modes"]
+
+#: Nests of more blocks than that are cut in half.
+_DEEP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class WrapStyle:
 
     operators: OperatorFamily = "partita"
     kinds: Collection[type] = EVERY_SETTING
-    #: Names for the bodies, which are numbered where they are taken; by what is set if there is none.
+    #: Names for the bodies, numbered where they are taken; by default after the setting.
     names: Callable[[Program, Sequence[ModeRun]], Sequence[str]] | None = None
     named_by_operator: bool = False
     #: Bodies get the symbols in the shapes of their inputs, too.
@@ -49,26 +51,18 @@ def wrap_modes(program: Program, style: WrapStyle | None = None) -> Program:
     return _Wrapper(style or WrapStyle()).wrapped(program)
 
 
-#: An operator that gives nothing has no place in an exported program, and the body of one may be part of such.
-_OUTLINE_STYLE = OutlineStyle(replace(PLAIN_BODY, returns_something=True))
-
-
-#: Nests of more blocks than that are cut in half.
-_DEEP = 16
-
-
 class _Wrapper:
-    """What is the same at every level."""
+    """The state that all levels share."""
 
     def __init__(self, style: WrapStyle) -> None:
         self.style, self.kinds = style, style.kinds
-        #: Bodies that are wrapped inside: nobody looks at them again.
+        #: Bodies that are already wrapped inside.
         self.finished: set[GraphModule] = set()
         self.is_deep = False
 
     def wrapped(self, program: Program) -> Program:
-        # Every cut copies what it takes out, so that a deep nest is cut in half first: outermost first, the innermost
-        # nodes would be copied once for every block around them.
+        # Every cut copies the nodes that it outlines, so a deep nest is cut in half first: outermost first, the
+        # innermost nodes would be copied once for every block around them.
         while runs := nested_mode_runs(program, self.kinds, deeper_than=_DEEP):
             self.is_deep = True
             program = self._with_calls(program, runs)
@@ -79,18 +73,19 @@ class _Wrapper:
     def _with_calls(self, program: Program, runs: Sequence[ModeRun]) -> Program:
         """`program` with a call for each of these runs, none of which is inside another."""
         nodes = program.index.nodes
-        names = self._names(program, runs)
+        wanted = self.style.names(program, runs) if self.style.names else [identifier_of(run.sets) for run in runs]
+        names = unique_names(wanted, program.graph_module)
         regions = [
             Region(name, tuple(nodes[number] for number in run.numbers), str(run.sets))
             for name, run in zip(names, runs, strict=True)
         ]
-        surroundings = CallModes(
+        call_modes = CallModes(
             [run.around for run in runs], [run.inside for run in runs], self._left_behind(program.modes.final)
         )
         passes_symbols = self.style.passes_symbols
-        # Numbers cross as torch lets them, or else so that bodies can be saved, whatever they are part of in the end.
+        # Bodies may become part of an exported program, so scalars cross only where the style follows torch's passes.
         partition = Partition(program, regions, passes_symbols=passes_symbols, passes_scalars=not passes_symbols)
-        cut = outlined(partition, names=names, style=_OUTLINE_STYLE, surroundings=surroundings)
+        cut = outlined(partition, names=names, style=EXPORT_STYLE, call_modes=call_modes)
         module, moved = cut.graph_module, MovedByPart(cut.moved)
         for name, body, run in zip(cut.names, cut.bodies, runs, strict=True):
             caller = _without_blocks(run.inside).within(_without_blocks(program.caller))
@@ -107,12 +102,8 @@ class _Wrapper:
         keys = program.state_keys.then(moved.settled)
         return program.rewritten(module, state_keys=keys, tolerance=cut.tolerance, knows_bodies=True)
 
-    def _names(self, program: Program, runs: Sequence[ModeRun]) -> Sequence[str]:
-        wanted = self.style.names(program, runs) if self.style.names else [identifier_of(run.sets) for run in runs]
-        return unique_names(wanted, program.graph_module)
-
     def _left_behind(self, final: Mode) -> Mode:
-        """What toggles that stay leave behind."""
+        """The final mode that the remaining toggles set."""
         blocks = tuple(block for block in final.blocks if type(block.sets) not in self.kinds)
         if Grad in self.kinds:
             blocks = tuple(replace(block, grad=None) for block in blocks)
@@ -124,7 +115,7 @@ class _Wrapper:
         )
 
     def _with_wrapped_bodies(self, program: Program) -> Program:
-        """`program` with the bodies of its operators wrapped inside, but for those that are already."""
+        """`program` with the bodies of its operators wrapped inside, where they are not yet."""
         calls: dict[str, list[Node]] = {}
         for node in program.graph.find_nodes(op="get_attr"):
             calls.setdefault(str(node.target), []).extend(node.users)
@@ -142,7 +133,7 @@ class _Wrapper:
 
 
 def _caller_of_body(program: Program, calls: Sequence[Node]) -> Mode:
-    """What is known of the modes that a body is run under: what all the calls of it have in common."""
+    """The known modes that a body runs under: what all calls of it have in common."""
     modes = []
     for call in calls:
         mode, setting = program.modes.at(program.index.number[call]), setting_of(call)

@@ -1,1 +1,1 @@
-"""Numbers only: orders, cycles and components, without torch."""
+"""Graph algorithms on plain numbers, without torch: orders, cycles, components, few parts."""

@@ -1,7 +1,7 @@
-"""Fewer bytes between parts: units move inside the freedom that a number of parts leaves them.
+"""Fewer bytes between parts: a local search that moves units between the steps that dependencies allow them.
 
-What counts is, for every value, its bytes once for each other part that reads it; all that is refused counts as one
-part. A unit moves only where that makes the total less, or keeps it, so the result is never worse than the start.
+The cost of a value is its bytes, once for each other part that reads it; all refused units count as one part. A unit
+moves only where that does not raise the total, so the result is never worse than the start.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from partita.solvers.relation import REFUSED, Relation
 
 __all__ = ["border_bytes", "moved_for_bytes"]
 
-
 _SWEEPS = 6
-#: So many units are looked at in all, so that a graph of a million takes seconds.
+#: The most units that are visited in all, so that a graph of a million takes seconds.
 _MOST_VISITS = 300_000
-#: Readers of a value are looked through for each question up to this many; for more, they are counted by part.
+#: Up to this many readers of a value are searched one by one; more are counted by part.
 _FEW_READERS = 8
 
 
@@ -36,17 +35,17 @@ def border_bytes(relation: Relation, kinds: Sequence[int], levels: Sequence[int]
 def moved_for_bytes(
     relation: Relation, kinds: Sequence[int], steps: Steps, *, free: Sequence[int], sizes: Sequence[int]
 ) -> Steps:
-    """The steps after sweeps over the `free` units, back and forth, in each of which a unit moves where it saves.
+    """The steps after backward and forward sweeps over the `free` units, which move each unit where it costs least.
 
-    Ties go to the later step on the way back and to the earlier one on the way forth, so that what is in the way makes
-    room. From the third sweep on only neighbours of what has moved are looked at, and of large graphs only a part.
+    Ties go to the later step in a backward sweep and to the earlier one in a forward sweep, so that units make room
+    for others. From the third sweep on only neighbours of moved units are visited, and of large graphs only a part.
     """
     moves = _Moves(relation, kinds, steps, sizes)
     waiting, room = free, _MOST_VISITS
     for sweep in range(_SWEEPS):
-        is_back = sweep % 2 == 0
-        units = reversed(waiting[-room:]) if is_back else iter(waiting[:room])
-        touched = moves.sweep(units, to_later=is_back)
+        is_backward = sweep % 2 == 0
+        units = reversed(waiting[-room:]) if is_backward else iter(waiting[:room])
+        touched = moves.sweep(units, to_later=is_backward)
         room -= len(waiting)
         if not touched or room <= 0:
             break
@@ -56,13 +55,13 @@ def moved_for_bytes(
 
 
 def _parts(kinds: Sequence[int], levels: Sequence[int]) -> list[int]:
-    """The part of each unit; 0 for all that is refused."""
+    """The part of each unit; 0 for all refused ones."""
     return [0 if kind == REFUSED else level for kind, level in zip(kinds, levels, strict=True)]
 
 
 @final
 class _Moves:
-    """Where each unit is now."""
+    """The current step and part of each unit."""
 
     def __init__(self, relation: Relation, kinds: Sequence[int], steps: Steps, sizes: Sequence[int]) -> None:
         self.relation, self.kinds, self.sizes, self.step_kinds = relation, kinds, sizes, steps.kinds
@@ -71,18 +70,18 @@ class _Moves:
         self._counts: dict[int, dict[int, int]] = {}
 
     def sweep(self, units: Iterable[int], *, to_later: bool) -> set[int]:
-        """Moves each unit where it saves; the neighbours of those that moved, which may save now."""
+        """Moves each unit where it costs least; returns the neighbours of those that moved."""
         touched: set[int] = set()
         levels, kinds, relation = self.levels, self.kinds, self.relation
-        behind, before, last = relation.behind, relation.before, len(self.step_kinds) - 1
+        predecessors, successors, last = relation.predecessors, relation.successors, len(self.step_kinds) - 1
         for unit in units:
             is_refused = kinds[unit] == REFUSED
             lowest, highest = (0 if is_refused else 1), last
-            for source in behind[unit]:
+            for source in predecessors[unit]:
                 least = levels[source]
                 if least >= lowest:
                     lowest = least if is_refused or kinds[source] != REFUSED else least + 1
-            for target in before[unit]:
+            for target in successors[unit]:
                 most = levels[target]
                 if most <= highest:
                     highest = most - 1 if is_refused and kinds[target] != REFUSED else most
@@ -94,8 +93,8 @@ class _Moves:
                 chosen = self._cheapest(unit, lowest, highest, to_later=to_later)
             if chosen != levels[unit]:
                 self._move(unit, chosen)
-                touched.update(behind[unit])
-                touched.update(before[unit])
+                touched.update(predecessors[unit])
+                touched.update(successors[unit])
         return touched
 
     def _cheapest(self, unit: int, lowest: int, highest: int, *, to_later: bool) -> int:
@@ -103,7 +102,7 @@ class _Moves:
         parts, sizes, step_kinds = self.parts, self.sizes, self.step_kinds
         here, kind, own, sources = parts[unit], self.kinds[unit], sizes[unit], self.relation.reads[unit]
         read_in = {parts[reader] for reader in self.relation.readers[unit]}
-        # What a source costs in a step: nothing where it is made, or where somebody else reads it.
+        # A source costs nothing in the step that makes it, or in which another unit reads it.
         foreign = [(parts[source], source) for source in sources]
         candidates = {lowest, highest, here, *read_in}
         candidates.update([part for part, _ in foreign])

@@ -1,22 +1,24 @@
-"""Fewest parts of several kinds; growing, splitting."""
+"""Few parts for units of several kinds, when a part holds units of one kind; and cutting, splitting, growing parts.
+
+The fewest are NP-hard to find: chains of two kinds alone contain the shortest common supersequence. `few_steps`
+simulates a run of the graph, and each time runs the kind from which the longest chain of parts is still to come, as
+far as it goes; it does so from both ends, with two ways to break ties, and returns the best.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TypeAlias, final
+from typing import final
 
 from partita.solvers.relation import REFUSED, Relation, components, relation
 
 __all__ = ["Steps", "connected_parts", "cut_in_order", "deep_order", "few_steps", "grown_parts", "kept_parts"]
 
-
-# Few parts for nodes of several kinds, when a part holds nodes of one kind.
-#
-# The fewest are NP-hard to find: chains of two kinds alone contain the shortest common supersequence. This runs the
-# graph in thought, and each time runs the kind from which the longest chain of parts is still to come, as far as it
-# goes; it does so from both ends, with two ways to break ties, and gives the best.
+#: How many vertices a search may visit for each unit, on average, before it is given up.
+_VISITS_PER_UNIT = 50
+_VISITS_ANYWAY = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,54 +36,46 @@ class Steps:
 def few_steps(relation: Relation, kinds: Sequence[int]) -> Steps:
     """Steps of one kind each, few of them, that obey the relation."""
     found = []
-    for prefer in (_widest, _narrowest):
-        found.append(_run(relation, kinds, prefer))
-        found.append(_turned(_run(relation.reversed(), kinds, prefer), relation, kinds))
+    for prefers_done in (False, True):
+        found.append(_run(relation, kinds, prefers_done=prefers_done))
+        found.append(_turned(_run(relation.reversed(), kinds, prefers_done=prefers_done), relation, kinds))
     return min(found, key=len)
 
 
-#: How ready units of one kind compare with those of another: the height that they reach first, then what is preferred.
-_Prefer: TypeAlias = Callable[[int, int], int]
-
-
-def _widest(ready: int, remaining: int) -> int:
-    return ready
-
-
-def _narrowest(ready: int, remaining: int) -> int:
-    return ready - remaining
-
-
-def _run(relation: Relation, kinds: Sequence[int], prefer: _Prefer) -> Steps:
-    schedule = _Schedule(relation, kinds, prefer)
+def _run(relation: Relation, kinds: Sequence[int], *, prefers_done: bool) -> Steps:
+    schedule = _Schedule(relation, kinds, prefers_done=prefers_done)
     while (kind := schedule.next_kind()) is not None:
         schedule.run(kind)
     return Steps(schedule.levels, schedule.kinds)
 
 
 def _turned(steps: Steps, relation: Relation, kinds: Sequence[int]) -> Steps:
-    """Steps of the reversed relation, told from the front; what is refused ran after its step, and is before it now."""
+    """Steps of the reversed relation, counted from the front; a refused unit ran after its step, now before it."""
     count = len(steps)
     levels = [count - level + (0 if kinds[unit] == REFUSED else 1) for unit, level in enumerate(steps.levels)]
     return Steps(levels, [REFUSED, *reversed(steps.kinds[1:])])
 
 
 class _Schedule:
-    """What has run so far, what each unit waits for, and what is ready, by kind and with the highest first."""
+    """The units that have run, the count that each unit waits for, and the ready ones by kind, highest first.
 
-    def __init__(self, relation: Relation, kinds: Sequence[int], prefer: _Prefer) -> None:
-        self._relation, self._kind_of, self._prefer = relation, kinds, prefer
+    Of kinds that reach the same height, the one with most ready units runs; with `prefers_done`, the one that leaves
+    fewest units.
+    """
+
+    def __init__(self, relation: Relation, kinds: Sequence[int], *, prefers_done: bool) -> None:
+        self._relation, self._kind_of, self._prefers_done = relation, kinds, prefers_done
         self._heights = _heights(relation, kinds)
         self._waits = [0] * len(relation)
         self._ready: dict[int, list[tuple[int, int]]] = {}
         self._remaining: dict[int, int] = {}
-        # The ranks of kinds, best first, some of them of the past, and the kinds whose rank has changed since.
+        # The ranks of kinds, best first, some of them outdated, and the kinds whose rank has changed since.
         self._ranks: list[tuple[int, int, int]] = []
         self._changed: dict[int, None] = {}
         self._free: list[int] = []
         self.levels, self.kinds = [0] * len(relation), [REFUSED]
         for unit in relation.order:
-            self._waits[unit] = len(relation.behind[unit])
+            self._waits[unit] = len(relation.predecessors[unit])
             self._remaining[kinds[unit]] = self._remaining.get(kinds[unit], 0) + 1
         for unit in relation.order:
             if not self._waits[unit]:
@@ -89,7 +83,7 @@ class _Schedule:
         self._run_refused()
 
     def next_kind(self) -> int | None:
-        """The kind to run next; None when all has run."""
+        """The kind to run next; None when all units have run."""
         for kind in filter(self._ready.__getitem__, self._changed):
             heappush(self._ranks, self._rank(kind))
         self._changed.clear()
@@ -100,7 +94,7 @@ class _Schedule:
         return None
 
     def run(self, kind: int) -> None:
-        """Runs all of `kind` that can run, as one step, and then what is refused."""
+        """Runs all units of `kind` that can run, as one step, and then the refused ones."""
         self.kinds.append(kind)
         ready = self._ready[kind]
         while ready:
@@ -110,7 +104,8 @@ class _Schedule:
 
     def _rank(self, kind: int) -> tuple[int, int, int]:
         ready = self._ready[kind]
-        return ready[0][0], -self._prefer(len(ready), self._remaining[kind]), kind
+        left = self._remaining[kind] if self._prefers_done else 0
+        return ready[0][0], left - len(ready), kind
 
     def _run_refused(self) -> None:
         while self._free:
@@ -118,7 +113,7 @@ class _Schedule:
 
     def _done(self, unit: int) -> None:
         self.levels[unit] = len(self.kinds) - 1
-        for after in self._relation.before[unit]:
+        for after in self._relation.successors[unit]:
             self._waits[after] -= 1
             if not self._waits[after]:
                 self._release(after)
@@ -138,18 +133,15 @@ def _heights(relation: Relation, kinds: Sequence[int]) -> list[int]:
     for unit in reversed(relation.order):
         kind = kinds[unit]
         height = 0 if kind == REFUSED else 1
-        for after in relation.before[unit]:
+        for after in relation.successors[unit]:
             step = 0 if kind in (REFUSED, kinds[after]) else 1
             height = max(height, heights[after] + step)
         heights[unit] = height
     return heights
 
 
-# Parts of a part: some of its units, cut so that they can run one after another where the part ran.
-#
-# No path leaves a part of a legal partition and comes back to it. So only what is inside matters, and what can run in
-# the place of the part is legal in the whole, whatever becomes of the other parts. Everything here is linear in the
-# part.
+# The next four cut one part of a legal partition, in time linear in the part. No path leaves a part and comes back to
+# it. So only what is inside matters, and what can run in the place of the part is legal in the whole.
 
 
 def kept_parts(between: Relation, units: Sequence[int], kept: Collection[int]) -> list[list[int]]:
@@ -159,7 +151,7 @@ def kept_parts(between: Relation, units: Sequence[int], kept: Collection[int]) -
     for unit in units:
         is_kept = unit in kept
         level = 1 if is_kept else 0
-        for source in between.behind[unit]:
+        for source in between.predecessors[unit]:
             reached = levels.get(source, -1)
             if reached >= level:
                 level = reached + 1 if is_kept and source not in kept else reached
@@ -176,28 +168,28 @@ def connected_parts(between: Relation, units: Sequence[int]) -> list[list[int]]:
         return pieces
     piece_of = {unit: at for at, piece in enumerate(pieces) for unit in piece}
     found: list[list[int]] = []
-    for knot in components(range(len(pieces)), _edges_of_pieces(between, units, piece_of)):
-        if len(knot) == 1:
-            found.append(pieces[knot[0]])
+    for component in components(range(len(pieces)), _edges_of_pieces(between, units, piece_of)):
+        if len(component) == 1:
+            found.append(pieces[component[0]])
         else:  # Effects lead from one piece to another and back.
-            members = frozenset(unit for at in knot for unit in pieces[at])
+            members = frozenset(unit for at in component for unit in pieces[at])
             found += _grown(between, [unit for unit in units if unit in members])
-    place = {unit: at for at, unit in enumerate(units)}
-    return sorted(found, key=lambda part: place[part[0]])
+    position = {unit: at for at, unit in enumerate(units)}
+    return sorted(found, key=lambda part: position[part[0]])
 
 
 def deep_order(between: Relation, units: Sequence[int]) -> list[int]:
     """The units of a part in an order that can run, each shortly after what it reads, so that runs are connected."""
     inside, seen, order = frozenset(units), set[int](), list[int]()
     for last in reversed(units):
-        path = [] if last in seen else [(last, _inside(between.behind[last], inside))]
+        path = [] if last in seen else [(last, _inside(between.predecessors[last], inside))]
         seen.add(last)
         while path:
             unit, rest = path[-1]
             for source in rest:
                 if source not in seen:
                     seen.add(source)
-                    path.append((source, _inside(between.behind[source], inside)))
+                    path.append((source, _inside(between.predecessors[source], inside)))
                     break
             else:
                 order.append(unit)
@@ -238,7 +230,7 @@ def _linked(between: Relation, units: Sequence[int]) -> list[list[int]]:
 def _edges_of_pieces(between: Relation, units: Sequence[int], piece_of: Mapping[int, int]) -> dict[int, list[int]]:
     edges: dict[int, list[int]] = {}
     for unit in units:
-        for source in _inside(between.behind[unit], piece_of):
+        for source in _inside(between.predecessors[unit], piece_of):
             if piece_of[source] != piece_of[unit]:
                 edges.setdefault(piece_of[source], []).append(piece_of[unit])
     return edges
@@ -246,11 +238,13 @@ def _edges_of_pieces(between: Relation, units: Sequence[int], piece_of: Mapping[
 
 def _grown(between: Relation, units: Sequence[int]) -> list[list[int]]:
     """Connected parts that grow along the data; single units where that would take too long."""
-    place = {unit: at for at, unit in enumerate(units)}
+    position = {unit: at for at, unit in enumerate(units)}
     order = range(len(units))
-    data = ((place[source], place[unit]) for unit in units for source in _inside(between.reads[unit], place))
-    behind = ((place[source], place[unit]) for unit in units for source in _inside(between.behind[unit], place))
-    part_of = grown_parts(relation(order, order, data=data, effects=behind), [0] * len(units)) or order
+    data = ((position[source], position[unit]) for unit in units for source in _inside(between.reads[unit], position))
+    predecessors = (
+        (position[source], position[unit]) for unit in units for source in _inside(between.predecessors[unit], position)
+    )
+    part_of = grown_parts(relation(order, order, data=data, effects=predecessors), [0] * len(units)) or order
     parts: dict[int, list[int]] = {}
     for unit, part in zip(units, part_of, strict=True):
         parts.setdefault(part, []).append(unit)
@@ -261,21 +255,11 @@ def _inside(found: Sequence[int], inside: Collection[int]) -> Iterator[int]:
     return (unit for unit in found if unit in inside)
 
 
-# Parts that grow along the data: from the last unit on, each joins the parts that read it, where no cycle arises.
-#
-# The merged units form a graph in which every vertex has a height, and heights fall along every edge. So a path
-# between two vertices can only lead through heights between theirs, and a search for one looks at nothing else.
-
-
-#: How many vertices may be looked at for each unit, on average, before the search is given up.
-_VISITS_PER_UNIT = 50
-_VISITS_ANYWAY = 2_000_000
-
-
 def grown_parts(relation: Relation, kinds: Sequence[int]) -> list[int] | None:
     """A number for each unit, the same for those of one part; None where that would not take linear time.
 
-    Every part is connected by data and holds units of one kind.
+    Every part is connected by data and holds units of one kind. From the last unit on, each joins the parts that read
+    it, where no cycle arises.
     """
     growth = _Growth(relation, kinds)
     for unit in reversed(relation.order):
@@ -287,7 +271,11 @@ def grown_parts(relation: Relation, kinds: Sequence[int]) -> list[int] | None:
 
 @final
 class _Growth:
-    """The graph of merged units: a vertex is called by one of its units."""
+    """The graph of merged units: a vertex is called by one of its units.
+
+    Every vertex has a height, and heights fall along every edge. So a path between two vertices can only lead through
+    heights between theirs, and a search for one visits nothing else.
+    """
 
     def __init__(self, relation: Relation, kinds: Sequence[int]) -> None:
         self.visits = 0
@@ -295,8 +283,8 @@ class _Growth:
         self._parent = list(range(len(relation)))
         self._sizes = [1] * len(relation)
         self._height = [0] * len(relation)
-        self._after: dict[int, set[int]] = {}
-        self._behind: dict[int, set[int]] = {}
+        self._successors: dict[int, set[int]] = {}
+        self._predecessors: dict[int, set[int]] = {}
 
     def find(self, unit: int) -> int:
         """The vertex that `unit` is in."""
@@ -306,11 +294,11 @@ class _Growth:
         return unit
 
     def add(self, unit: int) -> None:
-        """Adds a unit that nothing stands before yet, and merges it with those that read it."""
-        after = {self.find(target) for target in self._relation.before[unit]}
-        self._after[unit], self._behind[unit] = after, set()
+        """Adds a unit that has no predecessors yet, and merges it with those that read it."""
+        after = {self.find(target) for target in self._relation.successors[unit]}
+        self._successors[unit], self._predecessors[unit] = after, set()
         for target in after:
-            self._behind[target].add(unit)
+            self._predecessors[target].add(unit)
         self._height[unit] = 1 + max((self._height[target] for target in after), default=0)
         if self._kinds[unit] == REFUSED:
             return
@@ -324,13 +312,13 @@ class _Growth:
         """The vertex of both, unless a path leads from one to the other through a third."""
         height = self._height
         top, bottom = (one, other) if height[one] > height[other] else (other, one)
-        others = [vertex for vertex in self._neighbours(self._after, top) if vertex != bottom]
+        others = [vertex for vertex in self._neighbours(self._successors, top) if vertex != bottom]
         if height[top] > height[bottom] and self._reaches(others, bottom):
             return None
         raised = max(height[bottom], 1 + max((height[vertex] for vertex in others), default=0))
         vertex = self._joined(top, bottom)
         height[vertex] = raised
-        self._raise_behind(vertex)
+        self._raise_predecessors(vertex)
         return vertex
 
     def _reaches(self, starts: Iterable[int], bottom: int) -> bool:
@@ -338,7 +326,7 @@ class _Growth:
         waiting = [vertex for vertex in starts if height[vertex] > lowest]
         seen = set(waiting)
         while waiting:
-            for vertex in self._neighbours(self._after, waiting.pop()):
+            for vertex in self._neighbours(self._successors, waiting.pop()):
                 if vertex == bottom:
                     return True
                 if height[vertex] > lowest and vertex not in seen:
@@ -350,19 +338,21 @@ class _Growth:
         larger, smaller = (one, other) if self._sizes[one] >= self._sizes[other] else (other, one)
         self._parent[smaller] = larger
         self._sizes[larger] += self._sizes[smaller]
-        for table in (self._after, self._behind):
-            table[larger] = _united(table[larger], table.pop(smaller))
+        for table in (self._successors, self._predecessors):
+            few, many = sorted((table[larger], table.pop(smaller)), key=len)
+            many |= few
+            table[larger] = many
         return larger
 
-    def _raise_behind(self, vertex: int) -> None:
-        """Puts everything that stands before `vertex` above it."""
+    def _raise_predecessors(self, vertex: int) -> None:
+        """Puts all predecessors of `vertex` above it."""
         height, waiting = self._height, [vertex]
         while waiting:
             low = waiting.pop()
-            for behind in self._neighbours(self._behind, low):
-                if height[behind] <= height[low]:
-                    height[behind] = height[low] + 1
-                    waiting.append(behind)
+            for predecessor in self._neighbours(self._predecessors, low):
+                if height[predecessor] <= height[low]:
+                    height[predecessor] = height[low] + 1
+                    waiting.append(predecessor)
 
     def _neighbours(self, table: dict[int, set[int]], vertex: int) -> set[int]:
         """The vertices in the entry of `vertex`, as they are called by now."""
@@ -371,10 +361,3 @@ class _Growth:
         table[vertex] = found
         self.visits += 1 + len(found)
         return found
-
-
-def _united(one: set[int], other: set[int]) -> set[int]:
-    if len(one) < len(other):
-        one, other = other, one
-    one |= other
-    return one

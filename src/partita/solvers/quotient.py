@@ -1,4 +1,4 @@
-"""Quotient graph, cycles, order after fusing."""
+"""The quotient of a graph by groups of its nodes: its edges, an order of it, the shortest cycle in it."""
 
 from __future__ import annotations
 
@@ -12,97 +12,19 @@ from partita.solvers.relation import components
 
 __all__ = ["ALONE", "NOWHERE", "Quotient", "fused_order", "quotient"]
 
-
-# The order of a graph after groups of its nodes became calls: everything stays where it was, as far as it can.
-#
-# Numbers only. A call takes the place of the last node of its group, and the items that are taken out of its result
-# follow it; among the steps that wait for nothing, the one that stood first comes first.
-
-
-#: A node whose owner is this stays a step of its own.
-OUTSIDE = -1
-
-
-def fused_order(
-    owner: Sequence[int],
-    lasts: Sequence[int],
-    items: Mapping[int, int],
-    *,
-    data: Iterable[tuple[int, int]],
-    effects: Iterable[tuple[int, int]],
-    dropped: Collection[int],
-) -> list[int]:
-    """The steps in an order that obeys all edges: a node by its number, a call by the last one of its group.
-
-    `items` gives the step of each node that its group gives as one item of several, from `len(owner)` on. The groups
-    must be able to run one after another.
-    """
-    steps = _as_they_stood(owner, lasts, items, dropped)
-    rank = dict(zip(steps, range(len(steps)), strict=True))
-    edges: list[tuple[int, int]] = []
-    for number, item in items.items():
-        edges.append((rank[lasts[owner[number]]], rank[item]))
-    for is_data, (source, target) in chain(((True, edge) for edge in data), ((False, edge) for edge in effects)):
-        if source in dropped or target in dropped or (owner[source] == owner[target] != OUTSIDE):
-            continue
-        before = items.get(source) if is_data else None
-        if before is None:
-            before = source if owner[source] == OUTSIDE else lasts[owner[source]]
-        after = target if owner[target] == OUTSIDE else lasts[owner[target]]
-        edges.append((rank[before], rank[after]))
-    if all(before < after for before, after in edges):
-        return steps
-    return [steps[at] for at in _earliest_first(len(steps), edges)]
-
-
-def _as_they_stood(
-    owner: Sequence[int], lasts: Sequence[int], items: Mapping[int, int], dropped: Collection[int]
-) -> list[int]:
-    items_of: dict[int, list[int]] = {}
-    for number, item in items.items():
-        items_of.setdefault(owner[number], []).append(item)
-    steps: list[int] = []
-    for number, group in enumerate(owner):
-        if number in dropped:
-            continue
-        if group == OUTSIDE:
-            steps.append(number)
-        elif lasts[group] == number:
-            steps += (number, *items_of.get(group, ()))
-    return steps
-
-
-def _earliest_first(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    waits, successors = [0] * count, dict[int, list[int]]()
-    for before, after in edges:
-        waits[after] += 1
-        successors.setdefault(before, []).append(after)
-    ready = [step for step in range(count) if not waits[step]]
-    heapify(ready)
-    order = []
-    while ready:
-        step = heappop(ready)
-        order.append(step)
-        for after in successors.get(step, ()):
-            waits[after] -= 1
-            if not waits[after]:
-                heappush(ready, after)
-    assert len(order) == count, "the groups cannot run one after another"
-    return order
-
-
-# The quotient of a graph by groups of its nodes: its edges, an order of it, or the shortest cycle in it.
-#
-# Numbers only. `owner[i]` says where node `i` belongs: a group (0 and up), `ALONE` (a vertex of its own) or `NOWHERE`
-# (not part of the order at all). Group `g` is vertex `g`; a node `i` that stands alone is vertex `groups + i`.
-
-
+#: The owner of a node is a group (0 and up), `ALONE` (a vertex of its own) or `NOWHERE` (no vertex at all).
 ALONE, NOWHERE = -1, -2
+
+#: A shortest cycle is searched from this many vertices, so that a hopeless partition still fails in linear time.
+_STARTS_TRIED = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Quotient:
-    """The vertices with the number of their first node, and for each edge one pair of nodes that causes it."""
+    """The vertices with the number of their first node, and for each edge a pair of nodes that causes it.
+
+    Group `g` is vertex `g`; a node `i` that stands alone is vertex `groups + i`.
+    """
 
     groups: int
     first: dict[int, int]
@@ -110,25 +32,15 @@ class Quotient:
 
     def stable_order(self) -> list[int] | None:
         """The vertices in an order that obeys every edge, earliest first node first; None if there is a cycle."""
-        waits, successors = self._neighbours()
-        ready = [(number, vertex) for vertex, number in self.first.items() if not waits[vertex]]
-        heapify(ready)
-        order: list[int] = []
-        while ready:
-            vertex = heappop(ready)[1]
-            order.append(vertex)
-            for after in successors.get(vertex, ()):
-                waits[after] -= 1
-                if not waits[after]:
-                    heappush(ready, (self.first[after], after))
+        order = _stable_order(self.first, self.causes)
         return order if len(order) == len(self.first) else None
 
     def shortest_cycle(self) -> list[tuple[int, int]]:
-        """The edges of a cycle than which none is shorter, among those through the vertices that are tried."""
-        _, successors = self._neighbours()
-        knots: list[list[int]] = [knot for knot in components(self.first, successors) if len(knot) > 1]
+        """The edges of a cycle that is the shortest through one of the vertices that are tried."""
+        successors = _successors(self.causes)
+        cyclic = [component for component in components(self.first, successors) if len(component) > 1]
         best: list[int] = []
-        smallest = min(knots, key=len)
+        smallest = min(cyclic, key=len)
         for start in sorted(smallest)[:_STARTS_TRIED]:
             path = _path_back(start, successors, limit=len(best) or None)
             if path and (not best or len(path) < len(best)):
@@ -136,18 +48,6 @@ class Quotient:
             if len(best) == 2:
                 break
         return list(zip(best, best[1:] + best[:1], strict=True))
-
-    def _neighbours(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        waits = dict.fromkeys(self.first, 0)
-        successors: dict[int, list[int]] = {}
-        for before, after in self.causes:
-            waits[after] += 1
-            successors.setdefault(before, []).append(after)
-        return waits, successors
-
-
-#: A shortest cycle is searched from this many vertices, so that a hopeless partition still fails in linear time.
-_STARTS_TRIED = 32
 
 
 def quotient(owner: Sequence[int], groups: int, edges: Iterable[tuple[int, int]]) -> Quotient:
@@ -174,6 +74,81 @@ def quotient(owner: Sequence[int], groups: int, edges: Iterable[tuple[int, int]]
         if (source, target) not in causes:
             causes[source, target] = (before, after)
     return Quotient(groups, first, causes)
+
+
+def fused_order(
+    owner: Sequence[int],
+    lasts: Sequence[int],
+    items: Mapping[int, int],
+    *,
+    data: Iterable[tuple[int, int]],
+    effects: Iterable[tuple[int, int]],
+    dropped: Collection[int],
+) -> list[int]:
+    """The steps after each group became a call, as close to their old order as all edges allow.
+
+    A step is a node, by its number, or a call, by the last node of its group, whose place it takes; items of its
+    result follow it. `items` maps each node that its group returns as one item of several to its step, from
+    `len(owner)` on. The groups must be able to run one after another.
+    """
+    steps = _original_order(owner, lasts, items, dropped)
+    rank = dict(zip(steps, range(len(steps)), strict=True))
+    edges = [(rank[lasts[owner[number]]], rank[item]) for number, item in items.items()]
+    for is_data, (source, target) in chain(((True, edge) for edge in data), ((False, edge) for edge in effects)):
+        if source in dropped or target in dropped or (owner[source] == owner[target] != ALONE):
+            continue
+        before = items.get(source) if is_data else None
+        if before is None:
+            before = source if owner[source] == ALONE else lasts[owner[source]]
+        after = target if owner[target] == ALONE else lasts[owner[target]]
+        edges.append((rank[before], rank[after]))
+    if all(before < after for before, after in edges):
+        return steps
+    order = _stable_order({at: at for at in range(len(steps))}, edges)
+    assert len(order) == len(steps), "the groups cannot run one after another"
+    return [steps[at] for at in order]
+
+
+def _original_order(
+    owner: Sequence[int], lasts: Sequence[int], items: Mapping[int, int], dropped: Collection[int]
+) -> list[int]:
+    items_of: dict[int, list[int]] = {}
+    for number, item in items.items():
+        items_of.setdefault(owner[number], []).append(item)
+    steps: list[int] = []
+    for number, group in enumerate(owner):
+        if number in dropped:
+            continue
+        if group == ALONE:
+            steps.append(number)
+        elif lasts[group] == number:
+            steps += (number, *items_of.get(group, ()))
+    return steps
+
+
+def _stable_order(first: Mapping[int, int], edges: Collection[tuple[int, int]]) -> list[int]:
+    """The vertices in topological order, those with the smallest `first` first; without those that cycles hold up."""
+    waits, successors = dict.fromkeys(first, 0), _successors(edges)
+    for _, after in edges:
+        waits[after] += 1
+    ready = [(number, vertex) for vertex, number in first.items() if not waits[vertex]]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        vertex = heappop(ready)[1]
+        order.append(vertex)
+        for after in successors.get(vertex, ()):
+            waits[after] -= 1
+            if not waits[after]:
+                heappush(ready, (first[after], after))
+    return order
+
+
+def _successors(edges: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    successors: dict[int, list[int]] = {}
+    for before, after in edges:
+        successors.setdefault(before, []).append(after)
+    return successors
 
 
 def _path_back(start: int, successors: dict[int, list[int]], *, limit: int | None) -> list[int]:

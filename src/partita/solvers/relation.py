@@ -1,4 +1,7 @@
-"""Units, levels, strongly connected components."""
+"""Dependencies between units, the groups of nodes that are assigned as one; their levels, and strong components.
+
+A unit is the number of its first node. The kind of a unit says which part may hold it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,99 @@ from typing import TypeAlias
 
 __all__ = ["NO_UNIT", "REFUSED", "Relation", "components", "earliest_levels", "latest_levels", "relation"]
 
+#: The unit of a node that is in none.
+NO_UNIT = -1
 
-# Strongly connected components: vertices that reach each other.
+#: The kind of a unit that no part may hold.
+REFUSED = -1
+
+#: The neighbours of each unit; an empty tuple for a unit without any.
+Neighbours: TypeAlias = list[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """Dependencies between units, and an order in which they could run.
+
+    `reads` and `readers` are data edges; `predecessors` and `successors` are all edges.
+    """
+
+    order: Sequence[int]
+    reads: Neighbours
+    readers: Neighbours
+    predecessors: Neighbours
+    successors: Neighbours
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    def reversed(self) -> Relation:
+        """The same units with every edge reversed."""
+        return Relation(self.order[::-1], self.readers, self.reads, self.successors, self.predecessors)
+
+
+def relation(
+    unit_of: Sequence[int],
+    order: Sequence[int],
+    *,
+    data: Iterable[tuple[int, int]],
+    effects: Iterable[tuple[int, int]],
+) -> Relation:
+    """The relation of units in `order`, from the edges between their nodes."""
+    empty: Sequence[int] = ()
+    reads: Neighbours = [empty] * len(unit_of)
+    readers: Neighbours = [empty] * len(unit_of)
+    for source, target in data:
+        one, other = unit_of[source], unit_of[target]
+        if one != other and one >= 0 and other >= 0:
+            _append(reads, other, one)
+            _append(readers, one, other)
+    predecessors, successors = reads[:], readers[:]
+    for source, target in effects:
+        one, other = unit_of[source], unit_of[target]
+        if one != other and one >= 0 and other >= 0:
+            if predecessors[other] is reads[other]:  # Shared until the first effect.
+                predecessors[other] = list(reads[other])
+            if successors[one] is readers[one]:
+                successors[one] = list(readers[one])
+            _append(predecessors, other, one)
+            _append(successors, one, other)
+    return Relation(order, reads, readers, predecessors, successors)
+
+
+def earliest_levels(relation: Relation, kinds: Sequence[int]) -> list[int]:
+    """The lowest level of each unit: the number of parts on the longest path that ends in it.
+
+    A path needs a new part wherever it leads from a refused unit to an accepted one, so no partition has fewer parts.
+    Levels never fall along an edge, so the accepted units of one level can run in one call; a refused unit runs after
+    the part of its level.
+    """
+    levels = [0] * len(relation)
+    predecessors = relation.predecessors
+    for unit in relation.order:
+        is_refused = kinds[unit] == REFUSED
+        level = 0 if is_refused else 1
+        for source in predecessors[unit]:
+            reached = levels[source]
+            if reached >= level:
+                level = reached if is_refused or kinds[source] != REFUSED else reached + 1
+        levels[unit] = level
+    return levels
+
+
+def latest_levels(relation: Relation, kinds: Sequence[int], highest: int) -> list[int]:
+    """The highest level of each unit if there are `highest` parts."""
+    levels = [highest] * len(relation)
+    successors = relation.successors
+    for unit in reversed(relation.order):
+        is_refused = kinds[unit] == REFUSED
+        level = highest
+        for target in successors[unit]:
+            allowed = levels[target]
+            if allowed <= level:
+                level = allowed - 1 if is_refused and kinds[target] != REFUSED else allowed
+        levels[unit] = level
+    return levels
 
 
 def components(vertices: Iterable[int], successors: Mapping[int, Sequence[int]]) -> list[list[int]]:
@@ -19,6 +113,14 @@ def components(vertices: Iterable[int], successors: Mapping[int, Sequence[int]])
         if vertex not in search.lowest:
             search.visit(vertex)
     return search.found
+
+
+def _append(neighbours: Neighbours, unit: int, neighbour: int) -> None:
+    known = neighbours[unit]
+    if isinstance(known, list):
+        known.append(neighbour)
+    else:
+        neighbours[unit] = [neighbour]
 
 
 class _Search:
@@ -62,119 +164,3 @@ class _Search:
             if member == vertex:
                 break
         self.found.append(component)
-
-
-# Levels: the fewest parts for nodes that one backend accepts or refuses, in one pass.
-#
-# The level of a node is the number of parts on the longest path that ends in it: a path needs a new part wherever it
-# comes from a refused node to an accepted one. Levels never fall along an edge, and rise from refused to accepted, so
-# the accepted nodes of one level can run in one call, after those of the level before. A path with k such places
-# needs k parts in any partition, so there is no smaller number.
-
-
-#: The kind of a unit that no part may hold.
-REFUSED = -1
-
-
-def earliest_levels(relation: Relation, kinds: Sequence[int]) -> list[int]:
-    """The lowest level of each unit; a refused unit runs after the part of its level."""
-    levels = [0] * len(relation)
-    behind = relation.behind
-    for unit in relation.order:
-        is_refused = kinds[unit] == REFUSED
-        level = 0 if is_refused else 1
-        for source in behind[unit]:
-            reached = levels[source]
-            if reached >= level:
-                level = reached if is_refused or kinds[source] != REFUSED else reached + 1
-        levels[unit] = level
-    return levels
-
-
-def latest_levels(relation: Relation, kinds: Sequence[int], highest: int) -> list[int]:
-    """The highest level of each unit if there are `highest` parts."""
-    levels = [highest] * len(relation)
-    before = relation.before
-    for unit in reversed(relation.order):
-        is_refused = kinds[unit] == REFUSED
-        level = highest
-        for target in before[unit]:
-            allowed = levels[target]
-            if allowed <= level:
-                level = allowed - 1 if is_refused and kinds[target] != REFUSED else allowed
-        levels[unit] = level
-    return levels
-
-
-# A relation between units: groups of nodes that move as one, in an order in which they could run.
-#
-# Numbers only. A unit is named by its first node; nodes that are in no unit have none.
-
-
-NO_UNIT = -1
-
-#: For each unit others that it has to do with; those of a unit without any are an empty tuple.
-Neighbours: TypeAlias = list[Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Relation:
-    """The units in an order in which they could run.
-
-    `reads` and `readers` are the data; `behind` and `before` are all that must run earlier and later, data included.
-    """
-
-    order: Sequence[int]
-    reads: Neighbours
-    readers: Neighbours
-    behind: Neighbours
-    before: Neighbours
-
-    def __len__(self) -> int:
-        return len(self.reads)
-
-    def reversed(self) -> Relation:
-        """The same units with every edge turned round."""
-        return Relation(self.order[::-1], self.readers, self.reads, self.before, self.behind)
-
-
-def relation(
-    unit_of: Sequence[int],
-    order: Sequence[int],
-    *,
-    data: Iterable[tuple[int, int]],
-    effects: Iterable[tuple[int, int]],
-) -> Relation:
-    """The relation of units in `order`, from the edges between their nodes."""
-    reads, readers = _neighbours(unit_of, data)
-    behind, before = reads[:], readers[:]
-    for source, target in effects:
-        one, other = unit_of[source], unit_of[target]
-        if one != other and one >= 0 and other >= 0:
-            behind[other] = [*behind[other], one] if behind[other] is reads[other] else _added(behind[other], one)
-            before[one] = [*before[one], other] if before[one] is readers[one] else _added(before[one], other)
-    return Relation(order, reads, readers, behind, before)
-
-
-def _neighbours(unit_of: Sequence[int], data: Iterable[tuple[int, int]]) -> tuple[Neighbours, Neighbours]:
-    empty: Sequence[int] = ()
-    reads: Neighbours = [empty] * len(unit_of)
-    readers: Neighbours = [empty] * len(unit_of)
-    for source, target in data:
-        one, other = unit_of[source], unit_of[target]
-        if one != other and one >= 0 and other >= 0:
-            if reads[other] is empty:
-                reads[other] = [one]
-            else:
-                _added(reads[other], one)
-            if readers[one] is empty:
-                readers[one] = [other]
-            else:
-                _added(readers[one], other)
-    return reads, readers
-
-
-def _added(known: Sequence[int], unit: int) -> list[int]:
-    assert isinstance(known, list)
-    known.append(unit)
-    return known

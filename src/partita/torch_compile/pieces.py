@@ -29,7 +29,7 @@ from partita.plans.treatment import (
 )
 from partita.program.body_effects import seen_once, written_inputs
 from partita.program.program import Program
-from partita.rewrite.writes_apart import write_apart
+from partita.rewrite.bodies import copy_mutated_inputs
 from partita.torch_compile._torch.backends import adopt_origin, own_tracing_context, sources_of
 from partita.torch_compile.options import Inner
 from partita.torch_compile.piece_borders import Border, Bordered, PieceCall, SharedMemoryError, edges_before, look_at
@@ -117,7 +117,7 @@ class _PieceCompiler(Interpreter):
             self._leave(call.name, body, str(error))
             return call
         if own.written:
-            write_apart(body, own.written, without=[place for place, _ in own.handed_back])
+            copy_mutated_inputs(body, own.written, without=[place for place, _ in own.handed_back])
         self._compile(node, body, [before[at] if at in own.written else arg for at, arg in enumerate(args)])
         self.calls[-1] = call.now_compiled(own)
         return call

@@ -1,4 +1,4 @@
-"""Treatments: what happens to a region, and what a recomputed one keeps."""
+"""The public names of the treatments: what happens to a region, and what a recomputed one keeps."""
 
 from partita.lowering.lower import Lower
 from partita.plans import Treatment

@@ -1,4 +1,4 @@
-"""Call, Mark, Mode."""
+"""Treatments without a run time of their own: `Call` a body, `Mark` nodes, set modes by operators (`Mode`)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,19 @@ from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 __all__ = ["Call", "Mark", "Mode"]
 
 
-# Call: the region runs as it is, as a submodule.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Calls the body itself; same bits, any modes."""
+    """Calls the body unchanged, as a submodule; bitwise equal, in any modes."""
 
     def treat(self, body: GraphModule) -> GraphModule:
         return body
 
 
-# Mark: the region's nodes get metadata, for others to act on.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Writes `value`, or the region's name where none is given, under `key` in the metadata of every node."""
+    """Writes `value`, the region's name by default, under `key` in the metadata of every node."""
 
     key: str
     value: object = None
@@ -48,13 +42,10 @@ class Mark:
         return {self.key: region.name if self.value is None else self.value}
 
 
-# Mode: the region's modes are set by operators that run a body, instead of toggles in the graph.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Runs the body under its grad, inference and autocast modes through operators, nested as the modes are.
+    """Runs the body under its grad, inference and autocast modes through higher-order operators instead of toggles.
 
     `operators="torch"` uses torch's own, for a program that must load without Partita; torch has none for inference
     mode. A region in one mode becomes one call; of a region that holds several, the body calls the operators.
@@ -62,7 +53,7 @@ class Mode:
 
     operators: OperatorFamily = "partita"
 
-    #: An operator puts back what it found, so nothing is left switched for the caller.
+    #: An operator restores the modes of its caller.
     puts_back_modes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -78,6 +69,6 @@ class Mode:
     def _treated(self, program: Program) -> nn.Module | Called:
         body, module = program.graph_module, wrap_modes(program, WrapStyle(self.operators)).graph_module
         if not has_toggles(body.graph):
-            return Called(module, inlined=True)  # Only the bodies that its operators run switch modes.
+            return Called(module, inlined=True)  # Only bodies of its operators switch modes.
         single = only_call(module)
         return module if single is None else Called(*single)

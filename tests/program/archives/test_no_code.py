@@ -118,7 +118,7 @@ def test_a_load_neither_unpickles_nor_evaluates(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("letter", ['"', "\\", "\n", "\0"], ids=["quote", "backslash", "line break", "null"])
 def test_a_region_is_not_named_by_what_could_end_a_string(letter: str) -> None:
     traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
-    with pytest.raises(RegionError, match="quote, a backslash or a sign"):
+    with pytest.raises(RegionError, match="quote, a backslash or an unprintable"):
         partita.Region(f"a{letter}b", tuple(Program.of(traced).operators()))
     with pytest.raises(RegionError, match="its label or affix"):
         split_module(traced, None, lambda node: 0, partition_affix=f"x{letter}")
