@@ -18,7 +18,6 @@ from partita.cli.demo import (
     language_model,
     lowering,
     modes,
-    onnx_runtime,
     recomputing,
     reload,
     splitting,
@@ -71,9 +70,9 @@ def test_the_chapter_on_modes_shows_the_tree_and_the_round_trip(demo: str) -> No
 def test_the_chapter_on_modes_says_that_onnx_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(onnx_runtime, "find_spec", lambda name: None)
-    monkeypatch.setattr(modes, "_tell_file", lambda wrapped: True)
-    assert modes.tell()
+    monkeypatch.setattr(modes, "find_spec", lambda name: None)
+    monkeypatch.setattr(modes, "_show_file", lambda wrapped: True)
+    assert modes.show()
     assert "which are not all installed" in capsys.readouterr().out
 
 
@@ -94,24 +93,24 @@ def test_the_chapter_on_lowering_gives_the_reasons_and_verifies(demo: str) -> No
     assert "lowered with aot_eager, values and gradients compared: nothing differs in 3 calls" in told
     assert "run eagerly: 0" in told
     # A compiler that is slow, or that nobody has used before, is not waited for.
-    assert "compared under no_grad: nothing differs" in told or "lowered with inductor: left out" in told
+    assert "compared under no_grad: nothing differs" in told or "lowered with inductor: skipped" in told
 
 
 def test_the_chapter_on_lowering_needs_no_other_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(language_model, "find_spec", lambda name: None)
-    assert lowering._tell_capability().equal
+    assert lowering._show_capability().equal
     assert capsys.readouterr().out.startswith("a small decoder; ")
 
 
 def test_the_chapter_on_lowering_waits_for_no_slow_compiler(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lowering, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(lowering, "_tell_capability", lambda: partita.compare(torch.sin, torch.sin, (torch.ones(2),)))
-    assert lowering.tell()
-    assert "left out" in capsys.readouterr().out
+    monkeypatch.setattr(lowering, "_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lowering, "_show_capability", lambda: partita.compare(torch.sin, torch.sin, (torch.ones(2),)))
+    assert lowering.show()
+    assert "skipped" in capsys.readouterr().out
 
 
 def test_the_chapter_on_lowering_compiles_equal_regions_once(
@@ -135,7 +134,7 @@ def test_the_chapter_on_recomputation_holds_less_with_the_same_losses(demo: str)
     assert bytes_held["recomputed"] * 10 < bytes_held["plain"]
     assert len(losses["plain"]) == 3
     assert losses["plain"] == losses["recomputed"]
-    assert "losses, parameters and the written buffer: same, bit for bit" in lines
+    assert "losses, parameters and the mutated buffer: same, bit for bit" in lines
 
 
 def test_the_chapter_on_recomputation_tells_losses_that_differ(
@@ -143,15 +142,15 @@ def test_the_chapter_on_recomputation_tells_losses_that_differ(
 ) -> None:
     losses = iter(([3.0, 2.0, 1.0], [3.0, 2.0, 1.5]))
     monkeypatch.setattr(recomputing, "_trained", lambda module, ids: next(losses))
-    assert not recomputing.tell()
+    assert not recomputing.show()
     assert "DIFFERENT" in capsys.readouterr().out
 
 
 def test_the_chapter_on_recomputation_tells_a_wrong_prediction(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recomputing, "_held_bytes", lambda module, ids: 1_000_000)
-    assert not recomputing.tell()
+    monkeypatch.setattr(recomputing, "_saved_bytes", lambda module, ids: 1_000_000)
+    assert not recomputing.show()
     assert "same, bit for bit" in capsys.readouterr().out
 
 
@@ -164,7 +163,7 @@ def test_a_chapter_that_fails_is_told_by_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("partita.cli.demo._CHAPTERS", (splitting,))
-    monkeypatch.setattr(splitting, "tell", lambda: False)
+    monkeypatch.setattr(splitting, "show", lambda: False)
     assert main(["demo"]) == 1
     assert "did not hold" in capsys.readouterr().out
 

@@ -584,7 +584,7 @@ def test_a_call_that_does_not_fit_is_refused() -> None:
     body, inputs, outputs = ours.fuse_as_graphmodule(module, named(module, ["sin"]), "Body", always_return_tuple=True)
     for wrong, phrase in (
         (((), outputs), "takes 1 inputs, but orig_inputs are 0"),
-        ((inputs, (*outputs, *outputs)), "gives 1 values"),
+        ((inputs, (*outputs, *outputs)), "returns 1 values"),
         ((inputs, ()), "Cannot determine insertion point"),
         ((tuple(named(chain(), ["x"])), outputs), "doesn't belong to passed in graph module"),
     ):

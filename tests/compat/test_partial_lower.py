@@ -479,7 +479,7 @@ def _raising(subject: Any) -> Any:
         ((_raising,), {}, CallbackError, "node predicate raised KeyError for node 'mm'"),
         ((but("cumsum"), _raising), {}, CallbackError, "subgraph predicate raised KeyError"),
         ((but("cumsum"), bool, _raising), {}, CallbackError, "dumper raised KeyError"),
-        ((but("cumsum"), bool, len), {}, CallbackError, "gives a tag, which is text, and it gave"),
+        ((but("cumsum"), bool, len), {}, CallbackError, "it must return a tag, which is text"),
         ((3,), {}, OptionError, "node_predicate is a function"),
         ((bool, 3), {}, OptionError, "subgraph_predicate is a function"),
         ((bool, bool, 3), {}, OptionError, "dumper is called with"),

@@ -1,1 +1,1 @@
-"""torch's own names and signatures, one module here for one module there."""
+"""Drop-in replacements under torch's own names and signatures, one module for each of torch's."""

@@ -1,4 +1,4 @@
-"""Groups of nodes that are to be fused: checked, jointly legal, and with names that are free."""
+"""Checks groups of nodes that are to be fused: their nodes, their joint legality, and free names for them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
     "checked_nodes",
     "free_name",
     "free_names",
-    "note_owned",
+    "record_owned",
 ]
 
 
-#: Where the metadata of a fused module names the placeholders that went into it. Nobody passes them to the call: who
-#: gives a module its constants (ExecuTorch's delegates) gives them by a signature of its own.
+#: The key in `meta` of a fused module under which its own placeholders are listed. The call does not pass them:
+#: ExecuTorch's delegates, which hold their constants, get them by a signature of their own.
 _OWNED = "owned_placeholders"
 
 
@@ -42,7 +42,7 @@ class FusionError(RegionError, AssertionError):
 
 
 class FusionCycleError(CycleError, AssertionError):
-    """Nodes that cannot run in one call, or not in the calls that are asked for."""
+    """Nodes that cannot run in one call, or not in the requested calls."""
 
 
 def checked_module(gm: object, role: str = "nodes are fused in") -> GraphModule:
@@ -53,7 +53,7 @@ def checked_module(gm: object, role: str = "nodes are fused in") -> GraphModule:
 
 
 def checked_nodes(gm: GraphModule, nodes: Iterable[Node], called: str) -> list[Node]:
-    """The nodes, each of which stands in the graph of `gm` and can be fused; a set is put into graph order."""
+    """The nodes, all of the graph of `gm` and fusible; a set is sorted in graph order."""
     if isinstance(nodes, Node | str) or not isinstance(nodes, Iterable):
         raise FusionError(f"{called} is a collection of nodes, not {nodes!r}")
     held: list[Any] = list(nodes)
@@ -62,7 +62,7 @@ def checked_nodes(gm: GraphModule, nodes: Iterable[Node], called: str) -> list[N
             raise FusionError(f"{called} holds {node!r}, which is no node; take the nodes from `gm.graph`")
         check_node(gm, node, called)
         if node.op == "output":
-            raise FusionError(f"{called} holds {node.name!r}: the output of a graph cannot be fused; leave it out")
+            raise FusionError(f"{called} holds {node.name!r}: the output of a graph cannot be fused; exclude it")
     if len(set(held)) != len(held):
         twice = next(node for place, node in enumerate(held) if node in held[:place])
         raise FusionError(f"{called} holds {twice.name!r} twice; name it once")
@@ -70,7 +70,7 @@ def checked_nodes(gm: GraphModule, nodes: Iterable[Node], called: str) -> list[N
 
 
 def check_node(gm: GraphModule, node: Node, called: str) -> None:
-    """Raises unless `node` stands in the graph of `gm`."""
+    """Raises unless `node` is in the graph of `gm`."""
     advice = "take the nodes from `gm.graph` as it is now"
     if node._erased:
         raise FusionError(f"{node} has been removed from owning graph, yet {called} names it; {advice}")
@@ -80,29 +80,31 @@ def check_node(gm: GraphModule, node: Node, called: str) -> None:
         raise FusionError(f"{node} doesn't belong to passed in graph module {gm._get_name()}: {called}; {advice}")
 
 
-def note_owned(body: GraphModule, nodes: Iterable[Node]) -> None:
-    """Notes on `body` which of its inputs it owns: those that were placeholders among the fused nodes."""
+def record_owned(body: GraphModule, nodes: Iterable[Node]) -> None:
+    """Records in the metadata of `body` which inputs it owns: the placeholders among the fused nodes."""
     owned = tuple(node.name for node in nodes if node.op == "placeholder")
     if owned:
         body.meta[_OWNED] = owned
 
 
 def check_call(body: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
-    """Raises unless `body` takes so many inputs, beside placeholders that it owns, and gives so many outputs."""
-    given = body.graph.output_node().args[0]
-    if isinstance(given, tuple) and len(given) < len(outputs):
-        raise FusionError(f"{len(outputs)} nodes are to be replaced, but the inserted module gives {len(given)} values")
-    taken = body.graph.find_nodes(op="placeholder")
-    if type(body.graph._codegen) is not CodeGen or any(str(node.target).startswith("*") for node in taken):
+    """Raises unless `body` takes these inputs, beside placeholders that it owns, and returns enough outputs."""
+    returned = body.graph.output_node().args[0]
+    if isinstance(returned, tuple) and len(returned) < len(outputs):
+        raise FusionError(
+            f"{len(outputs)} nodes are to be replaced, but the inserted module returns {len(returned)} values"
+        )
+    placeholders = body.graph.find_nodes(op="placeholder")
+    if type(body.graph._codegen) is not CodeGen or any(str(node.target).startswith("*") for node in placeholders):
         return
     owned = body.meta.get(_OWNED, ())
-    needed = sum(not node.args and node.name not in owned for node in taken)
-    if not needed <= len(inputs) <= len(taken):
-        raise FusionError(f"the inserted module takes {len(taken)} inputs, but orig_inputs are {len(inputs)}")
+    needed = sum(not node.args and node.name not in owned for node in placeholders)
+    if not needed <= len(inputs) <= len(placeholders):
+        raise FusionError(f"the inserted module takes {len(placeholders)} inputs, but orig_inputs are {len(inputs)}")
 
 
 def check_together(program: Program, groups: Sequence[Sequence[Node]], names: Sequence[str]) -> None:
-    """Raises unless the groups are disjoint and can run one after another, by data and by effects."""
+    """Raises unless the groups are disjoint and can run one after another by data and effect dependencies."""
     index, root, toggles = program.index, program.graph_module, program.modes.toggles
     owner = [NOWHERE if node.op in ("placeholder", "output") else ALONE for node in index.nodes]
     for at, group in enumerate(groups):
@@ -125,7 +127,7 @@ def check_together(program: Program, groups: Sequence[Sequence[Node]], names: Se
 
 
 def free_names(root: nn.Module, prefix: str, count: int) -> list[str]:
-    """`prefix` with the numbers from 0 on; or, if one of these is taken, from the highest that is taken on."""
+    """`prefix` with the numbers from 0 on; if one of these is taken, with those after the highest that is taken."""
     folder, _, start = prefix.rpartition(".")
     holder = _holder(root, folder, prefix)
     taken = () if holder is None else {*holder._modules, *holder._parameters, *holder._buffers, *holder.__dict__}

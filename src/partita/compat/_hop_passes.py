@@ -1,4 +1,4 @@
-"""What torch's two passes have in common: settings of one kind become calls of torch's own operators."""
+"""The common part of torch's two passes: mode toggles of one kind become calls of torch's wrapping operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from partita._torch import toggles
 from partita.analysis.mode import AMBIENT, Grad, Mode
 from partita.analysis.modes import only_argument, traced_grad
-from partita.errors import OptionError
+from partita.compat._fused_groups import checked_module
 from partita.program.exported import check_signature, following
 from partita.program.mode_runs import ModeRun
 from partita.program.program import Program
@@ -24,25 +24,24 @@ __all__ = ["Signature", "replace_with_operators"]
 
 Signature: TypeAlias = ExportGraphSignature | None
 
-#: For each node of a graph, whether torch begins a new piece there.
+#: For each node of a graph, whether torch starts a new submodule there.
 Openings: TypeAlias = Callable[[Sequence[Node]], Sequence[bool]]
 
 
 def replace_with_operators(
     gm: GraphModule, graph_signature: Signature, *, kind: type, openings: Openings
 ) -> tuple[GraphModule, Signature]:
-    """A new module with settings of one kind as operators, and a signature of its own; the same ones without any."""
-    if not isinstance(gm, GraphModule):
-        raise OptionError(f"the pass takes a torch.fx.GraphModule, not {type(gm).__name__}")
+    """A new module with modes of one kind as operators, and its signature; the arguments themselves if it has none."""
+    checked_module(gm, "the pass takes")
     if graph_signature is not None:
         check_signature(gm.graph, graph_signature)
 
     def names(program: Program, runs: Sequence[ModeRun]) -> Sequence[str]:
-        """A body is called by the number of the piece that torch would have cut there."""
+        """A body has the number of the submodule that torch would have cut there."""
         pieces = list(accumulate(map(int, openings(program.index.nodes))))
         return [f"submod_{pieces[run.numbers[0]]}" for run in runs]
 
-    # The autocast pass leaves grad modes as they are, so there the caller makes no difference.
+    # The autocast pass keeps grad modes, so there the mode of the caller makes no difference.
     program = Program(gm, caller=_caller(gm) if kind is Grad else AMBIENT)
     style = WrapStyle("torch", frozenset((kind,)), names, named_by_operator=True, passes_symbols=False)
     result = wrap_modes(program, style)
@@ -55,12 +54,11 @@ def replace_with_operators(
 
 
 def _caller(gm: GraphModule) -> Mode:
-    """The grad mode that a graph is taken to be called in, to which its toggles are compared.
+    """The assumed grad mode of the caller, relative to which toggles are redundant.
 
-    Torch takes the mode of whoever runs the pass; what counts is how the program will be called, with gradients as a
-    rule. A graph that switches gradients on and ends with them off was traced with them off, where torch.export runs
-    the pass as well: its blocks say what the caller's mode does not. Run in another mode, or with toggles that are no
-    blocks, all of them are kept.
+    Torch takes the mode in which the pass runs; what counts is how the program will be called, usually with gradients.
+    A graph that enables gradients and ends with them disabled was traced under no_grad, where torch.export runs the
+    pass as well. Run in another mode, or with toggles that are not paired, all of them are kept.
     """
     found = gm.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
     values = [only_argument(node, "enabled") for node in found]

@@ -1,6 +1,6 @@
-"""Lowering in place: regions become calls that compile when they are first needed, in the module that holds them.
+"""Lowers regions in place: they become calls in their module, compiled when they are first called.
 
-Everything is made before a module is touched; then it gets its new graph in one step, or its graph is edited like it.
+Everything is prepared before a module is changed; then its graph is replaced in one step, or edited to match.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from partita.rewrite.state import MovedByPart, name_state, rewrite_in_place
 __all__ = ["Prepared", "commit", "prepare", "record_of"]
 
 
-#: Under what a module that lowers a part of itself keeps the record of it in its `meta`.
+#: The key of the record in the `meta` of a module with lowered regions.
 _KEY = "partita_lowering"
 
-#: Inputs of bodies are called by their places, as torch's partial lowering called them.
+#: Inputs of bodies are named by position, as in torch's partial lowering.
 _NUMBERED_INPUTS = OutlineStyle(body=BodyStyle(keeps_input_names=False))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What went wrong in the lowered regions of a module, and which of its modules are called in them."""
+    """The failures in the lowered regions of a module, and the original keys of state that moved into them."""
 
     failures: Failures = field(default_factory=Failures)
     state_keys: StateKeys = UNMOVED
@@ -44,7 +44,7 @@ class Record:
 @final
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A module, the graph that it will have, the modules that this calls, and the record of it all."""
+    """A module, its new graph, the submodules that the new graph calls, and the record for its `meta`."""
 
     root: GraphModule
     graph: Graph
@@ -67,9 +67,9 @@ def prepare(
     *,
     is_tagged: bool = False,
 ) -> Prepared:
-    """What makes each region a call under one of these `names` of what `lower` says for the region and its body.
+    """The module with each region as a call under one of these `names`, lowered as `lower` decides for region and body.
 
-    The calls carry the tag of the treatment as their keyword `tag` where they are to be tagged.
+    With `is_tagged`, the calls carry the tag of the treatment as their keyword `tag`.
     """
     program, known = partition.program, record_of(partition.program.graph_module)
     cut = outlined(partition, names=names, style=_NUMBERED_INPUTS)
@@ -92,9 +92,9 @@ def prepare(
 
 
 def commit(prepared: Sequence[Prepared], *, edits_graphs: bool = False) -> None:
-    """Gives all modules their new graphs, or, where one cannot have it, none; state dicts keep their names.
+    """Installs the new graphs in all modules, or, where one fails, in none; state dicts keep their names.
 
-    With `edits_graphs`, a module keeps its graph, with the nodes that are in no region, edited to be the new one.
+    With `edits_graphs`, a module keeps its graph and the nodes that are in no region, edited to match the new one.
     """
     before = [(one.root, one.root.graph, dict(one.root._modules)) for one in prepared]
     try:
@@ -119,10 +119,10 @@ def commit(prepared: Sequence[Prepared], *, edits_graphs: bool = False) -> None:
 
 
 def _keep_calls_in_pickles(root: GraphModule) -> None:
-    """Lets torch unpickle a module, which it does by tracing its code, with a tracer that does not go into calls.
+    """Makes torch unpickle a module, which it does by tracing its code, with a tracer that keeps calls of submodules.
 
-    It uses the class that traced the module first. Those that trace calls in their own way, as `make_fx` does, go into
-    every called module (torch 2.13), so that nothing would be lowered in what is loaded.
+    It uses the tracer class of the original trace. Those with their own `call_module`, as `make_fx` has, trace into
+    every submodule (torch 2.13), so that nothing would be lowered in the loaded module.
     """
     tracer = root.graph._tracer_cls
     if tracer is not None and tracer.call_module is not Tracer.call_module:

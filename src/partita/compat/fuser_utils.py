@@ -1,4 +1,4 @@
-"""Fuser_utils."""
+"""A drop-in replacement for `torch.fx.passes.utils.fuser_utils`, with its names, arguments and results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partita.compat._fused_groups import (
     checked_nodes,
     free_name,
     free_names,
-    note_owned,
+    record_owned,
 )
 from partita.errors import BrokenGraphError, ModeError
 from partita.program.program import program_being_edited
@@ -39,21 +39,31 @@ __all__ = [
 ]
 
 
-# `torch.fx.passes.utils.fuser_utils`, with its names, arguments and results, on Partita's engine.
-
-
 NodeList = list[Node]
-NodeSet = set[Node]
 
 
 def topo_sort(nodes: NodeList) -> NodeList:
-    """The nodes after all that they read, and with their effects in order; else in the order in which they came."""
-    return sorted_nodes(nodes)
+    """The nodes after their inputs and with their effects in order; otherwise in their order in the list."""
+    return _sorted_nodes(nodes)
 
 
 def validate_partition(partition: NodeList) -> bool:
     """Whether the nodes can run in one call: nothing outside must run in between, by data or by effects."""
-    return is_convex(list(partition))
+    nodes = list(partition)
+    if not nodes:
+        return True
+    inside, successors = set(nodes), _effect_successors_in(nodes[0].graph)
+    seen: set[Node] = set()
+    while nodes:
+        node = nodes.pop()
+        for after in (*node.users, *successors.get(node, ())):
+            if after in inside:
+                if node not in inside:
+                    return False
+            elif after not in seen:
+                seen.add(after)
+                nodes.append(after)
+    return True
 
 
 def fuse_as_graphmodule(
@@ -64,10 +74,10 @@ def fuse_as_graphmodule(
     *,
     always_return_tuple: bool = False,
 ) -> tuple[GraphModule, tuple[Node, ...], tuple[Node, ...]]:
-    """The nodes as a module whose class is called `module_name`, its inputs, and the nodes that it stands for.
+    """The nodes as a module whose class is called `module_name`, its inputs, and the nodes that its outputs replace.
 
-    `gm` is not changed. The nodes run in one mode, which is that of the place where the module will be called. A
-    placeholder among the nodes becomes an input that the module owns, as in torch: it is not among the inputs here.
+    `gm` is not changed. The nodes run in one mode, in which the module must be called. A placeholder among the nodes
+    becomes an input that the module owns, as in torch: it is not among the returned inputs.
     """
     program = program_being_edited(checked_module(gm))
     held = checked_nodes(gm, nodes, f"the partition {module_name!r}")
@@ -75,15 +85,15 @@ def fuse_as_graphmodule(
         odd = set(partition_lookup_table).symmetric_difference(held)
         raise FusionError(f"nodes and partition_lookup_table differ in {', '.join(sorted(map(str, odd)))}")
     check_together(program, [held], [module_name])
-    numbers = [program.index.number[node] for node in sorted_nodes(held, effect_successors(program))]
+    numbers = [program.index.number[node] for node in _sorted_nodes(held, effect_successors(program))]
     mode = mode_of_call(program, numbers)
     if mode is None or not program.modes.toggles.isdisjoint(numbers):
         raise ModeError(
             f"the nodes of {module_name!r} run in several modes, or switch them, so it matters where the module will "
-            "be called; leave toggles out and fuse each mode apart, or use `fuse_by_partitions`, which sets modes anew"
+            "be called; exclude toggles and fuse each mode apart, or use `fuse_by_partitions`, which sets modes anew"
         )
     body = fused_body(program, numbers, FusedStyle(module_name, mode, returns_tuple=always_return_tuple))
-    note_owned(body.module, held)
+    record_owned(body.module, held)
     return body.module, body.inputs, body.outputs
 
 
@@ -120,7 +130,7 @@ def insert_subgm(
 
 
 def erase_nodes(gm: GraphModule, nodes: NodeList) -> None:
-    """Erases the nodes, in any order, when nobody else reads them; else nothing."""
+    """Erases the nodes, in any order; raises, and erases none, if another node uses one of them."""
     held = dict.fromkeys(nodes)
     for node in held:
         check_node(checked_module(gm), node, "the list")
@@ -130,15 +140,15 @@ def erase_nodes(gm: GraphModule, nodes: NodeList) -> None:
                 f"Tried to erase Node {node} but it still had {len(others)} users in the graph: {', '.join(others)}; "
                 "replace it there first, or erase them too"
             )
-    for node in reversed(sorted_nodes(sorted(held), {})):
+    for node in reversed(_sorted_nodes(sorted(held), {})):
         gm.graph.erase_node(node)
 
 
 def legalize_graph(gm: GraphModule) -> GraphModule:
     """`gm` with its nodes in an order in which they can run; in place.
 
-    A node moves only if it stands before what it reads, or behind the output. Nodes that write or draw stay in their
-    order as far as data lets them; torch puts all nodes in an order of its own, which forgets about that.
+    A node moves only if it comes before one of its inputs, or after the output. Nodes that mutate or use RNG state keep
+    their order as far as data allows; torch sorts all nodes anew and ignores effects.
     """
     nodes = index_of_edited(checked_module(gm).graph).nodes
     before: Node | None = None
@@ -162,43 +172,40 @@ def fuse_by_partitions(
 ) -> GraphModule:
     """`gm` with every partition as a call of a submodule, named by `prefix` and its place in the list.
 
-    Works in place: all partitions are fused, or, where one cannot be, none. Empty ones are passed over. Where a module
-    of an earlier run has one of the names, numbering goes on after the highest.
+    Works in place: all partitions are fused, or, where one cannot be, none. Empty ones are skipped. Where a module
+    of an earlier run has one of the names, numbering continues after the highest.
     """
     program = program_being_edited(checked_module(gm))
-    given, number = list(partitions), program.index.number
-    names = free_names(gm, prefix, len(given))
+    listed, number = list(partitions), program.index.number
+    names = free_names(gm, prefix, len(listed))
     groups: dict[str, list[Node]] = {}
-    for name, partition in zip(names, given, strict=True):
-        # An input of the graph stays one, and is passed to whoever owns it.
+    for name, partition in zip(names, listed, strict=True):
+        # An input of the graph stays one, and is passed to the submodule.
         held = [node for node in checked_nodes(gm, partition, f"the partition {name!r}") if node.op != "placeholder"]
         if any(not is_trivial(program, number[node]) for node in held):
             groups[name] = held
     if not groups:
         return gm if program.index.nodes == list(gm.graph.nodes) else legalize_graph(gm)
     check_together(program, list(groups.values()), list(groups))
-    followers = effect_successors(program)
-    numbers = [[number[node] for node in sorted_nodes(group, followers)] for group in groups.values()]
+    successors = effect_successors(program)
+    numbers = [[number[node] for node in _sorted_nodes(group, successors)] for group in groups.values()]
     fuse(program, numbers, list(groups), returns_tuple=always_return_tuple)
     return gm
 
 
-# The order of chosen nodes, and whether they can run as one: by data, and by the effects of their graph.
+def _sorted_nodes(nodes: Iterable[Node], successors: Followers | None = None) -> list[Node]:
+    """The nodes in topological order by data and effects; where there is a choice, in the order of `nodes`.
 
-
-def sorted_nodes(nodes: Iterable[Node], followers: Followers | None = None) -> list[Node]:
-    """The nodes after all that they read and stay behind; where there is a choice, in the order in which they came.
-
-    `followers` are found where they are not given.
+    Without `successors`, the effect successors in the graph of the nodes are used.
     """
     held = list(nodes)
     if _is_in_graph_order(held):
         return held
-    if followers is None:
-        followers = _followers_in(held[0].graph)
+    if successors is None:
+        successors = _effect_successors_in(held[0].graph)
     waits = dict.fromkeys(held, 0)
     place = {node: at for at, node in enumerate(held)}
-    after = {node: [*node.users, *followers.get(node, ())] for node in held}
+    after = {node: [*node.users, *successors.get(node, ())] for node in held}
     for found in after.values():
         for node in found:
             if node in waits:
@@ -209,11 +216,11 @@ def sorted_nodes(nodes: Iterable[Node], followers: Followers | None = None) -> l
     while ready:
         _, node = heappop(ready)
         order.append(node)
-        for follower in after[node]:
-            if follower in waits:
-                waits[follower] -= 1
-                if not waits[follower]:
-                    heappush(ready, (place[follower], follower))
+        for later in after[node]:
+            if later in waits:
+                waits[later] -= 1
+                if not waits[later]:
+                    heappush(ready, (place[later], later))
     if len(order) != len(held):
         raise FusionError(
             "topological sorted nodes doesn't have same length as input nodes: "
@@ -222,27 +229,8 @@ def sorted_nodes(nodes: Iterable[Node], followers: Followers | None = None) -> l
     return order
 
 
-def is_convex(nodes: Sequence[Node]) -> bool:
-    """Whether nothing outside must run between the nodes."""
-    if not nodes:
-        return True
-    inside, followers = set(nodes), _followers_in(nodes[0].graph)
-    seen: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        for after in (*node.users, *followers.get(node, ())):
-            if after in inside:
-                if node not in inside:
-                    return False
-            elif after not in seen:
-                seen.add(after)
-                waiting.append(after)
-    return True
-
-
-def _followers_in(graph: Graph) -> Followers:
-    """Who stays behind whom in a graph by its effects; nobody where the graph has no module, or cannot run as it is."""
+def _effect_successors_in(graph: Graph) -> Followers:
+    """The effect successors of each node; none where the graph has no module, or is broken."""
     root = graph.owning_module
     if not isinstance(root, GraphModule) or root.graph is not graph:
         return {}
@@ -253,7 +241,7 @@ def _followers_in(graph: Graph) -> Followers:
 
 
 def _is_in_graph_order(nodes: Sequence[Node]) -> bool:
-    """Whether the nodes already stand in an order that obeys everything, because their graph does."""
+    """Whether the nodes are in graph order, and their graph in topological order."""
     if any(node._erased or node.graph is not nodes[0].graph for node in nodes):
         return False
     if not all(before < after for before, after in pairwise(nodes)):

@@ -1,4 +1,7 @@
-"""Partial_lower."""
+"""A replacement for `torch.distributed._spmd.partial_lower`, which torch has removed.
+
+It lowers what a backend supports, in place, and runs the rest eagerly.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,10 @@ from partita.regions import Partition, Region
 __all__ = ["MIN_ATEN_OPS_TO_LOWER", "partial_lower"]
 
 
-# `torch.distributed._spmd.partial_lower`, which torch has removed: lower what a compiler takes, run the rest.
-
-
 #: Fewer operators than this are not worth a call of compiled code.
 MIN_ATEN_OPS_TO_LOWER = 10
 
-#: What torch's partial lowering refused whatever the compiler: the fused steps of Adam, and what counts them.
+#: Operators that torch's partial lowering refused for every backend: fused Adam, and its step counters.
 _FUSED_ADAM = frozenset(
     (
         torch.ops.aten._fused_adam.default,
@@ -56,20 +56,20 @@ def partial_lower(
     backend: str | Backend = "inductor",
     strict: bool = False,
 ) -> GraphModule:
-    """`gm` itself, in which what the backend and the predicates take is compiled when it is first called.
+    """`gm` itself, in which what the backend and the predicates accept is compiled when it is first called.
 
     Contiguous runs of accepted nodes become submodules `subgraph_<i>`, or, with `contiguous=False`, the fewest groups
     that may run at once. One with fewer than `MIN_ATEN_OPS_TO_LOWER` operators of ATen stays as it is. `dumper` gets
-    each subgraph as text and gives the tag that its call carries and a profiler shows. What cannot be compiled runs
+    each subgraph as text and returns the tag that its call carries and a profiler shows. What cannot be compiled runs
     eagerly, with a warning, and is listed in `gm.meta["partita_lowering"].failures`; with `strict`, `LoweringError` is
     raised. Works in place: all of it is done, or nothing.
     """
     program = Program.of(_checked(gm, node_predicate=node_predicate, subgraph_predicate=subgraph_predicate))
     if not callable(dumper):
-        raise OptionError(f"dumper is called with the text of a subgraph and gives a tag; {dumper!r} is no function")
+        raise OptionError(f"dumper is called with the text of a subgraph and returns a tag; {dumper!r} is no function")
     compiler = find_backend(backend)
     refusal = _refusal(gm, compiler, node_predicate)
-    find_regions = _runs if contiguous else _groups
+    find_regions = _contiguous_runs if contiguous else _groups
     partition = find_regions(program, refusal, subgraph_predicate)
 
     def lower(region: Region, body: GraphModule) -> Lower:
@@ -105,20 +105,22 @@ def _refusal(gm: GraphModule, backend: Backend, node_predicate: Callable[[Node],
     return refusal
 
 
-def _runs(
-    program: Program,
-    refusal: Callable[[Node], str | None],
-    subgraph_predicate: Callable[[list[Node]], bool],
+def _contiguous_runs(
+    program: Program, refusal: Callable[[Node], str | None], subgraph_predicate: Callable[[list[Node]], bool]
 ) -> Partition:
-    runs = contiguous_runs(program, refusal, _warn_of_break)
-    chosen = [run for run in runs if _is_worthwhile(run, subgraph_predicate)]
-    return partition_of_runs(program, chosen, [f"subgraph_{place}" for place in range(len(chosen))])
+    """A partition with a region for each run of accepted nodes between two refused ones, in graph order."""
+    runs = [run for run in _runs(program, refusal) if _is_worthwhile(run, subgraph_predicate)]
+    places, can_be_assigned = unassigned(program), frozenset(assignable(program))
+    for place, run in enumerate(runs):
+        for node in run:
+            number = program.index.number[node]
+            if number in can_be_assigned:
+                places[number] = place
+    return legal_partition(program, places, [Piece(f"subgraph_{place}") for place in range(len(runs))])
 
 
 def _groups(
-    program: Program,
-    refusal: Callable[[Node], str | None],
-    subgraph_predicate: Callable[[list[Node]], bool],
+    program: Program, refusal: Callable[[Node], str | None], subgraph_predicate: Callable[[list[Node]], bool]
 ) -> Partition:
     def worthwhile(region: Region) -> bool:
         return _is_worthwhile(region.nodes, subgraph_predicate)
@@ -127,10 +129,6 @@ def _groups(
     for reason in excluded(partition) if log.isEnabledFor(logging.INFO) else ():
         log.info("partial_lower: %s", reason)
     return partition
-
-
-def _warn_of_break(node: Node, reason: str) -> None:
-    log.warning("partial_lower: graph break at %s. Reason: %s", node, reason)
 
 
 def _is_worthwhile(nodes: Sequence[Node], subgraph_predicate: Callable[[list[Node]], bool]) -> bool:
@@ -142,51 +140,33 @@ def _is_worthwhile(nodes: Sequence[Node], subgraph_predicate: Callable[[list[Nod
 def _tag(dumper: Callable[[str], str], region: Region, body: GraphModule) -> str:
     tag = call_user_function(dumper, str(body.graph), node=region.nodes[0], role="dumper")
     if not isinstance(tag, str):
-        raise CallbackError(f"the dumper gives a tag, which is text, and it gave {tag!r}; nothing was changed")
+        raise CallbackError(f"the dumper returned {tag!r}; it must return a tag, which is text; nothing was changed")
     return tag
 
 
-# Contiguous runs: accepted nodes between two refused ones, in graph order, all in one mode.
+def _runs(program: Program, refusal: Callable[[Node], str | None]) -> list[list[Node]]:
+    """The runs, each in one mode, with their attributes; `refusal` is called once per node, in graph order.
 
-
-#: Told of a node that ends a run, and why.
-Breaks = Callable[[Node, str], None]
-
-
-def contiguous_runs(program: Program, refusal: Callable[[Node], str | None], breaks: Breaks) -> list[list[Node]]:
-    """The runs, with attributes that are read in them; each node is asked about once, in graph order.
-
-    Mode toggles are not asked about: what follows one that changes something begins another run.
+    Mode toggles are not queried: a toggle that changes the mode ends a run.
     """
     runs: list[list[Node]] = [[]]
     mode: Mode | None = None
     for node, at in _nodes_with_modes(program):
         reason = refusal(node)
         if reason is None and None not in (mode, at) and at != mode:
-            _break(runs, node, f"it runs under {at}, and what is before it under {mode}", breaks)
+            _break(runs, node, f"it runs under {at}, and what is before it under {mode}")
             mode = at
         if reason is None:
             runs[-1].append(node)
             mode = at if mode is None else mode
         else:
-            _break(runs, node, reason, breaks)
+            _break(runs, node, reason)
             mode = None
     return [run for run in runs if _holds_operator(run)]
 
 
-def partition_of_runs(program: Program, runs: Sequence[Sequence[Node]], names: Sequence[str]) -> Partition:
-    """A partition with a region for each run that holds an operator."""
-    places, can_be_assigned = unassigned(program), frozenset(assignable(program))
-    for place, run in enumerate(runs):
-        for node in run:
-            number = program.index.number[node]
-            if number in can_be_assigned:
-                places[number] = place
-    return legal_partition(program, places, [Piece(name) for name in names])
-
-
 def _nodes_with_modes(program: Program) -> Iterator[tuple[Node, Mode | None]]:
-    """The nodes but for inputs, output and toggles; the mode is None for what means the same in every mode."""
+    """The nodes except inputs, output and toggles; the mode is None for what does the same in every mode."""
     modes, scalars = program.modes, program.symbolic_scalars
     for number, node in enumerate(program.index.nodes):
         if node.op in ("placeholder", "output") or number in modes.toggles:
@@ -195,9 +175,9 @@ def _nodes_with_modes(program: Program) -> Iterator[tuple[Node, Mode | None]]:
         yield node, modes.at(number) if has_mode else None
 
 
-def _break(runs: list[list[Node]], node: Node, reason: str, breaks: Breaks) -> None:
+def _break(runs: list[list[Node]], node: Node, reason: str) -> None:
     if _holds_operator(runs[-1]):
-        breaks(node, reason)
+        log.warning("partial_lower: graph break at %s. Reason: %s", node, reason)
     runs.append([])
 
 

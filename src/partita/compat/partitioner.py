@@ -1,4 +1,4 @@
-"""`torch.fx.passes.infra.partitioner`, with its names, arguments and results, on Partita's engine."""
+"""A drop-in replacement for `torch.fx.passes.infra.partitioner`, with its names, arguments and results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ __all__ = ["CapabilityBasedPartitioner", "Partition"]
 
 log = logging.getLogger(__name__)
 
-_IDLE_BY_DEFAULT = ("torch.ops.aten.view", "_operator.getitem")
+_NON_COMPUTE_BY_DEFAULT = ("torch.ops.aten.view", "_operator.getitem")
 
 
 class Partition:
     """Nodes that will be fused; the value of each is its place in the graph, counted from the end, where known."""
 
     def __init__(
-        self,
-        id: int | None = None,
-        nodes: Iterable[Node] | None = None,
-        node_orders: Iterable[int] | None = None,
+        self, id: int | None = None, nodes: Iterable[Node] | None = None, node_orders: Iterable[int] | None = None
     ) -> None:
         self.id = id
         held = [] if nodes is None else list(nodes)
@@ -48,15 +45,15 @@ class Partition:
         return str(self.nodes)
 
     def add_node(self, node: Node, node_order: int | None = None) -> None:
-        """Takes `node` in."""
+        """Adds `node`."""
         self.nodes[node] = node_order
 
     def remove_node(self, node: Node) -> None:
-        """Takes `node` out again."""
+        """Removes `node`."""
         del self.nodes[node]
 
     def size(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self.nodes)
 
 
@@ -65,10 +62,10 @@ class CapabilityBasedPartitioner:
 
     `non_compute_ops` and `allowed_single_node_partition_ops` name functions as torch does; the name of an operator
     without an overload stands for all of its overloads, and for the method of tensors that calls it. Unless
-    `allows_single_node_partition` is set, a partition with a single call that computes is left out.
+    `allows_single_node_partition` is set, a partition with a single call that computes is excluded.
     """
 
-    # Here and not in `__init__`, which a subclass may leave out when it sets all that torch's sets.
+    # Here and not in `__init__`, which a subclass may skip when it sets all that torch's sets.
     _submodules: dict[str, nn.Module] | None = None
     _dependency_viewer: Any = None
 
@@ -92,7 +89,7 @@ class CapabilityBasedPartitioner:
 
     @property
     def dependency_viewer(self) -> Any:
-        """Who needs whom in the graph as it is now, or what a subclass has put there, as torch lets it."""
+        """The dependencies in the current graph, or what a subclass has set, as torch lets it."""
         return _DependencyViewer(self.graph_module) if self._dependency_viewer is None else self._dependency_viewer
 
     @dependency_viewer.setter
@@ -101,7 +98,7 @@ class CapabilityBasedPartitioner:
 
     @gc_paused()
     def propose_partitions(self) -> list[Partition]:
-        """The partitions, those at the end of the graph first; every node of the graph is asked about once.
+        """The partitions, those at the end of the graph first; the operator support is queried once per node.
 
         No partition holds nodes that must run in different modes, or nodes between which something else must run.
         """
@@ -111,7 +108,7 @@ class CapabilityBasedPartitioner:
         proposed = []
         for part in proposal(program, supported, connected=self.skip_horizontal_fusion):
             proposed.append(Partition(part.number, part.nodes, [place[node] for node in part.nodes]))
-            for node in part.brought:
+            for node in part.moved:
                 proposed[-1].add_node(node)
         if not self.allows_single_node_partition:
             proposed = self._without_single_nodes(proposed)
@@ -124,10 +121,10 @@ class CapabilityBasedPartitioner:
         return fuse_by_partitions(self.graph_module, [partition.nodes for partition in partitions], prefix=prefix)
 
     def remove_bookend_non_compute_ops(self, partitions: list[Partition]) -> None:
-        """Takes out of each partition the `non_compute_ops` at its borders."""
-        idle = NamedOperators(self.non_compute_ops)
+        """Removes from each partition the `non_compute_ops` at its borders."""
+        non_compute = NamedOperators(self.non_compute_ops)
         for partition in partitions:
-            for node in bookends(partition.nodes, idle):
+            for node in bookends(partition.nodes, non_compute):
                 partition.remove_node(node)
 
     def partition_and_fuse(self, prefix: str = "fused_") -> GraphModule:
@@ -141,7 +138,7 @@ class CapabilityBasedPartitioner:
         return self.operator_support.is_node_supported(submodules, node)
 
     def _supported(self, program: Program) -> dict[Node, bool]:
-        """Whether each node is supported, asked once for each, from the end of the graph on, as torch does."""
+        """Whether each node is supported, queried once per node, from the end of the graph on, as torch does."""
         self._submodules = dict(self.graph_module.named_modules())
         try:
             nodes = reversed(program.index.nodes)
@@ -154,22 +151,18 @@ class CapabilityBasedPartitioner:
 
     def _without_single_nodes(self, partitions: list[Partition]) -> list[Partition]:
         """The partitions with more than one call that computes; one that may be alone counts twice."""
-        idle = NamedOperators((*_IDLE_BY_DEFAULT, *self.non_compute_ops))
+        non_compute = NamedOperators((*_NON_COMPUTE_BY_DEFAULT, *self.non_compute_ops))
         alone = NamedOperators(self.allowed_single_node_partition_ops)
-        return [
-            partition
-            for partition in partitions
-            if sum(
-                (not idle.names_call(node)) + alone.names_call(node)
-                for node in partition.nodes
-                if node.op.startswith("call_")
-            )
-            > 1
-        ]
+
+        def weight(partition: Partition) -> int:
+            calls = [node for node in partition.nodes if node.op.startswith("call_")]
+            return sum((not non_compute.names_call(node)) + alone.names_call(node) for node in calls)
+
+        return [partition for partition in partitions if weight(partition) > 1]
 
 
 class _DependencyViewer:
-    """All that needs a node, directly or not; found when asked for."""
+    """Finds all users of a node, direct or transitive, when queried."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.graph_module = graph_module
@@ -195,4 +188,4 @@ def _checked_support(support: OperatorSupportBase) -> OperatorSupportBase:
 
 
 class _SupportError(OptionError, AttributeError):
-    """What says which nodes are supported does not say it."""
+    """An operator support without `is_node_supported`."""

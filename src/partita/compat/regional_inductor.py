@@ -1,4 +1,7 @@
-"""Regional_inductor."""
+"""A drop-in replacement for `torch.fx.passes.regional_inductor`: Inductor compiles marked regions.
+
+`torch.fx.traceback.annotate({"compile_with_inductor": ...})` marks them; the rest runs eagerly.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from partita.backends.backend import Backend
 from partita.backends.inductor import Inductor
 from partita.compat._fused_groups import checked_module, free_names
 from partita.compat._lower_in_place import Prepared, commit, prepare
-from partita.compat._torch.regional_output import for_the_cache, is_kept_in_the_cache, modes_of_compiled_graphs
+from partita.compat._torch.regional_output import cacheable, is_cached, modes_of_compiled_graphs
 from partita.errors import OptionError
 from partita.lowering.lower import Lower
 from partita.lowering.lowered import Lowered
@@ -28,37 +31,39 @@ from partita.regions import Partition, Region
 __all__ = ["regional_inductor"]
 
 
-# `torch.fx.passes.regional_inductor`: marked regions are compiled by Inductor, the rest runs as it is.
+log = logging.getLogger(__name__)
+
+_MARK = "compile_with_inductor"
 
 
 @gc_paused()
 def regional_inductor(gm: GraphModule, *example_args: object) -> GraphModule:
     """`gm` itself, in which regions marked with `compile_with_inductor` are compiled when they are first called.
 
-    Nodes are marked by `torch.fx.traceback.annotate`. Options of Inductor stand under `inductor_configs`, and nodes
-    with different ones are compiled apart, as are those with different names under `inductor_region`. Bodies of
+    Nodes are marked by `torch.fx.traceback.annotate`. `inductor_configs` holds options of Inductor, and nodes with
+    different ones are compiled apart, as are those with different names under `inductor_region`. Bodies of
     operators, like the branches of a condition, are treated too. It is a compiler for AOTAutograd, forward and
     backward: where something is marked, the graph takes its inputs in a list as well. The example arguments are not
     used. Works in place: all of it is done, or nothing.
 
-    Where AOTAutograd keeps what it compiles (`force_autograd_cache`), regions are compiled at once, and the result is
-    what torch keeps: its `RegionalOutputCode` around `gm`.
+    Where AOTAutograd caches what it compiles (`force_autograd_cache`), regions are compiled at once, and the result is
+    what torch caches: its `RegionalOutputCode` around `gm`.
     """
     found = {module: MarkedRegions(module) for module in marked_modules(checked_module(gm, "regions are compiled in"))}
     prepared = {module: _prepared(regions) for module, regions in found.items() if len(regions.partition)}
     if gm in prepared:
         take_inputs_in_a_list(prepared[gm].graph)
     commit(list(prepared.values()))
-    if not is_kept_in_the_cache():
+    if not is_cached():
         return gm
     for one in prepared.values():
         _compile_now(one)
-    kept: GraphModule = for_the_cache(gm)
-    return kept
+    cached: GraphModule = cacheable(gm)
+    return cached
 
 
 def _compile_now(prepared: Prepared) -> None:
-    """Compiles the regions for the values that were traced, so that what is kept holds the compiled functions."""
+    """Compiles the regions for the traced values, so that the cache holds the compiled functions."""
     with modes_of_compiled_graphs():
         for node in prepared.graph.find_nodes(op="call_module"):
             called = prepared.called.get(str(node.target))
@@ -77,14 +82,6 @@ def _prepared(regions: MarkedRegions) -> Prepared:
     return prepare(regions.partition, free_names(root, "inductor_region_", len(regions.partition)), lower)
 
 
-# Regions that `torch.fx.traceback.annotate({"compile_with_inductor": ...})` marks, and the options of each.
-
-
-log = logging.getLogger(__name__)
-
-_MARK = "compile_with_inductor"
-
-
 def is_marked(node: Node) -> bool:
     """Whether the node is to be compiled."""
     custom = node.meta.get("custom")
@@ -92,7 +89,7 @@ def is_marked(node: Node) -> bool:
 
 
 def marked_modules(gm: GraphModule) -> list[GraphModule]:
-    """`gm` and the bodies of its operators that hold marked nodes; not those that a marked operator runs whole."""
+    """`gm` and the bodies of its operators that hold marked nodes, except the bodies of marked operators."""
     found: dict[GraphModule, None] = {}
     waiting = [gm]
     while waiting:
@@ -105,7 +102,7 @@ def marked_modules(gm: GraphModule) -> list[GraphModule]:
 
 @final
 class MarkedRegions:
-    """The fewest regions that hold all marked nodes of a module which Inductor takes.
+    """The fewest regions that hold all marked nodes of a module that Inductor accepts.
 
     Nodes with different options are apart, and so are nodes with different names of their regions.
     """
@@ -121,7 +118,7 @@ class MarkedRegions:
         self.partition = cut(program) if marked.labels else Partition(program, [])
         for node, reason in self.partition.reasons.items():
             if node in marked.labels and marked(node) is not None:
-                log.warning("%s is marked with %r and runs as it is: %s", node, _MARK, reason)
+                log.warning("%s is marked with %r and runs eagerly: %s", node, _MARK, reason)
 
     def backend_of(self, region: Region) -> Backend:
         """Inductor with the options of a region."""
@@ -132,7 +129,7 @@ class MarkedRegions:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Marked:
-    """The label of each marked node, and for each label the backend, which says whether it takes the nodes."""
+    """The label of each marked node, and the backend of each label, which may refuse nodes."""
 
     labels: dict[Node, Hashable]
     backends: dict[Hashable, Backend]
@@ -148,15 +145,15 @@ class _Marked:
 
 
 def _label(node: Node) -> Hashable:
-    """What the nodes of one region have in common: the name of the region, and the options."""
+    """The name and the options that the nodes of one region share."""
     value = node.meta["custom"][_MARK]
     name = value.get("inductor_region") if isinstance(value, Mapping) else None
     try:
         hash(name)
     except TypeError as error:
         raise OptionError(
-            f"the annotation of {node.name!r} calls its 'inductor_region' {name!r}, by which regions cannot be told "
-            "apart; give it a name or a number"
+            f"the annotation of {node.name!r} calls its 'inductor_region' {name!r}, which is not hashable; "
+            "give it a name or a number"
         ) from error
     return name, repr(sorted(_options(node).items(), key=repr))
 

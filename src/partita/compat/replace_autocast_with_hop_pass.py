@@ -16,18 +16,18 @@ __all__ = ["replace_autocast_with_hop_pass"]
 def replace_autocast_with_hop_pass(gm: GraphModule, graph_signature: Signature) -> tuple[GraphModule, Signature]:
     """A new module in which every autocast block is a call of `wrap_with_autocast`, nested as the blocks are.
 
-    Arguments that a block leaves out have their defaults. Grad modes inside and around stay as they are. Neither the
-    module nor the signature is changed; without a block both come back as they are.
+    Omitted arguments of a block have their defaults. Grad modes inside and around are kept. Neither the module nor the
+    signature is changed; without a block both are returned themselves.
     """
     return replace_with_operators(gm, graph_signature, kind=Autocast, openings=_openings)
 
 
 def _openings(nodes: Sequence[Node]) -> Sequence[bool]:
-    """A piece begins where the outermost block is entered, and after the node that leaves it."""
-    openings, depth, has_left = [], 0, False
+    """A submodule starts where the outermost block is entered, and after the node that exits it."""
+    openings, depth, has_exited = [], 0, False
     for node in nodes:
-        enters, leaves = node.target is toggles.ENTER_AUTOCAST, node.target is toggles.EXIT_AUTOCAST
-        openings.append(has_left or (enters and depth == 0))
-        depth += enters - leaves
-        has_left = leaves and depth == 0
+        enters, exits = node.target is toggles.ENTER_AUTOCAST, node.target is toggles.EXIT_AUTOCAST
+        openings.append(has_exited or (enters and depth == 0))
+        depth += enters - exits
+        has_exited = exits and depth == 0
     return openings

@@ -16,10 +16,10 @@ __all__ = ["replace_set_grad_with_hop_pass"]
 def replace_set_grad_with_hop_pass(gm: GraphModule, graph_signature: Signature) -> tuple[GraphModule, Signature]:
     """A new module in which what runs with gradients switched off is a call of `wrap_with_set_grad_enabled`.
 
-    The program is taken to be called with gradients on, whatever is on while the pass runs; one that was exported with
-    gradients off, and switches them on, keeps what it runs with gradients as calls. A region that starts or
-    ends inside an autocast block is wrapped like any other. Neither the module nor the signature is changed; without a
-    toggle both come back as they are.
+    The program is assumed to be called with gradients on, whatever the mode while the pass runs; in one that was
+    exported with gradients off, and enables them, what runs with gradients is wrapped. A region that starts or ends
+    inside an autocast block is wrapped like any other. Neither the module nor the signature is changed; without a
+    toggle both are returned themselves.
     """
     return replace_with_operators(gm, graph_signature, kind=Grad, openings=_openings)
 

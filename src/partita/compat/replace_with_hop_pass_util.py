@@ -1,7 +1,7 @@
-"""`torch._export.passes.replace_with_hop_pass_util`: what a pass needs that puts an operator around regions.
+"""A drop-in replacement for `torch._export.passes.replace_with_hop_pass_util`: helpers for passes that wrap regions.
 
 A pass cuts a graph with `compat.utils.sequential_split`, decides for each part, and does so in the bodies of operators
-too. torch's two passes are written with these; ours are not, and these are for the passes of others.
+too. torch's two passes are written with these; ours are not, and these are for passes of users.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 
-#: Cuts a module, and makes of each part what it shall be.
+#: Cuts a module, and inlines or wraps each part.
 Treated: TypeAlias = Callable[[GraphModule, Signature], tuple[GraphModule, Signature]]
 
 
 class _CallError(OptionError, AssertionError):
-    """A node that was to become a call of an operator calls no part of a graph module."""
+    """A node that cannot become a call of an operator: it calls no part of a graph module."""
 
 
 class _OutputsError(SignatureError, AssertionError):
@@ -42,7 +42,7 @@ class _OutputsError(SignatureError, AssertionError):
 def _replace_with_hop_pass_helper(
     gm: GraphModule, graph_signature: Signature, sequential_split_and_maybe_inline_subgraphs: Treated
 ) -> tuple[GraphModule, Signature]:
-    """What the function makes of `gm`, and, in place, of each body that operators of the result run, to any depth."""
+    """The result of the function for `gm`, with the bodies of its operators, at any depth, treated alike in place."""
     new_gm, new_signature = sequential_split_and_maybe_inline_subgraphs(gm, graph_signature)
     for path, body in dict(_bodies(new_gm)).items():
         inner, _ = _replace_with_hop_pass_helper(body, None, sequential_split_and_maybe_inline_subgraphs)
@@ -58,7 +58,7 @@ def _sequential_split_and_maybe_inline_subgraphs_helper(
 ) -> tuple[GraphModule, Signature]:
     """`new_gm` after the function was called with each node that calls a part; it works in place.
 
-    The signature is a copy, in which outputs go by the names of what gives them afterwards.
+    The signature is a copy with the new names of the outputs.
     """
     if graph_signature is not None:
         _check_outputs(new_gm, graph_signature)
@@ -70,20 +70,20 @@ def _sequential_split_and_maybe_inline_subgraphs_helper(
 
 
 def _replace_with_hop_helper(node: Node, enter_block_node: Node, wrap_hoo: Any) -> None:
-    """Makes of a call of a part a call of `wrap_hoo`, in place: the arguments of the node that enters, then the body.
+    """Replaces the call of a part by a call of `wrap_hoo`, in place: the arguments of the entering node, then the body.
 
-    A part that gives one value gives a tuple of it afterwards, since operators do. What takes items out of the call
-    has the names and metadata of what it takes.
+    A part that returns one value returns a tuple of it afterwards, as operators do. The getitems of the call have the
+    names and metadata of their items.
     """
     part = _part_of(node)
     if enter_block_node.kwargs or node.kwargs:
         keyed = enter_block_node if enter_block_node.kwargs else node
         raise _CallError(f"node {keyed.name!r} has arguments by keyword, and the body comes after them; give positions")
     output = next(iter(part.graph.find_nodes(op="output")), None)
-    given = output.args[0] if output is not None and output.args else ()
-    if not isinstance(given, Node | tuple | list):
-        raise _CallError(f"part {node.target!r} gives a {type(given).__name__}; let it give nodes")
-    values = (given,) if isinstance(given, Node) else tuple(given)
+    returned = output.args[0] if output is not None and output.args else ()
+    if not isinstance(returned, Node | tuple | list):
+        raise _CallError(f"part {node.target!r} returns a {type(returned).__name__}; let it return nodes")
+    values = (returned,) if isinstance(returned, Node) else tuple(returned)
     graph, stack = node.graph, enter_block_node.meta.get("nn_module_stack", {})
     with graph.inserting_before(node):
         body = graph.get_attr(str(node.target))
@@ -92,20 +92,20 @@ def _replace_with_hop_helper(node: Node, enter_block_node: Node, wrap_hoo: Any) 
         call.meta["torch_fn"] = (wrap_hoo.__name__, f"{type(wrap_hoo).__name__}.{wrap_hoo.__name__}")
         if all(isinstance(value, Node) and "val" in value.meta for value in values):
             call.meta["val"] = tuple(value.meta["val"] for value in values)
-        if not isinstance(given, Node):
+        if not isinstance(returned, Node):
             node_replace_(node, call)
             _name_items(call, values)
             return
-        item = graph.create_node("call_function", operator.getitem, (call, 0), name=given.name)
+        item = graph.create_node("call_function", operator.getitem, (call, 0), name=returned.name)
     assert output is not None
-    output.args = ((given,),)
+    output.args = ((returned,),)
     part.recompile()
-    copy_meta(given.meta, item.meta, {})
+    copy_meta(returned.meta, item.meta, {})
     node_replace_(node, item)
 
 
 def _name_items(call: Node, values: tuple[Any, ...]) -> None:
-    """Gives what takes items out of a call the names and metadata of the items."""
+    """Names the getitems of a call after their items, and copies their metadata."""
     for user in call.users:
         at = user.args[1] if user.target is operator.getitem else None
         value = values[at] if isinstance(at, int) else None
@@ -132,8 +132,8 @@ def _bodies(module: GraphModule) -> Iterator[tuple[str, GraphModule]]:
 
 def _check_outputs(module: GraphModule, signature: ExportGraphSignature) -> None:
     (output,) = module.graph.find_nodes(op="output")
-    given = output.args[0] if output.args else ()
-    found = len(given) if isinstance(given, tuple | list) else 1
+    returned = output.args[0] if output.args else ()
+    found = len(returned) if isinstance(returned, tuple | list) else 1
     if found != len(signature.output_specs):
         raise _OutputsError(
             f"the graph has {found} outputs and its signature {len(signature.output_specs)}; give the signature that "

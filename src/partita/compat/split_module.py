@@ -1,4 +1,4 @@
-"""Split_module."""
+"""A drop-in replacement for `torch.fx.passes.split_module`, with its names, arguments and results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ from partita.solvers.quotient import quotient
 __all__ = ["Partition", "split_module", "split_module_simple"]
 
 
-# `torch.fx.passes.split_module`, with its names, arguments and results, on Partita's engine.
-
-
 log = logging.getLogger(__name__)
 
 
 class Partition:
-    """What is known of one part, as torch records it; shown at debug level."""
+    """The record of one part, with torch's fields; logged at debug level."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -70,34 +67,26 @@ def split_module(
     partition_affix: str | None = None,
     tuple_return: bool = False,
 ) -> GraphModule:
-    """A new module in which the nodes that `split_callback` gives one id run as one submodule.
+    """A new module in which the nodes for which `split_callback` returns one id run as one submodule.
 
-    `root_m` is not used. The callback is asked once per operator, in graph order. `m` is not changed; parameters and
+    `root_m` is not used. The callback is called once per operator, in graph order. `m` is not changed; parameters and
     buffers are shared. `qualname_map` is filled with the old name of every module that moved into a part.
     """
     program = _program_of(m)
     operators = program.operators()
-    labels = _asked(split_callback, operators)
-    parts = _parts(operators, labels, partition_affix)
-    partition = _partition(program, parts)
-    style = OutlineStyle(
-        body=BodyStyle(
-            keeps_node_names=bool(keep_original_node_name),
-            keeps_input_names=keep_original_input_name,
-            returns_tuple=tuple_return,
-            caller_grad=_caller_grad(m),
-        ),
-        attributes_first=not keep_original_order,
-        keeps_outer_names=False,
-        annotates_output=False,
-        keeps_unused_state=False,
+    labels = _labels(split_callback, operators)
+    partition = _partition(program, _parts(operators, labels, partition_affix))
+    body = BodyStyle(
+        keeps_node_names=bool(keep_original_node_name),
+        keeps_input_names=keep_original_input_name,
+        returns_tuple=tuple_return,
+        caller_grad=_caller_grad(m),
     )
-    order = original_order(partition) if keep_original_order else lifo_order(partition)
-    cut = outlined(partition, names=_names(partition), order=order, style=style)
+    order = _original_order(partition) if keep_original_order else _lifo_order(partition)
+    _log_mode_regions(operators, labels)
+    cut = _outlined(partition, order, body, attributes_first=not keep_original_order)
     if qualname_map is not None:
         qualname_map.update(cut.moved)
-    _log_mode_regions(operators, labels)
-    _finish(cut, partition)
     return cut.graph_module
 
 
@@ -109,26 +98,17 @@ def split_module_simple(
     if not isinstance(node_to_partition, Mapping):
         raise OptionError(f"node_to_partition maps nodes to part ids; {type(node_to_partition).__name__} is no mapping")
     program = _program_of(m)
-    missing = [node.name for node in program.operators() if node_to_partition.get(node) is None]
+    operators = program.operators()
+    missing = [node.name for node in operators if node_to_partition.get(node) is None]
     if missing:
         raise MissingLabelError(
             f"node_to_partition has no id for {', '.join(map(repr, missing[:5]))}"
             f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; give every operator one"
         )
-    operators = program.operators()
     parts = _parts(operators, [node_to_partition[node] for node in operators], partition_affix)
     partition = _partition(program, parts)
-    style = OutlineStyle(
-        body=BodyStyle(keeps_node_names=False, returns_tuple=False, caller_grad=_caller_grad(m)),
-        attributes_first=True,
-        keeps_outer_names=False,
-        annotates_output=False,
-        keeps_unused_state=False,
-    )
-    order = alone_first(partition, partition.order)
-    cut = outlined(partition, names=_names(partition), order=order, style=style)
-    _finish(cut, partition)
-    return cut.graph_module
+    body = BodyStyle(keeps_node_names=False, returns_tuple=False, caller_grad=_caller_grad(m))
+    return _outlined(partition, _alone_first(partition, partition.order), body, attributes_first=True).graph_module
 
 
 def _program_of(m: GraphModule) -> Program:
@@ -140,12 +120,12 @@ def _program_of(m: GraphModule) -> Program:
 
 
 def _caller_grad(m: GraphModule) -> bool | None:
-    """True for a graph that was traced with gradients on: parts put that back by a constant, as torch's passes need."""
+    """True for a graph that was traced with gradients on: parts restore that by a constant, as torch's passes need."""
     return True if traced_grad(m) else None
 
 
-def _asked(split_callback: Callable[[Node], int | str], nodes: Sequence[Node]) -> list[int | str]:
-    """The part id of each node, asked for once, in order."""
+def _labels(split_callback: Callable[[Node], int | str], nodes: Sequence[Node]) -> list[int | str]:
+    """The part id of each node, queried once, in order."""
     labels: list[int | str] = []
     try:
         for node in nodes:
@@ -157,14 +137,14 @@ def _asked(split_callback: Callable[[Node], int | str], nodes: Sequence[Node]) -
         ) from error
     if None in labels:
         name = nodes[labels.index(None)].name  # type: ignore[arg-type]
-        raise CallbackError(f"split_callback gave None for node {name!r}; return a part id for every operator")
+        raise CallbackError(f"split_callback returned None for node {name!r}; return a part id for every operator")
     return labels
 
 
 def _parts(nodes: Sequence[Node], labels: Sequence[int | str], affix: str | None) -> list[Region]:
-    """The parts in order of first appearance; ids that print alike are one part."""
+    """The parts in order of first appearance; ids with the same text are one part."""
     held: dict[str, list[Node]] = {}
-    # Most labels are small numbers, and printing one for each node would cost more than finding it again.
+    # Most labels are small integers; formatting one for each node would cost more than a lookup.
     by_number: dict[int, list[Node]] = {}
     for node, label in zip(nodes, labels, strict=True):
         part = by_number.get(label) if type(label) is int else None
@@ -178,7 +158,7 @@ def _parts(nodes: Sequence[Node], labels: Sequence[int | str], affix: str | None
 
 
 def _partition(program: Program, parts: Sequence[Region]) -> RegionPartition:
-    """The parts; one that only takes items stays a stage of its own, unless that would make parts need each other."""
+    """The parts; one that holds only getitems stays a part of its own, unless that would create a cycle."""
     try:
         return RegionPartition(program, parts, keeps_item_regions=True)
     except CycleError:
@@ -186,7 +166,7 @@ def _partition(program: Program, parts: Sequence[Region]) -> RegionPartition:
 
 
 def _names(partition: RegionPartition) -> list[str]:
-    """The names of the parts; one that an attribute which stays outside has already is numbered."""
+    """The names of the parts; one that is taken by an attribute outside is numbered."""
     index, owner = partition.program.index, partition.owner
     moved = {number for border in partition.borders.of_regions for number in border.modules}
     taken = {
@@ -206,7 +186,7 @@ def _names(partition: RegionPartition) -> list[str]:
 
 
 def _log_mode_regions(nodes: Sequence[Node], labels: Sequence[int | str]) -> None:
-    """Shows, at debug level, the parts that each autocast block and each grad mode reaches, by what opens them."""
+    """Logs, at debug level, the parts that each autocast block and each grad mode covers, by the node that opens it."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     autocasts: dict[Node, dict[int | str, None]] = {}
@@ -223,11 +203,20 @@ def _log_mode_regions(nodes: Sequence[Node], labels: Sequence[int | str]) -> Non
         log.debug("%s: %s", title, {opener: list(parts) for opener, parts in regions.items()})
 
 
-def _finish(cut: Outlined, partition: RegionPartition) -> None:
+def _outlined(partition: RegionPartition, order: Sequence[int], body: BodyStyle, *, attributes_first: bool) -> Outlined:
+    """The module that torch would return, with the names of the parts in its metadata."""
+    style = OutlineStyle(
+        body=body,
+        attributes_first=attributes_first,
+        keeps_outer_names=False,
+        annotates_output=False,
+        keeps_unused_state=False,
+    )
+    cut = outlined(partition, names=_names(partition), order=order, style=style)
     cut.graph_module.meta["partition_names"] = set(cut.names)
-    if log.isEnabledFor(logging.DEBUG):
-        for record in _records(cut, partition):
-            log.debug("%s", record)
+    for record in _records(cut, partition) if log.isEnabledFor(logging.DEBUG) else ():
+        log.debug("%s", record)
+    return cut
 
 
 def _records(cut: Outlined, partition: RegionPartition) -> list[Partition]:
@@ -246,23 +235,20 @@ def _records(cut: Outlined, partition: RegionPartition) -> list[Partition]:
     return records
 
 
-# The orders in which torch writes the parts of a split, where they obey every dependency.
-
-
-def lifo_order(partition: RegionPartition) -> list[int]:
-    """Last in, first out over the parts without open dependencies; torch's order, kept unless it breaks an effect."""
+def _lifo_order(partition: RegionPartition) -> list[int]:
+    """Last in, first out over the parts that are ready; torch's order, kept unless it violates an effect dependency."""
     index, parts = partition.program.index, len(partition)
     every = _between_parts(partition.quotient.causes, parts)
     if not len(partition.program.effects.before):
-        return alone_first(partition, _lifo(parts, every))
+        return _alone_first(partition, _lifo(parts, every))
     order = _lifo(parts, _between_parts(quotient(partition.owner, parts, index.edges()).causes, parts))
     place = {part: at for at, part in enumerate(order)}
     if any(place[before] > place[after] for before, after in every):
         order = _lifo(parts, every)
-    return alone_first(partition, order)
+    return _alone_first(partition, order)
 
 
-def original_order(partition: RegionPartition) -> list[int]:
+def _original_order(partition: RegionPartition) -> list[int]:
     """Parts by first appearance, each after the attributes that it is the first to read."""
     parts, nodes = len(partition), partition.program.index.nodes
     order: dict[int, None] = {}
@@ -274,15 +260,15 @@ def original_order(partition: RegionPartition) -> list[int]:
             order.setdefault(vertex)
         elif nodes[vertex - parts].op != "get_attr":
             order.setdefault(vertex)
-    # An attribute that only the output reads comes last; one that nobody outside reads is dropped, as torch drops it:
+    # An attribute that only the output uses comes last; one that is unused outside of parts is dropped, as in torch:
     # parts have modules of their own.
     number, owner = partition.program.index.number, partition.owner
     late = (vertex for vertex in partition.order if vertex not in order)
     return [*order, *(at for at in late if any(owner[number[user]] < 0 for user in nodes[at - parts].users))]
 
 
-def alone_first(partition: RegionPartition, order: Iterable[int]) -> list[int]:
-    """`order` of the parts, after everything that stands alone: attributes, and items of the inputs."""
+def _alone_first(partition: RegionPartition, order: Iterable[int]) -> list[int]:
+    """The parts in this order, after all nodes outside of parts: attributes, and items of the inputs."""
     parts = len(partition)
     alone = [vertex for vertex in partition.order if vertex >= parts]
     return [*alone, *(vertex for vertex in order if vertex < parts)]

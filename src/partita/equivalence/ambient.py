@@ -1,4 +1,4 @@
-"""Modes and RNG state."""
+"""Ambient modes, process-wide settings and RNG state: read before a call, restored after it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from partita._torch.modes import read_ambient, restore_autocast
 __all__ = ["RandomState", "Settings", "generators_of", "random_state", "read_settings", "restored_ambient"]
 
 
-# Ambient modes and settings: whatever a call leaves switched is switched back.
-
-
-#: A module whose attributes are settings, which it has no types for.
+#: torch has no type annotations for these settings.
 _DETERMINISTIC: Any = torch.utils.deterministic
 
 
@@ -39,7 +36,7 @@ class Settings:
     cudnn_benchmark: bool
 
     def restore(self) -> None:
-        """Puts them back where they were changed."""
+        """Restores the settings that were changed."""
         found = read_settings()
         if found.default_dtype is not self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
@@ -48,7 +45,7 @@ class Settings:
         if found.matmul_precision != self.matmul_precision:
             torch.set_float32_matmul_precision(self.matmul_precision)
         if found.default_device != self.default_device:
-            # None is the CPU, without a mode that every factory function then goes through.
+            # None is the CPU without a DeviceContext, a mode that every factory function would go through.
             torch.set_default_device(None if self.default_device == torch.device("cpu") else self.default_device)
         _DETERMINISTIC.fill_uninitialized_memory = self.fills_uninitialized_memory
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
@@ -71,12 +68,12 @@ def read_settings() -> Settings:
 
 @contextmanager
 def restored_ambient() -> Iterator[None]:
-    """Runs the block in the modes and settings around it and puts those back afterwards."""
+    """Restores modes and settings after the block."""
     found, settings = read_ambient(), read_settings()
-    # A weight that one run has cast and cached would carry that run's graph into the next.
+    # A weight that autocast has cached would carry the autograd graph of one run into the next.
     torch.clear_autocast_cache()
     try:
-        # The guard behind inference_mode puts back the whole autograd state, a leaked inference mode included.
+        # The guard behind inference_mode restores the whole autograd state, a leaked inference mode included.
         with torch.inference_mode(found.inference), torch.set_grad_enabled(found.grad):
             yield
     finally:
@@ -84,24 +81,21 @@ def restored_ambient() -> Iterator[None]:
         settings.restore()
 
 
-# Random state: what the generators would draw next, read and put back.
-
-
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of Python's and NumPy's generators, of torch's on every device, and of those a program is given."""
+    """The states of Python's and NumPy's generators, of torch's on every device, and of a program's own."""
 
     python: tuple[object, ...]
-    #: None where nobody has imported NumPy.
+    #: None where NumPy is not imported.
     numpy: Any
     cpu: Tensor
     cuda: tuple[Tensor, ...]
     owned: tuple[tuple[Any, Any], ...] = ()
 
     def restore(self) -> None:
-        """Puts every generator back to where it stood."""
+        """Restores every generator."""
         for generator, state in self.owned:
-            _put(generator, state)
+            _set_state(generator, state)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -110,7 +104,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(self.cuda)
 
     def moved(self, other: RandomState) -> tuple[str, ...]:
-        """The generators that stand elsewhere in `other`."""
+        """The generators whose state differs in `other`."""
         named = {
             "Python's random": self.python == other.python,
             "NumPy's random": str(self.numpy) == str(other.numpy),
@@ -122,9 +116,9 @@ class RandomState:
 
 
 def random_state(owned: Iterable[object] = ()) -> RandomState:
-    """The random state now, that of the `owned` generators included."""
+    """The RNG state now, that of the `owned` generators included."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    states = tuple((generator, _read(generator)) for generator in owned)
+    states = tuple((generator, _state_of(generator)) for generator in owned)
     return RandomState(random.getstate(), _numpy_state(), torch.get_rng_state(), tuple(cuda), states)
 
 
@@ -139,11 +133,11 @@ def _numpy_state() -> Any:
 def generators_of(roots: Iterable[nn.Module], values: Iterable[object]) -> list[object]:
     """The generators of torch, Python and NumPy that modules hold as attributes, or that are among `values`."""
     held = (value for root in roots for module in root.modules() for value in vars(module).values())
-    found = {id(value): value for value in (*held, *values) if _read(value) is not None}
+    found = {id(value): value for value in (*held, *values) if _state_of(value) is not None}
     return list(found.values())
 
 
-def _read(value: Any) -> Any:
+def _state_of(value: Any) -> Any:
     """The state of a generator; None for anything else, and for a generator without a state."""
     if isinstance(value, torch.Generator):
         return value.get_state()
@@ -157,7 +151,7 @@ def _read(value: Any) -> Any:
     return None
 
 
-def _put(generator: Any, state: Any) -> None:
+def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "bit_generator"):

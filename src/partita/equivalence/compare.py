@@ -1,4 +1,4 @@
-"""Compare, verify, findings."""
+"""Compares two programs by the same calls of both, from the same state, inputs and RNG state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from partita.errors import OptionError, VerificationError
 __all__ = ["compare", "verify"]
 
 
-# Comparing: whether two programs mean the same, as far as calls on the given arguments can tell.
-
-
 def compare(
     before: Comparable,
     after: Comparable,
@@ -40,24 +37,24 @@ def compare(
     """Everything that differs between calls of the two programs, bit by bit unless a tolerance is given or declared.
 
     Both run from the same state, inputs and random state, all of which are afterwards as they were. Memory is copied
-    only for state and inputs that may be written. The calls: the arguments as given, with gradients; then other data
-    on the state which that left; the arguments under no_grad; other sizes where the graph has symbols for them.
+    only for state and inputs that may be mutated. The calls: the arguments with gradients; then other data on the
+    state that the first call left; the arguments under no_grad; other sizes where the graph has symbols for them.
     """
     if not isinstance(args, tuple | list):
         raise OptionError(f"`args` is a tuple of arguments, not a {type(args).__name__}; for a single one write (x,)")
     arguments = arguments_of(args, kwargs)
-    pair = pair_of(subject_of(before), subject_of(after), arguments, tolerance=tolerance)
+    pair = _pair_of(subject_of(before), subject_of(after), arguments, tolerance=tolerance)
     callers = (pair.before.caller_grad, pair.after.caller_grad)
     gradients = gradients and False not in callers
     grad = gradients or (torch.is_grad_enabled() and False not in callers)
     first = [Call("first call", arguments, grad, backward=gradients)]
     if second_call:
         first.append(Call("second call, other data", arguments, grad, backward=gradients, other_data=True))
-    found = [tried(pair, first)]
+    found = [_compared(pair, first)]
     if no_grad_call and grad and True not in callers:
-        found.append(tried(pair, [Call("under no_grad", arguments, grad=False)]))
+        found.append(_compared(pair, [Call("under no_grad", arguments, grad=False)]))
     if other_shapes:
-        found.append(tried_on_other_shapes(pair, Call("", arguments, grad, backward=gradients)))
+        found.append(_compared_on_other_sizes(pair, Call("", arguments, grad, backward=gradients)))
     return _merged([Comparison((), pair.notes), *found])
 
 
@@ -96,22 +93,19 @@ def verify(
 
 
 def _merged(parts: Sequence[Comparison]) -> Comparison:
-    """All parts as one; what differs in several calls is told once."""
-    told: dict[tuple[str, str], Difference] = {}
+    """All parts as one; what differs in several calls is reported once."""
+    found: dict[tuple[str, str], Difference] = {}
     for part in parts:
         for difference in part.differences:
-            told.setdefault((difference.kind, difference.where), difference)
+            found.setdefault((difference.kind, difference.where), difference)
     notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
     calls, raised = sum(part.calls for part in parts), sum(part.raised for part in parts)
-    return Comparison(tuple(told.values()), notes, calls, raised)
-
-
-# Trials: the same calls of both programs, and what they show to be different.
+    return Comparison(tuple(found.values()), notes, calls, raised)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Two programs with the places of their state that belong together, and the start of all their runs."""
+class _Pair:
+    """Two programs with their state tensors paired, and the start of all their runs."""
 
     before: Subject
     after: Subject
@@ -122,9 +116,9 @@ class Pair:
     notes: tuple[str, ...]
 
 
-def pair_of(before: Subject, after: Subject, arguments: Arguments, *, tolerance: Tolerance | None) -> Pair:
+def _pair_of(before: Subject, after: Subject, arguments: Arguments, *, tolerance: Tolerance | None) -> _Pair:
     """A pair ready to run; without a tolerance, the one that the programs themselves declare."""
-    restored = before.written | after.written
+    restored = before.mutated | after.mutated
     slots = (*before.slots, *after.slots)
     plain = (tensor for slot in slots for tensor in plain_tensors(slot.tensor))
     keys = frozenset(key for tensor in plain if (key := storage_key(tensor)) is not None)
@@ -133,28 +127,28 @@ def pair_of(before: Subject, after: Subject, arguments: Arguments, *, tolerance:
     one, other = _watched(pairing, restored)
     allowed = before.tolerance | after.tolerance if tolerance is None else tolerance
     random = random_state(generators_of(roots, arguments.tree.leaves))
-    start = Start(snapshot_of(roots, slots, written=restored), random, keys, restored)
-    return Pair(before, after, one, other, start, allowed, pairing.notes)
+    start = Start(snapshot_of(roots, slots, mutated=restored), random, keys, restored)
+    return _Pair(before, after, one, other, start, allowed, pairing.notes)
 
 
 def _watched(pairing: Pairing, restored: frozenset[int]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
-    """Both sides of the pairing, under the original's names; a place is written if either program may write it."""
+    """Both sides of the pairing, under the original's names; what either program may mutate counts for both."""
     ones: list[Watched] = []
     others: list[Watched] = []
     for one, other in zip(pairing.before, pairing.after, strict=True):
-        may_be_written = any(storage_key(slot.tensor) in restored for slot in (one, other))
+        may_be_mutated = any(storage_key(slot.tensor) in restored for slot in (one, other))
         for slot, side in ((one, ones), (other, others)):
-            side.append(Watched(one.name, one.label, slot, may_be_written, slot.tensor.grad_fn is not None))
+            side.append(Watched(one.name, one.label, slot, may_be_mutated, slot.tensor.grad_fn is not None))
     return tuple(ones), tuple(others)
 
 
-def tried(pair: Pair, calls: Sequence[Call]) -> Comparison:
+def _compared(pair: _Pair, calls: Sequence[Call]) -> Comparison:
     """What differs in these calls, made one after the other."""
     ones = run([pair.before, pair.after], pair.before_state, calls, pair.start)
     return _against(pair, calls, ones)
 
 
-def _against(pair: Pair, calls: Sequence[Call], ones: Sequence[Observation]) -> Comparison:
+def _against(pair: _Pair, calls: Sequence[Call], ones: Sequence[Observation]) -> Comparison:
     others = run([pair.after, pair.before], pair.after_state, calls, pair.start)
     found: list[Difference] = []
     notes: list[str] = []
@@ -168,7 +162,7 @@ def _against(pair: Pair, calls: Sequence[Call], ones: Sequence[Observation]) -> 
     return Comparison(tuple(found), tuple(notes), len(calls), raised)
 
 
-def tried_on_other_shapes(pair: Pair, call: Call) -> Comparison:
+def _compared_on_other_sizes(pair: _Pair, call: Call) -> Comparison:
     """The first other sizes that the original accepts, compared."""
     refused = []
     for words, arguments in _other_sizes(pair, call.arguments):
@@ -186,7 +180,7 @@ def tried_on_other_shapes(pair: Pair, call: Call) -> Comparison:
     return Comparison((), tuple(notes))
 
 
-def _other_sizes(pair: Pair, arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
+def _other_sizes(pair: _Pair, arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
     for subject in (pair.before, pair.after):
         found = False
         for sizes in resized(arguments, subject.placeholders):
@@ -197,7 +191,7 @@ def _other_sizes(pair: Pair, arguments: Arguments) -> Iterator[tuple[str, Argume
 
 
 def _output_nodes(subject: Subject, observation: Observation) -> dict[str, str]:
-    """Each output's place with the name of the node that gives it, where the graph tells."""
+    """The path of each output with the name of its node, where the graph is known."""
     if len(subject.output_names) != len(observation.outputs):
         return {}
     pairs = zip(observation.outputs, subject.output_names, strict=True)

@@ -1,4 +1,4 @@
-"""What differs between two observations."""
+"""What differs between two observations of the same call, one of each program: values, aliasing, gradients, modes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,44 @@ from partita.equivalence.observe import Moment, Named, Observation, Raised, Tens
 __all__ = ["Comparison", "Difference", "differences", "value_difference"]
 
 
-# Differences: two observations of the same call, one of each program, and what is not the same in them.
+@final
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One difference: its kind, where it is, how large, and in which call."""
+
+    kind: str
+    where: str
+    detail: str
+    when: str = ""
+
+    def __str__(self) -> str:
+        when = f" ({self.when})" if self.when else ""
+        return f"{self.kind} of {self.where}{when}: {self.detail}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All differences, notes on what was not checked, and how many calls of each program were compared."""
+
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = ()
+    calls: int = 0
+    #: In how many of the calls the original itself raised, so that there were no results to compare.
+    raised: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        count = len(self.differences)
+        found = "nothing differs" if not count else f"{count} difference{'s' if count > 1 else ''}"
+        lines = [f"{found} in {self.calls} call{'' if self.calls == 1 else 's'}"]
+        lines += [f"  {difference}" for difference in self.differences]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
 
 _PROPERTIES = (
@@ -37,7 +74,7 @@ _PROPERTIES = (
 )
 #: Autograd chooses how it lays out a gradient, and a gradient is a leaf of its own.
 _GRADIENT_PROPERTIES = ("dtype", "shape", "device", "layout")
-#: What else there is to a tensor inside another is told of the other.
+#: The other properties of an inner tensor are those of its wrapper.
 _INNER_PROPERTIES = ("type", "dtype", "shape", "device", "layout")
 
 
@@ -47,7 +84,7 @@ def differences(before: Observation, after: Observation, tolerance: Tolerance) -
     if before.raised is None and after.raised is None:
         yield from _structures(before.structure, after.structure, "output")
         yield from _leaves(before.outputs, after.outputs, tolerance)
-        yield from _homes(before, after)
+        yield from _aliasing(before, after)
         yield from _gradients(before, after, tolerance)
     if (before.raised is None) == (after.raised is None):
         yield from _structures(before.input_structure, after.input_structure, "the inputs after the call")
@@ -69,11 +106,8 @@ def _raised(before: Raised | None, after: Raised | None, where: str) -> Iterator
 
 def _structures(before: object, after: object, where: str) -> Iterator[Difference]:
     if before != after:
-        yield Difference("structure", where, f"{_in_one_line(before)} != {_in_one_line(after)}")
-
-
-def _in_one_line(structure: object) -> str:
-    return " ".join(str(structure).split())
+        one, other = (" ".join(str(structure).split()) for structure in (before, after))
+        yield Difference("structure", where, f"{one} != {other}")
 
 
 def _after_the_call(inputs: Named) -> Named:
@@ -88,11 +122,11 @@ def _leaves(before: Named, after: Named, tolerance: Tolerance) -> Iterator[Diffe
 
 
 def _replaced(before: Named, after: Named) -> Iterator[Difference]:
-    """State in whose place only one of the programs has put another tensor; both show all state that may be written."""
+    """State that only one program replaced by another tensor; both observations hold all state that may be mutated."""
     ones, others = dict(before), dict(after)
     for name in [*(name for name in ones if name not in others), *(name for name in others if name not in ones)]:
         which = "the original" if name in ones else "the other program"
-        yield Difference("identity", name, f"only {which} puts another tensor in its place")
+        yield Difference("identity", name, f"only {which} replaces it by another tensor")
 
 
 def _leaf(before: object, after: object, where: str, tolerance: Tolerance) -> Iterator[Difference]:
@@ -129,7 +163,7 @@ def _tensors(
     alike = (before.shape, before.layout) == (after.shape, after.layout)
     for name in properties:
         one, other = getattr(before, name), getattr(after, name)
-        # Strides have nothing to say where there are other axes, or none.
+        # Strides are comparable only between tensors of one shape and layout.
         if one != other and (alike or name != "stride"):
             yield Difference(name, where, f"{one} != {other}")
     if before.inner or after.inner:
@@ -138,21 +172,18 @@ def _tensors(
             if name in others:
                 yield from _tensors(one, others[name], f"{where}.{name}", tolerance, _INNER_PROPERTIES)
         return
-    if (before.shape, before.dtype) == (after.shape, after.dtype) and not _has_no_values(before, after):
+    has_values = "meta" not in (before.device.type, after.device.type)
+    if has_values and (before.shape, before.dtype) == (after.shape, after.dtype):
         detail = value_difference(before.value, after.value, tolerance)
         if detail is not None:
             yield Difference("value", where, detail)
 
 
-def _has_no_values(*records: TensorRecord) -> bool:
-    return any(record.device.type == "meta" for record in records)
-
-
-def _homes(before: Observation, after: Observation) -> Iterator[Difference]:
-    others = dict(after.homes)
-    for name, home in before.homes:
-        if name in others and others[name] != home:
-            one, other = (str(place) if place else "has memory of its own" for place in (home, others[name]))
+def _aliasing(before: Observation, after: Observation) -> Iterator[Difference]:
+    others = dict(after.aliases)
+    for name, alias in before.aliases:
+        if name in others and others[name] != alias:
+            one, other = (str(found) if found else "has memory of its own" for found in (alias, others[name]))
             yield Difference("aliasing", name, f"{one} != {other}")
 
 
@@ -177,10 +208,10 @@ def _gradients(before: Observation, after: Observation, tolerance: Tolerance) ->
 
 
 def _rounding(gradient: TensorRecord, unit: float, widest: float) -> Tolerance:
-    """What a sum in another order may change: some units of rounding of the largest element, or one of `widest`.
+    """What another order of summation may change: some rounding units of the largest element, or one of `widest`.
 
-    Terms that cancel leave a gradient that is all rounding, of terms as large as the other gradients: the bias of the
-    keys in an attention, for example. Where all gradients are zero, the sign of a zero may still change.
+    Terms that cancel leave a gradient that is all rounding error, of terms as large as the other gradients: the bias of
+    the keys in an attention, for example. Where all gradients are zero, the sign of a zero may still change.
     """
     if not _has_rounding(gradient):
         return EXACT
@@ -207,12 +238,12 @@ def _has_rounding(gradient: TensorRecord) -> bool:
 
 
 _UNITS = 16
-#: A distance that no two numbers of single precision have; with it 0.0 is -0.0, since bits do not count any more.
+#: Smaller than any distance in single precision; with it 0.0 equals -0.0, since bits are no longer compared.
 _LEAST = math.ulp(0.0)
 
 
 def _modes(before: Moment, after: Moment) -> Iterator[Difference]:
-    # After an exception, putting the modes back is right even where the original does not.
+    # After an exception, restoring the modes is right even where the original does not.
     if before.random is None and after.ambient == after.found:
         return
     for field in fields(Ambient):
@@ -233,67 +264,21 @@ def _settings(before: Moment, after: Moment) -> Iterator[Difference]:
 def _random_states(before: Moment, after: Moment) -> Iterator[Difference]:
     if before.random is not None and after.random is not None:
         for generator in before.random.moved(after.random):
-            yield Difference("random state", f"{generator} {before.name}", "more, fewer or other draws")
+            yield Difference("random state", f"{generator} {before.name}", "more, fewer or other random numbers")
 
 
 def _undeclared(before: Observation, after: Observation) -> Iterator[Difference]:
     for which, observation in (("the original", before), ("the other program", after)):
         for label in observation.undeclared:
-            detail = f"{which} wrote it although its effects say that nothing does, so it was not restored"
+            detail = f"{which} mutated it although its effects do not say so, so it was not restored"
             yield Difference("undeclared write", label, detail)
-
-
-# Findings: what a comparison of two programs tells.
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One thing that is not the same: of which kind, where, by how much, and in which of the calls."""
-
-    kind: str
-    where: str
-    detail: str
-    when: str = ""
-
-    def __str__(self) -> str:
-        when = f" ({self.when})" if self.when else ""
-        return f"{self.kind} of {self.where}{when}: {self.detail}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """All differences, what was left unchecked, and how many calls of each program were compared."""
-
-    differences: tuple[Difference, ...]
-    notes: tuple[str, ...] = ()
-    calls: int = 0
-    #: In how many of the calls the original itself raised, so that there were no results to compare.
-    raised: int = 0
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
-
-    def __str__(self) -> str:
-        count = len(self.differences)
-        found = "nothing differs" if not count else f"{count} difference{'s' if count > 1 else ''}"
-        lines = [f"{found} in {self.calls} call{'' if self.calls == 1 else 's'}"]
-        lines += [f"  {difference}" for difference in self.differences]
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
-
-
-# Values: whether two tensors hold the same numbers, and where they are furthest apart.
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def value_difference(before: Tensor, after: Tensor, tolerance: Tolerance) -> str | None:
-    """What to say about the numbers of two tensors of one shape and dtype; None if there is nothing to say.
+    """How the values of two tensors of one shape and dtype differ; None if they do not.
 
     Where the tolerance is exact every bit counts, so 0.0 is not -0.0; but any NaN equals any other NaN.
     """
@@ -319,19 +304,16 @@ def _differing(before: Tensor, after: Tensor, tolerance: Tolerance) -> Tensor:
     if not before.is_floating_point():
         return _bits(before) != _bits(after)
     if tolerance.relative or tolerance.absolute:
-        wide_before, wide_after = _wide(before), _wide(after)
-        limits = _limits(before, tolerance)
-        return ~torch.isclose(wide_after, wide_before, equal_nan=True, **limits)
+        return ~torch.isclose(_wide(after), _wide(before), equal_nan=True, **_limits(before, tolerance))
     differing = _bits(before) != _bits(after)
     # Only a NaN can differ in bits and still count as equal, so most comparisons end here.
     return differing & ~(_wide(before).isnan() & _wide(after).isnan()) if bool(differing.any()) else differing
 
 
 def _limits(before: Tensor, tolerance: Tolerance) -> dict[str, float]:
-    """The distances that are allowed; in half precision and below, some units of the numbers themselves at least.
+    """Arguments of `isclose`; for half precision and below, at least some units in the last place.
 
-    There the step from one number to the next is wider than a tolerance for single precision, so one rounding that
-    falls the other way would never be forgiven.
+    There one unit is wider than a tolerance for single precision, so another rounding would count as a difference.
     """
     unit = torch.finfo(before.dtype).eps
     if unit <= torch.finfo(torch.float32).eps or not before.numel():
@@ -345,7 +327,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """8-bit floats have next to no operators of their own."""
+    """8-bit floats as single precision: they have few operators of their own."""
     return tensor.float() if tensor.element_size() == 1 else tensor
 
 

@@ -1,4 +1,4 @@
-"""Arguments, other data, other shapes."""
+"""The inputs of one call, copied where it may mutate them and aliased as the arguments; other data, other sizes."""
 
 from __future__ import annotations
 
@@ -19,71 +19,12 @@ from partita.equivalence.state import storage_key, storage_of
 
 __all__ = ["Arguments", "Inputs", "arguments_of", "input_name", "resized"]
 
-
-# Other shapes: the same arguments with other sizes wherever a graph says that a size is free.
-
-
 _STEPS: tuple[Callable[[int], int], ...] = (lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1)
-
-
-def resized(arguments: Arguments, placeholders: Sequence[Node]) -> Iterator[tuple[str, Arguments]]:
-    """Arguments with every free size changed alike, in several ways, each with words such as `s0 = 5`.
-
-    Nobody knows which sizes the program accepts, so whoever asks tries them in turn.
-    """
-    if not arguments.matches(placeholders):
-        return
-    values = [value_of(node) for node in placeholders]
-    sizes = _sizes(values, arguments.tree.leaves)
-    for step in _STEPS if sizes else ():
-        others = {symbol: max(step(size), 1) for symbol, size in sizes.items()}
-        leaves = [_other(leaf, value, others) for leaf, value in zip(arguments.tree.leaves, values, strict=True)]
-        words = ", ".join(f"{symbol} = {size}" for symbol, size in others.items())
-        yield words, Arguments(replace(arguments.tree, leaves=tuple(leaves)))
-
-
-def _sizes(values: Sequence[Any], leaves: Sequence[object]) -> dict[Any, int]:
-    """The symbols that stand alone as an input or a size, and what the arguments give for them."""
-    sizes: dict[Any, int] = {}
-    for value, leaf in zip(values, leaves, strict=True):
-        pairs: Sequence[tuple[Any, Any]] = [(value, leaf)]
-        if isinstance(value, Tensor) and isinstance(leaf, Tensor):
-            pairs = list(zip(value.shape, leaf.shape, strict=False))
-        for size, given in pairs:
-            symbol = symbol_of(size)
-            if symbol is not None and type(given) is int:
-                sizes.setdefault(symbol, given)
-    return sizes
-
-
-def _other(leaf: object, value: Any, sizes: Mapping[Any, int]) -> object:
-    if isinstance(value, Tensor) and isinstance(leaf, Tensor) and symbols_in(value):
-        return _stretched(leaf, [_evaluated(size, sizes) for size in value.shape])
-    return _evaluated(value, sizes) if isinstance(value, torch.SymInt) else leaf
-
-
-def _evaluated(size: Any, sizes: Mapping[Any, int]) -> int:
-    return int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else int(size)
-
-
-def _stretched(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The tensor cut off or repeated along each axis, its axes in the same order in memory."""
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    other = tensor.detach().permute(order)
-    for axis, source in enumerate(order):
-        if tensor.shape[source] != sizes[source]:
-            places = torch.arange(sizes[source], device=tensor.device) % max(tensor.shape[source], 1)
-            other = other.index_select(axis, places)
-    back = sorted(range(tensor.ndim), key=order.__getitem__)
-    return other.contiguous().permute(back).requires_grad_(tensor.requires_grad)
-
-
-# Inputs: the arguments of one call, copied where the call may write them, sharing memory as the originals do.
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Arguments ready for one call: all tensors, those that are no copies, and those to take gradients of."""
+    """The inputs of one call: all tensors, those that are not copies, and the leaves that collect gradients."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -94,27 +35,27 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments as given, from which the inputs of every call are made."""
+    """The caller's arguments, from which the inputs of every call are made."""
 
     tree: Tree
 
     def matches(self, placeholders: Sequence[Node]) -> bool:
         """Whether the placeholders stand for the leaves one by one, keywords included if they come in that order."""
-        given = [path.split("]")[1] + "]" for path in self.tree.paths if not path.startswith("[0]")]
-        taken = [f"[{name!r}]" for name in keywords_of(placeholders[0].graph)] if placeholders and given else []
-        return list(dict.fromkeys(given)) == taken and len(placeholders) == len(self.tree.leaves)
+        passed = [path.split("]")[1] + "]" for path in self.tree.paths if not path.startswith("[0]")]
+        keywords = [f"[{name!r}]" for name in keywords_of(placeholders[0].graph)] if placeholders and passed else []
+        return list(dict.fromkeys(passed)) == keywords and len(placeholders) == len(self.tree.leaves)
 
-    def inputs(self, *, written: frozenset[int], state: frozenset[int], other_data: bool = False) -> Inputs:
-        """Inputs for one call: copies of those `written` or for other data, else the arguments themselves.
+    def inputs(self, *, mutated: frozenset[int], state: frozenset[int], other_data: bool = False) -> Inputs:
+        """Inputs for one call: copies of those `mutated` or for other data, else the arguments themselves.
 
-        Memory that inputs share with `state` is left in place, since the state's snapshot looks after it.
+        Memory that inputs share with `state` is not copied: the snapshot of the state restores it.
         """
         made = _Made(list(self.tree.leaves))
         for numbers in _groups(made.leaves, state):
-            if other_data or not written.isdisjoint(numbers):
+            if other_data or not mutated.isdisjoint(numbers):
                 made.copy(numbers)
                 if other_data:
-                    fill_with_other_data([made.leaves[number] for number in numbers])
+                    _fill_with_other_data([made.leaves[number] for number in numbers])
             else:
                 made.pass_on(numbers)
         args, kwargs = self.tree.rebuilt(made.leaves)
@@ -141,8 +82,24 @@ def input_name(path: str) -> str:
     return "input" + path[path.index("]") + 1 :]
 
 
+def resized(arguments: Arguments, placeholders: Sequence[Node]) -> Iterator[tuple[str, Arguments]]:
+    """Arguments with every dynamic size changed, in several ways, each with a description such as `s0 = 5`.
+
+    Which sizes the program accepts is not known: the caller tries them in turn.
+    """
+    if not arguments.matches(placeholders):
+        return
+    values = [value_of(node) for node in placeholders]
+    sizes = _sizes(values, arguments.tree.leaves)
+    for step in _STEPS if sizes else ():
+        others = {symbol: max(step(size), 1) for symbol, size in sizes.items()}
+        leaves = [_other(leaf, value, others) for leaf, value in zip(arguments.tree.leaves, values, strict=True)]
+        description = ", ".join(f"{symbol} = {size}" for symbol, size in others.items())
+        yield description, Arguments(replace(arguments.tree, leaves=tuple(leaves)))
+
+
 def _groups(leaves: Sequence[object], state: frozenset[int]) -> list[list[int]]:
-    """The numbers of the tensors and generators, those of one memory together."""
+    """The numbers of the tensors and generators, those of one storage together."""
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Generator):
@@ -163,7 +120,7 @@ class _Made:
         self.passed_on: list[int] = []
 
     def pass_on(self, numbers: Sequence[int]) -> None:
-        """The tensors themselves, but cut off from the graph that made them."""
+        """The tensors themselves, but detached from their autograd graph."""
         seen: dict[int, Tensor] = {}
         for number in numbers:
             leaf = self.leaves[number]
@@ -176,7 +133,7 @@ class _Made:
                     self.gradients[number] = passed
 
     def copy(self, numbers: Sequence[int]) -> None:
-        """New tensors that lie in one new memory as the old ones lay in theirs."""
+        """Copies of the tensors in one new storage, with the same offsets and strides."""
         originals = [self.leaves[number] for number in numbers]
         tensors = {id(leaf): leaf for leaf in originals if isinstance(leaf, Tensor)}
         if not tensors:
@@ -192,7 +149,7 @@ class _Made:
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-    """Copies of tensors of one memory, each with the leaf that collects its gradient."""
+    """Copies of tensors of one storage, each with the leaf that collects its gradient."""
     storage = storage_of(tensors[0])
     ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
     if storage is None or not ordinary:
@@ -206,7 +163,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _inside_a_graph(tensors: Sequence[Tensor], storage: torch.UntypedStorage) -> list[tuple[Tensor, Tensor | None]]:
-    """Copies that are results, not leaves: those may be written where a leaf that requires grad may not."""
+    """Copies that are not leaves: those may be mutated, unlike a leaf that requires grad."""
     first = tensors[0]
     whole = torch.empty(0, dtype=first.dtype, device=first.device)
     leaf = whole.set_(storage, 0, (storage.nbytes() // first.element_size(),), (1,)).requires_grad_()
@@ -227,13 +184,10 @@ def _laid_out(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     return copy
 
 
-# Other data: different values of the same kind, in the same memory.
+def _fill_with_other_data(leaves: Sequence[object]) -> None:
+    """Fills tensors of one storage with other values of the same kind.
 
-
-def fill_with_other_data(leaves: Sequence[object]) -> None:
-    """Writes other values into tensors that share one memory.
-
-    Whole numbers only change places, since they may be indices; floats also shrink by a quarter and, unless none was
+    Integers are only permuted, since they may be indices; floats also shrink by a quarter and, unless none was
     negative, change sign, so that probabilities stay probabilities.
     """
     for leaf in leaves:
@@ -241,7 +195,7 @@ def fill_with_other_data(leaves: Sequence[object]) -> None:
         for tensor in inside:
             _fill(tensor.detach())
         if inside:
-            # The others look at the same memory, which has been changed by now.
+            # The others are views of the same storage.
             return
 
 
@@ -255,7 +209,7 @@ def _fill(tensor: Tensor) -> None:
     try:
         once.copy_(_other_values(once))
     except RuntimeError:
-        # Elements that overlap in memory cannot be written one by one; such an input keeps its values.
+        # Elements that overlap in memory cannot be mutated one by one; such an input keeps its values.
         return
 
 
@@ -276,5 +230,41 @@ def _other_values(tensor: Tensor) -> Tensor:
 
 
 def _looks_like_offsets(tensor: Tensor) -> bool:
-    """Rising numbers in one row are often offsets, and kernels read wherever falling ones lead them."""
+    """Increasing integers are often offsets, and kernels read out of bounds where offsets decrease."""
     return tensor.ndim == 1 and tensor.dtype is not torch.bool and bool((tensor.diff() >= 0).all())
+
+
+def _sizes(values: Sequence[Any], leaves: Sequence[object]) -> dict[Any, int]:
+    """The symbols that are an input or a size by themselves, and their values in the arguments."""
+    sizes: dict[Any, int] = {}
+    for value, leaf in zip(values, leaves, strict=True):
+        pairs: Sequence[tuple[Any, Any]] = [(value, leaf)]
+        if isinstance(value, Tensor) and isinstance(leaf, Tensor):
+            pairs = list(zip(value.shape, leaf.shape, strict=False))
+        for size, actual in pairs:
+            symbol = symbol_of(size)
+            if symbol is not None and type(actual) is int:
+                sizes.setdefault(symbol, actual)
+    return sizes
+
+
+def _other(leaf: object, value: Any, sizes: Mapping[Any, int]) -> object:
+    if isinstance(value, Tensor) and isinstance(leaf, Tensor) and symbols_in(value):
+        return _stretched(leaf, [_evaluated(size, sizes) for size in value.shape])
+    return _evaluated(value, sizes) if isinstance(value, torch.SymInt) else leaf
+
+
+def _evaluated(size: Any, sizes: Mapping[Any, int]) -> int:
+    return int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _stretched(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The tensor truncated or repeated along each axis, its axes in the same order in memory."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    other = tensor.detach().permute(order)
+    for axis, source in enumerate(order):
+        if tensor.shape[source] != sizes[source]:
+            places = torch.arange(sizes[source], device=tensor.device) % max(tensor.shape[source], 1)
+            other = other.index_select(axis, places)
+    back = sorted(range(tensor.ndim), key=order.__getitem__)
+    return other.contiguous().permute(back).requires_grad_(tensor.requires_grad)

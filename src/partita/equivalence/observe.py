@@ -1,4 +1,4 @@
-"""Runs, observations, gradients."""
+"""Runs the calls of a program and records all that is observable: results, mutations, gradients, modes, RNG state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from partita._torch.pytrees import flatten
 from partita._torch.tensors import inner_tensors, placements_of, plain_tensors, version_of
 from partita.equivalence.ambient import RandomState, Settings, random_state, read_settings, restored_ambient
 from partita.equivalence.inputs import Arguments, Inputs, input_name
-from partita.equivalence.state import Home, Slot, Snapshot, detach_in_place, homes_of, storage_key
+from partita.equivalence.state import Alias, Slot, Snapshot, aliases_of, detach_in_place, storage_key
 from partita.equivalence.subject import Subject
 
 __all__ = ["Call", "Moment", "Named", "Observation", "Raised", "Start", "TensorRecord", "Watched", "run"]
-
-
-# Runs: the calls of one program in a row, each observed, from the same start as any other run.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +34,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A place in the state of the program that runs, what the original calls it, and whether it may be written.
+    """A state tensor of the program that runs, its name in the original, and whether it may be mutated.
 
-    A tensor that was `computed` belongs to a graph of the caller's, from which nothing may cut it off.
+    A tensor that was `computed` belongs to an autograd graph of the caller and must not be detached.
     """
 
     name: str
     label: str
     slot: Slot
-    may_be_written: bool
+    may_be_mutated: bool
     computed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where every run starts, and by storage key which memory is state and which of it is restored afterwards."""
+    """The start of every run, and by storage key which memory is state and which of it is restored afterwards."""
 
     snapshot: Snapshot
     random: RandomState
@@ -62,7 +59,7 @@ class Start:
 def run(
     subjects: Sequence[Subject], state: Sequence[Watched], calls: Sequence[Call], start: Start
 ) -> list[Observation]:
-    """What each call of the first subject shows; inputs that any of the subjects may write are copies."""
+    """The observations of the first subject's calls; inputs that any of the subjects may mutate are copies."""
     start.random.restore()
     try:
         return [_observed(subjects, state, call, start) for call in calls]
@@ -73,31 +70,29 @@ def run(
 
 def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call, start: Start) -> Observation:
     with restored_ambient(), torch.set_grad_enabled(call.grad):
-        written = frozenset[int]().union(*(subject.written_among(call.arguments) for subject in subjects))
-        inputs = call.arguments.inputs(written=written, state=start.state, other_data=call.other_data)
+        mutated = frozenset[int]().union(*(subject.mutated_leaves(call.arguments) for subject in subjects))
+        inputs = call.arguments.inputs(mutated=mutated, state=start.state, other_data=call.other_data)
         parameters = [(place.name, place.slot.tensor) for place in state if place.slot.tensor.requires_grad]
         leaves = [*((repr(name), leaf) for name, leaf in parameters), *inputs.leaves]
-        unwritten = _unwritten(state, inputs)
-        versions = [version_of(tensor) for _, tensor in unwritten]
-        with kept_gradient_fields(leaf for _, leaf in leaves):
+        # What was not copied, since by the programs' effects nothing mutates it.
+        uncopied = [(place.label, place.slot.tensor) for place in state if not place.may_be_mutated]
+        uncopied += inputs.passed_on
+        versions = [version_of(tensor) for _, tensor in uncopied]
+        with _restored_grads(leaf for _, leaf in leaves):
             seen, made = _called(subjects[0], state, inputs, start)
             if call.backward and seen.raised is None:
-                raised, gradients = gradients_of(made, leaves)
+                raised, gradients = _gradients_of(made, leaves)
                 left = seen.moments[-1].ambient
                 moment = Moment(
                     "after backward", left, read_ambient(), read_settings(), None if raised else random_state()
                 )
                 seen = replace(seen, moments=(*seen.moments, moment), backward_raised=raised, gradients=gradients)
-        touched = [label for (label, tensor), old in zip(unwritten, versions, strict=True) if version_of(tensor) != old]
-        seen = replace(seen, state=_state_now(state, start), undeclared=tuple(touched))
-        made.clear()  # What hangs on a graph keeps it alive, and no view can be cut off a graph that lives.
-        _cut_from_graph(state)
+        pairs = zip(uncopied, versions, strict=True)
+        mutations = [label for (label, tensor), old in pairs if version_of(tensor) != old]
+        seen = replace(seen, state=_state_now(state, start), undeclared=tuple(mutations))
+        made.clear()  # These tensors keep the graph alive, and no view can be detached from a living graph.
+        _detach_state(state)
         return seen
-
-
-def _unwritten(state: Sequence[Watched], inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """The tensors that were not copied because nothing writes them, as far as the programs' effects tell."""
-    return [*((place.label, place.slot.tensor) for place in state if not place.may_be_written), *inputs.passed_on]
 
 
 def _called(
@@ -110,19 +105,19 @@ def _called(
         moment = Moment("after the call", found, read_ambient(), read_settings(), random_state())
     except Exception as error:
         raised = Raised(type(error), str(error))
-        # Whoever catches the error sees these modes; a guard in the frames that it holds may go with it.
+        # The caller sees these modes when it catches the error; guards in the frames of its traceback may go with it.
         moment = Moment("after the call", found, read_ambient(), read_settings(), None)
-    outputs = () if raised else named_leaves(result, "output")
+    outputs = () if raised else _named_leaves(result, "output")
     tensors = [(name, leaf) for name, leaf in outputs if isinstance(leaf, Tensor)]
     held = [(place.label, tensor) for place in state if (tensor := place.slot.current()) is not None]
     around = [*inputs.tensors, *held]
     seen = Observation(
         raised=raised,
         structure=None if raised else flatten(result).structure,
-        outputs=tuple((name, record_of(leaf, restored=start.restored)) for name, leaf in outputs),
+        outputs=tuple((name, _record_of(leaf, restored=start.restored)) for name, leaf in outputs),
         input_structure=flatten((inputs.args, inputs.kwargs)).structure,
         inputs=_inputs_now(inputs, start),
-        homes=homes_of(tensors, around),
+        aliases=aliases_of(tensors, around),
         moments=(moment,),
     )
     made = [tensor for _, tensor in tensors] + [tensor for _, tensor in around if tensor.grad_fn is not None]
@@ -134,132 +129,35 @@ def _inputs_now(inputs: Inputs, start: Start) -> Named:
     tree = flatten((inputs.args, inputs.kwargs))
     pairs = zip(tree.paths, tree.leaves, strict=True)
     return tuple(
-        (input_name(path), record_of(leaf, restored=start.restored)) for path, leaf in pairs if id(leaf) not in skipped
+        (input_name(path), _record_of(leaf, restored=start.restored)) for path, leaf in pairs if id(leaf) not in skipped
     )
 
 
 def _state_now(state: Sequence[Watched], start: Start) -> Named:
-    """Copies of all state that may have been written, and of tensors that took the place of others."""
+    """Records of all state that may have been mutated, and of tensors that replaced others."""
     found: list[tuple[str, object]] = []
     for place in state:
         tensor = place.slot.current()
-        if place.may_be_written or tensor is not place.slot.tensor:
-            found.append((place.label, record_of(tensor, restored=start.restored)))
+        if place.may_be_mutated or tensor is not place.slot.tensor:
+            found.append((place.label, _record_of(tensor, restored=start.restored)))
     return tuple(found)
 
 
-def _cut_from_graph(state: Sequence[Watched]) -> None:
-    """Lets the next call start a graph of its own, since backward has freed this one."""
+def _detach_state(state: Sequence[Watched]) -> None:
+    """Lets the next call start an autograd graph of its own, since backward has freed this one."""
     for place in state:
         tensor = place.slot.current()
         if tensor is not None and tensor.grad_fn is not None and not place.computed:
             detach_in_place(tensor)
 
 
-# Gradients: one backward pass from everything that a call made, leaving every `.grad` field as it was.
-
-
-@contextmanager
-def kept_gradient_fields(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Runs the block with empty `.grad` fields and gives the leaves their old ones back."""
-    kept = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in leaves if leaf.is_leaf}.values()]
-    for leaf, _ in kept:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, grad in kept:
-            leaf.grad = grad
-
-
-def gradients_of(
-    results: Sequence[Tensor], leaves: Sequence[tuple[str, Tensor]]
-) -> tuple[Raised | None, tuple[tuple[str, TensorRecord | None], ...]]:
-    """The gradients that the leaves get from a weighted sum of `results`, and the exception that got in the way."""
-    differentiable = [result for result in results if result.requires_grad]
-    known = {id(leaf) for _, leaf in leaves}
-    try:
-        behind = _leaves_behind(differentiable)
-    except RuntimeError as error:  # Some views that were written cannot even be asked for their graph.
-        return Raised(type(error), str(error)), ()
-    reached = [leaf for leaf in behind if id(leaf) not in known]
-    # Both programs reach the very same tensors there, in any order, so identity is what pairs them.
-    outside = ((f"a leaf of shape {tuple(leaf.shape)} outside the state, {id(leaf):#x}", leaf) for leaf in reached)
-    everything = [*leaves, *outside]
-    tensors = [leaf for _, leaf in everything]
-    try:
-        found = _gradients(differentiable, tensors)
-    except Exception as error:
-        return Raised(type(error), str(error)), tuple((name, None) for name, _ in everything)
-    return None, tuple((name, _record(gradient)) for (name, _), gradient in zip(everything, found, strict=True))
-
-
-def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients, without a `.grad` field or a hook that waits for one being touched where that is possible."""
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    weights = [_weights(number, result) for number, result in enumerate(results)]
-    if not results or not wanted:
-        return [None] * len(leaves)
-    try:
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            results, wanted, weights, retain_graph=True, allow_unused=True
-        )
-    except RuntimeError as error:
-        if "incompatible with .grad()" not in str(error):
-            raise
-        # Reentrant checkpoints work with nothing but `.backward()`.
-        with kept_gradient_fields(leaves):
-            torch.autograd.backward(list(results), weights)
-            found = tuple(leaf.grad for leaf in wanted)
-    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=True)}
-    return [by_leaf.get(id(leaf)) for leaf in leaves]
-
-
-def _weights(number: int, result: Tensor) -> Tensor:
-    """Weights between 0.5 and 1.5, the same in every run, none of which hides another's mistake."""
-    if inner_tensors(result):
-        # Every process weighs its own part, so that nobody waits for another.
-        wrapper = result.detach().clone()
-        for inner in plain_tensors(wrapper):
-            inner.copy_(_weights(number, inner))
-        return wrapper
-    generator = torch.Generator().manual_seed(number + 1)
-    weights = torch.rand(result.shape, generator=generator, dtype=torch.float32) + 0.5
-    return weights.to(device=result.device, dtype=result.dtype)
-
-
-def _leaves_behind(results: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that the graphs of these results end in; a function's closure may hold some."""
-    stack = [result.grad_fn for result in results if result.grad_fn is not None]
-    seen = set(stack)
-    leaves: dict[int, Tensor] = {}
-    while stack:
-        step = stack.pop()
-        variable = getattr(step, "variable", None)
-        if isinstance(variable, Tensor):
-            leaves.setdefault(id(variable), variable)
-        for behind, _ in step.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                stack.append(behind)
-    return list(leaves.values())
-
-
-def _record(gradient: Tensor | None) -> TensorRecord | None:
-    record = None if gradient is None else record_of(gradient)
-    return record if isinstance(record, TensorRecord) else None
-
-
-# Observations: all that can be seen of one call once it is over.
-
-
-#: A leaf or record with the words that say where it was.
+#: Leaves or records with their paths.
 Named = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor as it was: its properties, and its values apart from any graph."""
+    """The properties of a tensor, and its values detached from any graph."""
 
     type: str
     dtype: torch.dtype
@@ -269,13 +167,13 @@ class TensorRecord:
     layout: torch.layout
     requires_grad: bool
     inference: bool
-    #: Whether values are told by a bit that conjugates or negates what lies in memory.
+    #: Whether a bit of the tensor conjugates or negates the values in memory.
     conjugate: bool
     negative: bool
     value: Tensor
-    #: How a DTensor is spread over devices.
+    #: The placements of a DTensor.
     placements: tuple[object, ...] | None = None
-    #: The tensors inside one that wraps others, which hold its values.
+    #: The inner tensors of a wrapper subclass, which hold its values.
     inner: tuple[tuple[str, TensorRecord], ...] = ()
 
 
@@ -292,7 +190,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The modes that something found, the modes, settings and random state that it left; None after an exception."""
+    """The modes before a call or backward, and the modes, settings and RNG state after it (None after an exception)."""
 
     name: str
     found: Ambient
@@ -303,14 +201,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one call gave, wrote and left behind."""
+    """Everything observable of one call."""
 
     raised: Raised | None
     structure: object
     outputs: Named
     input_structure: object
     inputs: Named
-    homes: tuple[tuple[str, Home | None], ...]
+    aliases: tuple[tuple[str, Alias | None], ...]
     moments: tuple[Moment, ...]
     backward_raised: Raised | None = None
     gradients: tuple[tuple[str, TensorRecord | None], ...] = ()
@@ -318,40 +216,42 @@ class Observation:
     undeclared: tuple[str, ...] = ()
 
 
-def record_of(leaf: object, *, restored: frozenset[int] = frozenset()) -> object:
-    """What to keep of a leaf; values are copied only if they lie in memory that will be `restored`."""
+def _record_of(leaf: object, *, restored: frozenset[int]) -> object:
+    """The record of a leaf; values are copied only if their memory will be `restored`."""
     if isinstance(leaf, torch.Generator):
         leaf = leaf.get_state()
-    if not isinstance(leaf, Tensor):
-        return leaf
-    value = _rows(leaf.detach()) if leaf.is_nested else leaf.detach()
-    strided = leaf.layout is torch.strided and not leaf.is_nested
-    held = {name: record_of(inner, restored=restored) for name, inner in inner_tensors(leaf).items()}
+    return _tensor_record(leaf, restored) if isinstance(leaf, Tensor) else leaf
+
+
+def _tensor_record(tensor: Tensor, restored: frozenset[int] = frozenset()) -> TensorRecord:
+    value = _rows(tensor.detach()) if tensor.is_nested else tensor.detach()
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    inner = tuple((name, _tensor_record(inner, restored)) for name, inner in inner_tensors(tensor).items())
     return TensorRecord(
-        type=type(leaf).__name__,
-        dtype=leaf.dtype,
+        type=type(tensor).__name__,
+        dtype=tensor.dtype,
         shape=value.shape,
-        stride=_telling_strides(leaf) if strided else None,
-        device=leaf.device,
-        layout=leaf.layout,
-        requires_grad=leaf.requires_grad,
-        inference=leaf.is_inference(),
-        conjugate=strided and leaf.is_conj(),
-        negative=strided and leaf.is_neg(),
-        value=value.clone() if not held and storage_key(leaf) in restored else value,
-        placements=placements_of(leaf),
-        inner=tuple((name, record) for name, record in held.items() if isinstance(record, TensorRecord)),
+        stride=_normalized_strides(tensor) if strided else None,
+        device=tensor.device,
+        layout=tensor.layout,
+        requires_grad=tensor.requires_grad,
+        inference=tensor.is_inference(),
+        conjugate=strided and tensor.is_conj(),
+        negative=strided and tensor.is_neg(),
+        value=value.clone() if not inner and storage_key(tensor) in restored else value,
+        placements=placements_of(tensor),
+        inner=inner,
     )
 
 
-def named_leaves(value: object, root: str) -> tuple[tuple[str, object], ...]:
-    """The leaves of `value` with their paths after `root`; dataclasses that torch does not know are opened too."""
+def _named_leaves(value: object, root: str) -> tuple[tuple[str, object], ...]:
+    """The leaves of `value` with their paths after `root`; dataclasses that are no pytrees are opened too."""
     tree = flatten(value)
     found: list[tuple[str, object]] = []
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
-                found += named_leaves(getattr(leaf, field.name), f"{root}{path}.{field.name}")
+                found += _named_leaves(getattr(leaf, field.name), f"{root}{path}.{field.name}")
             found.append((f"the type of {root}{path}", type(leaf)))
         else:
             found.append((root + path, leaf))
@@ -359,14 +259,101 @@ def named_leaves(value: object, root: str) -> tuple[tuple[str, object], ...]:
 
 
 def _rows(nested: Tensor) -> Tensor:
-    """The lengths and the values of a nested tensor's rows in one, since its own shape is a symbol."""
+    """The lengths and values of a nested tensor's rows in one tensor, since its own shape is symbolic."""
     rows = nested.unbind()
     lengths = torch.tensor([size for row in rows for size in row.shape], device=nested.device)
     return torch.cat([lengths.to(nested.dtype), *(row.flatten() for row in rows)])
 
 
-def _telling_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides, with 0 along axes of one element or none, where any stride means the same."""
+def _normalized_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides, with 0 along axes of one element or none, where strides have no meaning."""
     empty = tensor.numel() == 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple(0 if empty or size == 1 else stride for size, stride in pairs)
+
+
+@contextmanager
+def _restored_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Runs the block with empty `.grad` fields, and restores those of the leaves afterwards."""
+    kept = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in leaves if leaf.is_leaf}.values()]
+    for leaf, _ in kept:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+
+
+def _gradients_of(
+    results: Sequence[Tensor], leaves: Sequence[tuple[str, Tensor]]
+) -> tuple[Raised | None, tuple[tuple[str, TensorRecord | None], ...]]:
+    """The gradients of a weighted sum of `results` with respect to the leaves, and what backward raised."""
+    differentiable = [result for result in results if result.requires_grad]
+    known = {id(leaf) for _, leaf in leaves}
+    try:
+        behind = _leaves_behind(differentiable)
+    except RuntimeError as error:  # For some mutated views even `grad_fn` raises.
+        return Raised(type(error), str(error)), ()
+    reached = [leaf for leaf in behind if id(leaf) not in known]
+    # Both programs reach the same tensors, in any order, so their names hold the identity.
+    outside = ((f"a leaf of shape {tuple(leaf.shape)} outside the state, {id(leaf):#x}", leaf) for leaf in reached)
+    everything = [*leaves, *outside]
+    tensors = [leaf for _, leaf in everything]
+    try:
+        found = _autograd_grad(differentiable, tensors)
+    except Exception as error:
+        return Raised(type(error), str(error)), tuple((name, None) for name, _ in everything)
+    records = (None if gradient is None else _tensor_record(gradient) for gradient in found)
+    return None, tuple((name, record) for (name, _), record in zip(everything, records, strict=True))
+
+
+def _autograd_grad(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients; no `.grad` field is set and no accumulation hook runs, where that is possible."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    weights = [_weights(number, result) for number, result in enumerate(results)]
+    if not results or not wanted:
+        return [None] * len(leaves)
+    try:
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            results, wanted, weights, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "incompatible with .grad()" not in str(error):
+            raise
+        # Reentrant checkpoints only support `.backward()`.
+        with _restored_grads(leaves):
+            torch.autograd.backward(list(results), weights)
+            found = tuple(leaf.grad for leaf in wanted)
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=True)}
+    return [by_leaf.get(id(leaf)) for leaf in leaves]
+
+
+def _weights(number: int, result: Tensor) -> Tensor:
+    """Random weights between 0.5 and 1.5, the same in every run."""
+    if inner_tensors(result):
+        # Each rank weighs its own shard, so that no collective is needed.
+        wrapper = result.detach().clone()
+        for inner in plain_tensors(wrapper):
+            inner.copy_(_weights(number, inner))
+        return wrapper
+    generator = torch.Generator().manual_seed(number + 1)
+    weights = torch.rand(result.shape, generator=generator, dtype=torch.float32) + 0.5
+    return weights.to(device=result.device, dtype=result.dtype)
+
+
+def _leaves_behind(results: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of the autograd graphs of these results; a function's closure may hold some."""
+    stack = [result.grad_fn for result in results if result.grad_fn is not None]
+    seen = set(stack)
+    leaves: dict[int, Tensor] = {}
+    while stack:
+        step = stack.pop()
+        variable = getattr(step, "variable", None)
+        if isinstance(variable, Tensor):
+            leaves.setdefault(id(variable), variable)
+        for behind, _ in step.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                stack.append(behind)
+    return list(leaves.values())

@@ -1,4 +1,4 @@
-"""State, snapshots, storages, pairing."""
+"""The tensors a module holds: where, in which storage, paired between two programs, and restored from a snapshot."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from partita._torch.pytrees import flatten
 from partita._torch.tensors import base_of, inner_tensors, plain_tensors
 
 __all__ = [
-    "Home",
+    "Alias",
     "Pairing",
     "Slot",
     "Snapshot",
+    "aliases_of",
     "detach_in_place",
-    "homes_of",
     "paired",
     "slots_of",
     "snapshot_of",
@@ -33,48 +33,84 @@ __all__ = [
 ]
 
 
-# Aliasing: with which input, state or earlier output each output shares its memory.
+_REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """The first named tensor in the same memory, and how many elements further on this one starts."""
+class Slot:
+    """An attribute of a module that holds a tensor, or one leaf of a container that is an attribute."""
 
     name: str
-    offset: int
+    kind: str
+    owner: Module
+    attribute: str
+    leaf: int | None
+    tensor: Tensor
 
-    def __str__(self) -> str:
-        return f"shares memory with {self.name}" + (f" from element {self.offset} on" if self.offset else "")
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.name!r}"
 
-
-def homes_of(
-    outputs: Iterable[tuple[str, Tensor]], around: Iterable[tuple[str, Tensor]]
-) -> tuple[tuple[str, Home | None], ...]:
-    """The home of each output among the tensors `around` the call and the outputs before it; None for new memory."""
-    known: dict[int, tuple[str, int]] = {}
-    for name, tensor in around:
-        key = storage_key(tensor)
-        if key is not None:
-            known.setdefault(key, (name, int(tensor.storage_offset())))
-    homes: list[tuple[str, Home | None]] = []
-    for name, tensor in outputs:
-        key = storage_key(tensor)
-        if key is None or key not in known:
-            homes.append((name, None))
-        else:
-            owner, start = known[key]
-            homes.append((name, Home(owner, int(tensor.storage_offset()) - start)))
-        if key is not None:
-            known.setdefault(key, (name, int(tensor.storage_offset())))
-    return tuple(homes)
+    def current(self) -> Tensor | None:
+        """The tensor that the attribute holds now, which may be another one."""
+        value = getattr(self.owner, self.attribute, None)
+        if self.leaf is not None:
+            leaves = flatten(value).leaves
+            value = leaves[self.leaf] if self.leaf < len(leaves) else None
+        return value if isinstance(value, Tensor) else None
 
 
-# Pairing: which tensor of one program's state stands for which tensor of the other's.
+def slots_of(root: Module | None) -> tuple[Slot, ...]:
+    """Every slot below `root` that holds a tensor with data: parameters, buffers and plain attributes."""
+    if root is None:
+        return ()
+    slots = (slot for prefix, owner in root.named_modules() for slot in _own_slots(prefix and prefix + ".", owner))
+    return tuple(slot for slot in slots if storage_of(slot.tensor) is not None)
+
+
+def _own_slots(prefix: str, owner: Module) -> Iterator[Slot]:
+    for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+        yield Slot(prefix + name, "parameter", owner, name, None, parameter)
+    for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+        yield Slot(prefix + name, "buffer", owner, name, None, buffer)
+    for name, value in vars(owner).items():
+        if name in _REGISTERED:
+            continue
+        if isinstance(value, Tensor):
+            yield Slot(prefix + name, "attribute", owner, name, None, value)
+        elif isinstance(value, list | tuple | dict) and not isinstance(owner, GraphModule):
+            yield from _slots_in(value, prefix, owner, name)
+
+
+def _slots_in(container: object, prefix: str, owner: Module, name: str) -> Iterator[Slot]:
+    tree = flatten(container)
+    for leaf, (path, item) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
+        if isinstance(item, Tensor):
+            yield Slot(f"{prefix}{name}{path}", "attribute", owner, name, leaf, item)
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """The storage of a tensor; None where it has none to read (sparse, fake, meta, some subclasses).
+
+    That of a wrapper, such as a DTensor, is the storage of its first inner tensor.
+    """
+    try:
+        storage = plain_tensors(tensor)[0].untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return None if storage.device.type == "meta" else storage
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """A number that two living tensors share exactly when they share a storage."""
+    storage = storage_of(tensor)
+    # The address of the data will not do: all empty storages have address 0.
+    return None if storage is None else int(StorageWeakRef(storage).cdata)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """For each tensor of the original the place where the other program holds it, under the original's name."""
+    """For each state tensor of the original the slot of the other program that holds it, under the original's name."""
 
     before: tuple[Slot, ...]
     after: tuple[Slot, ...]
@@ -84,7 +120,7 @@ class Pairing:
 def paired(before: Sequence[Slot], after: Sequence[Slot]) -> Pairing:
     """Pairs by identity, then by memory, then by name; a program that shares nothing may be paired by position.
 
-    A tensor that the other program does not hold stands for itself: no call of that program changes it.
+    A tensor that the other program does not hold is paired with itself: no call of that program mutates it.
     """
     found = _by_identity(before, after)
     copies = _by_name(before, after, taken=found)
@@ -118,7 +154,7 @@ def _by_position(before: Sequence[Slot], after: Sequence[Slot]) -> dict[int, Slo
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    return storage_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+    return storage_key(tensor), tensor.dtype, *_extent(tensor)
 
 
 def _alike(one: Slot, other: Slot) -> bool:
@@ -136,7 +172,37 @@ def _notes(before: Sequence[Slot], after: Sequence[Slot], copies: dict[int, Slot
     )
 
 
-# Snapshots: state as it was, copied only where it may be written, and put back as often as needed.
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """The first named tensor in the same storage, and the offset from it in elements."""
+
+    name: str
+    offset: int
+
+    def __str__(self) -> str:
+        return f"shares memory with {self.name}" + (f" from element {self.offset} on" if self.offset else "")
+
+
+def aliases_of(
+    outputs: Iterable[tuple[str, Tensor]], around: Iterable[tuple[str, Tensor]]
+) -> tuple[tuple[str, Alias | None], ...]:
+    """Which of the tensors `around` the call, or of the outputs before it, each output aliases; None for new memory."""
+    known: dict[int, tuple[str, int]] = {}
+    for name, tensor in around:
+        key = storage_key(tensor)
+        if key is not None:
+            known.setdefault(key, (name, int(tensor.storage_offset())))
+    aliases: list[tuple[str, Alias | None]] = []
+    for name, tensor in outputs:
+        key = storage_key(tensor)
+        if key is None or key not in known:
+            aliases.append((name, None))
+        else:
+            owner, start = known[key]
+            aliases.append((name, Alias(owner, int(tensor.storage_offset()) - start)))
+        if key is not None:
+            known.setdefault(key, (name, int(tensor.storage_offset())))
+    return tuple(aliases)
 
 
 _Container: TypeAlias = list[object] | dict[object, object]
@@ -146,14 +212,14 @@ _PLAIN = (type(None), bool, int, float, complex, str, Tensor, tuple, list, dict)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copies of the memory that may be written, and for all tensors and modules what else could change."""
+    """Copies of the memory that may be mutated, and the layouts and attributes of all tensors and modules."""
 
     memory: tuple[tuple[UntypedStorage, UntypedStorage], ...]
     layouts: tuple[_Layout | _Wrapper, ...]
     attributes: tuple[_Attributes, ...]
 
     def restore(self) -> None:
-        """Puts everything back as it was."""
+        """Restores everything."""
         for attributes in self.attributes:
             attributes.restore()
         for layout in self.layouts:
@@ -164,21 +230,21 @@ class Snapshot:
             storage.copy_(copy)
 
 
-def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, written: frozenset[int]) -> Snapshot:
-    """A snapshot of these modules that copies no other memory than what `written` names by storage key."""
+def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, mutated: frozenset[int]) -> Snapshot:
+    """A snapshot of these modules that copies only memory whose storage key is in `mutated`."""
     held = {id(slot.tensor): slot.tensor for slot in slots}.values()
     wrappers = [tensor for tensor in held if inner_tensors(tensor)]
     tensors = {id(plain): plain for tensor in held for plain in plain_tensors(tensor)}.values()
     memory: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         key, storage = storage_key(tensor), storage_of(tensor)
-        if key is not None and storage is not None and key in written:
+        if key is not None and storage is not None and key in mutated:
             memory.setdefault(key, storage)
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     return Snapshot(
         memory=tuple((storage, storage.clone()) for storage in memory.values()),
-        layouts=(*map(_wrapper_of, wrappers), *map(_layout_of, tensors)),
-        # A graph writes tensors, never attributes; what changes in its module is code that is made when first needed.
+        layouts=(*map(_Wrapper.of, wrappers), *map(_Layout.of, tensors)),
+        # A graph mutates tensors, never attributes; what changes in its module is code that is generated lazily.
         attributes=tuple(_attributes_of(module) for module in modules if not isinstance(module, GraphModule)),
     )
 
@@ -187,9 +253,14 @@ def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, written: froz
 class _Layout:
     tensor: Tensor
     storage: UntypedStorage
-    place: tuple[int, torch.Size, tuple[int, ...]]
+    extent: tuple[int, torch.Size, tuple[int, ...]]
     requires_grad: bool
     in_graph: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Layout:
+        in_graph = tensor.grad_fn is not None
+        return cls(tensor, tensor.untyped_storage(), _extent(tensor), tensor.requires_grad, in_graph)
 
     def restore(self) -> None:
         tensor = self.tensor
@@ -198,20 +269,24 @@ class _Layout:
         with torch.no_grad():
             if tensor.grad_fn is not None:
                 detach_in_place(tensor)
-            if _place_of(tensor) != self.place or tensor.untyped_storage().data_ptr() != self.storage.data_ptr():
-                tensor.set_(self.storage, *self.place)
+            if _extent(tensor) != self.extent or tensor.untyped_storage().data_ptr() != self.storage.data_ptr():
+                tensor.set_(self.storage, *self.extent)
             if tensor.requires_grad != self.requires_grad:
                 tensor.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wrapper:
-    """A tensor that wraps others, which have layouts of their own."""
+    """A wrapper subclass; its inner tensors have layouts of their own."""
 
     tensor: Tensor
     inner: dict[str, Tensor]
     requires_grad: bool
     in_graph: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Wrapper:
+        return cls(tensor, inner_tensors(tensor), tensor.requires_grad, tensor.grad_fn is not None)
 
     def restore(self) -> None:
         tensor = self.tensor
@@ -226,16 +301,7 @@ class _Wrapper:
             tensor.requires_grad_(self.requires_grad)
 
 
-def _wrapper_of(tensor: Tensor) -> _Wrapper:
-    return _Wrapper(tensor, inner_tensors(tensor), tensor.requires_grad, tensor.grad_fn is not None)
-
-
-def _layout_of(tensor: Tensor) -> _Layout:
-    in_graph = tensor.grad_fn is not None
-    return _Layout(tensor, tensor.untyped_storage(), _place_of(tensor), tensor.requires_grad, in_graph)
-
-
-def _place_of(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+def _extent(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
 
@@ -269,101 +335,17 @@ def _refill(container: _Container, content: _Container) -> None:
         container.extend(content)
 
 
-# Detaching: a tensor that a call wrote is cut off the graph of that call, and stays the same object.
-
-
 def detach_in_place(tensor: Tensor) -> None:
-    """Cuts `tensor` off; a view as well, and what it is a view of, which `Tensor.detach_` refuses."""
+    """Detaches `tensor`, which stays the same object; also a view and its base, which `Tensor.detach_` refuses."""
     base = base_of(tensor)
     if base is None:
         tensor.detach_()
         return
     if base.grad_fn is not None:
         base.detach_()
-    # A view that is made without gradients could not be written with gradients any more.
+    # A view that is created under no_grad could not be mutated with gradients later.
     with torch.enable_grad():
         fresh = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-    # Where somebody keeps the graph alive, the tensor stays in it: a backward pass through it raises in both programs.
+    # If the graph is still referenced, the tensor stays in it: a backward pass through it raises in both programs.
     with suppress(RuntimeError):
         swap_tensors(tensor, fresh)
-
-
-# State: the tensors that a module holds, and where it holds them.
-
-
-_REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place in a module that holds a tensor: an attribute, or one leaf of a container that is an attribute."""
-
-    name: str
-    kind: str
-    owner: Module
-    attribute: str
-    leaf: int | None
-    tensor: Tensor
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind} {self.name!r}"
-
-    def current(self) -> Tensor | None:
-        """What is in this place now, which may be another tensor than before."""
-        value = getattr(self.owner, self.attribute, None)
-        if self.leaf is not None:
-            leaves = flatten(value).leaves
-            value = leaves[self.leaf] if self.leaf < len(leaves) else None
-        return value if isinstance(value, Tensor) else None
-
-
-def slots_of(root: Module | None) -> tuple[Slot, ...]:
-    """Every place below `root` that holds a tensor with data: parameters, buffers and plain attributes."""
-    if root is None:
-        return ()
-    slots = (slot for prefix, owner in root.named_modules() for slot in _own_slots(prefix and prefix + ".", owner))
-    return tuple(slot for slot in slots if storage_of(slot.tensor) is not None)
-
-
-def _own_slots(prefix: str, owner: Module) -> Iterator[Slot]:
-    for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-        yield Slot(prefix + name, "parameter", owner, name, None, parameter)
-    for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-        yield Slot(prefix + name, "buffer", owner, name, None, buffer)
-    for name, value in vars(owner).items():
-        if name in _REGISTERED:
-            continue
-        if isinstance(value, Tensor):
-            yield Slot(prefix + name, "attribute", owner, name, None, value)
-        elif isinstance(value, list | tuple | dict) and not isinstance(owner, GraphModule):
-            yield from _slots_in(value, prefix, owner, name)
-
-
-def _slots_in(container: object, prefix: str, owner: Module, name: str) -> Iterator[Slot]:
-    tree = flatten(container)
-    for leaf, (path, item) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
-        if isinstance(item, Tensor):
-            yield Slot(f"{prefix}{name}{path}", "attribute", owner, name, leaf, item)
-
-
-# Storages: which memory a tensor lives in, so that sharing can be seen and memory put back.
-
-
-def storage_of(tensor: Tensor) -> UntypedStorage | None:
-    """The memory of a tensor; None where it has none of its own to read (sparse, fake, meta, some subclasses).
-
-    That of a wrapper, such as a DTensor, is the memory of the first tensor inside it.
-    """
-    try:
-        storage = plain_tensors(tensor)[0].untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-    return None if storage.device.type == "meta" else storage
-
-
-def storage_key(tensor: Tensor) -> int | None:
-    """A number that two living tensors have in common exactly when they share memory."""
-    storage = storage_of(tensor)
-    # The address of the data will not do: all empty storages have address 0.
-    return None if storage is None else int(StorageWeakRef(storage).cdata)

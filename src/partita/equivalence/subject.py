@@ -1,8 +1,9 @@
-"""Subjects: what is compared, whatever it came as: how to call it, its state, and what a call may write."""
+"""What is compared (a program, module or function): how to call it, its state, and what a call may mutate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TypeAlias
@@ -27,48 +28,42 @@ Comparable: TypeAlias = Program | Module | Callable[..., object]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A callable with its state; `written` holds storage keys, `written_inputs` numbers of placeholders.
+    """A callable with its state; `mutated` holds storage keys, `mutated_inputs` numbers of placeholders.
 
-    `written_inputs` is None where nothing is known, so that any input may be written.
+    `mutated_inputs` is None where nothing is known, so that any input may be mutated.
     """
 
     call: Callable[..., object]
     root: Module | None
     slots: tuple[Slot, ...]
-    written: frozenset[int]
-    written_inputs: frozenset[int] | None
+    mutated: frozenset[int]
+    mutated_inputs: frozenset[int] | None
     tolerance: Tolerance = EXACT
     placeholders: tuple[Node, ...] = ()
     output_names: tuple[str, ...] = ()
-    #: The grad mode that it is made to be called under, if any.
+    #: The grad mode under which it must be called, if any.
     caller_grad: bool | None = None
 
-    def written_among(self, arguments: Arguments) -> frozenset[int]:
-        """The numbers of the arguments' leaves that may be written."""
+    def mutated_leaves(self, arguments: Arguments) -> frozenset[int]:
+        """The numbers of the arguments' leaves that may be mutated."""
         exact = arguments.matches(self.placeholders)
-        if self.written_inputs is not None and (exact or not self.written_inputs):
-            return self.written_inputs
+        if self.mutated_inputs is not None and (exact or not self.mutated_inputs):
+            return self.mutated_inputs
         return frozenset(range(len(arguments.tree.leaves)))
 
 
 def subject_of(source: Comparable) -> Subject:
-    """What `source` is; a callable that is no program may write all of its state and inputs."""
+    """The subject of `source`; a callable that is no program may mutate all of its state and inputs."""
     if isinstance(source, Program):
         return _of_program(source)
     if isinstance(source, GraphModule):
-        return _of_graph_module(source)
+        # A graph whose effects are not known can still be run.
+        with suppress(PartitaError):
+            return _of_program(Program.of(source))
     if not callable(source):
         raise OptionError(f"a program, a module or a function can be compared, not {type(source).__name__}")
     root = source if isinstance(source, Module) else getattr(source, "__self__", None)
     return _of_unknown(source, root if isinstance(root, Module) else None)
-
-
-def _of_graph_module(module: GraphModule) -> Subject:
-    try:
-        return _of_program(Program.of(module))
-    except PartitaError:
-        # A graph without an answer about its effects can still be run.
-        return _of_unknown(module, module)
 
 
 def _of_program(program: Program) -> Subject:
@@ -79,14 +74,15 @@ def _of_program(program: Program) -> Subject:
     nodes, effects = program.index.nodes, program.effects
     placeholders = tuple(node for node in nodes if node.op == "placeholder")
     number = {node: place for place, node in enumerate(placeholders)}
-    written = [nodes[i] for i in effects.written_inputs]
-    held = [_held_by(program.graph_module, str(node.target)) for node in written if node.op == "get_attr"]
+    mutated = [nodes[i] for i in effects.written_inputs]
+    attributes = (attrgetter(str(node.target)) for node in mutated if node.op == "get_attr")
+    held = [attribute(program.graph_module) for attribute in attributes]
     return Subject(
         call=module,
         root=module,
         slots=tuple(replace(slot, name=program.state_keys.original(slot.name)) for slot in slots_of(module)),
-        written=_keys((*(value for value in held if isinstance(value, Tensor)), *effects.written_state)),
-        written_inputs=frozenset(number[node] for node in written if node in number),
+        mutated=_keys((*(value for value in held if isinstance(value, Tensor)), *effects.written_state)),
+        mutated_inputs=frozenset(number[node] for node in mutated if node in number),
         tolerance=program.tolerance,
         placeholders=placeholders,
         output_names=tuple(leaf.name if isinstance(leaf, Node) else "" for leaf in flatten(nodes[-1].args[0]).leaves),
@@ -97,10 +93,6 @@ def _of_program(program: Program) -> Subject:
 def _of_unknown(call: Callable[..., object], root: Module | None) -> Subject:
     slots = slots_of(root)
     return Subject(call, root, slots, _keys(slot.tensor for slot in slots), None)
-
-
-def _held_by(root: Module, target: str) -> object:
-    return attrgetter(target)(root)
 
 
 def _keys(tensors: Iterable[Tensor]) -> frozenset[int]:

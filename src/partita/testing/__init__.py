@@ -1,4 +1,4 @@
-"""For whoever tests a policy, a treatment or a backend: random programs that run, regions over them, and laws."""
+"""Tools to test a policy, a treatment or a backend: random programs that run, regions over them, and laws."""
 
 from partita.testing.backend_check import BackendReport, BrokenLaw, check_backend
 from partita.testing.captured import CAPTURES, captured_case

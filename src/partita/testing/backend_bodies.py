@@ -1,4 +1,4 @@
-"""Bodies for backends: small functions, each of which does one thing that a compiler may get wrong."""
+"""Bodies that test backends: small functions, each of which does one thing that a compiler may get wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Inputs: TypeAlias = Callable[[int], tuple[Any, ...]]
 @final
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A function of tensors and numbers that gives a flat tuple, what it tests, and what to call it with."""
+    """A function of tensors and numbers that returns a flat tuple, the law it tests, and its inputs."""
 
     law: str
     function: Callable[..., tuple[Any, ...]]
@@ -50,7 +50,7 @@ def elementwise(x: Tensor, other: Tensor) -> tuple[Any, ...]:
 
 
 def operators(x: Tensor, other: Tensor) -> tuple[Any, ...]:
-    """The same as torch.export writes it."""
+    """`elementwise`, as torch.export writes it."""
     return aten.sin.default(aten.mul.Tensor(x, other)), aten.add.Tensor(x, other)
 
 
@@ -153,16 +153,16 @@ def _strided(rows: int) -> tuple[Any, ...]:
 
 
 _VALUES = "numbers are right, within the tolerance that it declares"
-_GRADIENTS = "gradients flow to every input that wants one"
-_WRITES = "what the body writes is written once"
-_ALIASES = "outputs share memory with what they should share it with"
-_SHAPES = "a shape that is changed in place is another one from then on"
+_GRADIENTS = "gradients flow to every input that requires one"
+_MUTATIONS = "what the body mutates is mutated once"
+_ALIASES = "outputs alias what they alias in the body"
+_SHAPES = "a shape that is changed in-place stays changed"
 _TUPLES = "a single output comes in a tuple or a list too"
-_OUTPUTS = "None, numbers, complex and empty tensors come out as they are"
-_INPUTS = "plain numbers and None go in"
-_RANDOM = "random numbers are those of the seed, and the generator goes on from there"
+_OUTPUTS = "None, numbers, complex and empty tensors are returned unchanged"
+_INPUTS = "plain numbers and None are accepted as inputs"
+_RANDOM = "random numbers are those of the seed, and the generator advances"
 _SIZES = "sizes are those of the call"
-_MODES = "modes hold inside, and after it they are as they were"
+_MODES = "modes hold inside, and are restored after it"
 
 BODIES: tuple[Body, ...] = (
     Body(_VALUES, elementwise, lambda rows: (_leaf(rows, 4), _leaf(rows, 4, phase=1.0))),
@@ -175,8 +175,8 @@ BODIES: tuple[Body, ...] = (
     ),
     Body(_VALUES, strides, _strided),
     Body(_GRADIENTS, several_uses, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0))),
-    Body(_WRITES, accumulation, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0))),
-    Body(_WRITES, only_a_write, lambda rows: (ramp(rows, 4),)),
+    Body(_MUTATIONS, accumulation, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0))),
+    Body(_MUTATIONS, only_a_write, lambda rows: (ramp(rows, 4),)),
     Body(_ALIASES, views, _one, lowered=True),
     Body(_SHAPES, reshapes, lambda rows: (_leaf(rows, 4), ramp(rows, 4, phase=1.0)), lowered=True),
     Body(_TUPLES, one_output, _one),

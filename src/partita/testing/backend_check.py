@@ -1,4 +1,4 @@
-"""Check_backend, its laws and report."""
+"""Checks a backend against the laws that hold for any compiler, on small bodies and on whole programs."""
 
 from __future__ import annotations
 
@@ -34,20 +34,17 @@ from partita.treatments import Lower
 __all__ = ["BackendReport", "BrokenLaw", "check_backend"]
 
 
-# Laws for backends: what holds for any compiler that partita can call, checked on bodies and on whole programs.
-
-
 def check_backend(
     backend: str | Backend, *, programs: int | Iterable[Case] = 5, bodies: Iterable[str] | None = None
 ) -> BackendReport:
-    """Checks the laws on small bodies, all or those named, and on generated or given programs; raises if one is broken.
+    """Checks the laws on small bodies, all or those named, and on programs; raises if one is broken.
 
-    What the backend refuses is left out, and a region that it fails on is not held against it as long as something
-    compiles: both are in the notes. The message of the error is the report.
+    What the backend refuses is excluded, and a failure to compile breaks no law as long as something compiles: both
+    are in the notes. The message of the error is the report.
     """
     found = find_backend(backend)
     cases = [random_case(seed) for seed in range(programs)] if isinstance(programs, int) else list(programs)
-    checking = BackendChecking(found)
+    checking = _BackendCheck(found)
     checking.check_value()
     for body in BODIES if bodies is None else map(_named, bodies):
         checking.check_body(body)
@@ -67,11 +64,45 @@ def _named(name: str) -> Body:
     raise OptionError(f"no body is called {name!r}; try {', '.join(map(repr, near))}")
 
 
-# Checking a backend: each law is held against it where it can be, and what is left out is noted.
+@final
+@dataclass(frozen=True, slots=True)
+class BrokenLaw:
+    """One law that does not hold, the body or program that shows it, and how."""
+
+    law: str
+    where: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.law}\n    {self.where}: {self.detail}"
 
 
 @final
-class BackendChecking:
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    """The number of checks, the broken laws, and notes on what was excluded."""
+
+    backend: str
+    checks: int
+    broken: tuple[BrokenLaw, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is broken."""
+        return not self.broken
+
+    def __str__(self) -> str:
+        laws = list(dict.fromkeys(broken.law for broken in self.broken))
+        found = f"{len(laws)} laws broken" if len(laws) > 1 else "1 law broken" if laws else "all laws hold"
+        lines = [f"{self.backend}: {found} in {self.checks} checks"]
+        lines += [f"  {broken}" for broken in self.broken]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@final
+class _BackendCheck:
     """One backend while it is checked."""
 
     def __init__(self, backend: Backend) -> None:
@@ -81,17 +112,18 @@ class BackendChecking:
         self._notes: dict[str, list[str]] = {}
 
     def report(self) -> BackendReport:
-        """What was found."""
-        self.hold("something that it takes compiles", "all bodies and programs", self._something_compiles)
+        """The report of all checks."""
+        wrong = None if self.compiled or self.lowered else "it refuses or fails on everything"
+        self.hold("something that it supports compiles", "all bodies and programs", lambda: wrong)
         notes = tuple(f"{note}: {', '.join(dict.fromkeys(places))}" for note, places in self._notes.items())
         return BackendReport(self.backend.name, self.checks, tuple(self.broken), notes)
 
     def note(self, text: str, where: str) -> None:
-        """Keeps what was left out, and where."""
+        """Records what was excluded, and where."""
         self._notes.setdefault(text, []).append(where)
 
     def hold(self, law: str, where: str, check: Callable[[], str | None]) -> None:
-        """Makes a check, which says what is wrong or gives None."""
+        """Runs a check, which returns what is wrong, or None."""
         self.checks += 1
         try:
             wrong = check()
@@ -105,19 +137,19 @@ class BackendChecking:
         self.hold("it is a value: equal copies, a hash, a pickle", self.backend.name, lambda: _is_a_value(self.backend))
 
     def check_body(self, body: Body) -> None:
-        """Checks what is compiled of a body, for known sizes and for symbols, and whether it can be stored."""
+        """Checks the compiled body, for static and for dynamic sizes, and whether it can be stored."""
         module = body.graph_module()
         refused = self.check_refusals(module, body.name)
         if refused:
-            self.note(f"left out since it refuses {refused!r}", body.name)
+            self.note(f"excluded since it refuses {refused!r}", body.name)
             return
         ways = (False, True) if takes_symbols(self.backend) else (False,)
         for symbols in ways:
             where = f"{body.name}, with symbols for sizes" if symbols else body.name
-            calls = CompiledCalls(self.backend, module, symbols=symbols)
+            calls = _CompiledCalls(self.backend, module, symbols=symbols)
             self.hold(body.law, where, lambda calls=calls: self._compared(body, module, calls))  # type: ignore[misc]
             self.hold("compiling disturbs nothing", where, lambda calls=calls: "; ".join(calls.disturbed) or None)  # type: ignore[misc]
-            self.hold(_GIVING, where, lambda calls=calls: "; ".join(calls.misgiven) or None)  # type: ignore[misc]
+            self.hold(_RETURNING, where, lambda calls=calls: "; ".join(calls.wrong_results) or None)  # type: ignore[misc]
             self.compiled += len(calls.functions)
             for reason in calls.failed:
                 self.note(f"it failed with {reason}", where)
@@ -125,13 +157,13 @@ class BackendChecking:
             case = Case(module, self._inputs(body, 5), {}, origin=body.name)
             self.hold(_LOWERING, body.name, lambda: self._lowered(case))
         if hasattr(self.backend, "save"):
-            self.hold("what is stored comes back", body.name, lambda: self._restored(body, module, calls.functions))
+            self.hold("what is stored can be loaded", body.name, lambda: self._restored(body, module, calls.functions))
 
     def check_refusals(self, module: GraphModule, where: str) -> str | None:
-        """Asks about every node; gives what the backend refuses, if anything."""
+        """Queries the backend for every node; returns its first reason to refuse one, if any."""
         answers: list[Any] = []
 
-        def ask() -> str | None:
+        def query() -> str | None:
             before = dump(module)
             answers.extend(map(self.backend.refusal, module.graph.nodes))
             again = [self.backend.refusal(node) for node in module.graph.nodes]
@@ -139,19 +171,20 @@ class BackendChecking:
             if strange:
                 return f"a refusal is a reason in one line, or None, not {strange[0]!r}"
             if again != answers:
-                return "asked twice, it gives two answers"
-            return None if dump(module) == before else "it changes the graph that it is asked about"
+                return "queried twice, it gives two answers"
+            return None if dump(module) == before else "it changes the graph of the node"
 
-        self.hold("it says what it refuses, and always the same", where, ask)
-        reasons = [answer for node, answer in zip(module.graph.nodes, answers, strict=False) if _counts(node, answer)]
+        self.hold("a refusal is a reason, and always the same", where, query)
+        pairs = zip(module.graph.nodes, answers, strict=False)
+        reasons = [reason for node, reason in pairs if reason is not None and node.op not in ("placeholder", "output")]
         return str(reasons[0]) if reasons else None
 
     def check_program(self, case: Case) -> None:
-        """Checks the program with all lowered that the backend takes of it."""
+        """Checks the program with everything lowered that the backend supports."""
         self.check_refusals(case.graph_module, case.origin)
         self.hold(_LOWERING, case.origin, lambda: self._lowered(case))
 
-    def _compared(self, body: Body, module: GraphModule, calls: CompiledCalls) -> str | None:
+    def _compared(self, body: Body, module: GraphModule, calls: _CompiledCalls) -> str | None:
         for rows in (5, 7):
             with body.under():
                 comparison = self._compare(module, calls, self._inputs(body, rows))
@@ -160,14 +193,14 @@ class BackendChecking:
         return None
 
     def _inputs(self, body: Body, rows: int) -> tuple[Any, ...]:
-        """What to call the body with; what does not train is never asked for gradients."""
+        """The inputs of the body, which require no gradients if the backend does not train."""
         inputs = body.inputs(rows)
         if trains(self.backend):
             return inputs
         return tuple(value.detach() if isinstance(value, Tensor) else value for value in inputs)
 
     def _compare(
-        self, before: GraphModule, after: CompiledCalls, args: Sequence[Any], *, no_grad_call: bool = True
+        self, before: GraphModule, after: _CompiledCalls, args: Sequence[Any], *, no_grad_call: bool = True
     ) -> Comparison:
         gradients = trains(self.backend) and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with torch.set_grad_enabled(gradients):
@@ -190,8 +223,8 @@ class BackendChecking:
                 self.note(f"not stored: {error}", body.name)
                 continue
             if not isinstance(data, bytes):
-                return f"`save` gives bytes, not {type(data).__name__}"
-            loaded = CompiledCalls(_Loading(self.backend, data), module)
+                return f"`save` returns bytes, not {type(data).__name__}"
+            loaded = _CompiledCalls(_Loading(self.backend, data), module)
             with body.under():
                 comparison = self._compare(module, loaded, self._inputs(body, 5), no_grad_call=False)
             return None if comparison.equal else _first(comparison)
@@ -208,11 +241,8 @@ class BackendChecking:
         self.lowered += len(lowering.partition) - len({failure.region for failure in lowering.failures})
         return None if comparison.equal else str(comparison)
 
-    def _something_compiles(self) -> str | None:
-        return None if self.compiled or self.lowered else "it refuses or fails on everything"
 
-
-_GIVING = "it makes functions that give a tuple or a list, with all outputs of the body"
+_RETURNING = "it makes functions that return a tuple or a list, with all outputs of the body"
 _LOWERING = "a lowered program cannot be told from the original"
 
 
@@ -246,15 +276,8 @@ def _is_answer(answer: object) -> bool:
     return answer is None or (isinstance(answer, str) and bool(answer) and "\n" not in answer)
 
 
-def _counts(node: Node, answer: object) -> bool:
-    return answer is not None and node.op not in ("placeholder", "output")
-
-
 def _first(comparison: Comparison) -> str:
     return str(comparison.differences[0])
-
-
-# Calls of a backend without anything between: each kind of call is compiled as the protocol says, and called.
 
 
 @final
@@ -265,51 +288,53 @@ class _Made:
 
 
 @final
-class CompiledCalls:
-    """Calls what `backend` makes of `body`; with `symbols`, one function serves all sizes that its guards allow.
+class _CompiledCalls:
+    """Compiles `body` for each specialization key and calls the result, with nothing between it and the backend.
 
-    It is no module: comparisons put the attributes of modules back as they were.
+    With `symbols`, one function serves all sizes that its guards allow. It is no module, since comparisons restore the
+    attributes of modules.
     """
 
     def __init__(self, backend: Backend, body: GraphModule, *, symbols: bool = False) -> None:
         self._backend, self._body, self._symbols = backend, body, symbols
         self._made: dict[Any, list[_Made]] = {}
-        given = body.graph.output_node().args[0]
-        self._count = len(given) if isinstance(given, tuple | list) else None
+        returned = body.graph.output_node().args[0]
+        self._count = len(returned) if isinstance(returned, tuple | list) else None
         #: What compiling changed although it should not.
         self.disturbed: dict[str, None] = {}
-        #: What is no function, or gives no outputs.
-        self.misgiven: dict[str, None] = {}
-        #: Why the body was called itself.
+        #: What is no function, or returns wrong outputs.
+        self.wrong_results: dict[str, None] = {}
+        #: Why the body itself was called.
         self.failed: dict[str, None] = {}
 
     @property
     def functions(self) -> list[Callable[..., Sequence[Any]]]:
-        """All that was made."""
-        found = [made.function for several in self._made.values() for made in several]
+        """All compiled functions."""
+        found = [made.function for variants in self._made.values() for made in variants]
         return [function for function in found if function is not self._body]
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        several = self._made.setdefault(_kind(inputs, sizes=not self._symbols), [])
-        found = next((made for made in several if made.serves is None or made.serves(inputs)), None)
+        variants = self._made.setdefault(_specialization_key(inputs, sizes=not self._symbols), [])
+        found = next((made for made in variants if made.serves is None or made.serves(inputs)), None)
         if found is None:
             found = self._compiled(inputs)
-            several.append(found)
+            variants.append(found)
         outputs = found.function(*inputs)
         try:
             check_outputs(outputs, count=self._count, tensors=())
         except WrongOutputsError as error:
-            self.misgiven[f"a compiled function {error}"] = None
+            self.wrong_results[f"a compiled function {error}"] = None
         return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
     def _compiled(self, inputs: Sequence[Any]) -> _Made:
         body, fakes = copy.deepcopy(self._body), FakeInputs()
-        given = [_fake(value, place, fakes, symbols=self._symbols) for place, value in enumerate(inputs)]
-        places = symbolic_places(given)
+        fake_inputs = [_fake(value, place, fakes, symbols=self._symbols) for place, value in enumerate(inputs)]
+        places = symbolic_places(fake_inputs)
         with compiler_scope():
-            looks, modes, dtype = [_look(value) for value in given], read_ambient(), torch.get_default_dtype()
+            properties, modes = [_properties(value) for value in fake_inputs], read_ambient()
+            dtype = torch.get_default_dtype()
             try:
-                function = self._backend.compile(body, given)
+                function = self._backend.compile(body, fake_inputs)
             except Exception as error:
                 self.failed[f"{type(error).__name__}: {error}".partition("\n")[0]] = None
                 return _Made(self._body, None)
@@ -317,28 +342,29 @@ class CompiledCalls:
                 self.disturbed["compiling leaves modes switched"] = None
             if torch.get_default_dtype() is not dtype:
                 self.disturbed["compiling leaves the default dtype switched"] = None
-            if [_look(value) for value in given] != looks:
+            if [_properties(value) for value in fake_inputs] != properties:
                 self.disturbed["compiling changes its fake inputs"] = None
         if not callable(function):
-            self.misgiven[f"`compile` gives a function, not {function!r}"] = None
+            self.wrong_results[f"`compile` returns a function, not {function!r}"] = None
             return _Made(self._body, None)
         conditions = conditions_of(places, fakes.env)
         return _Made(function, None if conditions is None else check_from(conditions))
 
 
-def _kind(inputs: Sequence[Any], *, sizes: bool) -> tuple[Any, ...]:
-    """What a compiled function rests on."""
-    looks = [_look(value) if sizes or not isinstance(value, Tensor | int) else _kind_of(value) for value in inputs]
-    return (read_ambient(), *looks)
+def _specialization_key(inputs: Sequence[Any], *, sizes: bool) -> tuple[Any, ...]:
+    """What a compiled function is specialized on."""
+
+    def key(value: Any) -> Any:
+        if sizes or not isinstance(value, Tensor | int):
+            return _properties(value)
+        if isinstance(value, Tensor):
+            return value.dtype, value.device, value.dim(), value.requires_grad
+        return type(value)
+
+    return (read_ambient(), *map(key, inputs))
 
 
-def _kind_of(value: Tensor | int) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, value.device, value.dim(), value.requires_grad
-    return type(value)
-
-
-def _look(value: Any) -> Any:
+def _properties(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride()), value.requires_grad, value.is_leaf
     return type(value), str(value)
@@ -357,43 +383,3 @@ def _fake(value: Any, place: int, fakes: FakeInputs, *, symbols: bool) -> Any:
         requires_grad=value.requires_grad,
         is_leaf=value.is_leaf,
     )
-
-
-# What a check of a backend found: the laws that are broken, where, and what could not be checked.
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BrokenLaw:
-    """One law that does not hold, the body or program that shows it, and how."""
-
-    law: str
-    where: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.law}\n    {self.where}: {self.detail}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BackendReport:
-    """How many checks were made, what is broken, and notes about what was left out."""
-
-    backend: str
-    checks: int
-    broken: tuple[BrokenLaw, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def holds(self) -> bool:
-        """Whether nothing is broken."""
-        return not self.broken
-
-    def __str__(self) -> str:
-        laws = list(dict.fromkeys(broken.law for broken in self.broken))
-        found = f"{len(laws)} laws broken" if len(laws) > 1 else "1 law broken" if laws else "all laws hold"
-        lines = [f"{self.backend}: {found} in {self.checks} checks"]
-        lines += [f"  {broken}" for broken in self.broken]
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)

@@ -18,6 +18,7 @@ from multiprocessing import get_context
 import torch
 
 from partita.backends import backend_names
+from partita.plans import Plan
 from partita.testing.generator.build import random_case, random_crossing, random_nest
 from partita.testing.generator.draft import Case
 from partita.testing.generator.recipe import ALL, Features
@@ -34,11 +35,11 @@ __all__ = ["Tally", "fuzz", "main"]
 
 
 _CHUNK = 50
-#: From this many programs on, the share of legal partitions, or of nests that are not refused, tells something.
+#: From this many programs on, the share of legal partitions, or of nests that are not refused, is significant.
 _ENOUGH = 200
 #: One program in so many is a nest of modes; one nest in so many is exported too, which takes a second.
 _NESTS, _EXPORTS = 8, 20
-#: One program in so many has hooks and writes that cross regions.
+#: One program in so many has hooks and mutation that cross regions.
 _CROSSINGS = 3
 _SEEDS = 6
 _COMPILERS = (_EAGER := "eager", "aot_eager", "inductor")
@@ -46,9 +47,9 @@ _COMPILERS = (_EAGER := "eager", "aot_eager", "inductor")
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How many programs were tried, how many of their partitions were legal, what was refused, and what broke.
+    """The number of programs, how many of their partitions were legal, what was refused, and what broke.
 
-    For lowered programs, those are legal in which something was compiled, and what could not be is refused.
+    Lowered programs count as legal if something was compiled; failures to compile are among the refused.
     """
 
     tried: int = 0
@@ -58,10 +59,7 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
-            self.tried + other.tried,
-            self.legal + other.legal,
-            self.broken + other.broken,
-            self.refused + other.refused,
+            self.tried + other.tried, self.legal + other.legal, self.broken + other.broken, self.refused + other.refused
         )
 
 
@@ -103,7 +101,7 @@ def _case(seed: int, features: Features = ALL) -> Case:
 
 
 def _check_program(seed: int) -> Tally:
-    """A program with regions; nests that leave modes switched, in an order that no cut can keep, have none."""
+    """A program with regions; nests that leave modes switched have none, since no cut can keep their order."""
     if seed % _NESTS != _NESTS - 3:
         case = _case(seed)
         return Tally(1, check_laws(case, random_labels(case.graph_module.graph, seed)))
@@ -117,14 +115,13 @@ def _check_nest(seed: int) -> Tally:
     refusals = [check_mode_laws(random_nest(seed))]
     if seed % _EXPORTS == 0:
         refusals.append(check_export_laws(random_nest(seed, features=EXPORTABLE), dynamic=seed % (2 * _EXPORTS) == 0))
-    return Tally(1, refused=tuple(f"seed {seed}: {words}" for words in refusals if words is not None))
+    return Tally(1, refused=tuple(f"seed {seed}: {reason}" for reason in refusals if reason is not None))
 
 
 def _check_lowered(backend: str, seed: int) -> Tally:
     lowering = check_lower_laws(_case(seed), backend, seed)
     failed = {failure.region for failure in lowering.failures}
-    told = tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in lowering.failures)
-    return Tally(1, int(len(failed) < len(lowering.partition)), refused=told)
+    return Tally(1, int(len(failed) < len(lowering.partition)), refused=_failures(seed, lowering))
 
 
 def _check_recomputed(compiler: str, seed: int) -> Tally:
@@ -138,8 +135,11 @@ def _check_recomputed(compiler: str, seed: int) -> Tally:
 def _check_mixed(backend: str, seed: int) -> Tally:
     mixture, _ = check_mixed_law(_case(seed), backend, seed)
     kinds = {type(treatment) for treatment in mixture.treatments}
-    told = tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in mixture.failures)
-    return Tally(1, int(len(kinds) > 1), refused=told)
+    return Tally(1, int(len(kinds) > 1), refused=_failures(seed, mixture))
+
+
+def _failures(seed: int, applied: Plan) -> tuple[str, ...]:
+    return tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in applied.failures)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--modes", action="store_true", help="nests of modes only, by the laws for modes")
-    kinds.add_argument("--lower", choices=backend_names(), help="regions that this backend takes, lowered by it")
+    kinds.add_argument("--lower", choices=backend_names(), help="regions that this backend supports, lowered by it")
     kinds.add_argument(
         "--recompute",
         nargs="?",
@@ -173,39 +173,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in tally.broken[: max(0, options.show - len(total.broken))]:
                 print(f"\n{case}", flush=True)
             total += tally
-    _print_kinds("broken", total.broken)
-    _print_kinds("not compiled" if options.lower or options.mixed else "refused", total.refused)
-    legal = (
-        "compiled"
-        if options.lower
-        else "recomputed"
-        if options.recompute
-        else "with several treatments"
-        if options.mixed
-        else "legal partitions"
-    )
+    _print_counts("broken", total.broken)
+    _print_counts("not compiled" if options.lower or options.mixed else "refused", total.refused)
+    titles = {"lower": "compiled", "recompute": "recomputed", "mixed": "with several treatments"}
+    legal = next((title for option, title in titles.items() if getattr(options, option)), "legal partitions")
     what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
     seconds = time.perf_counter() - start
     print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")
-    return 1 if total.broken or _tells_nothing(total, modes=options.modes) else 0
+    return 1 if total.broken or _is_vacuous(total, modes=options.modes) else 0
 
 
-def _print_kinds(what: str, cases: Iterable[str]) -> None:
-    """How often each kind of thing happened, told by its first line without the names of nodes, and some seeds."""
+def _print_counts(what: str, cases: Iterable[str]) -> None:
+    """Prints how often each message occurred, by its first line without the names of nodes, and some seeds."""
     seeds: dict[str, list[str]] = {}
     for case in cases:
-        seed, _, words = case.partition(": ")
-        title = re.sub(r"'\w+'", "...", words.partition("\n")[0])
+        seed, _, message = case.partition(": ")
+        title = re.sub(r"'\w+'", "...", message.partition("\n")[0])
         seeds.setdefault(title, []).append(seed.removeprefix("seed "))
     for title, found in sorted(seeds.items(), key=lambda item: -len(item[1])):
         print(f"{what} {len(found)} x {title} ({', '.join(found[:_SEEDS])})")
 
 
-def _tells_nothing(total: Tally, *, modes: bool) -> bool:
+def _is_vacuous(total: Tally, *, modes: bool) -> bool:
     """Whether nearly everything was refused."""
     refused = len(total.refused) * 10 > total.tried if modes else total.legal * 10 < total.tried
     if total.tried >= _ENOUGH and refused:
-        print("most of it was refused: what refuses everything breaks no law")
+        print("most programs were refused: what refuses everything breaks no law")
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""Strategies: programs, and regions over them, for hypothesis to draw and to shrink."""
+"""Strategies of hypothesis: programs, and regions over them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def programs(*, max_nodes: int = 30, features: Features = ALL) -> SearchStrategy
 
 def labelled_programs(*, max_nodes: int = 30, features: Features = ALL) -> SearchStrategy[tuple[Case, Labels]]:
     """Programs with a region for each node, or None: some partitions are legal, some are cyclic."""
-    drawn = st.tuples(programs(max_nodes=max_nodes, features=features), labellings())
-    return drawn.map(lambda pair: (pair[0], label(pair[0].graph_module.graph, pair[1])))
+    pairs = st.tuples(programs(max_nodes=max_nodes, features=features), labellings())
+    return pairs.map(lambda pair: (pair[0], label(pair[0].graph_module.graph, pair[1])))
 
 
 def nests(*, max_nodes: int = 48, features: Features = ALL) -> SearchStrategy[Case]:
@@ -41,7 +41,7 @@ def nests(*, max_nodes: int = 48, features: Features = ALL) -> SearchStrategy[Ca
 
 
 def captured_programs() -> SearchStrategy[Case]:
-    """Small models captured by torch's own tracers, symbolic sizes and all; tens of milliseconds to seconds each."""
+    """Small models captured by torch's own tracers, some with symbolic sizes; tens of milliseconds to seconds each."""
     return st.sampled_from(CAPTURES).map(lambda capture: captured_case(*capture))
 
 

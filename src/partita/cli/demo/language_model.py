@@ -1,4 +1,4 @@
-"""The model of the chapter on lowering, and the chip that takes only a part of it."""
+"""The model of the chapter on lowering, and a chip that supports only a part of it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from partita.cli.demo.model import WORDS, Decoder
 __all__ = ["seeded", "small_chip"]
 
 
-#: What the chip has no kernel for.
+#: Operators without a kernel on the chip.
 _MISSING = {"scaled_dot_product_attention": "no kernel for attention", "rsqrt": "no table of roots"}
 _COMPILER = Inductor()
 
 
 def seeded() -> tuple[str, nn.Module, tuple[torch.Tensor, ...]]:
-    """What the model is, the model and its arguments, the same in every process."""
+    """A description, the model and its arguments, the same in every process."""
     torch.manual_seed(0)
     name, model = ("Llama, from a configuration", _llama()) if find_spec("transformers") else ("decoder", Decoder())
     return f"a small {name}", model.eval(), (torch.randint(WORDS, (2, 16)),)
 
 
 def small_chip(node: Node) -> str | None:
-    """Why the chip does not run a node, in a few words; None if it does. What Inductor takes is compiled for it."""
+    """Why the chip does not support a node; None if it does. Inductor plays its compiler."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return _MISSING.get(name) or _COMPILER.refusal(node)
 

@@ -1,4 +1,4 @@
-"""Chapter: a language model of which a chip takes only a part: that part is compiled, the rest has reasons."""
+"""Chapter: a language model of which a chip supports only a part: that part is compiled, the rest has reasons."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from partita.cli.demo.language_model import seeded, small_chip
 from partita.policies import ByCapability
 from partita.treatments import Lower
 
-__all__ = ["TITLE", "tell"]
+__all__ = ["TITLE", "show"]
 
 
-TITLE = "A language model, compiled as far as a chip can take it"
+TITLE = "A language model, compiled as far as a chip supports it"
 
 #: Where a C++ compiler is slow, or used for the first time, Inductor may take longer than a demo should.
-_PATIENCE_S = 17.0
+_TIMEOUT_S = 17.0
 
 
-def tell() -> bool:
-    """Shows the regions, why nodes are outside, and that the lowered model trains as before; whether all of it held."""
+def show() -> bool:
+    """Shows the regions, why nodes are outside, and that the lowered model trains alike; returns whether it does."""
     started = perf_counter()
-    with TemporaryFile("w+") as told:
-        # On a core of its own, while this process goes on.
+    with TemporaryFile("w+") as output:
+        # In a process of its own, while this one goes on.
         command = [sys.executable, "-m", "partita.cli.demo.with_inductor"]
-        inductor = subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT)
-        comparison = _tell_capability()
+        inductor = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        comparison = _show_capability()
         try:
-            status = inductor.wait(timeout=max(0.0, _PATIENCE_S - (perf_counter() - started)))
+            status = inductor.wait(timeout=max(0.0, _TIMEOUT_S - (perf_counter() - started)))
         except subprocess.TimeoutExpired:
             inductor.kill()
             inductor.wait()
-            print("lowered with inductor: left out; its C++ compiler takes too long here, the first time at least")
+            print("lowered with inductor: skipped; its C++ compiler takes too long here, the first time at least")
             return comparison.equal
-        told.seek(0)
-        print(f"lowered with inductor:\n{told.read().rstrip()}")
+        output.seek(0)
+        print(f"lowered with inductor:\n{output.read().rstrip()}")
     return comparison.equal and status == 0
 
 
-def _tell_capability() -> partita.Comparison:
-    """Lowers with a backend that compiles next to nothing, but traces what a compiler would trace."""
+def _show_capability() -> partita.Comparison:
+    """Lowers with a backend that traces as a compiler would, but compiles almost nothing."""
     name, model, args = seeded()
     program = partita.capture(model, args)
     plan = partita.plan(program, ByCapability(small_chip), Lower("aot_eager"))
-    print(f"{name}; the fewest regions that hold all that the chip takes:\n\n{plan}\n\n{plan.summary()}\n")
+    print(f"{name}; the fewest regions that hold all that the chip supports:\n\n{plan}\n\n{plan.summary()}\n")
     refused = next(node for node in program.operators() if "attention" in node.name)
     cut = next(node for node in refused.users if plan.partition.region_of(node) is not None)
     for node in (refused, cut):

@@ -1,4 +1,4 @@
-"""The demo's model: a small decoder with attention, tied weights, dropout and a buffer that it writes."""
+"""The demo's model: a small decoder with attention, tied weights, dropout and a buffer that it mutates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS, WIDTH, HEADS = 97, 32, 4
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each added to what came in."""
+    """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()

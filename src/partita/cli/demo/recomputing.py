@@ -1,4 +1,4 @@
-"""Chapter: the transformer trains with its blocks computed again in the backward, and holds less; same losses."""
+"""Chapter: the transformer trains with its blocks recomputed in backward, and saves less; the losses are the same."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from partita.cli.demo.model import WORDS, Decoder
 from partita.policies import ByModule
 from partita.treatments import Recompute
 
-__all__ = ["TITLE", "tell"]
+__all__ = ["TITLE", "show"]
 
 
-TITLE = "The transformer, trained with its blocks computed again"
+TITLE = "The transformer, trained with its blocks recomputed"
 
 _STEPS = 3
 _NAMES = ("plain     ", "recomputed")
 
 
-def tell() -> bool:
-    """Shows what the plan predicts, trains both ways, and measures what is held; whether all of it held."""
+def show() -> bool:
+    """Shows what the plan predicts, trains both ways, and measures saved memory; returns whether all of it agrees."""
     torch.manual_seed(0)
     ids = torch.randint(WORDS, (4, 32))
     model, twin = _decoder(), _decoder()
     plan = partita.plan(partita.capture(twin, (ids,)), ByModule("blocks.*"), Recompute())
     recomputed = plan.apply().module()
-    print(f"every block is a region, of which only the input is held:\n\n{plan}\n")
-    held = _tell_held(plan, (model, recomputed), ids)
-    same = _tell_losses(_trained(model, ids), _trained(recomputed, ids)) and _same_state(model, twin)
-    print(f"losses, parameters and the written buffer: {'same, bit for bit' if same else 'DIFFERENT'}")
-    return held and same
+    print(f"every block is a region, of which only the input is saved:\n\n{plan}\n")
+    saved = _show_saved(plan, (model, recomputed), ids)
+    same = _show_losses(_trained(model, ids), _trained(recomputed, ids)) and _same_state(model, twin)
+    print(f"losses, parameters and the mutated buffer: {'same, bit for bit' if same else 'DIFFERENT'}")
+    return saved and same
 
 
 def _decoder() -> Decoder:
@@ -40,19 +40,19 @@ def _decoder() -> Decoder:
     return Decoder().train()
 
 
-def _tell_held(plan: partita.Plan, modules: tuple[nn.Module, nn.Module], ids: torch.Tensor) -> bool:
+def _show_saved(plan: partita.Plan, modules: tuple[nn.Module, nn.Module], ids: torch.Tensor) -> bool:
     total = plan.saved_memory().total
     assert total is not None
     predicted = total.plain_bytes or 0, total.treated_bytes or 0
-    measured = [_held_bytes(module, ids) for module in modules]
-    print("bytes held between forward and backward")
-    for name, told, found in zip(_NAMES, predicted, measured, strict=True):
-        print(f"  {name}  {told:9,} predicted  {found:9,} measured")
-    return all(abs(told - found) <= found // 100 for told, found in zip(predicted, measured, strict=True))
+    measured = [_saved_bytes(module, ids) for module in modules]
+    print("bytes saved for backward")
+    for name, expected, found in zip(_NAMES, predicted, measured, strict=True):
+        print(f"  {name}  {expected:9,} predicted  {found:9,} measured")
+    return all(abs(expected - found) <= found // 100 for expected, found in zip(predicted, measured, strict=True))
 
 
-def _held_bytes(module: nn.Module, ids: torch.Tensor) -> int:
-    """What autograd saves in a forward pass, each memory once; parameters and buffers are there anyway."""
+def _saved_bytes(module: nn.Module, ids: torch.Tensor) -> int:
+    """What autograd saves in a forward pass, each storage once, without parameters and buffers."""
     saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,9 +62,9 @@ def _held_bytes(module: nn.Module, ids: torch.Tensor) -> int:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = module(ids)
     owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    held = sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in owned)
-    del logits  # Its history holds what was saved, so that no address is taken twice.
-    return held
+    total = sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in owned)
+    del logits  # Its autograd graph keeps what was saved alive, so that no address is reused.
+    return total
 
 
 def _trained(module: nn.Module, ids: torch.Tensor) -> list[float]:
@@ -81,7 +81,7 @@ def _trained(module: nn.Module, ids: torch.Tensor) -> list[float]:
     return losses
 
 
-def _tell_losses(plain: list[float], recomputed: list[float]) -> bool:
+def _show_losses(plain: list[float], recomputed: list[float]) -> bool:
     print(f"losses of {len(plain)} steps, with dropout")
     for name, losses in zip(_NAMES, (plain, recomputed), strict=True):
         print(f"  {name}  {'  '.join(f'{loss:.9f}' for loss in losses)}")

@@ -11,14 +11,14 @@ from partita.cli.demo.model import WORDS, Decoder
 from partita.policies import AroundOperators
 from partita.treatments import Call
 
-__all__ = ["TITLE", "tell"]
+__all__ = ["TITLE", "show"]
 
 
 TITLE = "A transformer, cut around its attention"
 
 
-def tell() -> bool:
-    """Shows each step and what it gave; whether the cut program equals the original."""
+def show() -> bool:
+    """Shows each step and its result; returns whether the cut program equals the original."""
     torch.manual_seed(0)
     ids = torch.randint(WORDS, (2, 16))
     exported = torch.export.export(Decoder().train(), (ids,))
@@ -35,5 +35,5 @@ def tell() -> bool:
     start = time.perf_counter()
     comparison = partita.compare(program, after, (ids,))
     print(f"compared in {time.perf_counter() - start:.1f} s: {comparison}")
-    print("values, gradients, dtypes, strides, the written buffer, aliasing, random state and modes were compared.")
+    print("values, gradients, dtypes, strides, the mutated buffer, aliasing, RNG state and modes were compared.")
     return comparison.equal

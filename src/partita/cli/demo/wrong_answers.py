@@ -1,4 +1,4 @@
-"""Chapter: three small graphs that torch's `split_module` changes without a word, beside ours."""
+"""Chapter: three small graphs that torch's `split_module` miscompiles silently, beside ours."""
 
 from __future__ import annotations
 
@@ -6,34 +6,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module as torch_split
 
 from partita._torch.toggles import SET_GRAD
 from partita.compat.split_module import split_module
 
-__all__ = ["TITLE", "tell"]
+__all__ = ["TITLE", "show"]
 
 
 TITLE = "Three graphs that torch's split_module gets wrong, silently"
 
 
 @dataclass(frozen=True)
-class _Story:
+class _Example:
     title: str
     build: Callable[[], GraphModule]
     parts: dict[str, int]
     observe: Callable[[GraphModule], object]
 
+    def part_of(self, node: Node) -> int:
+        return self.parts[node.name]
 
-def tell() -> bool:
-    """Prints a row a graph: what the original gives, what torch's cut gives, what ours gives."""
+
+def show() -> bool:
+    """Prints for each graph the results of the original, of torch's cut and of ours; returns whether ours are right."""
     passed = True
-    for story in _STORIES:
-        original = story.observe(story.build())
-        theirs = story.observe(torch_split(story.build(), None, lambda node, story=story: story.parts[node.name]))  # type: ignore[misc, arg-type]
-        ours = story.observe(split_module(story.build(), None, lambda node, story=story: story.parts[node.name]))  # type: ignore[misc]
-        print(f"{story.title}\n  original {original}\n  torch    {theirs}   {_verdict(theirs, original)}")
+    for example in _EXAMPLES:
+        original = example.observe(example.build())
+        theirs = example.observe(torch_split(example.build(), None, example.part_of))  # type: ignore[arg-type]
+        ours = example.observe(split_module(example.build(), None, example.part_of))
+        print(f"{example.title}\n  original {original}\n  torch    {theirs}   {_verdict(theirs, original)}")
         print(f"  partita  {ours}   {_verdict(ours, original)}")
         passed &= ours == original
     return passed
@@ -43,7 +46,7 @@ def _verdict(found: object, wanted: object) -> str:
     return "same" if found == wanted else "WRONG"
 
 
-def _write_after_read() -> GraphModule:
+def _mutation_after_read() -> GraphModule:
     graph = Graph()
     x = graph.placeholder("x")
     doubled = graph.call_function(torch.mul, (x, 2), name="doubled")
@@ -52,7 +55,7 @@ def _write_after_read() -> GraphModule:
     return GraphModule({}, graph)
 
 
-def _two_draws() -> GraphModule:
+def _two_random_calls() -> GraphModule:
     graph = Graph()
     x = graph.placeholder("x")
     first = graph.call_function(torch.rand_like, (x,), name="first")
@@ -91,15 +94,15 @@ def _mode_after_first_part(module: GraphModule) -> object:
     return f"grad mode on after its first part has run alone: {enabled}"
 
 
-_STORIES = (
-    _Story(
-        "an in-place write in one part, an earlier read in another",
-        _write_after_read,
+_EXAMPLES = (
+    _Example(
+        "an in-place mutation in one part, an earlier read in another",
+        _mutation_after_read,
         {"doubled": 1, "written": 0},
         _result,
     ),
-    _Story("two random draws in two parts", _two_draws, {"first": 1, "second": 0}, _seeded),
-    _Story(
+    _Example("two random numbers in two parts", _two_random_calls, {"first": 1, "second": 0}, _seeded),
+    _Example(
         "a no_grad block that begins in one part and ends in the next",
         _frozen_part,
         {"off": 0, "frozen": 0, "on": 1, "trained": 1, "both": 1},

@@ -1,4 +1,4 @@
-"""What torch keeps in the cache of AOTAutograd for a graph of which regions are compiled."""
+"""The cache of AOTAutograd, for graphs with compiled regions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.fx import GraphModule
 
 from partita._torch.modes import read_ambient
 
-__all__ = ["for_the_cache", "is_kept_in_the_cache", "modes_of_compiled_graphs"]
+__all__ = ["cacheable", "is_cached", "modes_of_compiled_graphs"]
 
 
-def is_kept_in_the_cache() -> bool:
-    """Whether AOTAutograd will keep what its compilers give, in its cache or in a file."""
+def is_cached() -> bool:
+    """Whether AOTAutograd will store what its compilers return, in its cache or in a file."""
     import torch._functorch.config as settings
 
     return bool(getattr(settings, "force_autograd_cache", False)) and _output_code() is not None
 
 
-def for_the_cache(gm: GraphModule) -> Any:
-    """`gm` as the cache takes it: torch stores it with its GraphPickler."""
+def cacheable(gm: GraphModule) -> Any:
+    """`gm` in the form that the cache accepts: torch stores it with its GraphPickler."""
     make = _output_code()
     assert make is not None
     return make(gm)
@@ -30,7 +30,7 @@ def for_the_cache(gm: GraphModule) -> Any:
 
 @contextmanager
 def modes_of_compiled_graphs() -> Iterator[None]:
-    """Inside, modes are those in which AOTAutograd calls the graphs that it had compiled: no gradients, no autocast."""
+    """Runs the block in the modes in which AOTAutograd calls compiled graphs: no gradients, no autocast."""
     devices = [device for device, enabled, _ in read_ambient().autocast if enabled]
     with torch.no_grad():
         for device in devices:
@@ -43,7 +43,7 @@ def modes_of_compiled_graphs() -> Iterator[None]:
 
 
 def _output_code() -> Any:
-    """The class that torch 2.13 has for it; None in a torch that has none."""
+    """The class of torch 2.13 for it; None in a torch without it."""
     from torch._inductor import output_code
 
     return getattr(output_code, "RegionalOutputCode", None)

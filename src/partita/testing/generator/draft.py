@@ -1,12 +1,12 @@
-"""A graph under construction."""
+"""A generated program, and its graph under construction: every node runs as it is added, so the program runs too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -15,19 +15,17 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from partita._torch.modes import read_ambient, restore_autocast
-from partita._torch.toggles import EXIT_INFERENCE
+from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAST, EXIT_INFERENCE
+from partita.testing.generator.recipe import Picks
 from partita.testing.generator.state import ATTRIBUTES, State
 
-__all__ = ["Case", "Draft", "OpenBlock", "UnfitError"]
-
-
-# A case: one generated program and how to call it.
+__all__ = ["EXITS", "Case", "Draft", "OpenBlock", "Steps", "UnfitError"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A program that runs on its arguments, what it contains, and the text that makes it again."""
+    """A program that runs on its arguments, its traits, and an expression that builds it again."""
 
     graph_module: GraphModule
     args: tuple[object, ...]
@@ -36,21 +34,21 @@ class Case:
     origin: str = ""
 
     def copy(self) -> Case:
-        """The same case with its own state and arguments, for a run that may write to them; sharing is kept."""
+        """The same case with its own state and arguments, for a run that may mutate them; aliasing is kept."""
         graph_module, args, kwargs = deepcopy((self.graph_module, self.args, self.kwargs))
-        _forget_alike(graph_module, self.graph_module)
+        _restore_persistence(graph_module, self.graph_module)
         return replace(self, graph_module=graph_module, args=args, kwargs=kwargs)
 
     def run(self) -> object:
-        """What the program returns; its arguments and state may be written."""
+        """What the program returns; its arguments and state may be mutated."""
         return self.graph_module(*self.args, **self.kwargs)
 
     def __repr__(self) -> str:
         return f"<Case {self.origin}\n{self.graph_module.graph}>"
 
 
-def _forget_alike(copied: GraphModule, original: GraphModule) -> None:
-    """Makes the same buffers non-persistent as in the original, which torch 2.13 forgets in copies of graph modules."""
+def _restore_persistence(copied: GraphModule, original: GraphModule) -> None:
+    """Makes the same buffers non-persistent as in the original, which torch 2.13 loses in copies of graph modules."""
     kept = original.state_dict()
     for name, buffer in copied.named_buffers(remove_duplicate=False):
         if name not in kept:
@@ -58,20 +56,17 @@ def _forget_alike(copied: GraphModule, original: GraphModule) -> None:
             copied.get_submodule(owner).register_buffer(leaf, buffer, persistent=False)
 
 
-# A draft: a graph under construction whose every node is run as it is added, so that the program must run too.
-
-
 _ODD_NAMES = ("submod_0", "self_1", "add_1", "getitem", "submod_1_0", "output_1", "cache", "l_self_x_")
 
 
 class UnfitError(Exception):
-    """A step does not fit where it stands, so the program goes without it."""
+    """A step does not fit at its place, so it is skipped."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class OpenBlock:
-    """A block that was entered: what leaves it, and the handle, or the grad mode, that this is called with."""
+    """A block that was entered: the function that exits it, and its argument, a handle or the grad mode."""
 
     leave: Callable[[Any], object]
     handle: Node | bool
@@ -95,8 +90,8 @@ class Draft:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While open, nodes run as in a call: grad on, no other mode, the same random numbers."""
-        hooks = saved_tensors_hooks(self._remember_saved, lambda nothing: nothing)
+        """Runs nodes inside the block as in a call: grad on, no other mode, the same random numbers."""
+        hooks = saved_tensors_hooks(self._record_saved, lambda nothing: nothing)
         found = read_ambient()
         with torch.enable_grad(), hooks:
             torch.default_generator.manual_seed(0)
@@ -106,7 +101,7 @@ class Draft:
                 for block in reversed(self.open):
                     if block.leave is EXIT_INFERENCE and isinstance(block.handle, Node):
                         block.leave(self.values[block.handle])
-                # Blocks that were left in another order than they were entered in leave something behind.
+                # Blocks that were exited in another order than entered leave modes behind.
                 restore_autocast(found)
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -132,26 +127,32 @@ class Draft:
             value = getattr(value, part)
         if isinstance(value, Tensor):
             self._owned.add(_storage(value))
-            self._note_leaf(value)
+            self._record_leaf(value)
         return self._add("get_attr", path, lambda: value, (), {})
 
+    def enter(self, toggle: Any, *args: Any, deepest: int, **kwargs: Any) -> None:
+        """Enters a block, unless `deepest` blocks are open."""
+        if len(self.open) >= deepest:
+            raise UnfitError("enough blocks are open")
+        self.open.append(OpenBlock(EXITS[toggle], self.call(toggle, *args, **kwargs)))
+
     def receive(self, node: Node, value: object) -> None:
-        """Takes a placeholder and what is passed for it."""
+        """Adds a placeholder and its value."""
         self.values[node] = value
         self.inputs.append(node)
         if isinstance(value, Tensor):
-            self._note_leaf(value)
+            self._record_leaf(value)
 
-    def disown(self, node: Node) -> None:
-        """Lets no later step use the value of `node`."""
+    def hide(self, node: Node) -> None:
+        """Excludes the value of `node` from later steps."""
         del self.values[node]
 
     def tensor(self, pick: int, suits: Callable[[Tensor], bool] = lambda value: True) -> Node:
-        """A floating tensor that suits, counted back from the newest."""
-        return _newest(pick, self.tensors(suits))
+        """A floating-point tensor that suits, counted back from the newest."""
+        return self.choose(pick, self.tensors(suits))
 
     def matrix(self, pick: int) -> Node:
-        """A tensor of the size that modules take."""
+        """A tensor of the shape that modules take."""
         return self.tensor(pick, lambda value: value.shape == (4, 6))
 
     def like(self, node: Node, pick: int) -> Node:
@@ -159,12 +160,12 @@ class Draft:
         shape = self.values[node].shape
         return self.tensor(pick, lambda value: value.shape == shape)
 
-    def writable(self, pick: int) -> Node:
-        """A tensor that may be written without spoiling what the backward pass has kept."""
-        return self.tensor(pick, self.may_write)
+    def mutable(self, pick: int) -> Node:
+        """A tensor that may be mutated, since its storage is not saved for backward."""
+        return self.tensor(pick, self.may_mutate)
 
-    def may_write(self, value: Tensor) -> bool:
-        """Whether nothing that the backward pass has kept lies in the storage of `value`, nor a leaf to be kept."""
+    def may_mutate(self, value: Tensor) -> bool:
+        """Whether the storage of `value` holds nothing that is saved for backward, and no leaf that must be kept."""
         return _storage(value) not in self._saved and _storage(value) not in self._leaves
 
     def outlives_call(self, node: Node) -> bool:
@@ -172,7 +173,7 @@ class Draft:
         return _storage(self.values[node]) in self._owned
 
     def tensors(self, suits: Callable[[Tensor], bool] = lambda value: True) -> list[Node]:
-        """All floating tensors that suit, in graph order."""
+        """All floating-point tensors that suit, in graph order."""
         return [n for n, v in self.values.items() if isinstance(v, Tensor) and v.is_floating_point() and suits(v)]
 
     def valued(self, *types: type) -> list[Node]:
@@ -181,7 +182,9 @@ class Draft:
 
     def choose(self, pick: int, nodes: list[Node]) -> Node:
         """One of `nodes`, counted back from the newest."""
-        return _newest(pick, nodes)
+        if not nodes:
+            raise UnfitError("nothing suits")
+        return nodes[-1 - pick % len(nodes)]
 
     def _add(
         self, op: str, target: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,7 +198,7 @@ class Draft:
         self.values[node] = value
         return node
 
-    def _note_leaf(self, value: Tensor) -> None:
+    def _record_leaf(self, value: Tensor) -> None:
         if self._keeps_leaves and value.requires_grad:
             self._leaves.add(_storage(value))
 
@@ -204,16 +207,17 @@ class Draft:
             return None
         return _ODD_NAMES[len(self.values) % len(_ODD_NAMES)]
 
-    def _remember_saved(self, kept: Tensor) -> None:
-        # Kept alive, so that no later tensor can be given the same address.
-        self._saved[_storage(kept)] = kept.detach()
+    def _record_saved(self, saved: Tensor) -> None:
+        # Kept alive, so that no later tensor can have the same address.
+        self._saved[_storage(saved)] = saved.detach()
+
+
+#: The function that exits a block, by the one that enters it.
+EXITS: Mapping[Any, Callable[[Any], object]] = {ENTER_AUTOCAST: EXIT_AUTOCAST, ENTER_INFERENCE: EXIT_INFERENCE}
+
+#: What each kind of step adds to a draft.
+Steps: TypeAlias = Mapping[str, Callable[[Draft, Picks], object]]
 
 
 def _storage(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
-
-
-def _newest(pick: int, nodes: list[Node]) -> Node:
-    if not nodes:
-        raise UnfitError("nothing suits")
-    return nodes[-1 - pick % len(nodes)]

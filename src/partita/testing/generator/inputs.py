@@ -1,4 +1,4 @@
-"""Inputs: placeholders in all their forms, and the values that are passed for them."""
+"""Inputs of generated programs: placeholders in all their forms, and their values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TREE_SIZE = 4
 @final
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """How a program is called, and what each of its placeholders is then worth."""
+    """The arguments of a program, and the values of its placeholders."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -41,7 +41,7 @@ class Arguments:
 
 
 def in_order(inputs: Iterable[Input], *, pytree: bool = False) -> tuple[Input, ...]:
-    """The inputs as Python lets a function declare them, led by a tensor that every step can use."""
+    """The inputs in an order in which Python lets a function declare them; the first is a tensor for every step."""
     lead, *rest = inputs
     if lead.kind not in PLAIN_INPUT_KINDS:
         lead, rest = Input("plain"), [lead, *rest]
@@ -59,8 +59,8 @@ def arguments_of(inputs: Sequence[Input], *, pytree: bool = False) -> Arguments:
     values: list[Any] = []
     for place, item in enumerate(inputs):
         values.append(_value(item, place, values))
-    # Whoever copies arguments keeps the memory that they share, but not what autograd knows of views among them; so
-    # that a program does in a draft what it does later, these are copies as well.
+    # A copy of arguments keeps their aliasing, but not autograd's record of views among them; so that a program does in
+    # a draft what it does later, these are copies as well.
     values = deepcopy(values)
     if pytree:
         first, x, *y = values
@@ -88,13 +88,13 @@ def new_graph(*, pytree: bool = False) -> Graph:
 
 
 def receive_inputs(draft: Draft, inputs: Sequence[Input], arguments: Arguments) -> None:
-    """Declares the inputs, and takes apart those that are containers."""
+    """Declares the inputs, and unpacks containers."""
     nodes = list(draft.graph.nodes) or [_placeholder(draft.graph, item, place) for place, item in enumerate(inputs)]
     for node, value in zip(nodes, arguments.placed, strict=True):
         draft.receive(node, value)
     for node, item in zip(nodes, inputs, strict=True):
         if item.kind == "unused":
-            draft.disown(node)
+            draft.hide(node)
         elif item.kind == "rest":
             draft.call(operator.getitem, node, item.pick % 2)
         elif item.kind == "options":

@@ -1,4 +1,4 @@
-"""Labels: who goes into which region, drawn in the styles in which people and tools cut graphs."""
+"""Labels: the region of each node, in the styles in which people and tools cut graphs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from partita._torch.toggles import TOGGLES
 __all__ = ["LABEL_STYLES", "Labelling", "Labels", "label", "random_labelling", "random_labels"]
 
 
-#: For each node by name the region it goes into, or None where it is left out.
+#: For each node by name its region, or None where it is excluded.
 Labels: TypeAlias = dict[str, int | None]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Labelling:
-    """How to label a graph: a style of `LABEL_STYLES`, about how many regions, and what is left out.
+    """How to label a graph: a style of `LABEL_STYLES`, about how many regions, and what is excluded.
 
-    `gap` leaves out one node in `gap` (0: none), `toggles` says whether mode toggles get labels too, and `reverse`
-    numbers the regions backwards, since nothing says that labels grow along the graph.
+    `gap` excludes one node in `gap` (0: none), `toggles` says whether mode toggles get labels too, and `reverse`
+    numbers the regions backwards, since labels need not grow along the graph.
     """
 
     style: str = "blocks"
@@ -38,21 +38,21 @@ class Labelling:
 def label(graph: Graph, labelling: Labelling) -> Labels:
     """The labels of all nodes: placeholders and the output have none, everything else may."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    answers = LABEL_STYLES[labelling.style](nodes, labelling)
+    numbers = LABEL_STYLES[labelling.style](nodes, labelling)
     labels: Labels = {node.name: None for node in graph.nodes}
-    for place, (node, answer) in enumerate(zip(nodes, answers, strict=True)):
-        if not _is_left_out(node, place, labelling):
-            labels[node.name] = labelling.count - 1 - answer if labelling.reverse else answer
+    for place, (node, number) in enumerate(zip(nodes, numbers, strict=True)):
+        if not _is_excluded(node, place, labelling):
+            labels[node.name] = labelling.count - 1 - number if labelling.reverse else number
     return labels
 
 
 def random_labels(graph: Graph, seed: int) -> Labels:
-    """The labels of that number."""
+    """The labels of a seed."""
     return label(graph, random_labelling(seed))
 
 
 def random_labelling(seed: int) -> Labelling:
-    """The labelling of that number."""
+    """The labelling of a seed."""
     source = Random(seed)
     return Labelling(
         style=source.choice(tuple(LABEL_STYLES)),
@@ -64,20 +64,20 @@ def random_labelling(seed: int) -> Labelling:
     )
 
 
-def _is_left_out(node: Node, place: int, labelling: Labelling) -> bool:
+def _is_excluded(node: Node, place: int, labelling: Labelling) -> bool:
     if node.target in TOGGLES and not labelling.toggles:
         return True
     return labelling.gap > 0 and _mixed(labelling.salt + 1, place) % labelling.gap == 0
 
 
 def _blocks(nodes: Sequence[Node], labelling: Labelling) -> list[int]:
-    """Unbroken runs cut at random places, legal unless something in between is left out."""
+    """Contiguous runs cut at random places, legal unless something in between is excluded."""
     cuts = sorted(_mixed(labelling.salt, number) % (len(nodes) + 1) for number in range(labelling.count - 1))
     return [sum(cut <= place for cut in cuts) for place in range(len(nodes))]
 
 
 def _counter(nodes: Sequence[Node], labelling: Labelling) -> list[int]:
-    """A new region every few nodes, as a callback with a counter gives."""
+    """A new region every few nodes, as a callback with a counter does."""
     length = max(1, -(-len(nodes) // labelling.count))
     return [place // length for place in range(len(nodes))]
 
@@ -113,7 +113,7 @@ def _threads(nodes: Sequence[Node], labelling: Labelling) -> list[int]:
 
 
 def _mixed(salt: int, number: int) -> int:
-    """A number that looks random and is the same in every process."""
+    """A pseudorandom number, the same in every process."""
     mixed = (salt * 0x9E3779B1 + number * 0x85EBCA77 + 0x165667B1) & 0xFFFFFFFF
     mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
     return mixed ^ mixed >> 12

@@ -1,10 +1,11 @@
-"""The laws: what must hold for any program and any regions over it, checked on one generated case at a time."""
+"""The laws that hold for any program and any regions over it, checked on one generated case at a time."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 
 import torch
@@ -27,16 +28,16 @@ from partita.testing.generator.draft import Case
 from partita.testing.generator.regions import Labels
 from partita.treatments import Call
 
-__all__ = ["LAWS", "LawError", "check_laws"]
+__all__ = ["LAWS", "LawError", "check_laws", "copies_of", "eliminate_dead_code", "equal", "hold"]
 
 
 class LawError(AssertionError):
-    """A law does not hold for a case; the message makes the case again."""
+    """A law does not hold for a case; the message says how to build the case."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """A program, a legal partition of it, and what the partition gives when it is applied."""
+    """A program, a legal partition of it, and the program with the partition applied."""
 
     case: Case
     program: Program
@@ -45,27 +46,29 @@ class _Subject:
 
 
 def check_laws(case: Case, labels: Labels) -> bool:
-    """Raises where a law is broken; tells whether the labels were a legal partition at all."""
+    """Raises where a law is broken; returns whether the labels were a legal partition at all."""
     program = Program.of(case.graph_module)
     before = dump(case.graph_module)
     try:
         partition = ByLabel(lambda node: labels.get(node.name))(program)
     except CycleError:
-        _hold("the input is unchanged after an error", case, labels, lambda: _equal(dump(case.graph_module), before))
+        hold("the input is unchanged after an error", case, lambda: equal(dump(case.graph_module), before), labels)
         return False
     subject = _Subject(case, program, partition, plan(program, partition, Call()).apply())
     for title, law in LAWS.items():
-        _hold(title, case, labels, lambda law=law: law(subject))  # type: ignore[misc]
-    _hold("the input is unchanged", case, labels, lambda: _equal(dump(case.graph_module), before))
+        hold(title, case, partial(law, subject), labels)
+    hold("the input is unchanged", case, lambda: equal(dump(case.graph_module), before), labels)
     return True
 
 
-def _hold(title: str, case: Case, labels: Labels, law: Callable[[], None]) -> None:
+def hold(title: str, case: Case, law: Callable[[], None], labels: Labels | None = None) -> None:
+    """Raises `LawError` if the law raises for this case."""
     try:
         law()
     except Exception as error:
-        chosen = {name: label for name, label in labels.items() if label is not None}
-        raise LawError(f"{title}\n{case!r}\nlabels = {chosen}\n{type(error).__name__}: {error}") from error
+        chosen = {name: label for name, label in (labels or {}).items() if label is not None}
+        regions = "" if labels is None else f"labels = {chosen}\n"
+        raise LawError(f"{title}\n{case!r}\n{regions}{type(error).__name__}: {error}") from error
 
 
 def _means_the_same(subject: _Subject) -> None:
@@ -74,7 +77,7 @@ def _means_the_same(subject: _Subject) -> None:
 
 
 def _gathers_to_the_same(subject: _Subject) -> None:
-    _equal(fingerprint(gather(subject.partition)), fingerprint(subject.program))
+    equal(fingerprint(gather(subject.partition)), fingerprint(subject.program))
 
 
 def _inlines_to_the_same(subject: _Subject) -> None:
@@ -82,7 +85,7 @@ def _inlines_to_the_same(subject: _Subject) -> None:
     calls = [node for node in subject.after.index.nodes if node.op == "call_module" and node.target not in before]
     inlined = inline(subject.after, [call.name for call in calls])
     inlined.graph.lint()
-    _equal(fingerprint(inlined), fingerprint(subject.program))
+    equal(fingerprint(inlined), fingerprint(subject.program))
 
 
 def _gathered_means_the_same(subject: _Subject) -> None:
@@ -105,23 +108,22 @@ def _is_well_formed(subject: _Subject) -> None:
 
 
 def _copies_and_pickles(subject: _Subject) -> None:
-    module, keys, tolerance = subject.after.module(), subject.after.state_keys, subject.after.tolerance
-    _verify_quickly(subject, Program(copy.deepcopy(module), state_keys=keys, tolerance=tolerance))
-    if not _pickles(subject.case.graph_module):
+    for program in copies_of(subject.after, subject.case.graph_module):
+        _verify_quickly(subject, program)
+
+
+def copies_of(program: Program, original: GraphModule) -> Iterator[Program]:
+    """The program copied and, unless the original cannot be saved either, saved and loaded."""
+    module, keys, tolerance = program.module(), program.state_keys, program.tolerance
+    yield Program(copy.deepcopy(module), state_keys=keys, tolerance=tolerance)
+    try:
+        torch.save(original, BytesIO())
+    except Exception:  # Exported modules, for one, cannot be saved.
         return
     file = BytesIO()
     torch.save(module, file)
     file.seek(0)
-    _verify_quickly(subject, Program(torch.load(file, weights_only=False), state_keys=keys, tolerance=tolerance))
-
-
-def _pickles(module: GraphModule) -> bool:
-    """Whether the original can be saved at all; exported modules, for one, cannot."""
-    try:
-        torch.save(module, BytesIO())
-    except Exception:
-        return False
-    return True
+    yield Program(torch.load(file, weights_only=False), state_keys=keys, tolerance=tolerance)
 
 
 def _can_be_cut_again(subject: _Subject) -> None:
@@ -130,16 +132,16 @@ def _can_be_cut_again(subject: _Subject) -> None:
 
 
 def _survives_dead_code_elimination(subject: _Subject) -> None:
-    """Unless it breaks the original too: torch deletes method calls that write, and the ends of inference blocks."""
+    """Unless it breaks the original too: torch deletes method calls that mutate, and exits of inference blocks."""
     if subject.after.graph.find_nodes(op="call_function", target=EXIT_INFERENCE):
         return
     original = copy.deepcopy(subject.case.graph_module)
-    _eliminate_dead_code(original)
+    eliminate_dead_code(original)
     if not compare(subject.program, original, subject.case.args, subject.case.kwargs).equal:
         return
     after = plan(subject.program, subject.partition, Call()).apply()
     module = after.module()
-    _eliminate_dead_code(module)
+    eliminate_dead_code(module)
     _verify_quickly(subject, Program(module, tolerance=after.tolerance))
 
 
@@ -154,13 +156,14 @@ def _splits_by_torchs_names(subject: _Subject) -> None:
     _verify_quickly(subject, Program(after, tolerance=summation_tolerance(subject.program)))
 
 
-def _eliminate_dead_code(module: GraphModule) -> None:
+def eliminate_dead_code(module: GraphModule) -> None:
+    """Runs torch's dead code elimination, in place."""
     module.graph.eliminate_dead_code()
     module.recompile()
 
 
 def _verify_quickly(subject: _Subject, after: Program) -> None:
-    """One call; a program that raises on its arguments equals another that raises alike."""
+    """Compares one call; programs that raise the same type of exception are equal."""
     comparison = compare(
         subject.program, after, subject.case.args, subject.case.kwargs,
         second_call=False, no_grad_call=False, other_shapes=False,
@@ -168,7 +171,8 @@ def _verify_quickly(subject: _Subject, after: Program) -> None:
     assert comparison.equal, str(comparison)
 
 
-def _equal(found: object, wanted: object) -> None:
+def equal(found: object, wanted: object) -> None:
+    """Raises unless the two are equal."""
     assert found == wanted, f"{found} is not {wanted}"
 
 

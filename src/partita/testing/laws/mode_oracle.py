@@ -1,4 +1,9 @@
-"""Reference interpreter for modes."""
+"""A reference interpreter for modes: runs graphs node by node and records the modes that each operator finds.
+
+It does not use the mode analysis of Partita. Nodes are identified by name; inside the body of an operator, by the path
+of calls that leads there. Operators that wrapping has added are no part of that path, so a program and its wrapped form
+can be compared node by node.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +33,17 @@ from partita.treatments import Mode
 
 __all__ = [
     "ModeSubject",
-    "Sight",
+    "ObservedRun",
     "bodies_of",
     "bodies_of_call",
-    "equal",
     "graphs_in",
     "leaves_modes",
     "means_the_same",
     "modes_seen",
-    "putting_back",
+    "restoring_modes",
     "text_of",
     "wrapped",
 ]
-
-
-# What the laws for modes are about: a program, its wrapped form, and one that puts its modes back.
 
 
 @final
@@ -55,14 +56,14 @@ class ModeSubject:
     wrapped: Program
 
     @cached_property
-    def calm(self) -> Program:
-        """The program, putting back the modes that it would leave behind, as its wrapped form does."""
-        return putting_back(self.case, self.wrapped.caller) if leaves_modes(self.case) else self.program
+    def restoring(self) -> Program:
+        """The program, restoring the modes that it would leave behind, as its wrapped form does."""
+        return restoring_modes(self.case, self.wrapped.caller) if leaves_modes(self.case) else self.program
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The nodes of the program, those in bodies too."""
-        return frozenset(names_in(self.program.graph_module))
+        return frozenset(_names_in(self.program.graph_module))
 
     @cached_property
     def has_inference(self) -> bool:
@@ -78,29 +79,17 @@ def wrapped(program: Program, *, under: AbstractContextManager[Any] | None = Non
 
 
 def means_the_same(subject: ModeSubject, after: Program, *, thoroughly: bool = False) -> None:
-    """Raises where calls tell the two apart; one call will do unless `thoroughly`."""
+    """Raises where a comparison finds a difference; of one call unless `thoroughly`."""
     comparison = compare(
-        subject.calm, after, subject.case.args, subject.case.kwargs,
+        subject.restoring, after, subject.case.args, subject.case.kwargs,
         second_call=thoroughly, no_grad_call=thoroughly, other_shapes=thoroughly,
     )  # fmt: skip
     assert comparison.equal, str(comparison)
 
 
-def equal(found: object, wanted: object) -> None:
-    """Raises unless the two are equal."""
-    assert found == wanted, f"{found} is not {wanted}"
-
-
-# An oracle for modes: graphs run node by node, toggles and all, with the modes that each operator finds written down.
-#
-# It knows nothing of how Partita tells modes from a graph. Nodes are told by name; inside the body of an operator, by
-# the path of calls that lead there. Operators that wrapping has put around nodes are no part of that path, so a
-# program and its wrapped form can be compared node by node.
-
-
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What a run showed: the modes that each operator found, and what came of it."""
+class ObservedRun:
+    """The modes that each operator found in a run, and its results."""
 
     modes: dict[str, Ambient] = field(default_factory=dict)
     outputs: tuple[object, ...] = ()
@@ -110,10 +99,10 @@ class Sight:
     leaks: bool = False
 
 
-def modes_seen(case: Case, module: GraphModule, *, known: Collection[str] | None = None) -> Sight:
+def modes_seen(case: Case, module: GraphModule, *, known: Collection[str] | None = None) -> ObservedRun:
     """Runs `module` on the arguments of `case`, in the modes around; `known` are the nodes of the program it came from.
 
-    Both the module and the arguments may be written, and the modes are put back.
+    Both the module and the arguments may be mutated; the modes are restored.
     """
     run = _Run({}, known)
     found, grad = read_ambient(), torch.is_grad_enabled()
@@ -129,10 +118,10 @@ def modes_seen(case: Case, module: GraphModule, *, known: Collection[str] | None
         outputs = tuple(map(_shown, flatten(returned).leaves))
     restore_autocast(found)
     state = (*module.state_dict(keep_vars=True).values(), *flatten((case.args, case.kwargs)).leaves)
-    # Wrapping moves modules, or has them in two places, so state is told by its values alone.
+    # Wrapping moves or duplicates modules, so state is compared by its values alone.
     once = {id(value): value for value in state}.values()
     shown = (*sorted(repr(_shown(value)) for value in once), torch.get_rng_state().numpy().tobytes())
-    return Sight(run.modes, outputs, shown, raised, leaks=raised is None and left != found)
+    return ObservedRun(run.modes, outputs, shown, raised, leaks=raised is None and left != found)
 
 
 def leaves_modes(case: Case) -> bool:
@@ -148,7 +137,7 @@ def leaves_modes(case: Case) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is the same for all bodies of one run, and the path of calls that leads to the one that runs."""
+    """The record of a run, shared by all bodies, and the path of calls that leads to the current one."""
 
     modes: dict[str, Ambient]
     known: Collection[str] | None
@@ -158,34 +147,34 @@ class _Run:
         return self.known is None or f"{self.path}{node.name}" in self.known
 
     def inside(self, call: Node, place: int) -> _Run:
-        """The run of a body that `call` is given at that place among its arguments."""
+        """The run of a body that is an argument of `call`, at this place."""
         return replace(self, path=f"{self.path}{call.name}/{place}/") if self.is_known(call) else self
 
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A graph that an operator will run; which one tells only the call."""
+    """A graph that an operator will run."""
 
     module: GraphModule
 
 
 def _interpreted(module: GraphModule, run: _Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     graph = module.graph
-    given = _Given(list(graph.process_inputs(*args)) if args else [], dict(kwargs))
+    arguments = _Arguments(list(graph.process_inputs(*args)) if args else [], dict(kwargs))
     env: dict[Node, Any] = {}
     for node in graph.nodes:
         if node.op == "output":
             return graph.process_outputs(map_arg(node.args[0], env.__getitem__))
-        value = given.value_for(node) if node.op == "placeholder" else _value(module, run, node, env)
-        # The handle of a block that nobody leaves is dropped at once, and the block with it.
+        value = arguments.value_for(node) if node.op == "placeholder" else _value(module, run, node, env)
+        # An unused handle is dropped at once, which ends the block.
         env[node] = None if node.target is ENTER_INFERENCE and not node.users else value
         del value
     raise AssertionError("a graph without an output")
 
 
 @dataclass(slots=True)
-class _Given:
-    """The arguments that no placeholder has taken yet."""
+class _Arguments:
+    """The arguments that no placeholder has consumed yet."""
 
     positional: list[Any]
     named: dict[str, Any]
@@ -193,11 +182,11 @@ class _Given:
     def value_for(self, placeholder: Node) -> Any:
         target = str(placeholder.target)
         if target.startswith("**"):
-            taken, self.named = self.named, {}
-            return taken
-        if target.startswith("*"):
-            rest, self.positional = tuple(self.positional), []
+            rest, self.named = self.named, {}
             return rest
+        if target.startswith("*"):
+            positional, self.positional = tuple(self.positional), []
+            return positional
         if self.positional:
             return self.positional.pop(0)
         return self.named.pop(target) if target in self.named else placeholder.args[0]
@@ -218,7 +207,7 @@ def _value(module: GraphModule, run: _Run, node: Node, env: Mapping[Node, Any]) 
 
 
 def _callable(value: Any, run: _Run, call: Node, place: int) -> Any:
-    """A body in the place of which the operator calls this oracle."""
+    """The value; a body is replaced by a function that interprets it."""
     if not isinstance(value, _Body):
         return value
     inside: Callable[..., Any] = lambda *args, **kwargs: _interpreted(  # noqa: E731
@@ -228,22 +217,19 @@ def _callable(value: Any, run: _Run, call: Node, place: int) -> Any:
 
 
 def _is_operator(node: Node, args: tuple[Any, ...]) -> bool:
-    """Whether the modes matter to a node; taking an item or a size and asking for a mode to put back run anywhere."""
+    """Whether modes matter to a node; items, sizes and queries of a mode that is restored do the same in any mode."""
     if node.target is IS_GRAD_ENABLED:
         return any(user.target is not SET_GRAD for user in node.users)
-    takes_item = node.target in (operator.getitem, getattr) and not (args and isinstance(args[0], Tensor))
-    return node.target not in TOGGLES and not takes_item
+    is_item = node.target in (operator.getitem, getattr) and not (args and isinstance(args[0], Tensor))
+    return node.target not in TOGGLES and not is_item
 
 
 def _shown(leaf: object) -> object:
-    """A leaf in a form that can be compared; every NaN is alike."""
+    """A leaf in a form that can be compared; all NaNs are equal."""
     if not isinstance(leaf, Tensor):
         return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf)
     flags = (leaf.dtype, tuple(leaf.shape), leaf.requires_grad, leaf.is_inference())
     return (*flags, repr(leaf.detach().tolist()))
-
-
-# Graphs in graphs: a program's own, and those of the bodies that its operators run, at any depth.
 
 
 def graphs_in(module: GraphModule) -> Iterator[Graph]:
@@ -254,7 +240,7 @@ def graphs_in(module: GraphModule) -> Iterator[Graph]:
 
 
 def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
-    """The bodies that the operators of a graph run, one for each time that it is read."""
+    """The bodies that the operators of a graph run, one for each node that reads it."""
     for node in module.graph.find_nodes(op="get_attr"):
         if not node.users:
             continue
@@ -264,7 +250,7 @@ def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
 
 
 def bodies_of_call(module: GraphModule, call: Node) -> Iterator[tuple[int, GraphModule]]:
-    """The bodies that one call is given, each with its place among the arguments."""
+    """The bodies among the arguments of a call, each with its place."""
     for place, value in enumerate(call.args):
         if isinstance(value, Node) and value.op == "get_attr":
             body = attrgetter(str(value.target))(module)
@@ -272,12 +258,12 @@ def bodies_of_call(module: GraphModule, call: Node) -> Iterator[tuple[int, Graph
                 yield place, body
 
 
-def names_in(module: GraphModule, path: str = "") -> Iterator[str]:
-    """The names of all nodes; of those in bodies, after the calls that lead there."""
+def _names_in(module: GraphModule, path: str = "") -> Iterator[str]:
+    """The names of all nodes; those in bodies are prefixed by the path of calls."""
     for node in module.graph.nodes:
         yield f"{path}{node.name}"
         for place, body in bodies_of_call(module, node):
-            yield from names_in(body, f"{path}{node.name}/{place}/")
+            yield from _names_in(body, f"{path}{node.name}/{place}/")
 
 
 def text_of(module: GraphModule) -> str:
@@ -285,11 +271,8 @@ def text_of(module: GraphModule) -> str:
     return "\n".join(map(str, graphs_in(module)))
 
 
-# Programs that put back the modes that they found, made from programs that leave some switched.
-
-
-def putting_back(case: Case, caller: GraphMode) -> Program:
-    """The program of `case` with two nodes more: it asks for all modes first and restores them in the end."""
+def restoring_modes(case: Case, caller: GraphMode) -> Program:
+    """The program of `case` with two more nodes: it queries all modes first and restores them in the end."""
     graph = Graph()
     returned = graph.graph_copy(case.graph_module.graph, {})
     graph.output(returned)
@@ -297,19 +280,13 @@ def putting_back(case: Case, caller: GraphMode) -> Program:
     module = GraphModule(case.graph_module, graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        found = graph.call_function(found_modes)
+        found = graph.call_function(read_ambient)
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(put_back, (found,))
+        graph.call_function(_restore, (found,))
     module.recompile()
-    return Program(module, pure=(found_modes, put_back), caller=caller)
+    return Program(module, pure=(read_ambient, _restore), caller=caller)
 
 
-def found_modes() -> Ambient:
-    """The modes now."""
-    return read_ambient()
-
-
-def put_back(found: Ambient) -> None:
-    """Sets them again."""
+def _restore(found: Ambient) -> None:
     torch.set_grad_enabled(found.grad)
     restore_autocast(found)

@@ -1,1 +1,1 @@
-"""Steps: what a generated program can do, one file a family."""
+"""Steps: what a generated program can do, one module for each group of families."""

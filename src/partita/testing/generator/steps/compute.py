@@ -1,21 +1,18 @@
-"""Compute, keywords, sizes."""
+"""Steps that compute new tensors, in every form of a call: functions, overloads, methods, keywords; and sizes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from partita.testing.generator.draft import Draft
+from partita.testing.generator.draft import Draft, Steps
 from partita.testing.generator.recipe import Picks
 
 __all__ = ["FUNCTIONS", "ITEMS", "KEYWORDS", "METHODS", "OVERLOADS", "SIZES"]
-
-
-# Steps that compute new tensors from old ones, in every form that a call can take.
 
 
 aten = torch.ops.aten
@@ -39,10 +36,6 @@ _BINARY: tuple[Callable[..., Any], ...] = (
 )
 
 
-def unary(draft: Draft, picks: Picks) -> None:
-    draft.call(_UNARY[picks[1] % len(_UNARY)], draft.tensor(picks[0]))
-
-
 def binary(draft: Draft, picks: Picks) -> None:
     left = draft.tensor(picks[0])
     draft.call(_BINARY[picks[2] % len(_BINARY)], left, draft.like(left, picks[1]))
@@ -56,7 +49,7 @@ def scaled(draft: Draft, picks: Picks) -> None:
 
 
 def optional(draft: Draft, picks: Picks) -> None:
-    """An argument that may be None, passed as a node where the program has one, and a flag likewise."""
+    """An optional argument and a flag, passed as nodes where the program has them."""
     nothing, flags = draft.valued(type(None)), draft.valued(bool)
     weight = draft.choose(picks[1], nothing) if nothing else None
     normal = draft.call(functional.layer_norm, draft.matrix(picks[0]), (6,), weight=weight)
@@ -83,7 +76,7 @@ def product(draft: Draft, picks: Picks) -> None:
 
 
 def discarded(draft: Draft, picks: Picks) -> None:
-    """Work that nobody may ever use: numbers made from nothing."""
+    """A result that may stay unused: a constant tensor."""
     draft.call((torch.zeros, torch.ones)[picks[0] % 2], (4, 6))
 
 
@@ -112,8 +105,8 @@ def binary_method(draft: Draft, picks: Picks) -> None:
     draft.method(("add", "mul", "sub")[picks[2] % 3], left, draft.like(left, picks[1]))
 
 
-FUNCTIONS: Mapping[str, Callable[[Draft, Picks], None]] = {
-    "functions.unary": unary,
+FUNCTIONS: Steps = {
+    "functions.unary": lambda draft, picks: draft.call(_UNARY[picks[1] % len(_UNARY)], draft.tensor(picks[0])),
     "functions.binary": binary,
     "functions.scaled": scaled,
     "functions.optional": optional,
@@ -122,15 +115,12 @@ FUNCTIONS: Mapping[str, Callable[[Draft, Picks], None]] = {
     "functions.product": product,
     "functions.discarded": discarded,
 }
-OVERLOADS: Mapping[str, Callable[[Draft, Picks], None]] = {
+OVERLOADS: Steps = {
     "overloads.unary": overload,
     "overloads.binary": binary_overload,
     "overloads.scalar": scalar_overload,
 }
-METHODS: Mapping[str, Callable[[Draft, Picks], None]] = {"methods.unary": method, "methods.binary": binary_method}
-
-
-# Steps that pass their tensors by keyword, under the names that torch's Python functions have for them.
+METHODS: Steps = {"methods.unary": method, "methods.binary": binary_method}
 
 
 def unary_by_keyword(draft: Draft, picks: Picks) -> None:
@@ -155,15 +145,15 @@ def view(draft: Draft, picks: Picks) -> None:
             draft.method("view_as", tensor, other=tensor)
 
 
-def write(draft: Draft, picks: Picks) -> None:
-    written = draft.writable(picks[0])
+def mutation(draft: Draft, picks: Picks) -> None:
+    mutated = draft.mutable(picks[0])
     match picks[1] % 3:
         case 0:
-            draft.call(torch.relu_, input=written)
+            draft.call(torch.relu_, input=mutated)
         case 1:
-            draft.call(functional.relu, input=written, inplace=True)
+            draft.call(functional.relu, input=mutated, inplace=True)
         case _:
-            draft.method("add_", written, other=0.25)
+            draft.method("add_", mutated, other=0.25)
 
 
 def parts(draft: Draft, picks: Picks) -> None:
@@ -172,20 +162,17 @@ def parts(draft: Draft, picks: Picks) -> None:
     draft.call(torch.cat, tensors=[left, draft.like(left, picks[1])], dim=picks[2] % 2)
 
 
-KEYWORDS: Mapping[str, Callable[[Draft, Picks], None]] = {
+KEYWORDS: Steps = {
     "keywords.unary": unary_by_keyword,
     "keywords.binary": binary_by_keyword,
     "keywords.view": view,
-    "keywords.write": write,
+    "keywords.write": mutation,
     "keywords.parts": parts,
 }
 
 
-# Steps that read sizes and other plain numbers, and use them.
-
-
 def size(draft: Draft, picks: Picks) -> None:
-    """A whole size, kept for whoever wants it, and sometimes one number of it."""
+    """A whole size, and sometimes one number of it."""
     tensor = draft.tensor(picks[0])
     whole = draft.call(getattr, tensor, "shape") if picks[1] % 2 else draft.method("size", tensor)
     if picks[2] % 2:
@@ -231,7 +218,7 @@ def item(draft: Draft, picks: Picks) -> None:
     draft.call(torch.mul, draft.tensor(picks[1]), draft.method("item", draft.method("tanh", total)))
 
 
-SIZES: Mapping[str, Callable[[Draft, Picks], None]] = {
+SIZES: Steps = {
     "sizes.size": size,
     "sizes.length": length,
     "sizes.arithmetic": arithmetic,
@@ -239,4 +226,4 @@ SIZES: Mapping[str, Callable[[Draft, Picks], None]] = {
     "sizes.reshaped": reshaped,
     "sizes.filled": filled,
 }
-ITEMS: Mapping[str, Callable[[Draft, Picks], None]] = {"items.item": item}
+ITEMS: Steps = {"items.item": item}

@@ -1,21 +1,17 @@
-"""Lists, tuples, dicts."""
+"""Steps whose values are lists, tuples and dicts: indexed, sliced, nested, used whole, or mutated."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
 
 import torch
 from torch.fx import Node
 
-from partita.testing.generator.draft import Draft
+from partita.testing.generator.draft import Draft, Steps
 from partita.testing.generator.recipe import Picks
 from partita.testing.generator.state import branches, replace_first
 
 __all__ = ["CONTAINERS", "LISTS"]
-
-
-# Steps whose values are lists, tuples and dicts: indexed, sliced, nested, or used whole.
 
 
 aten = torch.ops.aten
@@ -65,7 +61,7 @@ def largest(draft: Draft, picks: Picks) -> None:
 
 
 def normalised(draft: Draft, picks: Picks) -> None:
-    """An overload of three results of which some are never read."""
+    """An overload of three results of which some are unused."""
     results = draft.call(aten.native_layer_norm.default, draft.matrix(picks[0]), [6], None, None, 1e-5)
     draft.call(_getitem, results, 0)
     if picks[1] % 2:
@@ -100,7 +96,7 @@ def _pieces(draft: Draft, picks: Picks) -> Node:
             return draft.call(torch.unsafe_chunk, matrix, 2, dim)
 
 
-CONTAINERS: Mapping[str, Callable[[Draft, Picks], None]] = {
+CONTAINERS: Steps = {
     "containers.parts": parts,
     "containers.whole": whole,
     "containers.joined": joined,
@@ -111,21 +107,18 @@ CONTAINERS: Mapping[str, Callable[[Draft, Picks], None]] = {
 }
 
 
-# Steps that write to lists and dicts themselves, so that it matters when an item is taken out of them.
-
-
 def replaced(draft: Draft, picks: Picks) -> None:
-    """An item taken, replaced, and taken again."""
+    """An item read, replaced, and read again."""
     pieces = _list(draft, picks)
     if picks[2] % 2:
         draft.call(_getitem, pieces, 0)
-    # A graph module gives this node the new item, an interpreter None, so nobody may rely on either.
-    draft.disown(draft.call(operator.setitem, pieces, 0, draft.tensor(picks[3])))
+    # In a graph module this node has the new item, in an interpreter None, so no step may use it.
+    draft.hide(draft.call(operator.setitem, pieces, 0, draft.tensor(picks[3])))
     draft.call(_getitem, pieces, picks[2] // 2 % 2)
 
 
 def replaced_elsewhere(draft: Draft, picks: Picks) -> None:
-    """An item replaced by somebody who does not look like a writer: an unknown function or a body."""
+    """An item replaced by a call that does not look like a mutation: an unknown function or a body."""
     pieces, other = _list(draft, picks), draft.tensor(picks[3])
     if picks[2] % 2:
         draft.module("replacing_body", pieces, other)
@@ -141,14 +134,14 @@ def appended(draft: Draft, picks: Picks) -> None:
 
 
 def popped(draft: Draft, picks: Picks) -> None:
-    """An item that the list loses, and the one that takes its place."""
+    """An item removed from the list, and the one that is there afterwards."""
     pieces = _list(draft, picks)
     draft.method("pop", pieces, (-1, 0)[picks[2] % 2])
     draft.call(_getitem, pieces, (-1, 0)[picks[2] % 2])
 
 
 def added(draft: Draft, picks: Picks) -> None:
-    """Two lists put together, or the second put onto the first."""
+    """Two lists concatenated, or the first extended by the second."""
     left, right = _list(draft, picks), _list(draft, (picks[2], picks[1], 0, 0))
     both = draft.call((operator.add, operator.iadd)[picks[3] % 2], left, right)
     draft.call(_getitem, both, -1)
@@ -164,12 +157,12 @@ def keyed(draft: Draft, picks: Picks) -> None:
     if picks[1] // 2 % 2:
         draft.method("update", entries, {"whole": draft.tensor(picks[2])})
     else:
-        draft.disown(draft.call(operator.setitem, entries, "whole", draft.tensor(picks[2])))
+        draft.hide(draft.call(operator.setitem, entries, "whole", draft.tensor(picks[2])))
     draft.call(_getitem, entries, "whole")
 
 
 def _list(draft: Draft, picks: Picks) -> Node:
-    """A list of at least two views; torch's functions give tuples, its overloads lists."""
+    """A list of at least two views; torch's functions return tuples, its overloads lists."""
     matrix, dim = draft.matrix(picks[0]), picks[1] % 2
     match picks[1] // 2 % 3:
         case 0:
@@ -180,7 +173,7 @@ def _list(draft: Draft, picks: Picks) -> Node:
             return draft.call(aten.unbind.int, matrix, dim)
 
 
-LISTS: Mapping[str, Callable[[Draft, Picks], None]] = {
+LISTS: Steps = {
     "lists.replaced": replaced,
     "lists.replaced_elsewhere": replaced_elsewhere,
     "lists.appended": appended,

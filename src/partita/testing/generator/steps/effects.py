@@ -1,9 +1,9 @@
-"""Draws, opaque calls, owned state."""
+"""Steps with side effects and state: random numbers, checks, unknown functions, hooks, bodies, modules, attributes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import symbolic_trace
 from torch.nn import functional
 
-from partita.testing.generator.draft import Draft
+from partita.testing.generator.draft import Draft, Steps
 from partita.testing.generator.recipe import Picks
 from partita.testing.generator.state import (
     ATTRIBUTES,
@@ -26,10 +26,7 @@ from partita.testing.generator.state import (
 )
 from partita.testing.generator.steps.memory import view_of
 
-__all__ = ["ATTRIBUTE_READS", "CHECKS", "DRAWS", "HIGHER_ORDER", "HOOKS", "MODULES", "UNKNOWN"]
-
-
-# Steps that draw random numbers.
+__all__ = ["ATTRIBUTE_READS", "CHECKS", "HIGHER_ORDER", "HOOKS", "MODULES", "RANDOM", "UNKNOWN"]
 
 
 aten = torch.ops.aten
@@ -59,14 +56,14 @@ def dropout(draft: Draft, picks: Picks) -> None:
 
 
 def inplace(draft: Draft, picks: Picks) -> None:
-    draft.method(("bernoulli_", "uniform_", "normal_")[picks[1] % 3], draft.writable(picks[0]))
+    draft.method(("bernoulli_", "uniform_", "normal_")[picks[1] % 3], draft.mutable(picks[0]))
 
 
 def own_generator(draft: Draft, picks: Picks) -> None:
-    """Noise from a generator that the program owns."""
+    """Noise from a generator of the program."""
     source = draft.attribute("generator")
     if picks[0] % 2:
-        draft.method("uniform_", draft.writable(picks[1]), generator=source)
+        draft.method("uniform_", draft.mutable(picks[1]), generator=source)
     else:
         draft.call(torch.rand, 4, 6, generator=source)
 
@@ -76,16 +73,13 @@ def shuffled(draft: Draft, picks: Picks) -> None:
     draft.call(torch.index_select, draft.matrix(picks[0]), 0, order)
 
 
-DRAWS: Mapping[str, Callable[[Draft, Picks], None]] = {
+RANDOM: Steps = {
     "random.noise": noise,
     "random.dropout": dropout,
     "random.inplace": inplace,
     "random.shuffled": shuffled,
     "random.own_generator": own_generator,
 }
-
-
-# Steps with effects that no value shows: checks, unknown Python functions, hooks, operators that run a body.
 
 
 def assertion(draft: Draft, picks: Picks) -> None:
@@ -100,21 +94,9 @@ def tensor_assertion(draft: Draft, picks: Picks) -> None:
 
 
 def constraint(draft: Draft, picks: Picks) -> None:
-    """An operator that returns nothing and writes nothing."""
+    """An operator that returns nothing and mutates nothing."""
     rows = draft.method("size", draft.matrix(picks[0]), 0)
     draft.call(aten.sym_constrain_range_for_size.default, rows)
-
-
-def unknown_pure(draft: Draft, picks: Picks) -> None:
-    draft.call((halve, peel)[picks[1] % 2], draft.tensor(picks[0]))
-
-
-def unknown_write(draft: Draft, picks: Picks) -> None:
-    draft.call((bump, note)[picks[1] % 2], draft.writable(picks[0]))
-
-
-def unknown_draw(draft: Draft, picks: Picks) -> None:
-    draft.call(jitter, draft.tensor(picks[0]))
 
 
 def unknown_containers(draft: Draft, picks: Picks) -> None:
@@ -123,16 +105,16 @@ def unknown_containers(draft: Draft, picks: Picks) -> None:
 
 
 def hook(draft: Draft, picks: Picks) -> None:
-    """A hook that changes the gradient of a result that is there, and may be written or viewed later."""
+    """A hook that changes the gradient of a result, which may be mutated or viewed later."""
     draft.call((halve_gradient, clip_gradient)[picks[1] % 2], draft.tensor(picks[0], _has_history))
 
 
-def hook_on_written(draft: Draft, picks: Picks) -> None:
-    """A hook on a tensor between two writes to it, so that it is about one version of it."""
-    written = draft.tensor(picks[0], lambda value: _has_history(value) and draft.may_write(value))
-    draft.method("mul_", written, 0.5)
-    draft.call((halve_gradient, clip_gradient)[picks[1] % 2], written)
-    draft.method("add_", written, 0.25)
+def hook_on_mutated(draft: Draft, picks: Picks) -> None:
+    """A hook on a tensor between two mutations of it, so that it belongs to one version of it."""
+    mutated = draft.tensor(picks[0], lambda value: _has_history(value) and draft.may_mutate(value))
+    draft.method("mul_", mutated, 0.5)
+    draft.call((halve_gradient, clip_gradient)[picks[1] % 2], mutated)
+    draft.method("add_", mutated, 0.25)
 
 
 def hook_on_view(draft: Draft, picks: Picks) -> None:
@@ -143,7 +125,7 @@ def hook_on_view(draft: Draft, picks: Picks) -> None:
 def _has_history(value: Tensor) -> bool:
     try:
         return value.requires_grad and not value.is_leaf
-    except RuntimeError:  # A view that autograd forbids, since its base was written under another mode.
+    except RuntimeError:  # A view that autograd forbids, since its base was mutated under another mode.
         return False
 
 
@@ -162,7 +144,7 @@ def autocast_body(draft: Draft, picks: Picks) -> None:
 
 
 def writing_body(draft: Draft, picks: Picks) -> None:
-    operand = draft.writable(picks[0])
+    operand = draft.mutable(picks[0])
     wrap = torch.ops.higher_order.wrap_with_set_grad_enabled
     draft.call(operator.getitem, draft.call(wrap, False, draft.attribute("writing_body"), operand), 0)
 
@@ -184,23 +166,19 @@ def _recorded_assertion() -> Callable[..., Any]:
 
 _ASSERT = _recorded_assertion()
 
-CHECKS: Mapping[str, Callable[[Draft, Picks], None]] = {
+CHECKS: Steps = {
     "checks.assertion": assertion,
     "checks.tensor_assertion": tensor_assertion,
     "checks.constraint": constraint,
 }
-UNKNOWN: Mapping[str, Callable[[Draft, Picks], None]] = {
-    "unknown.pure": unknown_pure,
-    "unknown.write": unknown_write,
-    "unknown.draw": unknown_draw,
+UNKNOWN: Steps = {
+    "unknown.pure": lambda draft, picks: draft.call((halve, peel)[picks[1] % 2], draft.tensor(picks[0])),
+    "unknown.write": lambda draft, picks: draft.call((bump, note)[picks[1] % 2], draft.mutable(picks[0])),
+    "unknown.draw": lambda draft, picks: draft.call(jitter, draft.tensor(picks[0])),
     "unknown.containers": unknown_containers,
 }
-HOOKS: Mapping[str, Callable[[Draft, Picks], None]] = {
-    "hooks.result": hook,
-    "hooks.written": hook_on_written,
-    "hooks.view": hook_on_view,
-}
-HIGHER_ORDER: Mapping[str, Callable[[Draft, Picks], None]] = {
+HOOKS: Steps = {"hooks.result": hook, "hooks.written": hook_on_mutated, "hooks.view": hook_on_view}
+HIGHER_ORDER: Steps = {
     "higher_order.grad": grad_body,
     "higher_order.autocast": autocast_body,
     "higher_order.write": writing_body,
@@ -208,38 +186,11 @@ HIGHER_ORDER: Mapping[str, Callable[[Draft, Picks], None]] = {
 }
 
 
-# Steps that use the program's own modules, parameters and buffers.
-
-
 _PURE = ("linear", "blocks.0.linear", "norm", "frozen_batch", "submod_0")
 
 
-def layer(draft: Draft, picks: Picks) -> None:
-    draft.module(_PURE[picks[1] % len(_PURE)], draft.matrix(picks[0]))
-
-
-def inplace_layer(draft: Draft, picks: Picks) -> None:
-    draft.module("relu", draft.writable(picks[0]))
-
-
-def batch_norm(draft: Draft, picks: Picks) -> None:
-    draft.module("batch", draft.matrix(picks[0]))
-
-
-def dropout_module(draft: Draft, picks: Picks) -> None:
-    draft.module("dropout", draft.matrix(picks[0]))
-
-
-def meter(draft: Draft, picks: Picks) -> None:
-    draft.module("meter", draft.tensor(picks[0]))
-
-
-def nested(draft: Draft, picks: Picks) -> None:
-    draft.module("nested", draft.matrix(picks[0]))
-
-
 def embedding(draft: Draft, picks: Picks) -> None:
-    """A layer that scales down the rows of its weight that it reads."""
+    """A layer that renormalizes the rows of its weight that it reads, in-place."""
     draft.module("embedding", draft.call(torch.argmax, draft.matrix(picks[0]), dim=picks[1] % 2))
 
 
@@ -255,7 +206,7 @@ def attribute(draft: Draft, picks: Picks) -> None:
 
 
 def linear(draft: Draft, picks: Picks) -> None:
-    """A functional layer whose weight is known by two names."""
+    """A functional layer whose weight has two names."""
     matrix = draft.matrix(picks[0])
     weight = draft.attribute(("weight", "tied.weight", "linear.weight")[picks[1] % 3])
     draft.call(functional.linear, matrix, weight, draft.attribute("bias") if picks[2] % 2 else None)
@@ -272,21 +223,21 @@ def shift(draft: Draft, picks: Picks) -> None:
 
 
 def statistics(draft: Draft, picks: Picks) -> None:
-    """A read of a buffer that a module writes."""
+    """A read of a buffer that a module mutates."""
     draft.call(torch.sub, draft.matrix(picks[0]), draft.attribute("batch.running_mean"))
 
 
-MODULES: Mapping[str, Callable[[Draft, Picks], None]] = {
-    "modules.layer": layer,
-    "modules.inplace": inplace_layer,
-    "modules.batch_norm": batch_norm,
-    "modules.dropout": dropout_module,
-    "modules.meter": meter,
-    "modules.nested": nested,
+MODULES: Steps = {
+    "modules.layer": lambda draft, picks: draft.module(_PURE[picks[1] % len(_PURE)], draft.matrix(picks[0])),
+    "modules.inplace": lambda draft, picks: draft.module("relu", draft.mutable(picks[0])),
+    "modules.batch_norm": lambda draft, picks: draft.module("batch", draft.matrix(picks[0])),
+    "modules.dropout": lambda draft, picks: draft.module("dropout", draft.matrix(picks[0])),
+    "modules.meter": lambda draft, picks: draft.module("meter", draft.tensor(picks[0])),
+    "modules.nested": lambda draft, picks: draft.module("nested", draft.matrix(picks[0])),
     "modules.embedding": embedding,
     "modules.alike": alike_layers,
 }
-ATTRIBUTE_READS: Mapping[str, Callable[[Draft, Picks], None]] = {
+ATTRIBUTE_READS: Steps = {
     "attributes.read": attribute,
     "attributes.linear": linear,
     "attributes.scale": scale,

@@ -1,9 +1,9 @@
-"""Nested modes."""
+"""Steps of nested modes: blocks in blocks, crossing, left open, equal or redundant; and work at their borders."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from partita._torch.operators import registry as torch_operators
 from partita._torch.toggles import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
-    EXIT_AUTOCAST,
     EXIT_INFERENCE,
     IS_GRAD_ENABLED,
     SET_GRAD,
 )
-from partita.testing.generator.draft import Draft, OpenBlock, UnfitError
+from partita.testing.generator.draft import EXITS, Draft, OpenBlock, Steps, UnfitError
 from partita.testing.generator.mode_bodies import MODE_BODIES
 from partita.testing.generator.recipe import LARGEST_PICK, Picks
 from partita.testing.generator.state import BUFFERS
@@ -29,34 +28,181 @@ from partita.testing.generator.steps.memory import view_of
 __all__ = ["NESTED_WORK", "NESTS"]
 
 
-# Steps that put something to a test inside nested modes: what only writes or draws, what crosses a border, bodies.
+_DEEPEST = 8
+#: torch 2.13 warns of an absent cuda, but of none of these.
+_DEVICES = ("cpu", "cpu", "cpu", "xpu", "hpu")
+_DTYPES = (torch.bfloat16, None, torch.float16, torch.bfloat16)
+
+
+def grad(draft: Draft, picks: Picks) -> None:
+    """A block that ends by a constant, the grad mode at trace time."""
+    _check_depth(draft)
+    found = torch.is_grad_enabled()
+    _set_grad(draft, (False, not found, found, False)[picks[1] % 4], picks[2])
+    draft.open.append(OpenBlock(SET_GRAD, found))
+
+
+def queried(draft: Draft, picks: Picks) -> None:
+    """A block that queries the grad mode first and restores it, or restores what an earlier block has queried."""
+    _check_depth(draft)
+    if "on_body" in draft.state.used:
+        raise UnfitError("a body of the program assumes that gradients are on")
+    found = draft.call(IS_GRAD_ENABLED)
+    _set_grad(draft, (False, True, found, False)[picks[1] % 4], picks[2])
+    known = draft.graph.find_nodes(op="call_function", target=IS_GRAD_ENABLED)
+    draft.open.append(OpenBlock(SET_GRAD, known[picks[0] % len(known)] if picks[3] % 8 == 7 else found))
+
+
+def toggle(draft: Draft, picks: Picks) -> None:
+    """A toggle that belongs to no block and may be redundant."""
+    found = torch.is_grad_enabled()
+    _set_grad(draft, (True, False, found)[picks[1] % 3], picks[2])
+
+
+def autocast(draft: Draft, picks: Picks) -> None:
+    """A block with all of its arguments, or the first few."""
+    enabled, cache = picks[2] % 4 != 3, (None, True, False, None)[picks[2] // 4]
+    options = (_DEVICES[picks[0] % 5], _DTYPES[picks[1] % 4], enabled, cache)
+    draft.enter(ENTER_AUTOCAST, *_caching_one_dtype(options[: 1 + (picks[3] + 3) % 4]), deepest=_DEEPEST)
+
+
+def inference(draft: Draft, picks: Picks) -> None:
+    mode = picks[1] % 4 != 3
+    if picks[2] % 4 == 3:
+        draft.enter(ENTER_INFERENCE, mode=mode, deepest=_DEEPEST)
+    else:
+        draft.enter(ENTER_INFERENCE, mode, deepest=_DEEPEST)
+
+
+def again(draft: Draft, picks: Picks) -> None:
+    """A block like the one that is open already, or like any that ever was."""
+    entered = [node for target in EXITS for node in draft.graph.find_nodes(op="call_function", target=target)]
+    inside = [block.handle for block in draft.open if isinstance(block.handle, Node) and block.handle in entered]
+    model = inside[-1] if inside and picks[1] % 4 != 3 else draft.choose(picks[0], entered)
+    options = _caching_one_dtype(model.args) if model.target is ENTER_AUTOCAST else model.args
+    draft.enter(model.target, *options, **model.kwargs, deepest=_DEEPEST)
+
+
+def leave(draft: Draft, picks: Picks) -> None:
+    """Exits the innermost block."""
+    _leave(draft, len(draft.open) - 1, picks[1])
+
+
+def cross(draft: Draft, picks: Picks) -> None:
+    """Exits a block while others that were entered in it are open.
+
+    Exiting an inference block restores autocast too, so a block that crosses it is refused, and is rare here.
+    """
+    outer = [at for at, block in enumerate(draft.open[:-1]) if block.leave is not EXIT_INFERENCE]
+    inferring = [at for at, block in enumerate(draft.open) if block.leave is EXIT_INFERENCE]
+    if picks[3] != LARGEST_PICK:
+        outer = [at for at in outer if not inferring or at > inferring[-1]]
+    if not outer:
+        raise UnfitError("no other block is open")
+    _leave(draft, outer[picks[0] % len(outer)], picks[1])
+
+
+def forget(draft: Draft, picks: Picks) -> None:
+    """The innermost block stays open: no later step exits it."""
+    if not draft.open or any(block.leave is EXIT_INFERENCE for block in draft.open):
+        raise UnfitError("an inference block has to be left")
+    draft.open.pop()
+
+
+def empty(draft: Draft, picks: Picks) -> None:
+    """An empty block, or an inference block that ends at once since its handle is unused."""
+    if picks[1] % 4 == 3 and has_called(draft, ENTER_INFERENCE):
+        draft.hide(draft.call(ENTER_INFERENCE, True))
+        return
+    enter_some(draft, picks)
+    _leave(draft, len(draft.open) - 1, picks[2])
+
+
+def enter_some(draft: Draft, picks: Picks) -> None:
+    """Enters a block of a kind that the program has: some only have constant grad modes, or no inference blocks."""
+    grad_block = queried if has_called(draft, IS_GRAD_ENABLED) else grad
+    other = inference if has_called(draft, ENTER_INFERENCE) else autocast
+    (autocast, grad_block, grad_block, other)[picks[0] % 4](draft, picks)
+
+
+def has_called(draft: Draft, target: Callable[..., object]) -> bool:
+    """Whether the program calls this function anywhere."""
+    return bool(draft.graph.find_nodes(op="call_function", target=target, sort=False))
+
+
+def _check_depth(draft: Draft) -> None:
+    if len(draft.open) >= _DEEPEST:
+        raise UnfitError("enough blocks are open")
+
+
+def _set_grad(draft: Draft, wanted: Node | bool, pick: int) -> None:  # noqa: FBT001
+    if pick % 8 == 7:
+        draft.call(SET_GRAD, enabled=wanted)
+    else:
+        draft.call(SET_GRAD, wanted)
+
+
+def _caching_one_dtype(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a block, which caches no weights if it casts to half precision.
+
+    Torch 2.13 looks up a cast weight without its dtype, so with two dtypes in the cache the result depends on when
+    exactly the outermost block is exited, which is undefined for blocks that cross it.
+    """
+    device, dtype, enabled, cache = options + (None, None, True, None)[len(options) :]
+    found = torch.get_autocast_dtype(device) if dtype is None else dtype
+    keeps_half = cache is not False and found is torch.float16 and device == "cpu"
+    return (device, dtype, enabled, False) if keeps_half else options
+
+
+def _leave(draft: Draft, at: int, pick: int) -> None:
+    if not draft.open:
+        raise UnfitError("no block is open")
+    block = draft.open.pop(at)
+    if pick % 8 == 7:
+        draft.call(block.leave, **{"enabled" if block.leave is SET_GRAD else "mode": block.handle})
+    else:
+        draft.call(block.leave, block.handle)
+
+
+NESTS: Steps = {
+    "nests.grad": grad,
+    "nests.asked": queried,
+    "nests.toggle": toggle,
+    "nests.autocast": autocast,
+    "nests.inference": inference,
+    "nests.again": again,
+    "nests.leave": leave,
+    "nests.cross": cross,
+    "nests.forget": forget,
+    "nests.empty": empty,
+}
 
 
 def only(draft: Draft, picks: Picks) -> None:
-    """A block of one operator whose result nobody need read: a write, a random draw, or a product."""
+    """A block of one operator whose result may be unused: mutation, random numbers, or a product."""
     enter_some(draft, (picks[1], picks[2], picks[3], picks[0]))
     match picks[0] % 3:
         case 0:
             buffer = draft.attribute(BUFFERS[picks[1] % len(BUFFERS)])
-            if draft.may_write(draft.values[buffer]):
+            if draft.may_mutate(draft.values[buffer]):
                 draft.method("mul_", buffer, 0.5)
         case 1:
             draft.call(torch.rand_like, draft.matrix(picks[2]))
         case _:
             draft.call(torch.matmul, draft.matrix(picks[2]), draft.method("t", draft.matrix(picks[3])))
-    leave_some(draft, picks)
+    leave(draft, picks)
 
 
 def weight(draft: Draft, picks: Picks) -> None:
-    """A layer whose weight autocast casts, and keeps while the outermost block is open."""
+    """A layer whose weight autocast casts, and caches while the outermost block is open."""
     matrix = draft.matrix(picks[0])
     draft.call(functional.linear, matrix, draft.attribute(("weight", "tied.weight")[picks[1] % 2]))
 
 
 def border(draft: Draft, picks: Picks) -> None:
-    """A list, a size or a view that is made on one side of a switch and used on the other."""
+    """A list, a size or a view that is made on one side of a mode switch and used on the other."""
     matrix = draft.matrix(picks[0])
-    switch = leave_some if picks[1] % 2 and draft.open else enter_some
+    switch = leave if picks[1] % 2 and draft.open else enter_some
     match picks[2] % 4:
         case 0:
             pieces = draft.call(torch.chunk, matrix, 2, 1)
@@ -105,7 +251,7 @@ def body(draft: Draft, picks: Picks) -> None:
 
 
 def branch(draft: Draft, picks: Picks) -> None:
-    """Two bodies of which one runs; torch traces branches anew where they need gradients, so these need none."""
+    """Two bodies of which one runs; torch retraces branches that need gradients, so these need none."""
     operand = draft.method("detach", draft.matrix(picks[0]))
     positive = draft.call(torch.gt, draft.method("sum", operand), 0.0)
     bodies = [draft.attribute(_body_name(draft, pick)) for pick in (picks[1], picks[3])]
@@ -114,187 +260,18 @@ def branch(draft: Draft, picks: Picks) -> None:
 
 
 def _body_name(draft: Draft, pick: int) -> str:
-    """A body that may run here: some programs have no inference block, some take gradients to be on."""
+    """A body that may run here: some programs have no inference block, some assume that gradients are on."""
     used = draft.state.used
     unfit = set() if has_called(draft, ENTER_INFERENCE) else {"inference_body"}
     if "on_body" in used:
-        unfit.update(_ASKING)
-    if not torch.is_grad_enabled() or has_called(draft, IS_GRAD_ENABLED) or any(name in used for name in _ASKING):
+        unfit.update(_QUERYING)
+    if not torch.is_grad_enabled() or has_called(draft, IS_GRAD_ENABLED) or any(name in used for name in _QUERYING):
         unfit.add("on_body")
     names = [name for name in MODE_BODIES if name not in unfit]
     return names[pick % len(names)]
 
 
-#: Bodies that ask for the grad mode, so that a program with them means something under callers without gradients too.
-_ASKING = ("off_body", "mixed_body", "nest_body")
+#: Bodies that query the grad mode, so that programs with them may be called without gradients too.
+_QUERYING = ("off_body", "mixed_body", "nest_body")
 
-NESTED_WORK: Mapping[str, Callable[[Draft, Picks], None]] = {
-    "nests.only": only,
-    "nests.weight": weight,
-    "nests.border": border,
-    "nests.body": body,
-}
-
-
-# Steps of nested modes: blocks in blocks, crossing, left open, equal, or changing nothing.
-
-
-_DEEPEST = 8
-#: torch 2.13 warns of an absent cuda, but of none of these.
-_DEVICES = ("cpu", "cpu", "cpu", "xpu", "hpu")
-_DTYPES = (torch.bfloat16, None, torch.float16, torch.bfloat16)
-
-
-def grad(draft: Draft, picks: Picks) -> None:
-    """A block that ends by a constant, the mode that was there when the program was traced."""
-    _check_depth(draft)
-    found = torch.is_grad_enabled()
-    _set_grad(draft, (False, not found, found, False)[picks[1] % 4], picks[2])
-    draft.open.append(OpenBlock(SET_GRAD, found))
-
-
-def asked(draft: Draft, picks: Picks) -> None:
-    """A block that asks for the mode first and puts that back, or what an earlier block has asked for."""
-    _check_depth(draft)
-    if "on_body" in draft.state.used:
-        raise UnfitError("a body of the program takes gradients to be on")
-    found = draft.call(IS_GRAD_ENABLED)
-    _set_grad(draft, (False, True, found, False)[picks[1] % 4], picks[2])
-    known = draft.graph.find_nodes(op="call_function", target=IS_GRAD_ENABLED)
-    draft.open.append(OpenBlock(SET_GRAD, known[picks[0] % len(known)] if picks[3] % 8 == 7 else found))
-
-
-def toggle(draft: Draft, picks: Picks) -> None:
-    """A switch that belongs to no block and may change nothing."""
-    found = torch.is_grad_enabled()
-    _set_grad(draft, (True, False, found)[picks[1] % 3], picks[2])
-
-
-def autocast(draft: Draft, picks: Picks) -> None:
-    """A block with all of its arguments, or the first few."""
-    enabled, cache = picks[2] % 4 != 3, (None, True, False, None)[picks[2] // 4]
-    options = (_DEVICES[picks[0] % 5], _DTYPES[picks[1] % 4], enabled, cache)
-    _enter(draft, ENTER_AUTOCAST, EXIT_AUTOCAST, *_keeping_one_type(options[: 1 + (picks[3] + 3) % 4]))
-
-
-def inference(draft: Draft, picks: Picks) -> None:
-    mode = picks[1] % 4 != 3
-    if picks[2] % 4 == 3:
-        _enter(draft, ENTER_INFERENCE, EXIT_INFERENCE, mode=mode)
-    else:
-        _enter(draft, ENTER_INFERENCE, EXIT_INFERENCE, mode)
-
-
-def again(draft: Draft, picks: Picks) -> None:
-    """A block like the one that is open already, or like any that ever was."""
-    entered = [node for target in _EXITS for node in draft.graph.find_nodes(op="call_function", target=target)]
-    inside = [block.handle for block in draft.open if isinstance(block.handle, Node) and block.handle in entered]
-    model = inside[-1] if inside and picks[1] % 4 != 3 else draft.choose(picks[0], entered)
-    options = _keeping_one_type(model.args) if model.target is ENTER_AUTOCAST else model.args
-    _enter(draft, model.target, _EXITS[model.target], *options, **model.kwargs)
-
-
-def leave(draft: Draft, picks: Picks) -> None:
-    _leave(draft, len(draft.open) - 1, picks[1])
-
-
-def cross(draft: Draft, picks: Picks) -> None:
-    """Leaves a block while others that were entered in it are open.
-
-    Leaving an inference block puts back autocast as it was, so one that crosses it is refused, and is rare here.
-    """
-    outer = [at for at, block in enumerate(draft.open[:-1]) if block.leave is not EXIT_INFERENCE]
-    inferring = [at for at, block in enumerate(draft.open) if block.leave is EXIT_INFERENCE]
-    if picks[3] != LARGEST_PICK:
-        outer = [at for at in outer if not inferring or at > inferring[-1]]
-    if not outer:
-        raise UnfitError("no other block is open")
-    _leave(draft, outer[picks[0] % len(outer)], picks[1])
-
-
-def forget(draft: Draft, picks: Picks) -> None:
-    """The innermost block stays open, as far as the program is concerned."""
-    if not draft.open or any(block.leave is EXIT_INFERENCE for block in draft.open):
-        raise UnfitError("an inference block has to be left")
-    draft.open.pop()
-
-
-def empty(draft: Draft, picks: Picks) -> None:
-    """A block with nothing in it, or an inference block that ends at once since nobody keeps its handle."""
-    if picks[1] % 4 == 3 and has_called(draft, ENTER_INFERENCE):
-        draft.disown(draft.call(ENTER_INFERENCE, True))
-        return
-    enter_some(draft, picks)
-    _leave(draft, len(draft.open) - 1, picks[2])
-
-
-def enter_some(draft: Draft, picks: Picks) -> None:
-    """Enters a block of a kind that the program has already: some programs have constants, or no inference, only."""
-    grad_block = asked if has_called(draft, IS_GRAD_ENABLED) else grad
-    other = inference if has_called(draft, ENTER_INFERENCE) else autocast
-    (autocast, grad_block, grad_block, other)[picks[0] % 4](draft, picks)
-
-
-def has_called(draft: Draft, target: Callable[..., object]) -> bool:
-    """Whether the program calls this function anywhere."""
-    return bool(draft.graph.find_nodes(op="call_function", target=target, sort=False))
-
-
-def leave_some(draft: Draft, picks: Picks) -> None:
-    """Leaves the innermost block."""
-    leave(draft, picks)
-
-
-def _check_depth(draft: Draft) -> None:
-    if len(draft.open) >= _DEEPEST:
-        raise UnfitError("enough blocks are open")
-
-
-def _set_grad(draft: Draft, wanted: Node | bool, pick: int) -> None:  # noqa: FBT001
-    if pick % 8 == 7:
-        draft.call(SET_GRAD, enabled=wanted)
-    else:
-        draft.call(SET_GRAD, wanted)
-
-
-def _enter(draft: Draft, enter: Any, leave: Callable[[Any], object], *options: Any, **named: Any) -> None:
-    _check_depth(draft)
-    draft.open.append(OpenBlock(leave, draft.call(enter, *options, **named)))
-
-
-def _keeping_one_type(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a block, which keeps no weights if it casts to half precision.
-
-    Torch 2.13 looks a cast weight up without asking for its type, so where two types are kept it matters when exactly
-    the outermost block is left: what crosses it means nothing then.
-    """
-    device, dtype, enabled, cache = options + (None, None, True, None)[len(options) :]
-    found = torch.get_autocast_dtype(device) if dtype is None else dtype
-    keeps_half = cache is not False and found is torch.float16 and device == "cpu"
-    return (device, dtype, enabled, False) if keeps_half else options
-
-
-def _leave(draft: Draft, at: int, pick: int) -> None:
-    if not draft.open:
-        raise UnfitError("no block is open")
-    block = draft.open.pop(at)
-    if pick % 8 == 7:
-        draft.call(block.leave, **{"enabled" if block.leave is SET_GRAD else "mode": block.handle})
-    else:
-        draft.call(block.leave, block.handle)
-
-
-_EXITS: Mapping[Any, Callable[[Any], object]] = {ENTER_AUTOCAST: EXIT_AUTOCAST, ENTER_INFERENCE: EXIT_INFERENCE}
-
-NESTS: Mapping[str, Callable[[Draft, Picks], None]] = {
-    "nests.grad": grad,
-    "nests.asked": asked,
-    "nests.toggle": toggle,
-    "nests.autocast": autocast,
-    "nests.inference": inference,
-    "nests.again": again,
-    "nests.leave": leave,
-    "nests.cross": cross,
-    "nests.forget": forget,
-    "nests.empty": empty,
-}
+NESTED_WORK: Steps = {"nests.only": only, "nests.weight": weight, "nests.border": border, "nests.body": body}

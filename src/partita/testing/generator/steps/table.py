@@ -1,20 +1,18 @@
-"""The table of all steps by the name of their kind."""
+"""All steps by kind; the name of a kind is its family, a dot and its form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from partita.testing.generator.draft import Draft
-from partita.testing.generator.recipe import Features, Picks
+from partita.testing.generator.draft import Steps
+from partita.testing.generator.recipe import Features
 from partita.testing.generator.steps.compute import FUNCTIONS, ITEMS, KEYWORDS, METHODS, OVERLOADS, SIZES
 from partita.testing.generator.steps.containers import CONTAINERS, LISTS
 from partita.testing.generator.steps.effects import (
     ATTRIBUTE_READS,
     CHECKS,
-    DRAWS,
     HIGHER_ORDER,
     HOOKS,
     MODULES,
+    RANDOM,
     UNKNOWN,
 )
 from partita.testing.generator.steps.memory import CROSSING_WRITES, VIEWS, WRITES
@@ -24,8 +22,8 @@ from partita.testing.generator.steps.modes import AUTOCAST, GRAD, INFERENCE
 __all__ = ["CROSSING_STEPS", "NEST_STEPS", "STEPS", "crossing_kinds", "families_of", "kinds_in"]
 
 
-#: What each kind of step does; a kind is called by its family, a dot and its form.
-STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
+#: The steps of all programs.
+STEPS: Steps = {
     **FUNCTIONS,
     **OVERLOADS,
     **METHODS,
@@ -38,7 +36,7 @@ STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
     **LISTS,
     **SIZES,
     **ITEMS,
-    **DRAWS,
+    **RANDOM,
     **GRAD,
     **AUTOCAST,
     **INFERENCE,
@@ -47,12 +45,12 @@ STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {
     **HIGHER_ORDER,
 }
 
-#: The kinds that only nests of modes have, and can have besides the others.
-NEST_STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {**NESTS, **NESTED_WORK}
+#: The steps that only nests of modes have, besides the others.
+NEST_STEPS: Steps = {**NESTS, **NESTED_WORK}
 
 
-#: The kinds that reach from one region into another; apart from the others, whose programs keep their numbers.
-CROSSING_STEPS: Mapping[str, Callable[[Draft, Picks], None]] = {**HOOKS, **CROSSING_WRITES}
+#: The steps that cross regions; apart from the others, so that the seeds of their programs stay.
+CROSSING_STEPS: Steps = {**HOOKS, **CROSSING_WRITES}
 
 
 def crossing_kinds(features: Features) -> tuple[str, ...]:
@@ -71,6 +69,6 @@ def kinds_in(families: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(kind for kind in _WEIGHTED if kind.partition(".")[0] in families)
 
 
-# What opens a mode always fits and what closes it seldom, so without weights all modes would stay on to the end.
+# Entering a mode always fits and exiting it seldom, so without weights all modes would stay on to the end.
 _WEIGHTS = {"grad.on": 2, "autocast.exit": 6, "inference.exit": 12, "sizes.arithmetic": 2}
 _WEIGHTED = tuple(kind for kind in STEPS for _ in range(_WEIGHTS.get(kind, 1)))
