@@ -209,9 +209,9 @@ def test_a_container_that_nobody_registered_is_named(tmp_path: Path) -> None:
     torch.export.save(program, tmp_path / "m.pt2")
     spoilt = Spoilt(tmp_path / "m.pt2")
     spoilt.members["models/model.json"] = spoilt.members["models/model.json"].replace(
-        b"test_archives.Batch", b"other.Name"
+        b"test_loading.Batch", b"other.Name"
     )
-    with pytest.raises(ArchiveError, match=r"tests.other.Name.*import the module that registers it") as caught:
+    with pytest.raises(ArchiveError, match=r"other.Name.*import the module that registers it") as caught:
         load_exported(spoilt.write(tmp_path / "other.pt2"))
     assert not isinstance(caught.value, UntrustedArchiveError)
 

@@ -32,6 +32,9 @@ __all__ = [
     "qualified_names",
 ]
 
+#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+DYNAMO_SKIPS = True
+
 
 # Levels of torch.func's transforms: the functions by which a graph starts and ends one, and leaving those open.
 
