@@ -5,8 +5,8 @@ Where ours differs on purpose:
 | difference | why | test |
 |---|---|---|
 | what takes a single value out of a call has the name of that value | the names of outputs stay | test_names_... |
-| modes nested or crossing in any way are kept | torch drops them | test_compat_hop_passes_right |
-| the mode while the pass runs does not matter | the program is called later | test_compat_hop_passes_right |
+| modes nested or crossing in any way are kept | torch drops them | test_hop_passes_corrected.py |
+| the mode while the pass runs does not matter | the program is called later | test_hop_passes_corrected.py |
 """
 
 from __future__ import annotations
