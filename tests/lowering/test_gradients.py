@@ -12,8 +12,8 @@ from tests.lowering.helpers import Counting, plan_of
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from partita import capture, plan
-from partita.policies import ByCapability, ByMode, BySize
+from partita import Program, capture, plan, verify
+from partita.policies import ByCapability, ByLabel, ByMode, BySize
 from partita.treatments import Call, Lower, Mode, Recompute
 
 
@@ -166,3 +166,21 @@ def test_a_view_that_a_module_makes_under_no_grad_passes_no_gradient_on() -> Non
     result, frozen = module(x)
     (result.sum() + frozen.sum()).backward()
     assert torch.equal(x.grad, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize(
+    "mutates",
+    [
+        lambda x, w: x.detach().add_(w),
+        lambda x, w: x.detach()[:2].mul_(w[:2]),
+        lambda x, w: x.data.add_(w).view(-1),
+        lambda x, w: x.detach().add_(x * w),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_detached_input_that_is_mutated_by_what_has_gradients_gets_them(mutates: Any, grad: bool) -> None:
+    program = Program.of(torch.fx.symbolic_trace(mutates))
+    planned = plan(program, ByLabel(lambda _: "all"), Lower("aot_eager"))
+    w = torch.linspace(-1, 1, 4).requires_grad_(grad)
+    verify(program, planned.apply(), (torch.ones(4), w))
+    assert ["detached input" in failure.reason for failure in planned.failures] == [True] * grad

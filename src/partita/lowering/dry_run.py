@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import storage_key
-from partita.errors import ModeError
+from partita.errors import BackendError, ModeError
 from partita.lowering._torch.containers import LEAF, Container, Fixed, Shape, assembled, has_tensors, items_of, shape_of
 from partita.lowering._torch.dry_run import BodyRun, run_on_fakes
 from partita.lowering._torch.gradients import (
     NoGradView,
+    autograd_base,
     has_history,
     history_of,
     is_locked_view,
@@ -100,6 +101,8 @@ def dry_run(
     if not has_gradients:
         sorting.check_that_gradients_are_off()
         histories = [None] * len(inputs)
+    else:
+        sorting.check_that_detached_inputs_get_no_gradients()
     return sorting.findings(histories)
 
 
@@ -162,6 +165,22 @@ class _Sorting:
             if isinstance(leaf.value, Tensor) and has_history(leaf.value):
                 raise ModeError(
                     f"gradients are off, but {leaf.node.name!r} gets some: something in it switches them on"
+                )
+
+    def check_that_detached_inputs_get_no_gradients(self) -> None:
+        """Raises where a result is a detached input that got a history by a mutation: AOTAutograd loses it.
+
+        So does `torch.compile` (2.13).
+        """
+        held, known = set(map(memory_of, self.inputs)), {id(autograd_base(value)) for value in self.inputs}
+        for leaf in self.leaves:
+            value = leaf.value
+            if not isinstance(value, Tensor) or memory_of(value) not in held or id(autograd_base(value)) in known:
+                continue
+            if has_history(value) and value._version:
+                raise BackendError(
+                    f"{leaf.node.name!r} is a detached input that is mutated by what has gradients, and compiled code "
+                    "would lose them; mutate a copy"
                 )
 
     def _found_bases(self) -> list[_Leaf]:

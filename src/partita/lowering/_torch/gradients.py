@@ -19,6 +19,7 @@ __all__ = [
     "NoGradView",
     "UnusedGradients",
     "ask_for_gradients",
+    "autograd_base",
     "edges_of",
     "has_history",
     "hides_history",
@@ -57,6 +58,11 @@ def hides_history(value: Any) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def autograd_base(value: Any) -> Any:
+    """The tensor of which autograd has a value as a view, or the value itself; a detached one is a view of nothing."""
+    return value._base if isinstance(value, Tensor) and value._is_view() else value
 
 
 def ask_for_gradients(inputs: Sequence[Any], *, but: Collection[int]) -> None:
