@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line(f"\nthe run left {', '.join(map(str, left))} behind in the tree", red=True)
+
+
+@pytest.fixture(autouse=True)
+def _loggers_are_on() -> None:
+    """Libraries that configure logging when they are imported switch off the loggers that are there."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("partita") and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 @pytest.fixture(autouse=True)
