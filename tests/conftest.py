@@ -77,11 +77,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _loggers_are_on() -> None:
-    """Libraries that configure logging when they are imported switch off the loggers that are there."""
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("partita") and isinstance(logger, logging.Logger):
-            logger.disabled = False
+def _warnings_are_logged() -> Iterator[None]:
+    """Some libraries set the level of the root logger: OpenVINO when it converts a model."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
