@@ -30,7 +30,7 @@ class PartitaError(Exception):
 
 
 class BrokenGraphError(PartitaError, RuntimeError):
-    """The graph itself is not well formed, so nothing can be said about it."""
+    """The graph itself is not well formed, so it cannot be analysed."""
 
 
 class MissingTargetError(BrokenGraphError, AttributeError):
@@ -42,7 +42,7 @@ class RegionError(PartitaError, ValueError):
 
 
 class CycleError(PartitaError, RuntimeError):
-    """Regions need each other, so no order of calls exists."""
+    """Regions depend on each other, so no order of calls exists."""
 
 
 class ModeError(PartitaError, AssertionError):
@@ -50,31 +50,31 @@ class ModeError(PartitaError, AssertionError):
 
 
 class CallbackError(PartitaError, ValueError):
-    """A user's function raised, or answered with something that is no answer."""
+    """A user's function raised, or returned an invalid result."""
 
 
 class MissingLabelError(CallbackError, KeyError):
-    """A mapping from nodes to labels leaves nodes out."""
+    """A mapping from nodes to labels does not cover every node."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class TreatmentError(PartitaError, RuntimeError):
-    """A treatment raised, or gave something that cannot be called."""
+    """A treatment raised, or returned something that cannot be called."""
 
 
 class RecomputeError(TreatmentError):
-    """A region cannot be run again for the backward, or not with the values that it had."""
+    """A region cannot be recomputed for backward, or not with the values that it had."""
 
 
 class LoweringError(PartitaError, RuntimeError):
-    """A region could not be compiled, and whoever lowered it did not want it to run eagerly."""
+    """A region could not be compiled, and falling back to eager execution was not allowed."""
 
 
 class BackendError(PartitaError, RuntimeError):
-    """A backend cannot compile a body as it is called, store what it compiled, or load it here, or made a function that
-    gives something else than the body."""
+    """A backend cannot compile a body for a call, store or load a compiled function, or compiled one whose results
+    differ from those of the body."""
 
 
 class UnknownNodeError(PartitaError, KeyError):
@@ -89,20 +89,20 @@ class OptionError(PartitaError, TypeError, ValueError):
 
 
 class SignatureError(PartitaError, ValueError):
-    """The signature of an exported program, or what is said of a joint graph, does not fit the graph."""
+    """The signature of an exported program, or the description of a joint graph, does not match the graph."""
 
 
 class CaptureError(PartitaError, RuntimeError):
-    """A model that cannot be captured, or not with everything that its mode blocks mean."""
+    """A model cannot be captured, or not with the full meaning of its mode blocks."""
 
 
 class VerificationError(PartitaError, AssertionError):
-    """Two programs that should mean the same do not."""
+    """Two programs that should be equivalent are not."""
 
 
 class ArchiveError(PartitaError, ValueError):
-    """A file is no archive of an exported program, or one that cannot be read here."""
+    """A file is not an archive of an exported program, or one that cannot be read here."""
 
 
 class UntrustedArchiveError(ArchiveError):
-    """An archive is more than data, and the caller did not say that it is trusted."""
+    """An archive contains more than data, and the caller did not mark it as trusted."""

@@ -107,7 +107,7 @@ def _norm_between_reads(norm: nn.Module) -> GraphModule:
 def test_a_module_that_writes_its_buffers_is_seen_by_those_who_fetch_them():
     edges, effects = effects_by_name(_norm_between_reads(nn.BatchNorm1d(4)))
     assert edges == {("sin", "norm"), ("norm", "cos")}
-    assert (len(effects.written_state), len(effects.written_inputs)) == (3, 2)
+    assert (len(effects.mutated_state), len(effects.mutated_inputs)) == (3, 2)
     assert effects_by_name(_norm_between_reads(nn.BatchNorm1d(4).eval()))[0] == set()
 
 
@@ -122,7 +122,7 @@ def test_a_written_parameter_is_seen_by_the_module_that_owns_it():
     root.linear = nn.Linear(2, 2)
     edges, effects = effects_by_name(module_of(build, root))
     assert edges == {("linear", "zero_"), ("zero_", "linear_1")}
-    assert effects.written_inputs == (1,)
+    assert effects.mutated_inputs == (1,)
 
 
 def test_buffers_that_overlap_are_one_storage():
@@ -156,7 +156,7 @@ def test_asserts_keep_their_order_and_bind_nothing_else():
 def test_the_guards_of_an_exported_program_are_no_barrier():
     module = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),)).module()
     edges, effects = effects_by_name(module)
-    assert (edges, effects.barriers, effects.written_inputs) == (set(), (), ())
+    assert (edges, effects.barriers, effects.mutated_inputs) == (set(), (), ())
 
 
 @wrap
@@ -263,7 +263,7 @@ def test_a_body_that_writes_its_own_buffer_is_reported():
     module = module_of(build, root)
     edges, effects = effects_by_name(module)
     assert edges == {("sin", "call")}
-    assert [tensor is owner.buffer for tensor in effects.written_state] == [True]
+    assert [tensor is owner.buffer for tensor in effects.mutated_state] == [True]
 
 
 def test_functions_registered_with_torch_as_effectful_are_chained():

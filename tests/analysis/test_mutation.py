@@ -14,18 +14,18 @@ from torch.fx import Graph, GraphModule, Node
 import partita
 from partita import Program, Region
 from partita.analysis.mutation import (
-    later_writer,
-    later_writers,
-    names_written,
-    names_written_outside,
+    later_mutator,
+    later_mutators,
+    mutating_nodes,
+    mutators_of,
+    names_mutated,
+    names_mutated_outside,
     reads_of_mutated_inputs,
-    writers_of,
-    writing_nodes,
 )
-from partita.lowering.lower import names_written_later
+from partita.lowering.lower import names_mutated_later
 from partita.plans.memory import saved_bytes_of
 from partita.policies import ByLabel
-from partita.program.joint import _written
+from partita.program.joint import _mutated
 from partita.program.saved_tensors import saved_tensors_of
 from partita.treatments import Recompute
 
@@ -41,17 +41,17 @@ def test_a_new_program_of_an_edited_graph_sees_the_edit() -> None:
     graph.output(times)
     module = GraphModule(nn.Module(), graph)
     Program.of(module)
-    assert names_written_outside([square]) == names_written([square]) == writers_of(square) == frozenset()
-    assert (later_writer(x, [square]), writing_nodes(module)) == (None, ())
+    assert names_mutated_outside([square]) == names_mutated([square]) == mutators_of(square) == frozenset()
+    assert (later_mutator(x, [square]), mutating_nodes(module)) == (None, ())
     times.target = "mul_"
     Program.of(module)
-    assert names_written_outside([square]) == names_written([square]) == {square.name}
-    assert writers_of(square) == {times.name}
-    assert writing_nodes(module) == (times.name,)
+    assert names_mutated_outside([square]) == names_mutated([square]) == {square.name}
+    assert mutators_of(square) == {times.name}
+    assert mutating_nodes(module) == (times.name,)
     times.args = (x, 3)
     Program.of(module)
-    assert names_written_outside([square]) == frozenset()
-    assert later_writer(x, [square]) == times.name
+    assert names_mutated_outside([square]) == frozenset()
+    assert later_mutator(x, [square]) == times.name
 
 
 def test_each_source_has_the_first_writer_behind_its_first_reader_that_is_outside() -> None:
@@ -68,14 +68,14 @@ def test_each_source_has_the_first_writer_behind_its_first_reader_that_is_outsid
     module = GraphModule(nn.Module(), graph)
     Program.of(module)
     nodes = (read_c, inside, read_a)  # In any order.
-    assert later_writers((a, b, c, d), nodes) == {b: "late"}
-    assert [later_writer(source, nodes) for source in (a, b, c, d)] == [None, "late", None, None]
-    assert later_writer(c, (read_a, inside)) is None  # Nobody reads it there.
-    assert names_written((a, d, inside)) == {"a", "inside"}
-    assert names_written_outside((inside, read_a)) == {"inside"}
+    assert later_mutators((a, b, c, d), nodes) == {b: "late"}
+    assert [later_mutator(source, nodes) for source in (a, b, c, d)] == [None, "late", None, None]
+    assert later_mutator(c, (read_a, inside)) is None  # Nobody reads it there.
+    assert names_mutated((a, d, inside)) == {"a", "inside"}
+    assert names_mutated_outside((inside, read_a)) == {"inside"}
     assert reads_of_mutated_inputs((read_a, inside, read_c)) == [read_a]
-    assert writing_nodes(module) == ("early", "inside", "before_c", "late", "later")
-    assert names_written_later(module, Region("r", nodes)) == {"b", "inside"}
+    assert mutating_nodes(module) == ("early", "inside", "before_c", "late", "later")
+    assert names_mutated_later(module, Region("r", nodes)) == {"b", "inside"}
 
 
 # Growth: what is asked of one region takes as long as the region, and not as the program ------------------------------
@@ -111,11 +111,11 @@ def test_many_sources_are_looked_up_in_one_pass_over_their_readers(monkeypatch: 
     Program.of(module)
     region = Region("r", tuple(module.graph.find_nodes(op="call_function", target=ATEN.add.Tensor)))
     sources = region.inputs()
-    writing_nodes(module)
+    mutating_nodes(module)
     visits = _Visits(monkeypatch)
-    assert len(later_writers(sources, region.nodes)) == 200
+    assert len(later_mutators(sources, region.nodes)) == 200
     assert visits.count == 200
-    names_written_later(module, region)
+    names_mutated_later(module, region)
     assert visits.count == 200 + 2 * 200  # One pass for the inputs of the region, one for their writers.
 
 
@@ -157,12 +157,12 @@ def _asked_of_each_region(count: int) -> list[int]:
     plan = partita.plan(program, ByLabel(lambda node: labels[node.name]), Recompute())
     known = saved_tensors_of(program)
     assert known.reason is None
-    writing_nodes(program.graph_module)  # From here on it is known who writes.
+    mutating_nodes(program.graph_module)  # From here on it is known who writes.
     region = plan.partition.regions[count // 2]
     return [
-        _lines_run(lambda: names_written(region.nodes)),
+        _lines_run(lambda: names_mutated(region.nodes)),
         _lines_run(lambda: reads_of_mutated_inputs(region.nodes)),
-        _lines_run(lambda: names_written_outside(region.nodes)),
+        _lines_run(lambda: names_mutated_outside(region.nodes)),
         _lines_run(lambda: saved_bytes_of(region, known)),
     ]
 
@@ -191,5 +191,5 @@ def test_inputs_that_a_joint_graph_writes_are_found_by_what_they_are_called() ->
         node.meta["desc"] = Described(node.name)
     output = graph.output(tuple(inputs))
     output.meta["desc"] = [Described(node.name) for node in reversed(inputs[1:])] + [object()]
-    assert _written(output, inputs) == tuple(reversed(inputs[1:]))
+    assert _mutated(output, inputs) == tuple(reversed(inputs[1:]))
     assert len(compared) < 200

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis.op_effects.calls import OpEffects, behaviour_of
+from partita.analysis.op_effects.calls import OpEffects, op_effects_of
 from partita.analysis.op_effects.terms import UNKNOWN, nodes_in_slots
 
 A = torch.ops.aten
@@ -27,7 +27,7 @@ def told(
     swap = lambda value: _swapped(value, inputs)  # noqa: E731
     node = graph.create_node(op, target, swap(args), swap(kwargs))
     graph.output(node)
-    return node, behaviour_of(node, GraphModule(root or nn.Module(), graph), frozenset(pure))
+    return node, op_effects_of(node, GraphModule(root or nn.Module(), graph), frozenset(pure))
 
 
 def _swapped(value: Any, inputs: dict[str, Node]) -> Any:
@@ -39,7 +39,7 @@ def _swapped(value: Any, inputs: dict[str, Node]) -> Any:
 
 
 def written(node: Node, behaviour: OpEffects) -> str:
-    return "".join(sorted({given.name for given in nodes_in_slots(node, behaviour.writes)}))
+    return "".join(sorted({given.name for given in nodes_in_slots(node, behaviour.mutates)}))
 
 
 def shared(node: Node, behaviour: OpEffects) -> str:
@@ -103,7 +103,7 @@ def test_results_that_may_share_storage():
         ("call_method", "detach", (X,), X),
     ):
         node, behaviour = told(op, target, *args)
-        assert (shared(node, behaviour), behaviour.acts) == (expected, False), target
+        assert (shared(node, behaviour), behaviour.is_effectful) == (expected, False), target
 
 
 def test_calls_that_write():
@@ -175,7 +175,7 @@ def test_what_is_put_into_a_list_stays_alive_in_it_but_a_tensor_copies():
 )
 def test_calls_that_draw(op, target, args):
     behaviour = told(op, target, *args)[1]
-    assert (behaviour.draws, behaviour.unknown) == (True, False)
+    assert (behaviour.uses_rng, behaviour.unknown) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_calls_that_draw(op, target, args):
 )
 def test_calls_that_are_seen_from_outside(target):
     behaviour = told("call_function", target, X)[1]
-    assert (behaviour.impure, behaviour.unknown, behaviour.writes, behaviour.draws) == (True, False, (), False)
+    assert (behaviour.impure, behaviour.unknown, behaviour.mutates, behaviour.uses_rng) == (True, False, (), False)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_calls_that_change_how_all_others_run(target):
 
 def test_functorch_wrappers_only_alias():
     node, behaviour = told("call_function", torch._C._functorch._add_batch_dim, X, 0, 1)
-    assert (shared(node, behaviour), behaviour.acts) == (X, False)
+    assert (shared(node, behaviour), behaviour.is_effectful) == (X, False)
 
 
 def test_python_functions_are_unknown_unless_declared_pure():
@@ -226,7 +226,7 @@ def test_python_functions_are_unknown_unless_declared_pure():
     assert behaviour.unknown
     assert written(node, behaviour) == X
     node, behaviour = told("call_function", mystery, X, pure=[mystery])
-    assert (shared(node, behaviour), behaviour.acts) == (X, False)
+    assert (shared(node, behaviour), behaviour.is_effectful) == (X, False)
 
 
 def test_collectives_communicate_and_waits_complete_their_argument():
@@ -246,25 +246,25 @@ class Mystery(nn.Linear):
     [
         (nn.Linear(2, 2), ""),
         (nn.ReLU(), ""),
-        (nn.ReLU(inplace=True), "writes"),
-        (nn.Dropout(0.5), "draws"),
+        (nn.ReLU(inplace=True), "mutates"),
+        (nn.Dropout(0.5), "uses_rng"),
         (nn.Dropout(0.0), ""),
         (nn.Dropout(0.5).eval(), ""),
-        (nn.BatchNorm1d(2), "state_writes"),
+        (nn.BatchNorm1d(2), "mutated_state"),
         (nn.BatchNorm1d(2).eval(), ""),
         (nn.BatchNorm1d(2, track_running_stats=False), ""),
         (nn.InstanceNorm1d(2), ""),
-        (nn.InstanceNorm1d(2, track_running_stats=True), "state_writes"),
+        (nn.InstanceNorm1d(2, track_running_stats=True), "mutated_state"),
         (nn.InstanceNorm1d(2, track_running_stats=True).eval(), ""),
         (nn.Embedding(2, 2), ""),
-        (nn.Embedding(2, 2, max_norm=1.0), "state_writes"),
-        (nn.RReLU(), "draws"),
-        (nn.LSTM(2, 2, num_layers=2, dropout=0.5), "draws"),
+        (nn.Embedding(2, 2, max_norm=1.0), "mutated_state"),
+        (nn.RReLU(), "uses_rng"),
+        (nn.LSTM(2, 2, num_layers=2, dropout=0.5), "uses_rng"),
         (nn.LSTM(2, 2, num_layers=2, dropout=0.5).eval(), ""),
-        (nn.MultiheadAttention(2, 1, dropout=0.5), "draws"),
-        (nn.TransformerEncoderLayer(2, 1, dropout=0.5), "draws"),
+        (nn.MultiheadAttention(2, 1, dropout=0.5), "uses_rng"),
+        (nn.TransformerEncoderLayer(2, 1, dropout=0.5), "uses_rng"),
         (nn.TransformerEncoderLayer(2, 1, dropout=0.5).eval(), ""),
-        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), "draws"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), "uses_rng"),
         (Mystery(2, 2), "unknown"),
         (nn.Sequential(nn.Linear(2, 2), Mystery(2, 2)), "unknown"),
         (nn.LazyLinear(2), "unknown"),
@@ -275,7 +275,7 @@ def test_modules(module, expected):
     root = nn.Module()
     root.child = module
     behaviour = told("call_module", "child", X, root=root)[1]
-    done = [name for name in ("writes", "state_writes", "draws") if getattr(behaviour, name)]
+    done = [name for name in ("mutates", "mutated_state", "uses_rng") if getattr(behaviour, name)]
     assert ("unknown" if behaviour.unknown else " ".join(done)) == expected
 
 
@@ -309,11 +309,11 @@ def _exported(model: nn.Module, **options: bool) -> nn.Module:
 
 @pytest.mark.parametrize("check_guards", [True, False])
 def test_the_module_of_an_exported_program_does_what_its_graph_does(check_guards):
-    assert not told("call_module", "child", X, root=_exported(_Sine(), check_guards=check_guards))[1].acts
+    assert not told("call_module", "child", X, root=_exported(_Sine(), check_guards=check_guards))[1].is_effectful
     root = _exported(_Counting(), check_guards=check_guards)
     behaviour = told("call_module", "child", X, root=root)[1]
     assert not behaviour.unknown
-    assert [tensor is root.child.calls for tensor in behaviour.state_writes] == [True]
+    assert [tensor is root.child.calls for tensor in behaviour.mutated_state] == [True]
 
 
 def test_a_hook_of_the_user_on_the_module_of_an_exported_program_is_unknown():
@@ -353,7 +353,7 @@ def _operator_call(root: nn.Module, operator: Any, *leading: Any) -> tuple[Node,
     x, y, body = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("body")
     node = graph.call_function(operator, (*leading, body, x, y))
     graph.output(node)
-    return node, behaviour_of(node, GraphModule(root, graph))
+    return node, op_effects_of(node, GraphModule(root, graph))
 
 
 @torch.library.custom_op("partita_tests::scale_", mutates_args=("x",))
@@ -372,4 +372,4 @@ def test_a_method_that_no_tensor_has_is_unknown(name: str) -> None:
     graph = Graph()
     call = graph.call_method(name, (graph.placeholder("handle"),))
     graph.output(call)
-    assert behaviour_of(call, GraphModule(nn.Module(), graph)) == UNKNOWN
+    assert op_effects_of(call, GraphModule(nn.Module(), graph)) == UNKNOWN

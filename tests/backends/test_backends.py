@@ -21,7 +21,7 @@ from partita import Tolerance
 from partita.backends import AotEager, AotInductor, Eager, Inductor, backend_names, find_backend
 from partita.backends._torch import compile as backend_inductor
 from partita.backends._torch.compile import vectors
-from partita.backends.adapting import Calling
+from partita.backends.adapting import CallingConvention
 from partita.backends.backend import is_backend, takes_symbols, tolerance_of, trains
 from partita.backends.inductor import stored
 from partita.errors import BackendError, OptionError
@@ -67,7 +67,7 @@ def test_options_are_sorted_pairs_that_inductor_knows(kind: Any) -> None:
         ({"max_autotune": "yes"}, "'max_autotune' is a bool, not 'yes'"),
         ({"coordinate_descent_tuning": 1}, "is a bool, not 1"),
         ({"max_autotune_gemm_backends": ["ATEN"]}, "is a str"),
-        ({"_pre_fusion_custom_pass": {}}, "can be changed"),
+        ({"_pre_fusion_custom_pass": {}}, "is mutable"),
         ("max_autotune", "a mapping from names to values"),
         ({1: 2}, "a mapping from names to values"),
     ],
@@ -195,7 +195,7 @@ def test_what_inductor_made_is_loaded_with_the_vectors_that_it_was_made_for() ->
 
 @pytest.mark.parametrize("backend", [Inductor(), AotInductor()], ids=_named)
 def test_code_that_uses_more_instructions_than_there_are_is_not_loaded(backend: Any) -> None:
-    data = stored(backend.name, Calling((), (), 0), b"", vectors=vectors())
+    data = stored(backend.name, CallingConvention((), (), 0), b"", vectors=vectors())
     header = json.loads(data.splitlines()[1])
     header["instructions"].append("avx1024")
     with pytest.raises(BackendError, match="instructions that are not here: avx1024"):

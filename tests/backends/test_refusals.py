@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.nn import functional
 
 from partita.backends import AotEager, AotInductor, Eager, Inductor
-from partita.backends.refusals import WRITES_TWICE
+from partita.backends.refusals import ALIASED_FOREACH
 from partita.testing import CAPTURES, captured_case, random_case
 
 aten = torch.ops.aten
@@ -86,8 +86,8 @@ REFUSED: dict[str, tuple[Node, str]] = {
     "index with a mask": (call(aten.index.Tensor, "x", ["x"], values=(PLACES, MASK)), "size depends on data"),
     "equal": (call(torch.equal, "x", "x"), "value depends on data"),
     "is_nonzero": (call(aten.is_nonzero.default, "x"), "value depends on data"),
-    "tolist": (call("tolist", "x"), "gives data to Python"),
-    "numpy": (call("numpy", "x"), "gives data to Python"),
+    "tolist": (call("tolist", "x"), "exposes data to Python"),
+    "numpy": (call("numpy", "x"), "exposes data to Python"),
     "print": (call(print, "x"), "side effect"),
     "Python assertion": (call(torch._assert, "x", "message"), "side effect"),
     "check of data without a message": (call(aten._assert_async.default, "x"), "side effect"),
@@ -143,8 +143,8 @@ REFUSED: dict[str, tuple[Node, str]] = {
         call("unsafe_split", "x", 2),
         "its results share memory, which a trace does not see",
     ),
-    "shape in place": (call("t_", "x"), "changes the shape of a tensor in place"),
-    "shape in place by an operator": (call(aten.unsqueeze_.default, "x", 0), "changes the shape of a tensor in place"),
+    "shape in place": (call("t_", "x"), "reshapes a tensor in place"),
+    "shape in place by an operator": (call(aten.unsqueeze_.default, "x", 0), "reshapes a tensor in place"),
     "graph that prints": (call(_body(lambda x: _printed(x)), "x"), "in its body: side effect"),
 }
 INDUCTOR_ONLY: dict[str, tuple[Node, str]] = {
@@ -223,7 +223,7 @@ def test_a_foreach_that_may_write_one_tensor_twice_is_refused(backend: Any) -> N
     assert backend.refusal(apart) is None
     for tensors in ([x, x], [x, view]):
         twice = graph.call_function(aten._foreach_mul_.Scalar, (tensors, 2.0))
-        assert backend.refusal(twice) == WRITES_TWICE
+        assert backend.refusal(twice) == ALIASED_FOREACH
 
 
 def test_an_operator_that_gets_a_meta_kernel_is_taken_from_then_on() -> None:

@@ -273,7 +273,7 @@ def _twice(model: nn.Module) -> partita.Program:
     [
         (lambda: partita.capture_joint(lambda x: x.sin(), (torch.randn(3),)), "requires gradients"),
         (lambda: partita.capture_joint(nn.Linear(4, 4).requires_grad_(False), (torch.randn(4),)), "requires gradients"),
-        (lambda: partita.capture_joint(Hidden(), (torch.randn(2, 4),)), "writes 'count'.*register it as a buffer"),
+        (lambda: partita.capture_joint(Hidden(), (torch.randn(2, 4),)), "mutates 'count'.*register it as a buffer"),
         (lambda: _shared(Overwrites()), "share memory"),
         (lambda: _twice(Overwrites()), "share memory"),
         (lambda: partita.capture_joint(Stack(), (torch.randn(4, 5),)), "Stack cannot be captured"),

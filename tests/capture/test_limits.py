@@ -18,7 +18,7 @@ from torch import is_autocast_enabled as asks_for_autocast
 
 from partita._torch import toggles
 from partita._torch.modes import read_ambient
-from partita.capture._torch.recorded_export import _swaps
+from partita.capture._torch.recorded_export import _all_patches
 from partita.capture._torch.recorder import Recorder
 from partita.capture.capture import capture
 from partita.errors import CaptureError, ModeError, OptionError, PartitaError
@@ -111,7 +111,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     with_a_parameter_from_outside: "neither an argument nor in its state.*register it",
     with_the_callers_dtype_inside_another: "takes its dtype from the caller",
     crossing_blocks: "'_enter_autocast' crosses the inference block",
-    writing_data: r"no trace can follow\. `\.data` does: write under torch\.no_grad\(\)",
+    writing_data: r"no trace can follow\. `\.data` does: mutate under torch\.no_grad\(\)",
     mapping_to_another_axis: r"torch\.vmap with `out_dims` other than 0: leave that at 0.*movedim",
     going_backward_by_a_transform: "it runs a gradient transform such as torch.func.grad",
 }
@@ -148,7 +148,7 @@ def test_a_model_that_does_something_else_without_gradients_is_reported(caplog: 
 
     with caplog.at_level(logging.WARNING, logger="partita"):
         capture(Model(does), (X,))
-    assert "Model does something else when gradients are off" in caplog.text
+    assert "Model behaves differently when gradients are off" in caplog.text
 
 
 def test_a_model_that_does_something_else_under_autocast_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,7 +157,7 @@ def test_a_model_that_does_something_else_under_autocast_is_reported(caplog: pyt
 
     with caplog.at_level(logging.WARNING, logger="partita"):
         program = capture(Model(does), (X,))
-    assert "Model does something else when its caller has autocast on" in caplog.text
+    assert "Model behaves differently when its caller has autocast on" in caplog.text
     assert program.module()(X).dtype is torch.float32
 
 
@@ -192,7 +192,7 @@ def test_whatever_hangs_on_the_callers_gradients_is_reported(how: str, caplog: p
     model = answering(lambda: torch.is_grad_enabled(), does[how])
     with caplog.at_level(logging.WARNING, logger="partita"):
         program = capture(model, (X,))
-    assert "Model does something else when gradients are off; captured is what it does with gradients on" in caplog.text
+    assert "Model behaves differently when gradients are off; captured is what it does with gradients on" in caplog.text
     assert_same_draws(program.module(), model)
 
 
@@ -225,8 +225,8 @@ def test_questions_in_the_body_of_an_operator_are_heard(caplog: pytest.LogCaptur
 
     with caplog.at_level(logging.WARNING, logger="partita"):
         capture(Model(does), (X,))
-    assert "does something else when gradients are off" in caplog.text
-    assert "does something else when its caller has autocast on" in caplog.text
+    assert "behaves differently when gradients are off" in caplog.text
+    assert "behaves differently when its caller has autocast on" in caplog.text
 
 
 QUESTIONS: dict[str, Callable[[], Any]] = {
@@ -248,7 +248,7 @@ def test_every_question_for_autocast_is_heard(question: str, caplog: pytest.LogC
     model = answering(QUESTIONS[question], lambda model, x, yes: model.first(x) * (2 if yes else 3))
     with caplog.at_level(logging.WARNING, logger="partita"):
         program = capture(model, (X,))
-    assert "does something else when its caller has autocast on" in caplog.text
+    assert "behaves differently when its caller has autocast on" in caplog.text
     assert same(program.module()(X), model(X))
 
 
@@ -330,7 +330,7 @@ def test_dynamo_works_as_before_after_a_capture() -> None:
 
 
 def _all_swaps() -> list[Any]:
-    return _swaps(nn.Identity(), Recorder(), lambda *given: given)
+    return _all_patches(nn.Identity(), Recorder(), lambda *given: given)
 
 
 def held_by_torch() -> list[Any]:

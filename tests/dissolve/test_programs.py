@@ -340,5 +340,5 @@ def test_an_operator_that_was_traced_without_its_autocast_is_refused() -> None:
                 return self.lstm(x)[0]
 
     program = inline(Program.of(torch.export.export(Recurrent(), (torch.randn(2, 3, 4),))))
-    with pytest.raises(ModeError, match=r"'lstm' gives torch\.bfloat16"):
+    with pytest.raises(ModeError, match=r"'lstm' returns torch\.bfloat16"):
         dissolve(program)

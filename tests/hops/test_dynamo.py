@@ -245,7 +245,7 @@ def test_a_torch_without_the_table_is_left_alone() -> None:
 
 def test_importing_again_adds_no_second_finder() -> None:
     before = list(sys.meta_path)
-    dynamo_operators.tell_dynamo([hops.call])
+    dynamo_operators.register_with_dynamo([hops.call])
     assert sys.meta_path == before
 
 

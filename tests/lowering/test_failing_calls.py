@@ -34,7 +34,7 @@ def test_a_wrong_call_raises_what_torch_raises_and_spoils_nothing(strict: bool) 
     assert torch.equal(other(x, y), product(x, y))
     assert len(decided.failures) == 0
     assert [list(value.shape) for value in backend.made[-1]] == [[2, 3], [3, 5]], "a wrong call opens no sizes"
-    assert region_of(module)._choice.of((x, y)) is not None
+    assert region_of(module)._dispatcher.select((x, y)) is not None
 
 
 def test_a_compiler_that_fails_on_one_size_gets_others() -> None:
@@ -77,7 +77,7 @@ def test_lists_that_grow_are_compiled_for_a_bounded_number_of_times() -> None:
         assert torch.equal(module(values), joined(values))
     assert len(backend.made) == 8
     assert "compiled 8 times" in decided.failures[0].reason
-    assert len(region_of(module)._choice._seen) <= 64
+    assert len(region_of(module)._dispatcher._seen) <= 64
 
 
 def test_a_table_of_recent_notes_forgets_the_oldest() -> None:

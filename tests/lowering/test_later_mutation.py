@@ -98,8 +98,8 @@ def test_an_input_that_was_written_before_is_not_copied() -> None:
     module = plan(program, ByLabel(labels("mul", "sin", "cos")), Lower(Keeping())).apply().module()
     module(torch.randn(8, requires_grad=True)).sum().backward()
     (variant,) = region_of(module)._variants._functions
-    assert variant.findings is not None
-    assert variant.findings.copied_inputs == ()
+    assert variant.dry_run is not None
+    assert variant.dry_run.copied_inputs == ()
 
 
 def test_equal_bodies_share_no_function_where_one_is_written_later() -> None:

@@ -366,7 +366,7 @@ def test_a_dumper_gets_the_body_and_gives_the_tag() -> None:
     module = lowered(wave, Lower("eager", dumper=dump))
     assert "torch.sin(x)" in texts[0]
     assert region_of(module).lowering.tag == "file 7"
-    with pytest.raises(TreatmentError, match="a dumper gives a tag"):
+    with pytest.raises(TreatmentError, match="a dumper returns a tag"):
         lowered(wave, Lower("eager", dumper=len))
 
 

@@ -51,13 +51,13 @@ def two(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 WRONG: list[tuple[Callable[..., Any], Callable[[Sequence[Any]], Any], str]] = [
-    (one, lambda outputs: outputs[0], "gives a Tensor where a tuple or a list"),
-    (two, lambda outputs: torch.stack(tuple(outputs)), "gives a Tensor where a tuple or a list"),
-    (two, lambda outputs: dict(enumerate(outputs)), "gives a dict where a tuple or a list"),
-    (two, lambda outputs: (value for value in outputs), "gives a generator where a tuple or a list"),
-    (two, lambda outputs: outputs[:1], "gives a tuple of length 1 where one of length 2 belongs"),
-    (two, lambda outputs: [*outputs, 1], "gives a list of length 3 where one of length 2 belongs"),
-    (two, lambda outputs: [outputs[0], None], "gives None for output 1, which is a tensor"),
+    (one, lambda outputs: outputs[0], "returns a Tensor where a tuple or a list"),
+    (two, lambda outputs: torch.stack(tuple(outputs)), "returns a Tensor where a tuple or a list"),
+    (two, lambda outputs: dict(enumerate(outputs)), "returns a dict where a tuple or a list"),
+    (two, lambda outputs: (value for value in outputs), "returns a generator where a tuple or a list"),
+    (two, lambda outputs: outputs[:1], "returns a tuple of length 1 where one of length 2 belongs"),
+    (two, lambda outputs: [*outputs, 1], "returns a list of length 3 where one of length 2 belongs"),
+    (two, lambda outputs: [outputs[0], None], "returns None for output 1, which is a tensor"),
 ]
 
 
@@ -89,8 +89,8 @@ def test_outputs_of_a_body_that_no_fake_can_run_are_counted() -> None:
 def test_a_compiler_that_makes_no_function_has_failed(made: Any) -> None:
     x, plan = torch.ones(3), plan_of(one, Lower(Making(made)))
     assert torch.equal(plan.apply().module()(x), one(x))
-    assert str(plan.failures[0]) == f"whole: giving failed: its `compile` gave {made!r}, which cannot be called"
-    with pytest.raises(LoweringError, match="which cannot be called; without strict=True"):
+    assert str(plan.failures[0]) == f"whole: giving failed: its `compile` returned {made!r}, which is not callable"
+    with pytest.raises(LoweringError, match="which is not callable; without strict=True"):
         lowered(one, Lower(Making(made), strict=True))(x)
 
 

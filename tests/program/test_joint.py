@@ -249,7 +249,7 @@ def _graph(*inputs: str, outputs: int = 2) -> GraphModule:
     ("graph_module", "forward_outputs", "kind", "message"),
     [
         (_graph("x", "w"), 1, SignatureError, "none of the inputs 'x', 'w' is a tangent"),
-        (_graph("primals_1", "tangents_1"), 3, SignatureError, "has 2 outputs, so that its forward cannot have 3"),
+        (_graph("primals_1", "tangents_1"), 3, SignatureError, "has 2 outputs, so its forward cannot have 3"),
         (_graph("primals_1", "tangents_1"), 2, SignatureError, "none a gradient"),
         (_graph("tangents_1", "primals_1"), 1, SignatureError, "'sin_default' of the forward depends on the tangent"),
         (_graph("primals_1", "tangents_1"), 0, OptionError, "at least 1, not 0"),

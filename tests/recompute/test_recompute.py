@@ -23,7 +23,7 @@ import partita
 from partita import Program, Region
 from partita.errors import OptionError, RecomputeError, TreatmentError
 from partita.policies import ByLabel, ByModule, BySize
-from partita.recompute._torch.captured_state import refuse_writes
+from partita.recompute._torch.captured_state import refuse_mutations
 from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer, Structured
 from partita.treatments import (
     Call,
@@ -247,7 +247,7 @@ def test_a_policy_that_raises_or_gives_something_odd_is_named() -> None:
     with pytest.raises(TreatmentError, match="raised ZeroDivisionError for region 'blocks_0'"):
         recomputed(divides).apply()
     for odd in (3, None, "linear"):
-        with pytest.raises(RecomputeError, match=rf"<lambda> gave {type(odd).__name__} as what is kept"):
+        with pytest.raises(RecomputeError, match=rf"<lambda> returned {type(odd).__name__} as what is kept"):
             recomputed(lambda region, odd=odd: odd).apply()
 
 
@@ -257,7 +257,7 @@ def test_a_kept_node_that_is_written_is_refused_with_the_writer() -> None:
         return hidden.mul_(2).exp()
 
     program = partita.capture(f, (torch.ones(3),))
-    with pytest.raises(RecomputeError, match="keeps 'sin', but 'mul_' writes to its memory"):
+    with pytest.raises(RecomputeError, match="keeps 'sin', but 'mul_' mutates its memory"):
         partita.plan(program, BySize(parts=1), Recompute(KeepNodes("sin"))).apply()
 
 
@@ -280,9 +280,9 @@ def _graph(write: Callable[[torch.fx.Graph, Node], Any], **state: Any) -> Progra
                 torch.rand_like, (x,), {"generator": graph.create_node("get_attr", "own")}
             ),
             {"own": torch.Generator()},
-            "node 'rand_like' in region 'all' draws from a generator of its own",
+            "node 'rand_like' in region 'all' uses its own random number generator",
         ),
-        (lambda graph, x: graph.call_function(_double, (x,)), {}, "node '_double' in region 'all' calls what nobody"),
+        (lambda graph, x: graph.call_function(_double, (x,)), {}, "node '_double' in region 'all' has unknown effects"),
     ],
     ids=["print", "generator", "unknown"],
 )
@@ -314,7 +314,7 @@ def test_a_function_that_is_declared_pure_may_run_again() -> None:
 )
 def test_a_write_without_a_copy_is_refused_with_a_way_out(is_graph: bool, is_planned: bool, words: str) -> None:
     with pytest.raises(RecomputeError, match=words) as caught:
-        refuse_writes(["argument 0"], is_graph=is_graph, is_planned=is_planned)
+        refuse_mutations(["argument 0"], is_graph=is_graph, is_planned=is_planned)
     assert ("by a plan" in str(caught.value)) == (is_graph and not is_planned)
 
 

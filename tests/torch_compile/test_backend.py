@@ -316,7 +316,7 @@ def test_a_function_may_be_the_inner_backend() -> None:
         ({"inner": 3}, "'inner' takes a backend's name or a function, not 3"),
         ({"policy": 3}, "'policy' takes a policy"),
         ({"treatment": 3}, "'treatment' takes a treatment"),
-        ({"inner": lambda part, example_inputs: None}, "gave NoneType for 'whole'"),
+        ({"inner": lambda part, example_inputs: None}, "returned NoneType for 'whole'"),
     ],
 )
 def test_wrong_options_are_refused_in_words(options: dict[str, Any], words: str) -> None:

@@ -326,7 +326,7 @@ def test_an_identity_is_the_same_in_another_process_until_the_code_changes(
         (("blocks.*", Again()), None, "planned by a policy"),
         ((ByModule("blocks.*"), Again), None, "take a treatment that marks"),
         ((ByModule("blocks.*"), 3), None, "take a treatment that marks"),
-        ((ByModule("blocks.*"), Again()), 3, "cuts a joint graph in two"),
+        ((ByModule("blocks.*"), Again()), 3, "partitions a joint graph"),
     ],
 )
 def test_options_are_checked(arguments: Any, then: Any, message: str) -> None:

@@ -221,14 +221,14 @@ def test_a_part_that_shares_memory_which_is_written_says_that_it_is_not_compiled
     recorder = Recorder()
     assert_trained_alike(detached_alias, policy=BySize(parts=2), inner=recorder)
     assert len(recorder.parts) == 1
-    assert "writes to argument 0, which shares memory with another; it runs as it is, uncompiled" in caplog.text
+    assert "mutates argument 0, which shares memory with another; it runs uncompiled" in caplog.text
 
 
 def test_a_part_that_has_a_share_in_a_hooks_gradients_says_that_it_is_not_compiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert_trained_alike(hook_on_all_uses, policy=BySize(parts=4))
-    assert "has a share in the gradients that the hook 'register_hook' gets; it runs as it is" in caplog.text
+    assert "contributes to the gradients that the hook 'register_hook' receives; it runs uncompiled" in caplog.text
 
 
 def test_a_hook_inside_of_a_part_is_compiled_with_it() -> None:

@@ -1,1 +1,1 @@
-"""The only folder that touches torch's private names."""
+"""Thin adapters to torch's private names that several packages share."""

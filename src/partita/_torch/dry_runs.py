@@ -1,4 +1,4 @@
-"""Dry runs: what an analysis may call on tensors without memory, so that it takes little whatever a program holds."""
+"""Dry runs: what an analysis may call on fake or meta tensors, and how often, so that its cost is bounded."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed", "torch_nn"))
 
 
 class DryRunError(Exception):
-    """A call that an analysis does not make."""
+    """A call that a dry run does not make."""
 
 
 def is_torchs(target: Any) -> bool:
-    """Whether a dry run may call it: an operator or a function of torch's or Python's, but for levels of torch.func."""
+    """Whether a dry run may call it: a function or operator of torch or Python, except for levels of torch.func."""
     if isinstance(target, HigherOrderOperator) or is_of_level(target):
         return False
     if isinstance(target, OpOverload):
@@ -49,7 +49,7 @@ def is_torchs(target: Any) -> bool:
 
 
 def is_of_level(target: Any) -> bool:
-    """Whether a function enters or leaves a level of torch.func, or works inside of one only."""
+    """Whether a function enters or leaves a level of torch.func, or only works inside one."""
     if isinstance(target, OpOverload):
         return target.name() in _OF_LEVELS
     return _module_of(target).startswith(("torch._functorch", "torch._C._functorch"))
@@ -61,7 +61,7 @@ def is_loop(target: Any) -> bool:
 
 
 def has_kernel_for_fakes(target: Any) -> bool:
-    """Whether a call on fake tensors runs no operator of another library, but what that has for fake tensors."""
+    """Whether a call on fake tensors runs no code of another library but its fake or meta kernel."""
     if not isinstance(target, OpOverload) or target.namespace in _NAMESPACES:
         return True
     from torch._library.simple_registry import singleton
@@ -80,24 +80,24 @@ _OF_LEVELS = frozenset(("aten::_add_batch_dim", "aten::_remove_batch_dim", "aten
 
 
 class Allowance:
-    """How many operators dry runs may come down to in all: one node can stand for any number of them."""
+    """A budget of operator calls for dry runs: one node can run any number of operators."""
 
     def __init__(self, calls: int) -> None:
         self._left = calls
 
     def add(self, calls: int) -> None:
-        """Lets dry runs call so many more."""
+        """Raises the budget."""
         self._left += calls
 
     def spend(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Counts one call, with each tensor in a list that it gives; raises where that is more than is left."""
+        """Counts one call and each tensor in a list that it returns; raises when the budget is exceeded."""
         self._left -= 1 + _further_results(func, args, kwargs)
         if self._left < 0:
-            raise DryRunError("it comes down to more operators than are tried")
+            raise DryRunError("it runs more operators than a dry run may call")
 
 
 class Guard(TorchDispatchMode):
-    """Operators that run in it are counted by an `Allowance`."""
+    """Counts the operators that run inside against an `Allowance`."""
 
     supports_higher_order_operators = True
 
@@ -112,7 +112,7 @@ class Guard(TorchDispatchMode):
 
 
 def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keywords of a call; an operator that makes a tensor of nothing makes it without memory."""
+    """The keywords of a call; a factory operator gets the meta device."""
     if not _takes_device(func) or any(isinstance(value, Tensor) for value in args):
         return kwargs
     return {**kwargs, "device": torch.device("meta")}
@@ -120,25 +120,25 @@ def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mappin
 
 @cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether an operator computes by others, which autograd records in its place."""
+    """Whether an operator is composed of others, which autograd records in its place."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def refusal_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Why an operator is not called with such arguments, which torch would not check before it reads past their end."""
+    """Why a call is rejected: torch does not check such arguments and would read past their end; None if it is not."""
     if not isinstance(target, OpOverload):
         return None
     tensors = 0
     for place, argument in enumerate(target._schema.arguments):
-        given = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        why = None if given is None else _why_odd(target, argument, given)
+        value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        why = None if value is None else _why_rejected(target, argument, value)
         if why is not None:
             return f"{argument.name} is {why}"
-        tensors += len(given) if isinstance(given, tuple | list) else 1
+        tensors += len(value) if isinstance(value, tuple | list) else 1
     return f"it reads {tensors} values" if tensors > _MOST_VALUES and is_composite(target) else None
 
 
-#: The most values that an operator may take which computes by other operators; those of lists may be in pairs.
+#: The most values that a composite operator may take; those of lists may be combined in pairs.
 _MOST_VALUES = 2_000
 #: The arguments that say how many tensors a list has, and the most that it may have.
 _COUNTS, _MOST_RESULTS = frozenset(("chunks", "r", "sections")), 2**16
@@ -149,18 +149,18 @@ _KINDS: Mapping[str, type] = {
 }
 
 
-def _why_odd(target: OpOverload, argument: Any, given: Any) -> str | None:
+def _why_rejected(target: OpOverload, argument: Any, value: Any) -> str | None:
     kind = _KINDS.get(_real_type(argument))
-    if kind is not None and not isinstance(given, kind):
+    if kind is not None and not isinstance(value, kind):
         return f"no {kind.__name__}"
-    if argument.name in _COUNTS and isinstance(given, int) and given > _MOST_RESULTS:
-        return str(given)
-    # One only says that a number may stand for a list.
-    if (argument.N or 1) > 1 and isinstance(given, tuple | list) and len(given) != argument.N:
+    if argument.name in _COUNTS and isinstance(value, int) and value > _MOST_RESULTS:
+        return str(value)
+    # N = 1 only says that a number may replace a list.
+    if (argument.N or 1) > 1 and isinstance(value, tuple | list) and len(value) != argument.N:
         # Kernels expand a single number; those of derivatives need not.
-        is_single = len(given) == 1 and not target._schema.name.endswith("backward")
-        if not is_single and not (argument.has_default_value() and list(given) == argument.default_value):
-            return f"a list of {len(given)} and not of {argument.N}"
+        is_single = len(value) == 1 and not target._schema.name.endswith("backward")
+        if not is_single and not (argument.has_default_value() and list(value) == argument.default_value):
+            return f"a list of {len(value)} and not of {argument.N}"
     return None
 
 
@@ -174,31 +174,31 @@ def _takes_device(func: Any) -> bool:
 
 
 def _further_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """How many tensors an operator gives that cuts one into pieces, or how often one runs its body."""
+    """How many tensors an operator returns that splits one, or how many nodes a loop runs."""
     if isinstance(func, HigherOrderOperator):
-        return _rounds(args) if is_loop(func) else 0
+        return _loop_calls(args) if is_loop(func) else 0
     if (
         not isinstance(func, OpOverload)
-        or func._schema.name not in _CUTS
+        or func._schema.name not in _SPLITS
         or not args
         or not isinstance(args[0], Tensor)
     ):
         return 0
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    dimension, size = given.get("dim", 0), given.get("split_size", 1)
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    dimension, size = values.get("dim", 0), values.get("split_size", 1)
     if not -args[0].dim() <= dimension < args[0].dim() or not isinstance(size, int):
         return 0
     return int(hint_of(args[0].shape[dimension])) // max(size, 1)
 
 
-_CUTS = frozenset(f"aten::{name}" for name in ("split", "split_copy", "unbind", "unbind_copy", "unsafe_split"))
+_SPLITS = frozenset(f"aten::{name}" for name in ("split", "split_copy", "unbind", "unbind_copy", "unsafe_split"))
 #: Higher-order operators that run a body for each item of a tensor, also on tensors without memory.
 _LOOPS = frozenset(("associative_scan", "map_impl", "scan"))
 
 
-def _rounds(args: Sequence[Any]) -> int:
+def _loop_calls(args: Sequence[Any]) -> int:
     """An upper bound: the largest size of an operand, for each node of the bodies."""
-    operands = [one for given in args for one in (given if isinstance(given, tuple | list) else (given,))]
+    operands = [one for value in args for one in (value if isinstance(value, tuple | list) else (value,))]
     sizes = (int(hint_of(size)) for one in operands if isinstance(one, Tensor) for size in one.shape)
     nodes = sum(len(body.graph.nodes) for body in args if isinstance(body, torch.fx.GraphModule))
     return max(sizes, default=0) * max(nodes, 1)

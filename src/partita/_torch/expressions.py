@@ -1,6 +1,6 @@
-"""Arithmetic and conditions as data: read from text by a small grammar, evaluated by closures, printed as text again.
+"""Arithmetic and conditions as data: parsed from text by a small grammar, evaluated by closures, printed as text.
 
-Nothing here generates code: what a text may mean is the grammar below and the functions in one table.
+No code is generated: the grammar below and one table of functions define all that a text can express.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ExpressionError(ValueError):
 @final
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A number that goes by a name, such as `s0`."""
+    """A named number, such as `s0`."""
 
     name: str
 
@@ -45,7 +45,7 @@ class Symbol:
 @final
 @dataclass(frozen=True, slots=True)
 class InputPath:
-    """An argument of a model, or something inside it, as `L['x']['k'][0]` has it; `is_item` tells `[k]` from `.k`."""
+    """An argument of a model or an item inside, such as `L['x']['k'][0]`; `is_item` distinguishes `[k]` from `.k`."""
 
     keys: tuple[str | int, ...]
     is_item: tuple[bool, ...]
@@ -73,11 +73,11 @@ class Operation:
 
 Expression: TypeAlias = int | float | str | Symbol | Read | Operation
 
-#: The questions that a tensor answers.
+#: The methods of a tensor that may be called.
 _QUERIES = frozenset(("size", "stride", "storage_offset", "dim"))
 
 
-# Reading ---------------------------------------------------------------------------------------------------------
+# Parsing ---------------------------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(
     r"""\s*(?:
@@ -107,13 +107,13 @@ _COMPARISON = 4
 
 
 def parsed(text: str, *, letters: int = 20_000, operations: int = 400) -> Expression:
-    """The expression that a text says, which has at most so many letters and operations."""
+    """Parses a text, which may have at most so many characters and operations."""
     if len(text) > letters or not text.isprintable():
         raise ExpressionError(f"it has {len(text)} letters, more than {letters}, or some that cannot be printed")
-    reader = _Reader(_tokens(text), operations)
-    found = reader.expression(0)
-    if reader.kind:
-        raise ExpressionError(f"{reader.token!r} has no place in it")
+    parser = _Parser(_tokens(text), operations)
+    found = parser.expression(0)
+    if parser.kind:
+        raise ExpressionError(f"{parser.token!r} has no place in it")
     return found
 
 
@@ -128,8 +128,8 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     return found
 
 
-class _Reader:
-    """Reads tokens from left to right: an operand, then operators that bind more tightly than what waits for it."""
+class _Parser:
+    """A precedence-climbing parser: an operand, then operators that bind more tightly than the one before it."""
 
     def __init__(self, tokens: Sequence[tuple[str, str]], operations: int) -> None:
         self._tokens = iter(tokens)
@@ -167,7 +167,7 @@ class _Reader:
         return found
 
     def _joined(self, left: Expression) -> Expression:
-        """An operand with one more operator behind it; operands of `and`, `+` and the like stand side by side."""
+        """An operand with one more operator after it; chains of `and` and of `or` become one operation."""
         self._count()
         name = self._advance()
         if name == "**":
@@ -225,21 +225,21 @@ class _Reader:
         operands: list[Expression] = []
         options: list[tuple[str, Expression]] = []
         while not self._is(")"):
-            given = self.expression(0)
-            if self._is("=") and isinstance(given, Symbol):
+            operand = self.expression(0)
+            if self._is("=") and isinstance(operand, Symbol):
                 self._advance()
-                options.append((given.name, self.expression(0)))
+                options.append((operand.name, self.expression(0)))
             elif options:
                 raise ExpressionError("an operand stands behind a keyword")
             else:
-                operands.append(given)
+                operands.append(operand)
             if not self._is(")"):
                 self._take(",")
         self._take(")")
         return tuple(operands), tuple(options)
 
     def _read(self) -> Read:
-        """`L['x'][0].k.size()[1]`: a path, and perhaps a question."""
+        """`L['x'][0].k.size()[1]`: a path, and perhaps a query."""
         keys: list[str | int] = []
         is_item: list[bool] = []
         while self._is("[") or self._is("."):
@@ -258,7 +258,7 @@ class _Reader:
 
     def _query(self, path: InputPath, name: str) -> Read:
         if name not in _QUERIES or not path.keys:
-            raise ExpressionError(f"an input is not asked for {name!r}")
+            raise ExpressionError(f"{name!r} is no method of an input that may be called")
         self._take("(")
         self._take(")")
         if not self._is("["):
@@ -299,7 +299,7 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-#: A size fits into 64 bits, and nobody nests sizes like this.
+#: A size fits into 64 bits, and real conditions are not nested as deeply.
 _MOST_DIGITS = 19
 _MOST_DEPTH = 60
 CONSTANTS: Mapping[str, float] = {"math.inf": math.inf, "inf": math.inf, "math.nan": math.nan}
@@ -315,7 +315,7 @@ def _fits(*types: type) -> Callable[[Any], bool]:
 
 
 def _of_numbers(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Arithmetic that repeats and formats no texts: an input may be one."""
+    """Arithmetic that rejects strings, which it would repeat or format: an input may be one."""
 
     def compute(left: Any, right: Any) -> Any:
         if isinstance(left, str) or isinstance(right, str):
@@ -334,7 +334,7 @@ def _tables() -> dict[str, Callable[..., Any]]:
     }
 
 
-#: What can be computed; the last five ask what a constant among the inputs is, for which tracers hand in symbols.
+#: What can be computed; the last five check the type of a constant input, for which tracers pass symbols.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "+": _of_numbers(operator.add),
     "-": operator.sub,
@@ -374,7 +374,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 def evaluator(
     expression: Expression, functions: Mapping[str, Callable[..., Any]] = FUNCTIONS
 ) -> Callable[[Sequence[Any]], Any]:
-    """A function that computes the expression for a sequence of inputs; what is not in the tables raises here."""
+    """A function that computes the expression from a sequence of inputs; raises here for functions not in the table."""
     if isinstance(expression, int | float | str):
         return lambda inputs: expression
     if isinstance(expression, Read):
@@ -432,7 +432,7 @@ def _any(parts: Sequence[Evaluator]) -> Evaluator:
 
 
 def substituted(expression: Expression, known: Callable[[Symbol | Read], Expression]) -> Expression:
-    """The expression with what `known` gives for its symbols and for what it reads."""
+    """The expression with its symbols and reads replaced by `known`."""
     if isinstance(expression, Symbol | Read):
         return known(expression)
     if isinstance(expression, Operation):
@@ -445,7 +445,7 @@ def substituted(expression: Expression, known: Callable[[Symbol | Read], Express
 
 
 def printed(expression: Expression, name: Callable[[int], str] = "args[{}]".format) -> str:
-    """The expression as Python has it; `name` gives the names of inputs that go by number."""
+    """The expression in Python syntax; `name` returns the name of an input by number."""
     return _printed(expression, 0, name)
 
 
@@ -460,9 +460,9 @@ def _printed(expression: Expression, binding: int, name: Callable[[int], str]) -
     own = {**_BINDING, "not": _NOT, "neg": _UNARY}.get(expression.name)
     operands = expression.operands
     if own is None or (len(operands) == 1 and expression.name not in ("not", "neg")):
-        given = [_printed(operand, 0, name) for operand in operands]
-        given += [f"{option}={_printed(value, 0, name)}" for option, value in expression.options]
-        return f"{expression.name}({', '.join(given)})"
+        arguments = [_printed(operand, 0, name) for operand in operands]
+        arguments += [f"{option}={_printed(value, 0, name)}" for option, value in expression.options]
+        return f"{expression.name}({', '.join(arguments)})"
     if len(operands) == 1:
         sign = "not " if expression.name == "not" else "-"
         text = sign + _printed(operands[0], own, name)

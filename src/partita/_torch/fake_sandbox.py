@@ -1,4 +1,4 @@
-"""Running single nodes or whole programs on fake tensors, leaving no trace."""
+"""Evaluates nodes and programs under fake tensors without side effects; detects whether a tracer is active."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from partita._torch.symbolic_shapes import hint_of
 __all__ = [
     "FakeCopies",
     "FakeSandbox",
-    "Look",
+    "TensorMetadata",
     "Tracing",
     "ambient_kept",
     "fake_mode_of",
@@ -38,18 +38,17 @@ __all__ = [
     "tracing_now",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
 
 
-# Fake copies of what a program is given and of what it owns, so that it can be run without memory and without a
-# trace.
+# Fake copies of the inputs and the state of a program, so that it can run without memory and without side effects.
 #
-# The copies have a fake mode of their own, and numbers where a trace has symbols. What shares memory still does.
+# The copies have a fake mode of their own, and numbers in place of symbols. Aliasing is preserved.
 
 
 class FakeCopies:
-    """Copies in one fake `mode`; the same tensor, memory or module always gives the same copy."""
+    """Copies in one fake `mode`; each tensor, storage or module is copied once."""
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -60,7 +59,7 @@ class FakeCopies:
         #: The tensors of modules, and their copies.
         self.owned: list[Tensor] = []
         self._storages: dict[int, Any] = {}
-        # By identity; what is copied belongs to the program, which outlives this.
+        # By identity; the originals belong to the program, which outlives this.
         self._tensors: dict[int, Tensor] = {}
         self._modules: dict[int, nn.Module] = {}
 
@@ -69,7 +68,7 @@ class FakeCopies:
         return pytree.tree_map(lambda leaf: self.tensor(leaf) if isinstance(leaf, Tensor) else hint_of(leaf), value)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """A fake that looks like `tensor`, and needs gradients if that does."""
+        """A fake with the metadata of `tensor`, `requires_grad` included."""
         known = self._tensors.get(id(tensor))
         if known is None:
             known = self._tensors[id(tensor)] = self._copy(tensor)
@@ -81,7 +80,7 @@ class FakeCopies:
         if known is not None:
             return known
         if isinstance(module, torch.jit.ScriptModule):
-            raise NotImplementedError("a TorchScript module keeps its state out of reach")
+            raise NotImplementedError("the state of a TorchScript module cannot be copied")
         if isinstance(module, _LazyGraphModule):
             module.real_recompile()  # The code belongs to the class, which the copy shares.
         copied: nn.Module = object.__new__(type(module))
@@ -90,18 +89,18 @@ class FakeCopies:
         return copied
 
     def attributes(self, module: nn.Module) -> dict[str, Any]:
-        """Everything that `module` holds, its own parameters, buffers and children among it, copied."""
-        plain = {name: self._held(value) for name, value in module.__dict__.items()}
+        """Copies of all attributes of `module`, its parameters, buffers and children included."""
+        plain = {name: self._copied_attribute(value) for name, value in module.__dict__.items()}
         tables = {
-            "_parameters": {name: self._held(value) for name, value in module._parameters.items()},
-            "_buffers": {name: self._held(value) for name, value in module._buffers.items()},
+            "_parameters": {name: self._copied_attribute(value) for name, value in module._parameters.items()},
+            "_buffers": {name: self._copied_attribute(value) for name, value in module._buffers.items()},
             "_modules": {
                 name: None if child is None else self.module(child) for name, child in module._modules.items()
             },
         }
         return {**plain, **tables}
 
-    def _held(self, value: Any) -> Any:
+    def _copied_attribute(self, value: Any) -> Any:
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if not isinstance(value, Tensor):
@@ -114,7 +113,7 @@ class FakeCopies:
         from torch._subclasses.fake_tensor import FakeTensor
 
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            raise NotImplementedError("it is given a tensor that is more than memory, sizes and strides")
+            raise NotImplementedError("a tensor is not strided, or is lazily conjugated or negated")
         size, stride = ([hint_of(number) for number in numbers] for numbers in (tensor.shape, tensor.stride()))
         meta = torch.empty(0, dtype=tensor.dtype, device="meta")
         meta.set_(self._storage(tensor), hint_of(tensor.storage_offset()), size, stride)
@@ -123,7 +122,7 @@ class FakeCopies:
             return fake
         if tensor.is_leaf:
             return fake.requires_grad_()
-        with self.mode:  # Unlike a leaf, it may be written.
+        with self.mode:  # Unlike a leaf, it may be mutated.
             return fake.copy_(torch.empty_like(fake).requires_grad_())
 
     def _storage(self, tensor: Tensor) -> Any:
@@ -135,15 +134,15 @@ class FakeCopies:
         return known
 
 
-# A stage: single nodes are tried on fake tensors, under modes set for the occasion; nothing of it stays behind.
+# The sandbox: evaluates single nodes under fake tensors, in modes of its own.
 
 
-#: Stages of one trace share its fake mode, which is for one thread at a time.
+#: Sandboxes of one trace share its fake mode, which is for one thread at a time.
 _LOCK = RLock()
 
 
-class Look(NamedTuple):
-    """What a tensor looks like from outside."""
+class TensorMetadata(NamedTuple):
+    """Size, stride, dtype and device of a tensor."""
 
     size: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -151,13 +150,13 @@ class Look(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Look:
+    def of(cls, tensor: Tensor) -> TensorMetadata:
         stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
         return cls(tuple(tensor.size()), stride, tensor.dtype, tensor.device)
 
 
 class FakeSandbox:
-    """Fake tensors that look like traced values, in the fake mode that those belong to."""
+    """Fake tensors with the metadata of traced values, in the fake mode that those belong to."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._mode = _mode_of_trace(values)
@@ -167,7 +166,7 @@ class FakeSandbox:
         """Inside, operators compute metadata only, gradients are on, autocast and inference mode are off."""
         with ExitStack() as stack:
             stack.enter_context(_LOCK)
-            stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
+            stack.enter_context(_muted("torch._subclasses.fake_tensor"))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(fresh_modes(grad=True))
             stack.enter_context(_guards_ignored(self._mode))
@@ -179,11 +178,11 @@ class FakeSandbox:
         return map_tensors(lambda tensor: self.like(tensor).requires_grad_(requires_grad), value)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A new fake tensor that looks like `tensor`."""
+        """A new fake tensor with the metadata of `tensor`."""
         if tensor.layout is not torch.strided:
             with self._mode, torch.no_grad():
                 return self._mode.from_tensor(tensor, static_shapes=True).detach()  # type: ignore[no-any-return]
-        return self.made(Look.of(tensor))
+        return self.made(TensorMetadata.of(tensor))
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A fake tensor in the same storage as a traced value."""
@@ -193,10 +192,10 @@ class FakeSandbox:
         with mode, torch.no_grad():
             return tensor.detach()
 
-    def made(self, look: Look) -> Tensor:
-        """A new fake tensor that looks so."""
+    def made(self, metadata: TensorMetadata) -> Tensor:
+        """A new fake tensor with this metadata."""
         with self._mode:
-            return torch.empty_strided(look.size, look.stride, dtype=look.dtype, device=look.device)
+            return torch.empty_strided(metadata.size, metadata.stride, dtype=metadata.dtype, device=metadata.device)
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
@@ -216,7 +215,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def fake_mode_of(tensor: Tensor) -> Any:
     """The mode that a fake tensor belongs to; None for a real one."""
-    # Only fake tensors have the attribute; to import their class takes a while, and means that there are some.
+    # Only fake tensors have the attribute; importing their class is slow.
     return getattr(tensor, "fake_mode", None)
 
 
@@ -234,31 +233,31 @@ def _mode_of_trace(values: Iterable[Any]) -> Any:
 
 
 def _guards_ignored(mode: Any) -> AbstractContextManager[Any]:
-    """The trace is over: what was asked about its sizes then was asked for good."""
+    """Adds no guards to the shape environment: the trace is over."""
     env = mode.shape_env
     return nullcontext() if env is None else env.suppress_guards()
 
 
 @contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """An operator that fails on fake tensors is an answer here, and no error; what other threads log is heard."""
+def _muted(logger: str) -> Iterator[None]:
+    """Drops log records of this thread: an operator that fails on fake tensors is a valid result here."""
     log, thread = logging.getLogger(logger), get_ident()
 
-    def is_heard(_: logging.LogRecord) -> bool:
+    def is_of_other_thread(_: logging.LogRecord) -> bool:
         return get_ident() != thread
 
-    log.addFilter(is_heard)
+    log.addFilter(is_of_other_thread)
     try:
         yield
     finally:
-        log.removeFilter(is_heard)
+        log.removeFilter(is_of_other_thread)
 
 
-# Fake tensors for a compiler backend: in the mode that Dynamo set up, with the symbolic sizes that it chose.
+# Fake tensors for a compiler backend: in the mode that Dynamo set up, with the dynamic sizes that it chose.
 
 
 def shared_fake_mode(example_inputs: Sequence[Any]) -> Any:
-    """The fake mode of the trace that is going on or of the inputs; a new one where there is neither."""
+    """The fake mode of the active trace or of the inputs; a new one where there is neither."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -266,7 +265,7 @@ def shared_fake_mode(example_inputs: Sequence[Any]) -> Any:
 
 
 def to_fake(value: Any, mode: Any) -> Any:
-    """A tensor as a fake one of `mode`; anything else as it is. One tensor always gives the same fake."""
+    """A tensor as a fake one of `mode`; anything else as it is. Each tensor has one fake."""
     from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -281,10 +280,10 @@ def to_fake(value: Any, mode: Any) -> Any:
 
 @contextmanager
 def runs_fake(mode: Any, *, as_dynamo: bool = False) -> Iterator[None]:
-    """Operators compute metadata only; real parameters among their arguments are read as fakes and never written.
+    """Operators compute metadata only; real parameters among their arguments are treated as fakes and never mutated.
 
-    With `as_dynamo`, Python's versions of operators run, as they do under Dynamo: matmul in C++ fixes the sizes that it
-    reads (torch 2.11). These copy where plain torch gives the same tensor back.
+    With `as_dynamo`, Python's versions of operators run, as they do under Dynamo: matmul in C++ specializes the sizes
+    that it reads (torch 2.11). These copy where plain torch returns the same tensor.
     """
     allowed, autograd = mode.allow_non_fake_inputs, torch._C._autograd
     # Hooks on saved tensors are the user's: they expect tensors with data.
@@ -299,13 +298,13 @@ def runs_fake(mode: Any, *, as_dynamo: bool = False) -> Iterator[None]:
 
 
 def forget_memos(mode: Any) -> None:
-    """Lets a second run of the same nodes make new unbacked symbols, which then get the old names."""
+    """Lets a second run of the same nodes create new unbacked symbols, which then get the old names."""
     mode.epoch += 1
 
 
 @contextmanager
 def ambient_kept() -> Iterator[None]:
-    """Puts back the modes that a graph leaves behind, since running it on fakes must change nothing."""
+    """Restores the modes that a graph leaves switched, since a run on fakes must have no side effects."""
     ambient = read_ambient()
     try:
         yield
@@ -317,27 +316,27 @@ def ambient_kept() -> Iterator[None]:
 
 
 def _fresh_symbols_ignored(mode: Any) -> AbstractContextManager[Any]:
-    """The next tracer asks where every new unbacked symbol is bound; those of a fake run are bound nowhere."""
+    """Drops new unbacked symbols: the next tracer would look for their bindings, and a fake run has none."""
     env = mode.shape_env
     return nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
 
 
-# Whether what runs now is being written down by a tracer, and how.
+# Whether a tracer is active, and of which kind.
 
 
 class Tracing(Enum):
-    """Who watches a body run."""
+    """What kind of tracer records a body that runs."""
 
-    #: Nobody: the values matter.
+    #: None: the body runs for its values.
     NOT = auto()
-    #: A tracer that writes down the operators inside, and nothing of the mode around them.
+    #: A tracer that records the operators inside, but not the mode around them.
     OPEN = auto()
-    #: A tracer that writes down the call, with its mode, and the body beside it.
+    #: A tracer that records the call, with its mode and its body.
     KEPT = auto()
 
 
 def tracing_now() -> Tracing:
-    """Whether torch.export, `make_fx` or AOTAutograd runs this to see what it does."""
+    """Whether torch.export, `make_fx` or AOTAutograd traces this."""
     if torch.compiler.is_exporting():
         return Tracing.OPEN
     if torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)):
@@ -347,7 +346,7 @@ def tracing_now() -> Tracing:
 
 
 def traces_after_dispatch() -> bool:
-    """Whether `make_fx` writes down what runs, after dispatch, and nothing functionalizes it first."""
+    """Whether `make_fx` traces below dispatch, without functionalization."""
     if torch.compiler.is_exporting() or torch._C._len_torch_dispatch_stack() == 0:
         return False
     proxies, functional = map(torch._C._get_dispatch_mode, _TRACERS)

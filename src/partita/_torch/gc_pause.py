@@ -9,7 +9,7 @@ from contextlib import contextmanager
 __all__ = ["gc_paused"]
 
 
-#: How many objects may be made in pauses before one full collection looks at all of them.
+#: How many objects may be made in pauses before a full collection.
 _MOST_UNSEEN = 1_000_000
 
 
@@ -25,7 +25,7 @@ def gc_paused() -> Iterator[None]:
     """No cyclic collection inside: nodes refer to each other, so each run would visit all of them for nothing.
 
     What was made inside counts as old afterwards, or else the next run would visit all of it once more. Python never
-    counts such objects towards its next full collection, so that is asked for when there are too many of them.
+    counts such objects towards its next full collection, so one is run when there are too many of them.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -38,10 +38,10 @@ def gc_paused() -> Iterator[None]:
 
 
 def _age_new_objects() -> None:
-    if gc.get_freeze_count():  # Somebody keeps objects frozen, and unfreezing would free those as well.
+    if gc.get_freeze_count():  # The program keeps objects frozen, and unfreezing would unfreeze those as well.
         return
     made, collections = gc.get_count()[0], gc.get_stats()[-1]["collections"]
-    if collections != _Unseen.collections:  # Somebody else's collection has seen them as well.
+    if collections != _Unseen.collections:  # Another full collection has visited them.
         _Unseen.count, _Unseen.collections = 0, collections
     before, _Unseen.count = _Unseen.count, _Unseen.count + made
     if before > _MOST_UNSEEN:  # What was made just now is still in use, so it alone is no reason.

@@ -1,4 +1,4 @@
-"""Grad, inference and autocast state of the thread: read, set, restore; the toggle functions."""
+"""Grad, inference and autocast state of the thread: read, set, restore."""
 
 from __future__ import annotations
 
@@ -28,23 +28,20 @@ __all__ = [
     "would_autocast",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
-
-
-# The modes that every thread starts with, in place of those that the caller has set.
 
 
 @cache
 def initial_modes() -> Ambient:
-    """The modes of a thread in which nobody has switched any."""
+    """The modes that every thread starts with."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(read_ambient).result()
 
 
 @contextmanager
 def fresh_modes(*, grad: bool) -> Iterator[None]:
-    """Inside, no inference mode and no autocast is on, and gradients are as asked; afterwards all is as it was."""
+    """Inside, inference mode and autocast are off, and the grad mode is `grad`; all modes are restored afterwards."""
     found = read_ambient()
     with ExitStack() as stack:
         if found.inference:
@@ -57,16 +54,13 @@ def fresh_modes(*, grad: bool) -> Iterator[None]:
 
 @cache
 def would_autocast(device: str, dtype: torch.dtype | None) -> bool:
-    """Whether a block for this device and dtype casts here; torch switches one off that the machine cannot serve."""
+    """Whether a block for this device and dtype casts here; torch disables a block that the device does not support."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return bool(torch.autocast(device, dtype)._enabled)
 
 
-# Ambient modes: grad, inference, autocast and transforms as a call finds them; putting them back after an error.
-
-
-#: Taken once: while a model is captured, other things stand in these places.
+#: Bound at import: while a model is captured, these functions of torch are patched.
 _GUARD = torch._C._InferenceMode
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -86,7 +80,7 @@ class Ambient:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     autocast_depth: int
-    #: Of transforms of torch.func; an operator in one may run its body in a level less, under the same modes.
+    #: Levels of torch.func transforms; an operator inside one may run its body one level lower, in the same modes.
     levels: int = field(compare=False)
 
 
@@ -114,7 +108,7 @@ def can_autocast(device_type: str) -> bool:
 
 
 def restore_autocast(found: Ambient) -> None:
-    """Puts back the autocast state of every device, the cache flag and the depth of nesting."""
+    """Restores the autocast state of every device, the cache flag and the depth of nesting."""
     for device, enabled, dtype in found.autocast:
         if (_is_autocast_enabled(device), _get_autocast_dtype(device)) != (enabled, dtype):
             torch.set_autocast_enabled(device, enabled)
@@ -129,13 +123,13 @@ def restore_autocast(found: Ambient) -> None:
 
 
 def restore_after_error(found: Ambient, error: BaseException) -> None:
-    """Puts back the modes in `found` after `error` has left a graph with its own still set."""
+    """Restores the modes in `found` after `error` has left a graph with its own still set."""
     close_levels(found.levels)
     # The guards of open inference blocks live in the frames that raised. Each restores all modes as it found them, so
     # the innermost goes first.
     for guard in reversed(_open_guards(error.__traceback__)):
         guard.__exit__(None, None, None)
-    # Where a graph module has dropped its frames, they went in the order in which they were made.
+    # Where a graph module has dropped its frames, the guards were destroyed in the order in which they were made.
     if _is_inference_mode_enabled() != found.inference:
         _set_inference(found.inference)
     torch.set_grad_enabled(found.grad)
@@ -145,7 +139,7 @@ def restore_after_error(found: Ambient, error: BaseException) -> None:
 def _open_guards(raised: TracebackType | None) -> list[Any]:
     """The guards of inference blocks in the frames that an exception came through, in the order they were entered."""
     guards: dict[int, Any] = {}
-    # The first frame is that of whoever asks.
+    # The first frame is that of the caller.
     for frame, _ in traceback.walk_tb(None if raised is None else raised.tb_next):
         for value in list(frame.f_locals.values()):
             held = value.env.values() if isinstance(value, Interpreter) else (value,)
@@ -154,7 +148,7 @@ def _open_guards(raised: TracebackType | None) -> list[Any]:
 
 
 def _set_inference(enabled: bool) -> None:  # noqa: FBT001
-    """Switches inference mode for good: torch has guards only, and the second one restores what the first has set."""
+    """Sets inference mode without a scope: torch only has guards, and the second restores what the first has set."""
     first, second = _GUARD(enabled), _GUARD(enabled)
     first.__enter__()
     second.__enter__()
@@ -163,6 +157,6 @@ def _set_inference(enabled: bool) -> None:  # noqa: FBT001
 
 
 def _autocast_depth() -> int:
-    """How many autocast blocks are open; torch tells only when it counts."""
+    """How many autocast blocks are open; torch only returns the count when it changes."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()

@@ -1,4 +1,4 @@
-"""Private state of nn.Module: hooks, own forward, compiled call."""
+"""Private state of nn.Module: hooks, a `forward` of the instance, a compiled call."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ __all__ = [
 ]
 
 
-# Hooks that torch.export puts on the module of a program.
-
-
 def has_only_export_hooks(module: nn.Module) -> bool:
-    """Whether a module has the hooks by which torch.export checks its inputs, and nothing else that a call runs."""
+    """Whether the only call overrides of a module are the hooks by which torch.export checks its inputs."""
     hooks = [hook for table in hooks_of(module) for hook in table.values()]
     is_plain = "forward" not in vars(module) and module._compiled_call_impl is None
     return is_plain and bool(hooks) and all(getattr(hook, "__module__", "") == "torch.export._unlift" for hook in hooks)
 
 
 def drop_fleeting_hooks(module: nn.Module) -> None:
-    """Takes off the hooks that cannot be pickled, which only serve programs that take modules as inputs."""
+    """Removes the hooks that cannot be pickled, which are only for programs that take modules as inputs."""
     for table in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(table.items()):
             if "<locals>" in getattr(hook, "__qualname__", ""):
@@ -39,9 +36,6 @@ def drop_fleeting_hooks(module: nn.Module) -> None:
     # These raise in torch, since the flag is fixed when a program is exported; they are bound to torch's own module.
     for name in ("train", "eval"):
         module.__dict__.pop(name, None)
-
-
-# What stands between a call of a module and the code of its class: hooks, a `forward` of its own, a compiled call.
 
 
 #: The hooks that every module runs.
@@ -59,7 +53,7 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:
 
 
 def call_overrides(module: nn.Module) -> str | None:
-    """What a call of the module does beside running the code of its class, in words; None if nothing."""
+    """What a call of the module does beside running the code of its class, as text; None if nothing."""
     if any(hooks_of(module)):
         return "runs hooks"
     if "forward" in vars(module):
@@ -67,10 +61,7 @@ def call_overrides(module: nn.Module) -> str | None:
     return None if module._compiled_call_impl is None else "has a compiled call of its own"
 
 
-# Modules that stand for a body: they run something else in its place that means the same.
-
-
 class StandsForBody(nn.Module):
-    """A module whose calls do what those of `body` do, which holds the state."""
+    """A module that runs something equivalent to its `body`, which holds the state."""
 
     body: GraphModule

@@ -1,4 +1,4 @@
-"""Trees: nested containers taken apart into leaves with paths, and put together again."""
+"""Trees: nested containers flattened into leaves with paths, and rebuilt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def flatten(value: Any) -> Tree:
 
 
 def keywords_of(graph: Graph) -> list[str]:
-    """The keyword arguments that the code around a graph takes, in the order in which its inputs stand for them."""
+    """The keyword arguments that a call of a graph takes, in the order of the inputs for them."""
     trees = getattr(graph._codegen, "pytree_info", None)
     spec = None if trees is None else trees.in_spec
     return list(spec.children()[1].context or ()) if spec is not None and spec.num_children == 2 else []

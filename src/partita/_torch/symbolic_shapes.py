@@ -1,4 +1,4 @@
-"""Symbols in values, expressions as nodes and as Python conditions."""
+"""Symbolic numbers: the symbols that a traced value mentions, and expressions of them as nodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 __all__ = ["NUMBER_FUNCTIONS", "hint_of", "is_unbacked", "symbol_of", "symbols_in", "write_number"]
 
 
-# Symbolic numbers: which symbols a traced value mentions.
-
-
-#: The functions by which exported programs compute with numbers; of numbers, they only make numbers.
+#: The functions by which exported programs compute with numbers; applied to numbers, they return numbers.
 NUMBER_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (
         *(getattr(operator, name) for name in operator.__all__ if name != "call"),
@@ -39,7 +36,7 @@ def symbols_in(value: Any) -> tuple[Any, ...]:
 
 
 def symbol_of(value: Any) -> Any:
-    """The symbol that `value` is, when it is one symbol and nothing more; else None."""
+    """The symbol, if `value` is exactly one symbol; else None."""
     if not isinstance(value, torch.SymInt | torch.SymFloat):
         return None
     expression = value.node.expr
@@ -47,7 +44,7 @@ def symbol_of(value: Any) -> Any:
 
 
 def hint_of(value: Any, default: int = 1) -> Any:
-    """A number itself; of a symbolic one the value that it had in the trace, or `default` where nobody knows."""
+    """A number itself; of a symbolic one its hint, the value in the trace, or `default` where it has none."""
     if not isinstance(value, _SYMBOLIC):
         return value
     return value.node.hint if value.node.has_hint() else default
@@ -66,9 +63,6 @@ def _is_symbolic(value: Any) -> bool:
     return isinstance(value, _SYMBOLIC)
 
 
-# Symbolic numbers as nodes: the arithmetic of an expression, written behind the nodes of a graph.
-
-
 def write_number(number: torch.SymInt, by_symbol: Mapping[Any, Node]) -> Node | int | None:
     """A new node that computes `number` from these nodes, or a constant; None if the node for a symbol is missing."""
     expression = number.node.expr
@@ -76,7 +70,7 @@ def write_number(number: torch.SymInt, by_symbol: Mapping[Any, Node]) -> Node | 
         return int(expression)
     if not by_symbol.keys() >= expression.free_symbols:
         return None
-    # This brings sympy, which takes longer to import than all of Partita.
+    # This imports sympy, which takes longer than importing all of Partita.
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 

@@ -1,4 +1,4 @@
-"""Storages, version counters, views: snapshots of tensor memory."""
+"""Memory of tensors: storages and copies of them, version counters, views, and the tensors inside wrappers."""
 
 from __future__ import annotations
 
@@ -24,47 +24,44 @@ __all__ = [
     "wants_gradients",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
-
-
-# Copies of memory as it was, over which tensors can be made that look at it as others did.
 
 
 @final
 class StorageCopy:
-    """One storage as it is now, bit for bit, and how each tensor of a group looks at it; the tensors are not held."""
+    """A bitwise copy of one storage, and how each tensor of a group views it; the tensors are not kept alive."""
 
     def __init__(self, group: Sequence[Tensor]) -> None:
-        # A body may change shapes in place, and a write may make a tensor require gradients.
-        self._looks = [_look(tensor) for tensor in group]
-        self._first = min(range(len(group)), key=lambda place: _fitness(self._looks[place]))
+        # A body may change shapes in-place, and a mutation may make a tensor require gradients.
+        self._views = [_view_of(tensor) for tensor in group]
+        self._first = min(range(len(group)), key=lambda place: _dtype_rank(self._views[place]))
         self._is_inference = group[0].is_inference()
         with torch.no_grad():
-            #: The copy itself; None where whoever packs what is saved has it.
+            #: The copy itself; None once saved-tensor hooks have packed it.
             self.memory: Tensor | None = _memory(group[self._first]).clone()
-        _check_gradients(self._looks, self.memory.dtype)
+        _check_gradients(self._views, self.memory.dtype)
 
     def differs(self, group: Sequence[Tensor]) -> bool:
-        """Whether the memory of the group is not any more what it was."""
+        """Whether the memory of the group was mutated since."""
         assert self.memory is not None
         return hasattr(group[0], "fake_mode") or not torch.equal(_memory(group[self._first]), self.memory)
 
     def fresh(self, memory: Tensor) -> list[Tensor]:
         """Tensors like those of the group, in its order, over memory of their own with the values of `memory`."""
-        # Autograd lets nobody write to a leaf, and a clone is none.
+        # Autograd forbids in-place operations on leaves, and a clone is not a leaf.
         with torch.inference_mode() if self._is_inference else torch.enable_grad():
             memory = memory.detach()
-            if any(look.wants_gradients for look in self._looks):
+            if any(view.wants_gradients for view in self._views):
                 memory.requires_grad_()
             memory = memory.clone()
-            found = [_seen(memory, look) for look in self._looks]
-        # Outside of its mode an inference tensor can be written by more operators once it is detached.
+            found = [_tensor_over(memory, view) for view in self._views]
+        # Outside of inference mode, more operators can mutate an inference tensor once it is detached.
         return [tensor.detach() for tensor in found] if self._is_inference else found
 
 
 def by_storage(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """The tensors that share memory, by the number of their storage; each is there once."""
+    """The tensors grouped by storage, without duplicates."""
     groups: dict[int, list[Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         groups.setdefault(storage_key(tensor), []).append(tensor)
@@ -81,18 +78,18 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def wants_gradients(tensor: Tensor) -> bool:
-    """Whether a tensor requires gradients; one that may not be asked can only be read where nobody wants any."""
+    """Whether a tensor requires gradients; False where autograd has invalidated it as a view."""
     if not tensor.requires_grad:
         return False
     try:
         _ = tensor.grad_fn
-    except RuntimeError:  # A view that was written behind autograd's back.
+    except RuntimeError:  # A view whose base was mutated in a way that autograd does not support.
         return False
     return True
 
 
-class _Look(NamedTuple):
-    """How a tensor looks at its memory."""
+class _View(NamedTuple):
+    """How a tensor views its storage."""
 
     dtype: torch.dtype
     geometry: tuple[Sequence[int], Sequence[int], int]
@@ -101,31 +98,31 @@ class _Look(NamedTuple):
     wants_gradients: bool
 
 
-def _look(tensor: Tensor) -> _Look:
+def _view_of(tensor: Tensor) -> _View:
     geometry = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    return _Look(tensor.dtype, geometry, tensor.is_conj(), tensor.is_neg(), wants_gradients(tensor))
+    return _View(tensor.dtype, geometry, tensor.is_conj(), tensor.is_neg(), wants_gradients(tensor))
 
 
-def _fitness(look: _Look) -> tuple[bool, int]:
-    """How badly a dtype serves a whole group: gradients pass through few changes of it, and small ones divide large."""
-    return not look.wants_gradients, look.dtype.itemsize
+def _dtype_rank(view: _View) -> tuple[bool, int]:
+    """Ranks a dtype for a whole group, lower is better: gradients pass few conversions, small items divide large."""
+    return not view.wants_gradients, view.dtype.itemsize
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """All of the memory that a tensor looks into, as numbers of its dtype."""
+    """The whole storage of a tensor, as a flat tensor of its dtype."""
     tensor = tensor.detach()
-    # What is lazily conjugate or negative would be resolved by a copy; what lies in memory is not.
+    # A copy would resolve lazy conjugation and negation, which the memory does not contain.
     tensor = tensor.conj() if tensor.is_conj() else tensor
     tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
-def _seen(flat: Tensor, look: _Look) -> Tensor:
-    """The memory as a tensor that looks at it so."""
-    whole = _as_dtype(flat if look.wants_gradients else flat.detach(), look.dtype)
-    found = whole.as_strided(*look.geometry)
-    found = found.conj() if look.is_conjugate else found
-    return torch._neg_view(found) if look.is_negative else found
+def _tensor_over(flat: Tensor, view: _View) -> Tensor:
+    """A tensor that views flat memory so."""
+    whole = _as_dtype(flat if view.wants_gradients else flat.detach(), view.dtype)
+    found = whole.as_strided(*view.geometry)
+    found = found.conj() if view.is_conjugate else found
+    return torch._neg_view(found) if view.is_negative else found
 
 
 def _as_dtype(flat: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,12 +133,12 @@ def _as_dtype(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(whole.unflatten(0, (-1, 2))) if _is_real_of(flat.dtype, dtype) else whole.view(dtype)
 
 
-def _check_gradients(looks: Sequence[_Look], memory: torch.dtype) -> None:
-    for look in looks:
-        if look.wants_gradients and look.dtype != memory and not _is_real_of(memory, look.dtype):
+def _check_gradients(views: Sequence[_View], memory: torch.dtype) -> None:
+    for view in views:
+        if view.wants_gradients and view.dtype != memory and not _is_real_of(memory, view.dtype):
             raise RecomputeError(
-                f"a body that writes is given one memory as {look.dtype} and as {memory}, and gradients are wanted for "
-                "both; give it a copy of one of them, or leave what writes out of the region"
+                f"a body with mutations has inputs that view one storage as {view.dtype} and as {memory}, and both "
+                "require gradients; pass a copy of one of them, or exclude the mutations from the region"
             )
 
 
@@ -149,15 +146,9 @@ def _is_real_of(real: torch.dtype, dtype: torch.dtype) -> bool:
     return dtype.is_complex and dtype.to_real() == real
 
 
-# Version counters: how often torch has written a tensor in place.
-
-
 def version_of(tensor: Tensor) -> int | None:
-    """The number of writes so far; None for inference tensors, which do not count."""
+    """The version counter: how often a tensor was mutated in-place; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
-
-
-# Views: what autograd remembers a tensor to be a part of.
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -165,11 +156,8 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-# Tensors that wrap others, such as DTensor: their values and memory are those of the tensors inside.
-
-
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors that a wrapper holds, by attribute; none for other tensors, nested ones among them."""
+    """The tensors inside a wrapper such as DTensor, by attribute; none for other tensors, nested ones included."""
     wrapper: Any = tensor
     if tensor.is_nested or not is_traceable_wrapper_subclass(tensor):
         return {}
@@ -181,7 +169,7 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors in whose memory the values are: those inside a wrapper, at any depth, or the tensor itself."""
+    """The tensors that store the values: those inside a wrapper, at any depth, or the tensor itself."""
     inner = inner_tensors(tensor)
     return [plain for held in inner.values() for plain in plain_tensors(held)] if inner else [tensor]
 

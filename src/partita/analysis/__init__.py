@@ -1,1 +1,1 @@
-"""Questions about a graph: what is in it, what orders it, under which modes it runs."""
+"""Analyses of a graph: its nodes, the dependencies between them, their effects and modes."""

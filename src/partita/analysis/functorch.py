@@ -1,6 +1,6 @@
-"""Transforms: nodes of a graph that run between the start and the end of a torch.func transform.
+"""Nodes of a graph that run inside a torch.func transform.
 
-Nothing is kept about a graph beyond a question: graphs are edited, and nodes hold their graph with all its weights.
+Results are not cached beyond a `with` block: graphs are edited, and nodes keep their graph and its weights alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["is_inside_transform", "transforms_found_once"]
 
 
 def is_inside_transform(node: Node) -> bool:
-    """Whether tensors that `node` meets may be wrapped by a transform of torch.func."""
+    """Whether the operands of `node` may be wrapped by a transform of torch.func."""
     found = _FOUND.get()
     if found is not None and found[0] is node.graph:
         return node in found[1]
@@ -29,7 +29,7 @@ def is_inside_transform(node: Node) -> bool:
 
 @contextmanager
 def transforms_found_once(graph: Graph) -> Iterator[None]:
-    """Looks for the transforms of a graph once for all questions about its nodes; meanwhile nobody may edit it."""
+    """Finds the transforms of a graph once for all queries inside; the graph must not be edited meanwhile."""
     token = _FOUND.set((graph, _nodes_inside(graph)))
     try:
         yield
@@ -54,5 +54,5 @@ def _nodes_inside(graph: Graph) -> frozenset[Node]:
     return frozenset(inside)
 
 
-#: The graph about which questions are asked, and its nodes inside transforms.
+#: The graph that is queried, and its nodes inside transforms.
 _FOUND: ContextVar[tuple[Graph, frozenset[Node]] | None] = ContextVar("transforms found", default=None)

@@ -1,4 +1,4 @@
-"""The index: one walk that turns a graph into integers, so that everything after it runs on arrays."""
+"""The index: nodes and data edges of a graph as integers, built in one walk, so that analyses run on arrays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Index:
         self.nodes: Sequence[Node] = nodes
         self.number: dict[Node, int] = {}
         self.sources, counts = array("i"), array("i")
-        # A node mostly reads what stands shortly before it. Looked up block by block, that is found in the cache of the
+        # Most inputs of a node are shortly before it. Looked up block by block, they are still in the cache of the
         # processor; a second sweep over a large graph would fetch every entry from memory once more.
         for start in range(0, len(self.nodes), _BLOCK):
             block = self.nodes[start : start + _BLOCK]
@@ -57,7 +57,7 @@ class Index:
         return len(self.nodes)
 
     def inputs(self, i: int) -> array[int]:
-        """The numbers of the nodes that node `i` reads, in the order in which it mentions them."""
+        """The numbers of the inputs of node `i`, in argument order."""
         return self.sources[self.starts[i] : self.starts[i + 1]]
 
     def edges(self) -> Iterator[tuple[int, int]]:
@@ -68,8 +68,8 @@ class Index:
 def index_of_edited(graph: Graph) -> Index:
     """The index of a graph that may be in the middle of an edit: its nodes in the order in which they could run.
 
-    A node that stands before what it reads comes right behind it, and the output, if there is one, last. Where that
-    would move a node into another mode, the graph is refused as it would be anywhere else.
+    A node that stands before one of its inputs moves right behind it, and the output, if there is one, comes last. A
+    graph with mode toggles is rejected instead, since the move could change the mode of a node.
     """
     try:
         return Index(graph)
@@ -90,7 +90,7 @@ _BLOCK = 256
 
 
 def _earliest_first(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that can run, each after all that it reads; else in the order in which they came."""
+    """The nodes that can run, each after its inputs, otherwise in the original order (a stable topological sort)."""
     place = {node: at for at, node in enumerate(nodes)}
     waits = [len(input_nodes(node)) for node in nodes]
     ready = [at for at, count in enumerate(waits) if not count]
@@ -120,7 +120,7 @@ def _check_output(graph: Graph, nodes: Sequence[Node]) -> None:
 
 
 def _bad_input(nodes: Sequence[Node]) -> BrokenGraphError:
-    """The error for the first node that reads what is not there, or not there yet."""
+    """The error for the first node with an input that is missing or comes later."""
     number = {node: place for place, node in enumerate(nodes)}
     for place, node in enumerate(nodes):
         for read in input_nodes(node):

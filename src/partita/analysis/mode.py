@@ -44,7 +44,7 @@ class Inference:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The arguments of one autocast block; None means: as the surroundings have it.
+    """The arguments of one autocast block; None means: inherited from the surrounding block.
 
     In a mode, `cache` is the same for all devices: torch has one flag for all of them.
     """
@@ -59,7 +59,7 @@ class Autocast:
         return f"autocast on {self.device}{how}" if self.enabled else f"no autocast on {self.device}"
 
     def within(self, outer: Autocast | None) -> Autocast:
-        """This block inside another one of its device, from which it takes what it leaves open."""
+        """This block inside another one of its device, from which it inherits what is None."""
         if outer is None:
             return self
         dtype = outer.dtype if self.dtype is None else self.dtype
@@ -69,7 +69,7 @@ class Autocast:
 #: What a block, or a switch of the grad mode, sets.
 Setting: TypeAlias = Grad | Inference | Autocast
 
-#: The kinds of settings that there are.
+#: All kinds of settings.
 EVERY_SETTING: frozenset[type] = frozenset((Grad, Inference, Autocast))
 
 
@@ -82,9 +82,9 @@ def identifier_of(setting: Setting) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An autocast or inference block that is open; two blocks that set the same are still two, told by their key.
+    """An open autocast or inference block; blocks with equal settings are distinguished by their key.
 
-    It matters which: autocast keeps the weights that it has cast until the outermost block is left.
+    The identity matters: autocast caches casts of weights until the outermost block is left.
     """
 
     key: Hashable
@@ -99,7 +99,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What a graph has set so far; None, or no entry for a device, means: as the caller has it."""
+    """The modes that a graph has set; None, or no entry for a device, means: inherited from the caller."""
 
     grad: bool | None = None
     inference: bool | None = None
@@ -129,7 +129,7 @@ class Mode:
         return replace(self.setting(block.sets), blocks=(*self.blocks, block))
 
     def beside(self, caller: Mode) -> Mode:
-        """This mode, as far as it differs from that of the caller."""
+        """The part of this mode that differs from the mode of the caller."""
         if self == caller:
             return Mode(blocks=self.blocks)
         return Mode(
@@ -140,7 +140,7 @@ class Mode:
         )
 
     def within(self, outer: Mode, *, call: Hashable = None) -> Mode:
-        """This mode in a body that is called under `outer`; `call` tells this call of the body from others."""
+        """This mode in a body that is called under `outer`; `call` distinguishes this call of the body from others."""
         autocast = outer.autocast
         for entered in self.autocast:
             autocast = _entered(autocast, entered)

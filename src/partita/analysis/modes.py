@@ -1,4 +1,8 @@
-"""The mode of every node; bodies and what they leave switched."""
+"""Modes: the grad, inference and autocast state that each node runs under, found in one forward pass.
+
+A graph switches modes by nodes that affect everything after them. As a property of the nodes in between, a mode no
+longer depends on order: a node can move, and code generation sets the mode that it needs.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +36,16 @@ __all__ = [
 ]
 
 
-# Bodies that a graph calls, the modes that they leave behind, and the grad mode that it was all traced under.
+# Bodies that a graph calls, the modes that they leave switched, and the grad mode that they were traced under.
 
 
 def traced_grad(module: GraphModule) -> bool | None:
-    """The grad mode that a graph was traced under, as its constants tell; None if it sets none, or puts back by value.
+    """The grad mode that a graph was traced under, as its toggles tell; None if it has none, or not all are constant.
 
-    A traced block ends by setting what was on when it was entered, so the last constant of a graph is that mode. After
-    an odd number of them one block was never closed; then it is taken to be True. Leaving an inference block puts back
-    the grad mode, so constants in one tell nothing. Where bodies tell otherwise than the graph around them, it is True:
-    a body that ends by switching gradients on would leave them on for a caller without.
+    A traced block ends by restoring the mode at its entry, so the last constant of a graph is that mode. An odd number
+    of constants means that a block was never closed; then True is assumed. Leaving an inference block restores the grad
+    mode, so constants inside one are ignored. Where a body and the graph around it disagree, it is True: a body that
+    ends by enabling gradients would leave them enabled for a caller without.
     """
     every = list(_grad_constants(module))
     if not any(found.values for found in every) or not all(found.are_constant for found in every):
@@ -59,16 +63,16 @@ def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
 
 
 def check_bodies(index: Index, root: nn.Module, modes: Modes, *, grad: bool | None = None) -> None:
-    """Raises where a call leaves a mode switched for the nodes after it: modes are told by the toggles in the graph.
+    """Raises where a call leaves a mode switched for the nodes after it: only toggles in the graph itself may do so.
 
-    `grad` is the grad mode of the caller, if it is known. Where it is not, a body that ends by switching gradients on
-    has closed a block without, as far as anyone can tell.
+    `grad` is the grad mode of the caller, if it is known. If not, a body that ends by enabling gradients is assumed to
+    have closed a block without.
     """
-    _Checking().check(index, root, modes, grad=grad)
+    _BodyCheck().check(index, root, modes, grad=grad)
 
 
-class _Checking:
-    """The bodies that were looked at, and under which grad mode: one that is called often is walked once."""
+class _BodyCheck:
+    """Caches the bodies that were checked, and under which grad mode: one that is called often is walked once."""
 
     def __init__(self) -> None:
         self.known: dict[GraphModule, tuple[Index, Modes]] = {}
@@ -86,7 +90,7 @@ class _Checking:
         modes: Modes,
         grad: bool | None,  # noqa: FBT001
     ) -> Iterator[tuple[Index, GraphModule, Modes, bool | None]]:
-        """Checks the calls of one graph, and gives the bodies that are still to be looked into."""
+        """Checks the calls of one graph, and yields the bodies that are still to be checked."""
         graph = index.graph
         for node in (*graph.find_nodes(op="call_module", sort=False), *graph.find_nodes(op="get_attr", sort=False)):
             body = find(root, str(node.target))
@@ -95,7 +99,7 @@ class _Checking:
             inner, inside = self._analysed(body)
             calls = (node,) if node.op == "call_module" else tuple(node.users)
             around = [grad if at is None else at for at in (modes.at(index.number[call]).grad for call in calls)]
-            if inside.final != AMBIENT and not _puts_back(body, inside.final, zip(calls, around, strict=True)):
+            if inside.final != AMBIENT and not _restores_grad(body, inside.final, zip(calls, around, strict=True)):
                 raise ModeError(
                     f"the body {node.target!r} of node {node.name!r} leaves {inside.final} behind for everything after "
                     "it; close its blocks"
@@ -113,8 +117,8 @@ class _Checking:
         return self.known[body]
 
 
-def _puts_back(body: GraphModule, left: Mode, calls: Iterable[tuple[Node, bool | None]]) -> bool:
-    """Whether a body that leaves this mode switched leaves what these calls found, or what they put back themselves."""
+def _restores_grad(body: GraphModule, left: Mode, calls: Iterable[tuple[Node, bool | None]]) -> bool:
+    """Whether a body that ends in this mode ends in that of its callers, or they restore theirs themselves."""
     if left != Mode(grad=left.grad):
         return False
     found_if_unknown = traced_grad(body) is not False
@@ -130,12 +134,12 @@ def _grad_inside(call: Node, around: bool | None) -> bool | None:  # noqa: FBT00
 
 
 def _sets_grad(call: Node) -> bool | None:
-    """The grad mode that an operator sets for its body and takes back afterwards, if it is one that does."""
+    """The grad mode that an operator sets for its body and restores afterwards; None for other operators."""
     name = getattr(call.target, "__name__", None) if is_higher_order(call.target) else None
-    given = call.args[0] if call.args and name in _GRAD_OPERATORS else None
-    if not isinstance(given, bool):
+    enabled = call.args[0] if call.args and name in _GRAD_OPERATORS else None
+    if not isinstance(enabled, bool):
         return None
-    return not given if name == "partita_inference_mode" else given
+    return not enabled if name == "partita_inference_mode" else enabled
 
 
 _GRAD_OPERATORS = ("wrap_with_set_grad_enabled", "partita_set_grad_enabled", "partita_inference_mode")
@@ -147,7 +151,7 @@ class _GradConstants:
 
     values: tuple[object, ...]
     outside_inference: tuple[object, ...]
-    #: Whether the graph starts in the grad mode of whoever calls the outermost one.
+    #: Whether the graph starts in the grad mode of the caller of the outermost one.
     in_callers_mode: bool
 
     @property
@@ -156,7 +160,7 @@ class _GradConstants:
 
 
 def _grad_constants(module: GraphModule) -> Iterator[_GradConstants]:
-    """What the grad mode is set to, by graph: in the module's and in all bodies that its operators run."""
+    """What the grad mode is set to, by graph: that of the module and all bodies that its operators run."""
     waiting, seen = [(module, True)], {(module, True)}
     while waiting:  # No recursion, since nests may be deep.
         owner, in_callers_mode = waiting.pop()
@@ -180,25 +184,22 @@ def _values_set(switches: Iterable[Node]) -> tuple[object, ...]:
     return tuple(value for switch in switches for value in (*switch.args, *switch.kwargs.values()))
 
 
-# Modes: the grad, inference and autocast state that each node runs under, found in one forward pass.
-#
-# A graph switches modes by nodes that act on everything after them. Taken as a property of the nodes in between, a
-# mode no longer depends on order: a node can move, and whoever writes it down again sets the mode that it needs.
+# The mode of every node.
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The mode of every node; `toggles` are the nodes that only switch modes, `final` is what they leave behind."""
+    """The mode of every node; `toggles` are the nodes that only switch modes, `final` is the mode at the end."""
 
     by_number: tuple[Mode, ...] | None = None
     toggles: frozenset[int] = frozenset()
     final: Mode = AMBIENT
 
-    #: Toggles whose result somebody reads: it is always None.
+    #: Toggles whose result, which is always None, is used.
     read: tuple[Node, ...] = ()
 
     def with_projections(self, sources: Mapping[int, int]) -> Modes:
-        """Modes in which taking an item has the mode of what made the container: it runs beside that."""
+        """Modes in which each projection has the mode of the node that made the container."""
         if self.by_number is None or not sources:
             return self
         by_number = list(self.by_number)
@@ -211,7 +212,7 @@ class Modes:
 
 
 def modes_of(index: Index, caller: Mode = AMBIENT) -> Modes:
-    """The modes of all nodes, as far as they differ from `caller`; costs nothing in a graph that switches none."""
+    """The modes of all nodes, relative to `caller`; costs nothing in a graph without toggles."""
     if not has_toggles(index.graph):
         return Modes()
     switches, by_number, found = ModeSwitches(caller), [], set()
@@ -219,7 +220,7 @@ def modes_of(index: Index, caller: Mode = AMBIENT) -> Modes:
         if node.op == "call_function" and switches.take(node):
             found.add(number)
         by_number.append(switches.shown)
-    read = tuple(_read_toggles(index.nodes[number] for number in sorted(found)))
+    read = tuple(_used_toggles(index.nodes[number] for number in sorted(found)))
     return Modes(tuple(by_number), frozenset(found), switches.shown, read)
 
 
@@ -236,7 +237,7 @@ _TOGGLES_OF: dict[type, tuple[Callable[..., Any], ...]] = {
 }
 
 
-def _read_toggles(nodes: Iterable[Node]) -> Iterator[Node]:
+def _used_toggles(nodes: Iterable[Node]) -> Iterator[Node]:
     for node in nodes:
         readers = [user for user in node.users if user.target not in toggles.TOGGLES]
         if readers and node.target in (toggles.ENTER_AUTOCAST, toggles.ENTER_INFERENCE):
@@ -248,11 +249,11 @@ def _read_toggles(nodes: Iterable[Node]) -> Iterator[Node]:
             yield node
 
 
-# The toggles of a graph, taken one after another: the mode in force, and what each open block will put back.
+# The toggles of a graph in order: the mode in force, and what each open block will restore.
 
 
 class ModeSwitches:
-    """`shown` is the mode in force, as far as it differs from that of the caller."""
+    """`shown` is the mode in force, relative to that of the caller."""
 
     def __init__(self, caller: Mode) -> None:
         self.caller = caller
@@ -264,24 +265,24 @@ class ModeSwitches:
         self.open_inference: dict[Node, tuple[Mode, tuple[Node, ...]]] = {}
         self.order: list[Node] = []
         self.has_crossed = False
-        self.asked_grad: dict[Node, bool | None] = {}
+        self.queried_grad: dict[Node, bool | None] = {}
 
     def take(self, node: Node) -> bool:
-        """Takes note of `node`; whether it does nothing but switch modes."""
+        """Applies `node`; whether it does nothing but switch modes."""
         action = _ACTIONS.get(node.target)  # type: ignore[arg-type]
         if action is not None:
             action(self, node)
             self.shown = self.mode.beside(self.caller)
             return True
         if node.target is toggles.IS_GRAD_ENABLED:
-            self.asked_grad[node] = self.mode.grad
+            self.queried_grad[node] = self.mode.grad
             return bool(node.users) and all(user.target is toggles.SET_GRAD for user in node.users)
         return False
 
     def set_grad(self, node: Node) -> None:
         wanted = only_argument(node, "enabled")
-        if isinstance(wanted, Node) and wanted in self.asked_grad:
-            self.mode = replace(self.mode, grad=self.asked_grad[wanted])
+        if isinstance(wanted, Node) and wanted in self.queried_grad:
+            self.mode = replace(self.mode, grad=self.queried_grad[wanted])
         elif isinstance(wanted, bool):
             self.mode = replace(self.mode, grad=wanted)
         else:
@@ -304,7 +305,7 @@ class ModeSwitches:
         before, blocks = self.open_inference.pop(opener)
         closed = self.order[-1] is opener and blocks == tuple(self.open_autocasts)
         if not closed or before.autocast != self.mode.autocast:
-            # Leaving an inference block puts back the whole dispatch state, autocast included (seen in torch 2.13).
+            # Leaving an inference block restores the whole dispatch state, autocast included (seen in torch 2.13).
             inner = self.order[self.order.index(opener) + 1 :]
             crossing = sorted({block.name for block in {*blocks} ^ {*self.open_autocasts} | {*inner}}) or ["autocast"]
             raise ModeError(
@@ -324,7 +325,7 @@ class ModeSwitches:
         inside = self.mode.inside(Block(node, entered, self.shown.grad))
         self.cache = _cache_of(inside)
         if inside == self.mode:
-            return  # It changes nothing.
+            return  # It has no effect.
         self.active[entered.device] = replace(entered.within(outer), cache=None)
         self.mode = inside
 
@@ -339,7 +340,7 @@ class ModeSwitches:
         blocks = self.mode.blocks
         self.has_crossed = self.has_crossed or self.order[-1] is not opener
         if self.has_crossed:
-            blocks = self._settled(node)
+            blocks = self._blocks_after_crossing(node)
         elif blocks and blocks[-1].key is opener:
             blocks = blocks[:-1]
         if self.order[-1] is opener:
@@ -349,8 +350,8 @@ class ModeSwitches:
         self.has_crossed = self.has_crossed and bool(self.open_autocasts)
         self.mode = replace(self.mode, autocast=with_cache(self.active.values(), self.cache), blocks=blocks)
 
-    def _settled(self, node: Node) -> tuple[Block, ...]:
-        """Blocks that give the state in force, after blocks were left in another order than they were entered in."""
+    def _blocks_after_crossing(self, node: Node) -> tuple[Block, ...]:
+        """Blocks that make up the state in force, after blocks were left in another order than they were entered in."""
         blocks = self.mode.blocks
         kept = max((at + 1 for at, block in enumerate(blocks) if isinstance(block.sets, Inference)), default=0)
         around = with_cache(self.caller.autocast, None)
@@ -371,12 +372,12 @@ _ACTIONS = {
 
 
 def _cache_of(mode: Mode) -> bool | None:
-    """Whether autocast keeps the weights that it has cast, if the mode says so."""
+    """Whether autocast caches casts of weights, if the mode sets that."""
     return mode.autocast[0].cache if mode.autocast else None
 
 
 def autocast_arguments(node: Node) -> Autocast:
-    """What the node that enters an autocast block asks for, by position, by keyword or by default."""
+    """The arguments of the node that enters an autocast block, by position, by keyword or by default."""
     named = dict(zip(("device_type", "dtype", "enabled", "cache_enabled"), node.args, strict=False)) | dict(node.kwargs)
     device, dtype = named.get("device_type"), named.get("dtype")
     enabled, cache = named.get("enabled", True), named.get("cache_enabled")
@@ -397,8 +398,8 @@ def autocast_arguments(node: Node) -> Autocast:
 
 def only_argument(node: Node, name: str) -> object:
     """The one argument of a toggle, by position or by keyword; None if there is another number of them."""
-    given = (*node.args, *(value for keyword, value in node.kwargs.items() if keyword == name))
-    return given[0] if len(given) == 1 and len(node.args) + len(node.kwargs) == 1 else None
+    values = (*node.args, *(value for keyword, value in node.kwargs.items() if keyword == name))
+    return values[0] if len(values) == 1 and len(node.args) + len(node.kwargs) == 1 else None
 
 
 def _opener(node: Node, still_open: Mapping[Node, object]) -> Node:

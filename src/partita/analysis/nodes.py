@@ -1,4 +1,4 @@
-"""What a node carries: traced value, attribute, module stack."""
+"""What a node refers to: its traced value, attribute or module, module stack and neighbours."""
 
 from __future__ import annotations
 
@@ -39,11 +39,8 @@ __all__ = [
 ]
 
 
-# Whether calling a graph module runs its graph, and nothing else.
-
-
 def runs_its_graph(module: nn.Module) -> bool:
-    """No hook, no `forward` put on the instance and no compiled call stands between a call and the graph."""
+    """Whether a call runs the graph and nothing else: no hook, no `forward` of the instance, no compiled call."""
     return isinstance(module, GraphModule) and call_overrides(module) is None
 
 
@@ -53,7 +50,7 @@ def runs_its_graph(module: nn.Module) -> bool:
 def imported(full_name: str) -> Any:
     """The class or function of that name, or None where no imported module has it.
 
-    Modules and objects may run code to answer, so the name comes from the user, never from a file.
+    Attribute access may run code, so the name must come from the user, never from a file.
     """
     module, names = _module_and_names(full_name)
     found: Any = sys.modules.get(module)
@@ -63,10 +60,10 @@ def imported(full_name: str) -> Any:
 
 
 def imported_class(full_name: str) -> type | None:
-    """The class of that name, or None where no imported module has it; to look for it runs nothing."""
+    """The class of that name, or None where no imported module has it; the lookup runs no code."""
     module, names = _module_and_names(full_name)
     found: Any = sys.modules.get(module)
-    # `vars` and `isinstance` ask the object, and lazy modules load what they stand for when they are asked.
+    # `vars` and `isinstance` access attributes of the object, and lazy modules load on attribute access.
     held = object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
     for name in names:
         found = held.get(name)
@@ -86,7 +83,7 @@ def _module_and_names(full_name: str) -> tuple[str, list[str]]:
     return module, names[::-1]
 
 
-# Module stacks: where in the model a traced node belongs, as torch.export writes it down.
+# Module stacks: where in the model a traced node belongs, as torch.export records it.
 
 
 #: The calls of modules around a node, the outermost first, by a key of the call: path and type of the module.
@@ -120,11 +117,11 @@ def outermost_stack(graph: Graph) -> ModuleStack:
 
 
 def settle_stacks(graph: Graph) -> None:
-    """Keeps the nodes of each call of a module in one run, as `torch.export.unflatten` takes for granted.
+    """Keeps the nodes of each call of a module in one run, as `torch.export.unflatten` requires.
 
     A node that would go back into a call which has ended stays in the call around it; an item goes with its source.
     """
-    # A call has a number of its own inside of each other: stacks as a whole would take memory like their depth squared.
+    # Calls are numbered by their parent: keys of whole stacks would take memory quadratic in the depth.
     numbers: dict[tuple[int, tuple[str, Any]], int] = {}
     current: list[int] = []
     ended: set[int] = set()
@@ -134,7 +131,7 @@ def settle_stacks(graph: Graph) -> None:
         if not stack or node.op in ("placeholder", "output"):
             continue
         calls = tuple(stack.items())
-        if calls[0][1][0] != "":  # What torch adds to a graph belongs wherever it stands.
+        if calls[0][1][0] != "":  # Nodes that torch adds belong wherever they stand.
             continue
         running, number = list[int](), 0
         for call in calls:
@@ -147,7 +144,7 @@ def settle_stacks(graph: Graph) -> None:
         node.meta[_KEY] = dict(calls[: len(running)])
 
 
-# Traced values: what the tracer noted about the result of a node, under either of the two names it uses.
+# Traced values: the example result of a node, under either of the two keys that tracers use.
 
 
 #: torch.export and make_fx write "val", Dynamo writes "example_value".
@@ -155,7 +152,7 @@ VALUE_KEYS = ("val", "example_value")
 
 
 def value_of(node: Node) -> Any:
-    """The traced value of `node`, or None where nothing was noted."""
+    """The traced value of `node`, or None."""
     meta = node.meta
     for key in VALUE_KEYS:
         if key in meta:
@@ -173,7 +170,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def container_items(node: Node) -> tuple[Any, ...] | None:
-    """The traced items of a plain tuple, list or torch.Size; None where `node` gives something else or unknown."""
+    """The traced items of a plain tuple, list or torch.Size; None where the result is something else or unknown."""
     value = value_of(node)
     return tuple(value) if type(value) in (tuple, list, torch.Size) else None
 
@@ -181,15 +178,15 @@ def container_items(node: Node) -> tuple[Any, ...] | None:
 def crossing_places(items: Sequence[Any]) -> tuple[int, ...]:
     """The places of a container whose items must be passed on; the others are known constants.
 
-    A tracer that writes symbols into a size has made sure of the plain numbers beside them. Sizes of nothing but plain
-    numbers may be those of an example, so these are passed on.
+    In a size with symbols, the tracer has specialized the plain numbers. A size of plain numbers only may be that of an
+    example, so its items are passed on.
     """
     fixed = any(isinstance(item, torch.SymInt) for item in items)
     return tuple(place for place, item in enumerate(items) if not fixed or type(item) is not int)
 
 
 def bytes_of(node: Node, root: GraphModule | None = None) -> int | None:
-    """The bytes of the tensors that `node` gives; None where that is unknown or symbolic."""
+    """The bytes of the tensors that `node` returns; None where that is unknown or symbolic."""
     value = value_of(node)
     if value is None and node.op == "get_attr" and root is not None:
         value = find(root, str(node.target))
@@ -208,11 +205,11 @@ def bytes_of_value(value: Any) -> int | None:
     return total
 
 
-# Attributes: what the dotted target of a node names on a module.
+# Attributes: what the dotted target of a node refers to on a module.
 
 
 def attribute_of(root: nn.Module, node: Node) -> Any:
-    """What `node` names by its dotted target."""
+    """What the dotted target of `node` refers to."""
     value = find(root, str(node.target))
     if value is None and not _exists(root, str(node.target)):
         raise MissingTargetError(
@@ -223,10 +220,10 @@ def attribute_of(root: nn.Module, node: Node) -> Any:
 
 
 def find(root: nn.Module, path: str) -> Any:
-    """What stands at a dotted path, or None."""
+    """The object at a dotted path, or None."""
     value: Any = root
     for part in path.split("."):
-        # Most of a path is modules, and asking a module for an attribute takes it three tables and a miss.
+        # Most of a path is modules, and `getattr` finds a submodule only after a miss and three tables.
         inner = value._modules.get(part) if isinstance(value, nn.Module) else None
         value = getattr(value, part, None) if inner is None else inner
     return value
@@ -245,7 +242,7 @@ def modules_in(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _exists(root: nn.Module, path: str) -> bool:
-    """Whether something stands at a path, even if that is None."""
+    """Whether a path exists, even if None is there."""
     folder, _, name = path.rpartition(".")
     return hasattr(find(root, folder) if folder else root, name)
 

@@ -1,4 +1,4 @@
-"""Projections: nodes that only take an item out of a container; they touch no memory and belong to its producer."""
+"""Projections: nodes that only take an item out of a container; they access no memory and belong to its producer."""
 
 from __future__ import annotations
 
@@ -18,45 +18,47 @@ __all__ = ["is_projection", "projections_of", "takes_item"]
 
 
 def projections_of(index: Index, root: nn.Module) -> tuple[int, ...]:
-    """The projections of a graph by number, in graph order; other nodes are not even looked at."""
-    written: dict[Node, bool] = {}
+    """The projections of a graph by number, in graph order; other nodes are not visited."""
+    mutated: dict[Node, bool] = {}
     found = []
     for target in (operator.getitem, getattr):
         for node in index.graph.find_nodes(op="call_function", target=target, sort=False):
-            if is_projection(node, root, written):
+            if is_projection(node, root, mutated):
                 found.append(index.number[node])
     return tuple(sorted(found))
 
 
-def is_projection(node: Node, root: nn.Module | None = None, written: dict[Node, bool] | None = None) -> bool:
-    """Whether `node` only takes one item, at a constant place, out of a container that nobody changes."""
-    return takes_item(node, root) and not _is_written(node.all_input_nodes[0], {} if written is None else written)
+def is_projection(node: Node, root: nn.Module | None = None, mutated: dict[Node, bool] | None = None) -> bool:
+    """Whether `node` only takes one item, at a constant place, out of a container that is never mutated."""
+    return takes_item(node, root) and not _is_mutated(node.all_input_nodes[0], {} if mutated is None else mutated)
 
 
 def takes_item(node: Node, root: nn.Module | None = None) -> bool:
-    """Whether `node` takes one item, at a constant place, out of a container that another node gives."""
+    """Whether `node` takes one item, at a constant place, out of a container that another node returns."""
     if node.op != "call_function" or len(node.args) != 2:
         return False
     source, place = node.args
     if not isinstance(source, Node) or not isinstance(place, int | str):
         return False
     if node.target is operator.getitem:
-        return isinstance(place, int) and _gives_container(source, root)
+        return isinstance(place, int) and _returns_container(source, root)
     return node.target is getattr and isinstance(place, str) and isinstance(value_of(source), tuple)
 
 
-def _is_written(source: Node, known: dict[Node, bool]) -> bool:
-    """Whether somebody may change the container itself, so that its items depend on when they are taken."""
+def _is_mutated(source: Node, known: dict[Node, bool]) -> bool:
+    """Whether the container itself may be mutated, so that an item depends on when it is taken."""
     if source not in known:
         known[source] = not all(map(_only_reads, source.users))
     return known[source]
 
 
 def _only_reads(user: Node) -> bool:
-    """Operators and tensor methods never put anything into a list that they are given; anyone else might."""
+    """Whether a user does not mutate a list; operators and tensor methods never do, other functions may."""
     if user.op == "call_function":
-        return user.target not in _WRITERS and (user.target in (operator.getitem, getattr) or _is_of_torch(user.target))
-    return user.op == "output" or (user.op == "call_method" and user.target not in _WRITERS)
+        return user.target not in _MUTATORS and (
+            user.target in (operator.getitem, getattr) or _is_of_torch(user.target)
+        )
+    return user.op == "output" or (user.op == "call_method" and user.target not in _MUTATORS)
 
 
 def _is_of_torch(target: Any) -> bool:
@@ -66,8 +68,8 @@ def _is_of_torch(target: Any) -> bool:
     )
 
 
-#: What changes a list or dict in place.
-_WRITERS = frozenset(
+#: Functions and methods that mutate a list or dict.
+_MUTATORS = frozenset(
     (
         operator.setitem,
         operator.delitem,
@@ -81,19 +83,19 @@ _WRITERS = frozenset(
 )
 
 
-def _gives_container(node: Node, root: nn.Module | None) -> bool:
+def _returns_container(node: Node, root: nn.Module | None) -> bool:
     value = value_of(node)
     if value is not None:
         return isinstance(value, tuple | list)
     if node.op == "call_module":
-        return _module_gives_container(node, root)
+        return _module_returns_container(node, root)
     if node.target is getattr:
         return node.args[1:] == ("shape",)
     return node.op in ("call_function", "call_method") and returns_container(node.target)
 
 
-def _module_gives_container(node: Node, root: nn.Module | None) -> bool:
-    """A body that was cut out before says in its own graph what it gives."""
+def _module_returns_container(node: Node, root: nn.Module | None) -> bool:
+    """Whether a module is a body whose graph returns a container."""
     body = None if root is None else root.get_submodule(str(node.target))
     if isinstance(body, StandsForBody):
         body = body.body

@@ -1,4 +1,4 @@
-"""Symbolic sizes and scalars."""
+"""Symbolic sizes and scalars: which symbols traced values mention, and where in a graph each one can be read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from partita.analysis.nodes import value_of
 __all__ = ["Dimension", "Symbols", "symbolic_scalars_of"]
 
 
-# Symbolic scalars: truth values and floats that follow from symbolic numbers alone, the same in every mode.
-
-
 def symbolic_scalars_of(index: Index) -> frozenset[int]:
-    """The nodes that compute one, by number; only calls of functions of numbers are looked at."""
+    """The nodes, by number, that compute a boolean or float from symbolic numbers alone, the same in every mode."""
     calls = (nodes for (_, target), nodes in nodes_by_target(index.graph).items() if target in NUMBER_FUNCTIONS)
     return frozenset(index.number[node] for nodes in calls for node in nodes if _is_scalar(node))
 
 
 def _is_scalar(node: Node) -> bool:
-    """Integers are none: they cross borders as they are. Neither is what `.item()` gives: that reads memory."""
+    """Integers do not count: they cross region borders as they are. Nor do results of `.item()`, which reads memory."""
     return isinstance(value_of(node), torch.SymBool | torch.SymFloat) and all(
         isinstance(value_of(read), _NUMBERS) for read in node.all_input_nodes
     )
@@ -36,11 +33,8 @@ def _is_scalar(node: Node) -> bool:
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-# Symbols: the symbolic sizes that traced values mention, and where in a graph each one can be read.
-
-
 class Dimension(NamedTuple):
-    """The size of one dimension of the tensor that a node gives."""
+    """The size of one dimension of the tensor that a node returns."""
 
     number: int
     axis: int
@@ -57,7 +51,7 @@ class _Places:
 
 @final
 class Symbols:
-    """The symbols of one graph; nothing is computed until a value that mentions one is asked about."""
+    """The symbols of one graph, found on the first query about a value that mentions one."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -73,7 +67,7 @@ class Symbols:
         return found
 
     def symbol_at(self, number: int) -> Any:
-        """The symbol that node `number` gives, when it gives one symbol and nothing more; else None."""
+        """The symbol that node `number` returns, if its result is exactly one symbol; else None."""
         return symbol_of(value_of(self._index.nodes[number]))
 
     def _mentions(self, number: int) -> tuple[Any, ...]:
@@ -89,7 +83,7 @@ class Symbols:
         if symbol in places.sizes and not is_unbacked(symbol):
             return places.sizes[symbol]
         computed = places.results.get(symbol)
-        # A result that comes later cannot be waited for: the value itself exists already.
+        # A later result cannot be used: the value exists before it.
         if computed is not None and computed <= number:
             return computed
         return _bare_sizes(number, value_of(self._index.nodes[number])).get(symbol)

@@ -13,9 +13,9 @@ __all__ = ["EXACT", "Tolerance"]
 class Tolerance:
     """Relative and absolute distance; both zero means the same bits.
 
-    `rounding` is for operators that run in another order than before. Values do not notice, but autograd sums the
+    `rounding` is for operators that run in another order than before. Values do not change, but autograd sums the
     gradients of a value that is used twice in the order in which the uses ran, and a sum in another order may round
-    otherwise. It allows gradients, and nothing else, to differ by a few of these units, or of their dtype's if that is
+    differently. It allows gradients, and nothing else, to differ by a few of these units, or of their dtype's if
     larger, and 0.0 to be -0.0 there; zero means that no sum may change.
     """
 

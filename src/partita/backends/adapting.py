@@ -1,4 +1,7 @@
-"""Bodies made fit for Dynamo-style compilers, and their calls."""
+"""Adapts bodies to compilers for Dynamo's graphs, and calls to what these compile.
+
+Dynamo passes compilers no plain numbers, in or out, and an input for every symbol. The body of a region has both.
+"""
 
 from __future__ import annotations
 
@@ -16,63 +19,58 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from partita._torch.operators.registry import SYM_SIZE
 from partita.backends._torch.fake_inputs import SYMBOLIC, place_of_symbol, size_carrier, unnamed_sizes
 
-__all__ = ["Calling", "CompiledBody", "adapt", "adapt_to_tensors"]
-
-
-# Adapting: changes a body so that compilers built for Dynamo's graphs take it.
-#
-# Dynamo gives them no plain numbers, in or out, and an input for every symbol. A body of a region has both.
+__all__ = ["CallingConvention", "CompiledBody", "adapt", "adapt_to_tensors"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """What a compiler is given with an adapted body; how to call what it makes is known when it is done."""
+    """The inputs for the compiler of an adapted body; the calling convention is known when it has traced the body."""
 
     inputs: tuple[Any, ...]
-    given: tuple[Input, ...]
+    arguments: tuple[Input, ...]
     outputs: tuple[Output, ...]
     arity: int
-    notes: Notes
+    recorder: OutputRecorder
 
-    def calling(self) -> Calling:
-        """How to call what the compiler made; asked after it has traced the body."""
-        outputs = tuple(map(self.notes.known, self.outputs))
-        return Calling(self.given, outputs, self.arity)
+    def calling(self) -> CallingConvention:
+        """The calling convention of the compiled function; call it after the compiler has traced the body."""
+        outputs = tuple(map(self.recorder.resolve, self.outputs))
+        return CallingConvention(self.arguments, outputs, self.arity)
 
 
 def adapt(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
-    """Writes plain inputs into the body, takes plain outputs out of it, and adds an input for each unnamed symbol.
+    """Folds constant inputs into the body, removes constant outputs, and adds an input for each unnamed symbol.
 
-    Plain numbers become constants because AOTAutograd would make symbols of them, and take equal ones for one: a 4
-    beside a size that happens to be 4 would then have to change with it. Symbols become inputs because torch 2.13
+    Plain numbers become constants because AOTAutograd would make symbols of them, and unify equal ones: a 4 beside a
+    size that happens to be 4 would then have to change with it. Symbols become inputs because torch 2.13
     fails on floats that it computes from a size.
     """
-    given = _fold_plain_inputs(body, inputs)
-    left = [inputs[argument.place] for argument in given]
+    arguments = _fold_constant_inputs(body, inputs)
+    left = [inputs[argument.place] for argument in arguments]
     known = scalars_of_inputs(body, left)
     sizes: list[Input] = []
     for place, axis in unnamed_sizes(left):
         _add_input(body, f"size_{axis}_of_{place}")
-        sizes.append(Size(given[place].place, axis))
+        sizes.append(Size(arguments[place].place, axis))
         left.append(left[place].shape[axis])
-    notes = Notes(as_tensors=False)
-    outputs = _fold_plain_outputs(body, notes, among=scalars_in(body.graph), known=known)
+    recorder = OutputRecorder(as_tensors=False)
+    outputs = _fold_constant_outputs(body, recorder, among=scalars_in(body.graph), known=known)
     _drop_annotations(body)
     body.recompile()
-    return Adapted(tuple(left), (*given, *sizes), outputs, len(inputs), notes)
+    return Adapted(tuple(left), (*arguments, *sizes), outputs, len(inputs), recorder)
 
 
 def adapt_to_tensors(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
-    """Writes plain inputs into the body, takes plain outputs out of it, and reads integers from sizes of tensors.
+    """Folds constant inputs into the body, removes constant outputs, and reads integers from sizes of tensors.
 
-    For compilers whose functions take and give nothing but tensors. For an integer that is no size of an input, they
-    get an empty tensor whose size it is.
+    For compilers whose functions take and return nothing but tensors. An integer that is not the size of an input is
+    passed as the size of an empty tensor.
     """
-    folded = _fold_plain_inputs(body, inputs)
+    folded = _fold_constant_inputs(body, inputs)
     left = [inputs[argument.place] for argument in folded]
     placeholders = body.graph.find_nodes(op="placeholder")
-    given: list[Input] = []
+    arguments: list[Input] = []
     tensors: list[Any] = []
     for node, argument, value in zip(placeholders, folded, left, strict=True):
         found = place_of_symbol(value, left) if isinstance(value, torch.SymInt) else None
@@ -82,17 +80,17 @@ def adapt_to_tensors(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
         elif isinstance(value, torch.SymInt):
             _read_from_size(body, node, node, 0)
             tensors.append(size_carrier(value, left))
-            given.append(Carrier(argument.place))
+            arguments.append(Carrier(argument.place))
         else:
             tensors.append(value)
-            given.append(argument)
-    notes = Notes(as_tensors=True)
-    outputs = _fold_plain_outputs(body, notes, among=set(body.graph.nodes), known={})
+            arguments.append(argument)
+    recorder = OutputRecorder(as_tensors=True)
+    outputs = _fold_constant_outputs(body, recorder, among=set(body.graph.nodes), known={})
     body.recompile()
-    return Adapted(tuple(tensors), tuple(given), outputs, len(inputs), notes)
+    return Adapted(tuple(tensors), tuple(arguments), outputs, len(inputs), recorder)
 
 
-def _fold_plain_inputs(body: GraphModule, inputs: Sequence[Any]) -> tuple[Argument, ...]:
+def _fold_constant_inputs(body: GraphModule, inputs: Sequence[Any]) -> tuple[Argument, ...]:
     left = []
     for place, (node, value) in enumerate(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         if isinstance(value, (Tensor, *SYMBOLIC)):
@@ -118,19 +116,19 @@ def _read_from_size(body: GraphModule, number: Node, source: Node, axis: int) ->
     number.replace_all_uses_with(size, delete_user_cb=lambda user: user is not size)
 
 
-def _fold_plain_outputs(
-    body: GraphModule, notes: Notes, *, among: set[Node], known: Mapping[Node, Any]
+def _fold_constant_outputs(
+    body: GraphModule, recorder: OutputRecorder, *, among: set[Node], known: Mapping[Node, Any]
 ) -> tuple[Output, ...]:
-    """Leaves outputs out that are no nodes, or known, and has it noted what those are that may turn out to be plain.
+    """Removes outputs that are constants or known, and records those that may turn out to be constants in the trace.
 
-    torch stores no function of a body with such a note in it, so there is none where the number is known before.
+    torch cannot store the function of a body with a recording call, so there is none for a number that is known.
     """
-    written = body.graph.output_node()
-    given = written.args[0]
-    assert isinstance(given, tuple | list)
+    output = body.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, tuple | list)
     outputs: list[Output] = []
     left: list[Node] = []
-    for value in given:
+    for value in results:
         if not isinstance(value, Node):
             outputs.append(Constant(value))
             continue
@@ -139,10 +137,10 @@ def _fold_plain_outputs(
             continue
         outputs.append(Result(len(left)))
         if value in among and value not in known:
-            with body.graph.inserting_before(written):
-                value = body.graph.call_function(notes.noting(), (value, len(left)))
+            with body.graph.inserting_before(output):
+                value = body.graph.call_function(recorder.recording_function(), (value, len(left)))
         left.append(value)
-    written.args = (tuple(left),)
+    output.args = (tuple(left),)
     return tuple(outputs)
 
 
@@ -153,62 +151,59 @@ def _drop_annotations(body: GraphModule) -> None:
             node.type = None
 
 
-# Notes: which outputs of a body turn out to be plain values or numbers while it is traced.
-
-
 @final
-class Notes:
-    """What was seen of outputs; `as_tensors` tells that the compiler makes tensors of numbers."""
+class OutputRecorder:
+    """Records which outputs turn out to be constants or numbers while a body is traced.
+
+    With `as_tensors`, the compiler returns numbers as tensors.
+    """
 
     def __init__(self, *, as_tensors: bool) -> None:
         self._as_tensors = as_tensors
         self._constants: dict[int, Constant] = {}
-        self._kinds: dict[int, type[int] | type[float] | type[bool]] = {}
+        self._number_types: dict[int, type[int] | type[float] | type[bool]] = {}
 
-    def noting(self) -> Callable[[Any, int], Any]:
-        """A function for graphs: it notes what it is given for an output, and gives on all but plain values."""
+    def recording_function(self) -> Callable[[Any, int], Any]:
+        """A function for graphs: it records the value of an output, and returns it unless it is a constant."""
 
-        def note(value: Any, place: int) -> Any:
+        def record(value: Any, place: int) -> Any:
             if isinstance(value, Tensor):
                 return value
-            for symbolic, kind in _KINDS:
+            for symbolic, number_type in _NUMBER_TYPES:
                 if isinstance(value, symbolic):
-                    self._kinds[place] = kind
+                    self._number_types[place] = number_type
                     return value
             self._constants[place] = Constant(value)
             return None
 
-        return note
+        return record
 
-    def known(self, output: Output) -> Output:
-        """How to read an output, after all that was seen."""
+    def resolve(self, output: Output) -> Output:
+        """How to read an output, after the trace."""
         if not isinstance(output, Result):
             return output
-        kind = self._kinds.get(output.place)
-        if kind is not None and self._as_tensors:
-            return Number(output.place, kind)
+        number_type = self._number_types.get(output.place)
+        if number_type is not None and self._as_tensors:
+            return Number(output.place, number_type)
         return self._constants.get(output.place, output)
 
 
-_KINDS: tuple[tuple[type, type[int] | type[float] | type[bool]], ...] = (
+_NUMBER_TYPES: tuple[tuple[type, type[int] | type[float] | type[bool]], ...] = (
     (torch.SymInt, int),
     (torch.SymFloat, float),
     (torch.SymBool, bool),
 )
 
 
-# Calling: how a compiler's function is called in the place of a body that had to be changed for the compiler.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An input of the body, passed on."""
+    """An input of the body, passed unchanged."""
 
     place: int
 
-    def of(self, given: Sequence[Any]) -> Any:
-        return given[self.place]
+    def of(self, values: Sequence[Any]) -> Any:
+        return values[self.place]
 
 
 @final
@@ -219,52 +214,52 @@ class Size:
     place: int
     axis: int
 
-    def of(self, given: Sequence[Any]) -> Any:
-        return given[self.place].size(self.axis)
+    def of(self, values: Sequence[Any]) -> Any:
+        return values[self.place].size(self.axis)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """An integer that the body is given, as the size of an empty tensor, for a function that takes tensors only."""
+    """An integer input of the body, passed as the size of an empty tensor to a function that takes tensors only."""
 
     place: int
 
-    def of(self, given: Sequence[Any]) -> Any:
-        return size_carrier(given[self.place])
+    def of(self, values: Sequence[Any]) -> Any:
+        return size_carrier(values[self.place])
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the function gives."""
+    """A result of the function."""
 
     place: int
 
-    def of(self, given: Sequence[Any]) -> Any:
-        return given[self.place]
+    def of(self, values: Sequence[Any]) -> Any:
+        return values[self.place]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that the function gives as a tensor."""
+    """A number that the function returns as a tensor."""
 
     place: int
     kind: type[int] | type[float] | type[bool]
 
-    def of(self, given: Sequence[Any]) -> Any:
-        return self.kind(given[self.place].item())
+    def of(self, values: Sequence[Any]) -> Any:
+        return self.kind(values[self.place].item())
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that was known before."""
+    """A value that is known at compile time."""
 
     value: Any
 
-    def of(self, given: Sequence[Any]) -> Any:
+    def of(self, values: Sequence[Any]) -> Any:
         return self.value
 
 
@@ -274,8 +269,8 @@ Output: TypeAlias = Result | Number | Constant
 
 @final
 @dataclass(frozen=True, slots=True)
-class Calling:
-    """What the function is given, and what the body gives, in order."""
+class CallingConvention:
+    """The arguments of the function and the outputs of the body, in order."""
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
@@ -283,47 +278,44 @@ class Calling:
     arity: int
 
     @property
-    def passes_on(self) -> bool:
-        """Whether the function is called just like the body."""
-        return self.inputs == tuple(map(Argument, range(self.arity))) and self.gives_on
+    def is_identity(self) -> bool:
+        """Whether the function takes and returns just what the body does."""
+        return self.inputs == tuple(map(Argument, range(self.arity))) and self.returns_unchanged
 
     @property
-    def gives_on(self) -> bool:
-        """Whether the function gives just what the body gives."""
+    def returns_unchanged(self) -> bool:
+        """Whether the function returns just what the body returns."""
         return self.outputs == tuple(map(Result, range(len(self.outputs))))
 
 
 @final
 class CompiledBody:
-    """A compiler's function, called and giving like the body that it was made of.
+    """A compiler's function with the calling convention of the body that it was compiled from.
 
-    `stored` is the function as bytes, and `vectors` names the kind that it was compiled for.
+    `stored` is the function as bytes, and `vectors` the vector extension that it was compiled for.
     """
 
     def __init__(
         self,
         function: Callable[..., Sequence[Any]],
-        calling: Calling,
+        calling: CallingConvention,
         *,
         stored: bytes | None = None,
         vectors: str = "",
     ) -> None:
         self.function, self.calling, self.stored, self.vectors = function, calling, stored, vectors
-        self._inputs = None if calling.passes_on else [each.of for each in calling.inputs]
-        self._outputs = None if calling.gives_on else [each.of for each in calling.outputs]
+        self._inputs = None if calling.is_identity else [each.of for each in calling.inputs]
+        self._outputs = None if calling.returns_unchanged else [each.of for each in calling.outputs]
 
-    def __call__(self, *given: Any) -> Sequence[Any]:
+    def __call__(self, *args: Any) -> Sequence[Any]:
         if self._inputs is None:
-            return self.function(*given)
-        results = self.function(*[taken(given) for taken in self._inputs])
-        return results if self._outputs is None else tuple([made(results) for made in self._outputs])
-
-
-# Scalars: nodes of a body that compute a Python number from sizes and other numbers alone.
+            return self.function(*args)
+        results = self.function(*[read(args) for read in self._inputs])
+        return results if self._outputs is None else tuple([read(results) for read in self._outputs])
 
 
 def scalars_in(graph: Graph) -> set[Node]:
-    """The nodes that give numbers; one of which that is unknown is not among them."""
+    """The nodes that are known to compute a Python number from sizes and other numbers alone."""
     found: set[Node] = set()
     for node in graph.nodes:
         if _reads_number(node) or (_computes(node) and found.issuperset(node.all_input_nodes)):
@@ -332,7 +324,7 @@ def scalars_in(graph: Graph) -> set[Node]:
 
 
 def scalars_of_inputs(body: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
-    """What the outputs are that follow from the looks of the inputs alone: their sizes, and numbers made of these."""
+    """The outputs that follow from the metadata of the inputs alone: sizes, and numbers computed from them."""
     known: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
     output, scalars = body.graph.output_node(), scalars_in(body.graph)
     runner = Interpreter(body)
@@ -343,12 +335,12 @@ def scalars_of_inputs(body: GraphModule, inputs: Sequence[Any]) -> dict[Node, An
             try:
                 known[node] = runner.run_node(node)
             except Exception:
-                continue  # Whoever runs the body will say what is wrong.
+                continue  # The trace of the body will raise it.
     return {node: known[node] for node in output.all_input_nodes if node in known and node.op != "placeholder"}
 
 
 def _needed_for(nodes: Sequence[Node], graph: Graph) -> list[Node]:
-    """The nodes and all that they are computed of, in graph order; no inputs."""
+    """The nodes and all that they are computed from, in graph order, without inputs."""
     needed = set(nodes)
     for node in reversed(graph.nodes) if needed else ():
         if node in needed:
@@ -369,7 +361,7 @@ def _reads_number(node: Node) -> bool:
 
 
 def _computes(node: Node) -> bool:
-    """Whether the function makes numbers of numbers; of nothing at all it may make anything."""
+    """Whether the function computes numbers from numbers; without arguments it may return anything."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     target = node.target

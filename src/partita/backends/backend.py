@@ -1,4 +1,4 @@
-"""Protocol, lookup by entry point, eager."""
+"""The backend protocol, its optional attributes, lookup by entry point, and the eager backend."""
 
 from __future__ import annotations
 
@@ -27,76 +27,16 @@ __all__ = [
 ]
 
 
-# Eager: no compiler at all, the body as it is; for tests, and to tell a compiler's faults from a partition's.
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Eager:
-    """Runs the body node by node; takes everything and changes no bit."""
-
-    name: ClassVar[str] = "eager"
-    tolerance: ClassVar[Tolerance] = EXACT
-    trains: ClassVar[bool] = True
-    takes_symbols: ClassVar[bool] = True
-
-    def refusal(self, node: Node) -> str | None:
-        """Nothing is refused."""
-        return None
-
-    def compile(self, body: GraphModule, inputs: Sequence[object]) -> Compiled:
-        """The body itself."""
-        return body.forward
-
-
-# Backends by name: ours are found as anyone else's are, through entry points.
-
-
-_GROUP = "partita.backends"
-
-
-def find_backend(wanted: str | Backend) -> Backend:
-    """The backend of that name, with its default options; a backend itself is given back."""
-    if is_backend(wanted):
-        return wanted
-    if not isinstance(wanted, str):
-        raise OptionError(f"a backend is a name or has `name`, `refusal` and `compile`; {wanted!r} is neither")
-    found = _entries().get(wanted)
-    if found is None:
-        names = backend_names()
-        near = get_close_matches(wanted, names, n=3) or names
-        raise OptionError(f"no backend is called {wanted!r}; try {', '.join(map(repr, near))}")
-    try:
-        made = found.load()()
-    except Exception as error:
-        raise OptionError(f"backend {wanted!r} cannot be had: {found.value} raised {error}") from error
-    if not is_backend(made):
-        raise OptionError(f"{found.value}, the entry point of backend {wanted!r}, makes {made!r}, which is no backend")
-    return made
-
-
-def backend_names() -> list[str]:
-    """The names of all backends that are installed."""
-    return sorted(_entries())
-
-
-def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=_GROUP)}
-
-
-# What a backend is: it says which nodes it refuses, and makes a function of a body; it knows nothing of regions.
-
-
-#: What a backend makes: a function of the body's inputs, one after another, that gives the body's outputs.
+#: A compiled function: it takes the body's inputs as positional arguments and returns the body's outputs.
 Compiled: TypeAlias = Callable[..., Sequence[Any]]
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A compiler: a frozen dataclass whose fields are its options.
+    """A compiler: a frozen dataclass whose fields are its options. It knows nothing of regions.
 
     It may also have `tolerance`, a `Tolerance` by which it changes numbers (exact if missing), `trains`, whether
-    gradients flow through what it makes (true if missing), `takes_symbols`, whether one function may serve inputs of
+    gradients flow through its functions (true if missing), `takes_symbols`, whether one function may serve inputs of
     several sizes (true if missing), and `picks_kernels`, whether it keeps the kernels that eager mode picks (false if
     missing). One whose functions can be stored has `save(compiled) -> bytes` and
     `load(data) -> compiled` as well.
@@ -104,10 +44,10 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The name that users refer to it by."""
 
     def refusal(self, node: Node) -> str | None:
-        """Why it does not take `node`, in a few words; None if it does."""
+        """Why it does not support `node`, in a few words; None if it does."""
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """A function that does what `body` does, for inputs like `inputs`.
@@ -115,7 +55,7 @@ class Backend(Protocol):
         `body` is the backend's own: it may change it. All nodes run in the modes that are in force now. `inputs` are
         fake tensors and plain or symbolic numbers; the function is called with real ones of the same dtypes, devices,
         strides, `requires_grad` and sizes, where symbolic sizes stand for any that the guards of their shape
-        environment allow. It writes to its inputs what the body writes, once, and gives a tuple or list.
+        environment allow. It mutates its inputs as the body does, once, and returns a tuple or list.
         """
 
 
@@ -133,7 +73,7 @@ def tolerance_of(backend: Backend) -> Tolerance:
 
 
 def trains(backend: Backend) -> bool:
-    """Whether gradients flow through what the backend makes."""
+    """Whether gradients flow through the functions of the backend."""
     return bool(getattr(backend, "trains", True))
 
 
@@ -145,3 +85,54 @@ def picks_kernels(backend: Backend) -> bool:
 def takes_symbols(backend: Backend) -> bool:
     """Whether one function may serve inputs of several sizes."""
     return bool(getattr(backend, "takes_symbols", True))
+
+
+_GROUP = "partita.backends"
+
+
+def find_backend(wanted: str | Backend) -> Backend:
+    """The backend of that name, with its default options; a backend itself is returned."""
+    if is_backend(wanted):
+        return wanted
+    if not isinstance(wanted, str):
+        raise OptionError(f"a backend is a name or has `name`, `refusal` and `compile`; {wanted!r} is neither")
+    found = _entries().get(wanted)
+    if found is None:
+        names = backend_names()
+        near = get_close_matches(wanted, names, n=3) or names
+        raise OptionError(f"no backend is called {wanted!r}; try {', '.join(map(repr, near))}")
+    try:
+        made = found.load()()
+    except Exception as error:
+        raise OptionError(f"backend {wanted!r} cannot be loaded: {found.value} raised {error}") from error
+    if not is_backend(made):
+        raise OptionError(f"{found.value}, the entry point of backend {wanted!r}, makes {made!r}, which is no backend")
+    return made
+
+
+def backend_names() -> list[str]:
+    """The names of all backends that are installed."""
+    return sorted(_entries())
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Eager:
+    """Runs the body unchanged; for tests, and to tell errors of a compiler from those of a partition."""
+
+    name: ClassVar[str] = "eager"
+    tolerance: ClassVar[Tolerance] = EXACT
+    trains: ClassVar[bool] = True
+    takes_symbols: ClassVar[bool] = True
+
+    def refusal(self, node: Node) -> str | None:
+        """Nothing is refused."""
+        return None
+
+    def compile(self, body: GraphModule, inputs: Sequence[object]) -> Compiled:
+        """The body itself."""
+        return body.forward

@@ -1,4 +1,4 @@
-"""Inductor, AOTInductor, aot_eager; options, storing."""
+"""The backends of torch, called without Dynamo: Inductor, AOTInductor and AOTAutograd alone; options and storage."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from partita.backends._torch.compile import (
     vectors,
     vectors_of_inductor,
 )
-from partita.backends._torch.support import check_draws
-from partita.backends.adapting import Calling, CompiledBody, adapt, adapt_to_tensors
+from partita.backends._torch.support import check_random_operators
+from partita.backends.adapting import CallingConvention, CompiledBody, adapt, adapt_to_tensors
 from partita.backends.backend import Compiled
 from partita.backends.refusals import refusal_by_inductor, refusal_by_tracing
 from partita.errors import BackendError, OptionError
@@ -35,15 +35,12 @@ from partita.errors import BackendError, OptionError
 __all__ = ["AotEager", "AotInductor", "Inductor", "stored"]
 
 
-# AOTAutograd alone: the body as forward and backward graphs of core operators, run without a compiler.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class AotEager:
-    """Traces what Inductor would trace and then runs it eagerly; values have the bits that eager gives them.
+    """Traces with AOTAutograd, as for Inductor, and runs the graphs eagerly; values are bitwise those of eager mode.
 
-    A region that goes wrong here goes wrong in tracing, not in a compiler. Gradients of a value with several uses are
+    A region that fails here fails in tracing, not in a compiler. Gradients of a value with several uses are
     summed region by region.
     """
 
@@ -58,14 +55,11 @@ class AotEager:
         return refusal_by_tracing(node)
 
     def compile(self, body: GraphModule, inputs: Sequence[object]) -> Compiled:
-        """What AOTAutograd makes of the body."""
-        check_draws(body, inputs)
+        """The forward and backward graphs of AOTAutograd, as a function."""
+        check_random_operators(body, inputs)
         adapted = adapt(body, inputs)
         function = compile_ahead(body, adapted.inputs)
         return CompiledBody(function, adapted.calling())
-
-
-# Inductor: torch's own compiler, called without Dynamo.
 
 
 #: Inductor adds in other orders and has its own elementary functions: blocks of transformers in float32 are off by 3e-6
@@ -92,19 +86,19 @@ class Inductor:
         object.__setattr__(self, "options", checked_options(options))
 
     def refusal(self, node: Node) -> str | None:
-        """Why Inductor does not take `node`."""
+        """Why Inductor does not support `node`."""
         return refusal_by_inductor(node)
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """What Inductor makes of the body."""
-        check_draws(body, inputs)
+        """Inductor's function for the body."""
+        check_random_operators(body, inputs)
         adapted = adapt(body, inputs)
         options = options_for_inductor(self.options)
         function = compile_with_inductor(body, adapted.inputs, options)
         return CompiledBody(function, adapted.calling(), vectors=vectors_of_inductor(options))
 
     def save(self, compiled: Compiled) -> bytes:
-        """What Inductor made, for another process that has a C++ compiler or Inductor's caches."""
+        """Inductor's function as bytes, for another process that has a C++ compiler or Inductor's caches."""
         if not isinstance(compiled, CompiledBody):
             raise BackendError(f"inductor stores what it has compiled itself, not a {type(compiled).__name__}")
         code = compiled.stored or function_to_bytes(compiled.function)
@@ -117,14 +111,11 @@ class Inductor:
         return stored(self.name, compiled.calling, code, vectors=compiled.vectors)
 
     def load(self, data: bytes) -> Compiled:
-        """What was stored; it runs code, so load nothing that you do not trust."""
+        """A stored function; loading runs code, so load nothing that you do not trust."""
         options = options_for_inductor(self.options)
         vectors = vectors_of_inductor(options)
         calling, code = restored(self.name, data, vectors=vectors)
         return CompiledBody(function_from_bytes(code, options), calling, stored=code, vectors=vectors)
-
-
-# AOTInductor: a body as native code that can be stored, moved to another process and run there without a compiler.
 
 
 @final
@@ -133,7 +124,7 @@ class AotInductor:
     """Compiles for inference, into a library that needs neither Python nor a compiler; `options` are Inductor's.
 
     Compiling takes longer than with `Inductor`, since all of it goes through a C++ compiler. A view of an input that
-    the body writes comes out as a copy: `Lower` makes views itself and asks no backend for them.
+    the body mutates is returned as a copy; `Lower` computes views itself and does not rely on it.
     """
 
     options: Options
@@ -147,29 +138,26 @@ class AotInductor:
         object.__setattr__(self, "options", checked_options(options))
 
     def refusal(self, node: Node) -> str | None:
-        """Why AOTInductor does not take `node`."""
+        """Why AOTInductor does not support `node`."""
         return refusal_by_inductor(node)
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """The function in the package that AOTInductor makes of the body."""
-        check_draws(body, inputs)
+        """The function in AOTInductor's package of the body."""
+        check_random_operators(body, inputs)
         adapted = adapt_to_tensors(body, inputs)
         package = package_of(body, adapted.inputs, options_for_inductor(self.options))
         return CompiledBody(function_of_package(package), adapted.calling(), stored=package, vectors=vectors())
 
     def save(self, compiled: Compiled) -> bytes:
-        """The package with what is needed to call it."""
+        """The package with its calling convention."""
         if not isinstance(compiled, CompiledBody) or compiled.stored is None:
             raise BackendError(f"aot_inductor stores what it has compiled itself, not a {type(compiled).__name__}")
         return stored(self.name, compiled.calling, compiled.stored, vectors=compiled.vectors)
 
     def load(self, data: bytes) -> Compiled:
-        """What was stored; it runs native code, so load nothing that you do not trust."""
+        """A stored function; loading runs native code, so load nothing that you do not trust."""
         calling, package = restored(self.name, data, vectors=vectors())
         return CompiledBody(function_of_package(package), calling, stored=package, vectors=vectors())
-
-
-# Options of Inductor: sorted pairs, so that equal ones are equal, and known to it, so that none is lost on a typo.
 
 
 #: Names and values, sorted by name; lists are tuples.
@@ -181,18 +169,18 @@ def checked_options(options: Mapping[str, object] | Options) -> Options:
     if not options:
         return ()
     try:
-        given = {name.replace("-", "_"): value for name, value in dict(options).items()}
+        named = {name.replace("-", "_"): value for name, value in dict(options).items()}
     except (AttributeError, TypeError, ValueError):
         raise OptionError(f"options are a mapping from names to values, not {options!r}") from None
     known = inductor_options()
-    return tuple(sorted((name, _checked(name, value, known)) for name, value in given.items()))
+    return tuple(sorted((name, _checked(name, value, known)) for name, value in named.items()))
 
 
 def options_for_inductor(options: Options) -> dict[str, object]:
-    """The options as Inductor takes them, beside those that keep eager's numbers unless they say otherwise."""
+    """The options for Inductor, with defaults that keep the numerics of eager mode."""
     known = inductor_options() if options else {}
-    given = {name: [*value] if isinstance(known[name], list) else value for name, value in options}  # type: ignore[misc]
-    return {**_EAGERS_NUMBERS, **given}
+    chosen = {name: [*value] if isinstance(known[name], list) else value for name, value in options}  # type: ignore[misc]
+    return {**_EAGER_NUMERICS, **chosen}
 
 
 def _checked(name: str, value: object, known: Mapping[str, object]) -> object:
@@ -211,35 +199,32 @@ def _checked(name: str, value: object, known: Mapping[str, object]) -> object:
     try:
         hash(value)
     except TypeError:
-        raise OptionError(f"the value {value!r} of option {name!r} can be changed; give one that cannot") from None
+        raise OptionError(f"the value {value!r} of option {name!r} is mutable; pass an immutable one") from None
     return value
 
 
-#: Random numbers from eager's generator, and values of few bits rounded wherever eager rounds them.
-_EAGERS_NUMBERS = {"fallback_random": True, "emulate_precision_casts": True}
-
-
-# Storing: compiled bodies as bytes that only load where their code can run.
+#: Random numbers from eager's generator, and low-precision values rounded wherever eager rounds them.
+_EAGER_NUMERICS = {"fallback_random": True, "emulate_precision_casts": True}
 
 
 _MAGIC = b"partita compiled body\n"
 
 
-def stored(backend: str, calling: Calling, code: bytes, *, vectors: str) -> bytes:
-    """The code of a compiled body and how to call it, under a line that says where it can run."""
+def stored(backend: str, calling: CallingConvention, code: bytes, *, vectors: str) -> bytes:
+    """The code and calling convention of a compiled body, under a header that says where it can run."""
     header = {"backend": backend, **_here(vectors), "instructions": instructions()}
     return _MAGIC + json.dumps(header).encode() + b"\n" + pickle.dumps((calling, code))
 
 
-def restored(backend: str, data: bytes, *, vectors: str) -> tuple[Calling, bytes]:
-    """What `stored` was given; what follows the header is only looked at if it fits."""
+def restored(backend: str, data: bytes, *, vectors: str) -> tuple[CallingConvention, bytes]:
+    """The arguments of `stored`; what follows the header is only unpickled if the header matches."""
     header, _, content = data.removeprefix(_MAGIC).partition(b"\n")
     try:
         found = json.loads(header) if data.startswith(_MAGIC) else None
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise BackendError(f"these {len(data)} bytes are no compiled body; give {backend} what its `save` gave")
+        raise BackendError(f"these {len(data)} bytes are no compiled body; pass {backend} what its `save` returned")
     differences = _differences(found, {"backend": backend, **_here(vectors)})
     if differences:
         raise BackendError(f"the code was compiled for something else: {'; '.join(differences)}; compile it again here")
@@ -251,7 +236,7 @@ def restored(backend: str, data: bytes, *, vectors: str) -> tuple[Calling, bytes
 
 
 def _here(vectors: str) -> dict[str, str]:
-    """What has to be the same where native code runs."""
+    """What must be equal where native code is loaded."""
     return {
         "torch": torch.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
@@ -266,6 +251,6 @@ def _differences(found: dict[str, object], wanted: dict[str, str]) -> list[str]:
     used, known = found.get("instructions"), frozenset(instructions())
     if not isinstance(used, list):
         return [*different, "unknown instructions"]
-    # Inductor has the C++ compiler use whatever the processor offers.
+    # Inductor lets the C++ compiler use all instructions of the processor.
     missing = [name for name in used if name not in known]
     return [*different, f"instructions that are not here: {', '.join(map(str, missing))}"] if missing else different

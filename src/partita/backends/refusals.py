@@ -1,4 +1,4 @@
-"""What fake-tensor tracers cannot take."""
+"""Which nodes compilers that trace with fake tensors refuse, and why, in a few words each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from partita._torch.toggles import TOGGLES
 from partita.analysis.functorch import is_inside_transform
 from partita.analysis.nodes import find, value_of
 from partita.analysis.op_effects.functions import rule_of_function, rule_of_method
-from partita.analysis.op_effects.modules import behaviour_of_module
+from partita.analysis.op_effects.modules import op_effects_of_module
 from partita.analysis.op_effects.terms import nodes_in
 from partita.backends._torch.compile_context import loses_dropout
 from partita.backends._torch.support import (
@@ -28,18 +28,15 @@ from partita.backends._torch.support import (
     value_depends_on_data,
 )
 
-__all__ = ["WRITES_TWICE", "refusal_by_inductor", "refusal_by_tracing"]
-
-
-# The reasons for which compilers that trace with fake tensors refuse a node.
+__all__ = ["ALIASED_FOREACH", "refusal_by_inductor", "refusal_by_tracing"]
 
 
 NO_META_KERNEL = "no meta kernel"
 SIZE_DEPENDS_ON_DATA = "size depends on data"
 VALUE_DEPENDS_ON_DATA = "value depends on data"
-LEAVES_TORCH = "gives data to Python"
+LEAVES_TORCH = "exposes data to Python"
 
-# A trace keeps what these computed, and forgets what else they did.
+# A trace keeps the results of these, and loses their side effects.
 SIDE_EFFECT = "side effect"
 UNKNOWN_FUNCTION = "unknown Python function"
 UNKNOWN_METHOD = "unknown method"
@@ -56,35 +53,33 @@ HOOK = "hook, which gets the sum of all gradients of its tensor"
 TRANSFORM = "torch.func transform"
 INSIDE_TRANSFORM = "inside a torch.func transform"
 GENERATOR = "draws from a generator of its own"
-IN_PLACE_COLLECTIVE = "collective that writes in place"
+IN_PLACE_COLLECTIVE = "in-place collective"
 
-# Decompositions (torch 2.13) leave out what recurrent networks drop between layers.
+# Decompositions (torch 2.13) omit the dropout between layers of recurrent networks.
 DROPOUT = "dropout that a trace loses"
-# AOTAutograd (torch 2.13) keeps a None for the backward of oneDNN's kernel, and then refuses to run it.
+# AOTAutograd (torch 2.13) saves a None for the backward of oneDNN's kernel, and then refuses to run it.
 LSTM = "lstm: its backward fails when traced"
 
 FUSED_ADAM = "fused adam is not supported yet"
 FOREACH_ADDITION = "scalar foreach addition is not supported yet"
 # A pattern of torch 2.13 for `x[torch.randperm(n)[:k]]` raises where nothing is sliced off.
 RANDPERM = "randperm: Inductor fails where it is an index"
-WRITES_TWICE = "an in-place foreach whose tensors may share memory: a trace would write it once"
+ALIASED_FOREACH = "an in-place foreach whose tensors may share memory: a trace would mutate it once"
 SHARES_MEMORY = "its results share memory, which a trace does not see"
-RESHAPES = "changes the shape of a tensor in place"
-
-
-# Why compilers that trace a body with fake tensors do not take a node, in a few words each.
+RESHAPES = "reshapes a tensor in place"
 
 
 def refusal_by_tracing(node: Node) -> str | None:
-    """Why a trace with fake tensors fails on `node`, or would lose a part of what it does."""
+    """Why a trace with fake tensors fails on `node`, or would lose one of its effects."""
     if node.op in ("placeholder", "get_attr", "output"):
         return None
     by_name = _HIDDEN.get(_name_called(node))
-    return by_name or _refusal_of_call(node) or refusal_of_values(node) or _refusal_of_place(node)
+    reason = by_name or _refusal_of_call(node) or refusal_of_values(node)
+    return INSIDE_TRANSFORM if reason is None and is_inside_transform(node) else reason
 
 
 def refusal_by_inductor(node: Node) -> str | None:
-    """Why Inductor does not take `node`."""
+    """Why Inductor does not support `node`."""
     reason = _NOT_YET.get(node.target) if is_operator(node.target) else None
     if node.op == "call_function" and _name_called(node) == "randperm":
         reason = RANDPERM
@@ -92,13 +87,13 @@ def refusal_by_inductor(node: Node) -> str | None:
 
 
 def _name_called(node: Node) -> str:
-    """What a node calls, as a method or function would be called, without overload."""
+    """The name of the function or method that a node calls, without overload."""
     if isinstance(node.target, str):
         return node.target if node.op == "call_method" else ""
     return str(getattr(node.target, "__name__", "")).partition(".")[0]
 
 
-#: What functionalization (torch 2.13) loses: memory that results share in secret, and shapes that change in place.
+#: What functionalization (torch 2.13) loses: aliasing that schemas do not declare, and in-place reshapes.
 _HIDDEN = {
     **dict.fromkeys(("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), SHARES_MEMORY),
     **dict.fromkeys(("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"), RESHAPES),
@@ -116,10 +111,6 @@ def _refusal_of_call(node: Node) -> str | None:
     if is_higher_order(node.target):
         return refusal_of_higher_order(node, refusal_by_inductor)
     return None if node.target in TOGGLES else refusal_of_function(node)
-
-
-def _refusal_of_place(node: Node) -> str | None:
-    return INSIDE_TRANSFORM if is_inside_transform(node) else None
 
 
 def _overloads(packet: str, *names: str) -> list[Any]:
@@ -141,11 +132,11 @@ _NOT_YET: dict[Any, str] = {
 }
 
 
-# Python functions and methods that compilers which trace with fake tensors do not take.
+# Python functions and methods.
 
 
 def refusal_of_function(node: Node) -> str | None:
-    """Why a call of a Python function is refused: a trace keeps what it computed, and forgets what else it did."""
+    """Why a call of a Python function is refused: a trace keeps its result, and loses its side effects."""
     target = node.target
     assert callable(target)
     behaviour = rule_of_function(target).usual
@@ -157,9 +148,9 @@ def refusal_of_function(node: Node) -> str | None:
     if behaviour.fences:
         module = getattr(target, "__module__", None) or ""
         return TRANSFORM if "functorch" in module else AUTOGRAD
-    if behaviour.unknown and target not in _WRITING:
+    if behaviour.unknown and target not in _IN_PLACE_OPERATORS:
         return UNKNOWN_FUNCTION
-    if behaviour.impure and target not in _WRITING:
+    if behaviour.impure and target not in _IN_PLACE_OPERATORS:
         return SIDE_EFFECT
     return _refusal_by_name(node, name)
 
@@ -169,7 +160,7 @@ def refusal_of_method(node: Node) -> str | None:
     name = str(node.target)
     if name in _AUTOGRAD:
         return AUTOGRAD
-    if name in _LEAVING:
+    if name in _EXPOSING_DATA:
         return LEAVES_TORCH
     if rule_of_method(name).usual.unknown:
         return UNKNOWN_METHOD
@@ -187,7 +178,7 @@ def _refusal_by_name(node: Node, name: str) -> str | None:
         return DROPOUT
     if name in VALUE_FROM_DATA:
         return VALUE_DEPENDS_ON_DATA
-    for word, reason in _KINDS.items():
+    for word, reason in _UNSUPPORTED_TENSORS.items():
         if word in name and not name.startswith("fake_"):
             return reason
     if node.kwargs and node.kwargs.get("generator") is not None:
@@ -198,17 +189,17 @@ def _refusal_by_name(node: Node, name: str) -> str | None:
 _AUTOGRAD = frozenset(
     ["backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"]
 )
-_LEAVING = frozenset(
+_EXPOSING_DATA = frozenset(
     ["__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "tolist", "untyped_storage"]
 )
 _SIZE_FROM_DATA = frozenset(["argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"])
-_KINDS = {"sparse": SPARSE, "quantize": QUANTIZED, "mkldnn": MKLDNN}
-#: Functions that the rules call unknown because what they write depends on what they are given.
+_UNSUPPORTED_TENSORS = {"sparse": SPARSE, "quantize": QUANTIZED, "mkldnn": MKLDNN}
+#: In-place operators: the rules call them unknown because what they mutate depends on their arguments.
 _UPDATES = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem"
-_WRITING = frozenset(getattr(operator, name) for name in _UPDATES.split())
+_IN_PLACE_OPERATORS = frozenset(getattr(operator, name) for name in _UPDATES.split())
 
 
-# Modules and bodies that compilers which trace with fake tensors do not take.
+# Modules and bodies.
 
 
 def refusal_of_module(node: Node, refusal: Callable[[Node], str | None]) -> str | None:
@@ -223,8 +214,8 @@ def refusal_of_higher_order(node: Node, refusal: Callable[[Node], str | None]) -
         return HOOK
     if name_of_operator(node.target)[1] in _EFFECTS:
         return SIDE_EFFECT
-    for given in node.all_input_nodes:
-        body = _named(given) if given.op == "get_attr" else None
+    for argument in node.all_input_nodes:
+        body = _named(argument) if argument.op == "get_attr" else None
         reason = _refusal_of_body(body, refusal) if isinstance(body, nn.Module) else None
         if reason is not None:
             return reason
@@ -237,7 +228,7 @@ def _refusal_of_body(module: nn.Module, refusal: Callable[[Node], str | None]) -
             return LSTM
         if any(map(_drops_between_layers, module.modules())):
             return DROPOUT
-        behaviour = behaviour_of_module(module)
+        behaviour = op_effects_of_module(module)
         return UNKNOWN_MODULE if behaviour.unknown else SIDE_EFFECT if behaviour.impure else None
     for node in module.graph.nodes:
         reason = refusal(node)
@@ -251,7 +242,7 @@ def _drops_between_layers(module: nn.Module) -> bool:
 
 
 def _named(node: Node) -> object:
-    """What the node names, if its graph knows the module that it belongs to."""
+    """The attribute that the node refers to, if its graph has an owning module."""
     owner = node.graph.owning_module
     return None if owner is None else find(owner, str(node.target))
 
@@ -259,10 +250,10 @@ def _named(node: Node) -> object:
 _EFFECTS = frozenset(("call_torchbind", "print", "with_effects"))
 
 
-# Operators that compilers which trace with fake tensors do not take.
+# Operators.
 
 
-#: Operators that give Python a truth value.
+#: Operators that return a Python bool.
 VALUE_FROM_DATA = frozenset(("allclose", "equal", "is_nonzero"))
 
 
@@ -271,7 +262,7 @@ def refusal_of_operator(node: Node) -> str | None:
     target = node.target
     reason = _known_refusal(target)
     if reason == NO_META_KERNEL:
-        # Someone may have registered one since.
+        # One may have been registered since.
         reason = _refusal_of_all_calls(target)
     if reason is not None:
         return reason
@@ -279,8 +270,8 @@ def refusal_of_operator(node: Node) -> str | None:
         return DROPOUT
     if target in _INDEXING and is_mask_among(node.args[1:]):
         return SIZE_DEPENDS_ON_DATA
-    if _FOREACH_IN_PLACE.fullmatch(name_of_operator(target)[1]) and not _are_apart(node.args[0]):
-        return WRITES_TWICE
+    if _FOREACH_IN_PLACE.fullmatch(name_of_operator(target)[1]) and not _are_distinct_inputs(node.args[0]):
+        return ALIASED_FOREACH
     if has_registered_effect(target) and not name_of_operator(target)[1].startswith(_COMPILED_EFFECTS):
         return SIDE_EFFECT
     if node.kwargs and node.kwargs.get("generator") is not None:
@@ -309,17 +300,17 @@ def _refusal_of_all_calls(target: Any) -> str | None:
 
 
 def is_mask_among(arguments: Iterable[object]) -> bool:
-    """Whether one of the arguments is a tensor of truth values, as far as the graph tells."""
+    """Whether one of the arguments is a boolean tensor, as far as the graph shows."""
     return any(map(_is_mask, nodes_in(list(arguments))))
 
 
-def _are_apart(listed: object) -> bool:
-    """Whether the tensors of a list have memory of their own, as far as the graph tells."""
+def _are_distinct_inputs(listed: object) -> bool:
+    """Whether no two tensors of a list can alias, as far as the graph shows."""
     nodes = list(nodes_in(listed))
-    return len(nodes) == 1 or (len(set(nodes)) == len(nodes) and all(map(_is_given, nodes)))
+    return len(nodes) == 1 or (len(set(nodes)) == len(nodes) and all(map(_is_input, nodes)))
 
 
-def _is_given(node: Node) -> bool:
+def _is_input(node: Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
@@ -330,10 +321,10 @@ def _is_mask(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name == operator.invert.__name__:
         return any(map(_is_mask, node.all_input_nodes))
-    return node.op in ("call_function", "call_method") and name.partition(".")[0] in _COMPARING
+    return node.op in ("call_function", "call_method") and name.partition(".")[0] in _COMPARISONS
 
 
-#: Functionalization (torch 2.13) writes a tensor that is in the list twice, or overlaps another, as if it were once.
+#: Functionalization (torch 2.13) mutates a tensor once that is in the list twice or overlaps another.
 _FOREACH_IN_PLACE = re.compile(r"_foreach_\w*[a-z]_")
 _known_refusal = lru_cache(maxsize=1 << 12)(_refusal_of_all_calls)
 _NAMESPACES = {
@@ -345,21 +336,19 @@ _NAMESPACES = {
     "sparse": SPARSE,
 }
 _INDEXING = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor))
-#: Operators that give Python one number, for which a trace has symbols.
+#: Operators that return one Python number, for which a trace has symbols.
 _READING = frozenset(("item", "_local_scalar_dense"))
 #: Checks, and waiting for a collective: compilers keep these effects where they stand.
 _COMPILED_EFFECTS = ("_assert", "_functional_assert", "sym_constrain_range", "_functional_sym_constrain", "wait_tensor")
-_COMPARISONS = """
-    eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne signbit
-"""
-_COMPARING = frozenset(_COMPARISONS.split())
+_LOGICAL = ("logical_and", "logical_not", "logical_or", "logical_xor")
+_COMPARISONS = frozenset(("eq", "ge", "gt", "isfinite", "isinf", "isnan", "le", "lt", "ne", "signbit", *_LOGICAL))
 
 
-# Tensors of kinds that compilers which trace with fake tensors do not take, as far as the traced values tell.
+# Traced values.
 
 
 def refusal_of_values(node: Node) -> str | None:
-    """Why a node is refused for what it takes or gives."""
+    """Why a node is refused for its arguments or its result."""
     for each in (node, *node.all_input_nodes):
         value = value_of(each)
         if isinstance(value, Tensor):

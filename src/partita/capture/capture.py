@@ -1,4 +1,9 @@
-"""Capture: options, repeated traces."""
+"""Captures a model as a program: its operators, with every grad, inference and autocast block.
+
+A query for the modes of the caller returns a plain True or False in a trace. So a model that makes one is traced again
+with another answer, and the difference shows what depends on the caller: gradients that are off only in the second
+trace, or blocks that switch autocast off only if it was on.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +25,9 @@ from partita.errors import CaptureError, OptionError, PartitaError
 from partita.program.program import Program
 from partita.rewrite.inline import inline
 
-__all__ = ["capture", "check_options"]
+__all__ = ["capture", "check_options", "summary_of"]
 
-
-# Capturing a model: its operators, with every grad, inference and autocast block that its author wrote.
+_LOG = logging.getLogger(__name__)
 
 
 def capture(
@@ -35,11 +39,11 @@ def capture(
     """The program that a model runs for these arguments; `args`, `kwargs`, `dynamic_shapes` are as for torch.export.
 
     The modes that `capture` is called under make no difference. Blocks of the model are kept as they were written, and
-    outside of them the program follows whoever calls it; it leaves no mode switched behind. A model that asks for the
-    modes of its caller is traced again under another answer: what it only hands on is kept, and if it does something
-    else altogether, a warning is logged and the program is what it does with gradients on and autocast off. Whether
-    the caller is in inference mode is always answered with no. A checkpointed call becomes a plain call with the same
-    values and gradients: what to keep and what to compute again is for whoever treats the graph.
+    outside of them the program follows the modes of its caller; it leaves no mode switched behind. A model that queries
+    the modes of its caller is traced again with another answer. If it only restores or disables them, the program does
+    so too; if it computes something else, a warning is logged, and the program is what it does with gradients on and
+    autocast off. A query for inference mode always reports that the caller is not in it. A checkpointed call becomes a
+    plain call with the same values and gradients: what to save and what to recompute is decided by a treatment.
     """
     check_options(model, args, kwargs)
     try:
@@ -53,7 +57,8 @@ def capture(
     except Exception as error:
         raise CaptureError(f"{name_of(model)} cannot be captured: {_reason(error)}") from error
     if is_only_traced((*exported.constants.values(), *exported.state_dict.values())):
-        raise CaptureError(f"{name_of(model)} cannot be captured: {_of_gradient_transform()}")
+        raise CaptureError(f"{name_of(model)} cannot be captured: {_gradient_transform_reason()}")
+    # Torch's verifier accepts no toggles, so the export has operators for the blocks; a captured program has toggles.
     return inline(Program.of(exported))
 
 
@@ -72,7 +77,7 @@ def check_options(model: object, args: object, kwargs: object) -> None:
         raise OptionError("`kwargs` maps the names of keyword arguments to their values")
 
 
-def _of_gradient_transform() -> str:
+def _gradient_transform_reason() -> str:
     return (
         f"it runs a gradient transform such as torch.func.grad, and torch {torch.__version__} loses what that computes "
         "where a model is exported; call the transform outside of the model, or use partita inside torch.compile"
@@ -82,30 +87,25 @@ def _of_gradient_transform() -> str:
 def _reason(error: Exception) -> str:
     if _LOST_TENSOR in str(error):
         return (
-            "it makes a tensor that no trace can follow. `.data` does: write under torch.no_grad() instead, and read "
+            "it makes a tensor that no trace can follow. `.data` does: mutate under torch.no_grad() instead, and read "
             "what has no gradients with `.detach()`. So does torch.vmap with `out_dims` other than 0: leave that at 0, "
             "and move the axis of the result with `.movedim(0, axis)`"
         )
     if _FUNCTORCH_TENSOR in str(error):
-        return _of_gradient_transform()
+        return _gradient_transform_reason()
+    return summary_of(error)
+
+
+def summary_of(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-#: What torch.export says of it, and that one should file an issue (2.13).
+#: The error of torch.export for such a tensor, which asks to file an issue (2.13).
 _LOST_TENSOR = "a fake tensor in the exported program constant's list"
-#: And of what `vjp` and `jacrev` wrap.
+#: And its error for tensors that `vjp` and `jacrev` wrap.
 _FUNCTORCH_TENSOR = "meta conversion to view functorch tensor"
-
-
-# Exporting a model with all that its mode blocks mean, the part that hangs on its caller included.
-#
-# A model may ask for the modes of its caller, and gets a plain True or False while it is traced. So one that does is
-# traced again under another answer, and the difference tells what is its caller's: gradients that are off then and on
-# before, or blocks that switch autocast off only if it was on.
-
-
-_LOG = logging.getLogger(__name__)
 
 
 @final
@@ -119,24 +119,27 @@ class ModelCall:
     dynamic_shapes: Any
 
     def exported(self) -> ExportedProgram:
-        """The model as an exported program whose modes are set by operators."""
+        """The model as an exported program whose modes are set by operators.
+
+        Traced once, and again for each mode of the caller that it depends on.
+        """
         wrapping = WrapModesPass()
         program = self._run(wrapping, grad=True)
-        if wrapping.recorder.asks_for_autocast:
-            program, wrapping = self._told_of_autocast(program, wrapping)
+        if wrapping.recorder.queries_autocast:
+            program, wrapping = self._with_callers_autocast(program, wrapping)
         recorder = wrapping.recorder
-        if not recorder.hangs_on_callers_grad:
+        if not recorder.depends_on_callers_grad:
             return program
         callers = self._callers_switches(wrapping)
         if not callers:
             return program
-        return self._run(WrapModesPass(says_autocast=recorder.says_autocast, callers=callers), grad=True)
+        return self._run(WrapModesPass(reports_autocast=recorder.reports_autocast, callers=callers), grad=True)
 
-    def _told_of_autocast(
+    def _with_callers_autocast(
         self, program: ExportedProgram, without: WrapModesPass
     ) -> tuple[ExportedProgram, WrapModesPass]:
-        """What the model does if its caller has autocast on, provided that this is right as well if it has not."""
-        wrapping = WrapModesPass(says_autocast=True)
+        """The model traced as if its caller had autocast on, if that is correct with autocast off as well."""
+        wrapping = WrapModesPass(reports_autocast=True)
         try:
             other = self._run(wrapping, grad=True)
         except Exception as error:
@@ -146,12 +149,12 @@ class ModelCall:
             return program, without
         if wrapping.trace.only_switches_off_more(without.trace):
             return other, wrapping
-        self._warn("does something else when its caller has autocast on; captured is what it does with autocast off")
+        self._warn("behaves differently when its caller has autocast on; captured is what it does with autocast off")
         return program, without
 
     def _callers_switches(self, with_grad: WrapModesPass) -> tuple[GradSwitch, ...]:
-        """The toggles that switch gradients on only because the caller had them on."""
-        without = TraceOnlyPass(says_autocast=with_grad.recorder.says_autocast)
+        """The toggles that enable gradients only because the caller had them on."""
+        without = TraceOnlyPass(reports_autocast=with_grad.recorder.reports_autocast)
         try:
             self._run(without, grad=False)
         except StopAfterTrace:
@@ -160,15 +163,15 @@ class ModelCall:
             self._warn("cannot be traced with gradients off (%s); captured is what it does with gradients on", error)
             return ()
         if not without.trace.differs_in_grad_only(with_grad.trace):
-            self._warn("does something else when gradients are off; captured is what it does with gradients on")
+            self._warn("behaves differently when gradients are off; captured is what it does with gradients on")
             return ()
         on, off = with_grad.grads, without.grads
         if any(was_off is False and is_on for was_off, is_on in zip(on.grads, off.grads, strict=True)):
             raise CaptureError(
                 "it switches gradients off where its caller has them on, and on where its caller has them off, and no "
-                "graph can say that; set the grad mode to a constant, or to the caller's own"
+                "graph can express that; set the grad mode to a constant, or to the caller's own"
             )
-        return tuple(switch for switch, number in on.holds_for.items() if off.grads[number] is False)
+        return tuple(switch for switch, number in on.first_operator.items() if off.grads[number] is False)
 
     def _warn(self, what: str, *values: object) -> None:
         _LOG.warning(f"%s {what}", name_of(self.model), *values)

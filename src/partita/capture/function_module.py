@@ -1,4 +1,4 @@
-"""A function as a module: the modules that it uses become part of its state."""
+"""A function as a module: the modules that it uses become its submodules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FunctionModule", "name_of"]
 class FunctionModule(nn.Module):
     """Calls a function; modules that it belongs to, is bound to, closes over or knows by a global name are its own.
 
-    Functions of the same file that it calls are looked at as well.
+    Functions of the same file that it calls are searched as well.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -27,7 +27,7 @@ class FunctionModule(nn.Module):
             if all(module is not known for known in self.modules()):
                 self.add_module(_free_name(self, name), module)
         self.function = function
-        # On the instance, so that whoever asks for the signature gets that of the function.
+        # On the instance, so that inspecting the signature of forward gives that of the function.
         self.forward = function if inspect.isroutine(function) else _routine(function)
 
 
@@ -39,7 +39,7 @@ def name_of(model: Callable[..., Any]) -> str:
 
 
 def _routine(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function that calls one which is an object, such as a partial: torch asks for its code."""
+    """A plain function that calls a callable object such as a partial: torch reads the code object of `forward`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -65,7 +65,7 @@ def _modules_used(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module
 
 
 def _home(value: Any) -> str | None:
-    """The file of Python that a function or an object's class is written in."""
+    """The Python module in which a function or an object's class is defined."""
     while isinstance(value, partial):
         value = value.func
     return getattr(value, "__module__", None)

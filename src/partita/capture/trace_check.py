@@ -1,4 +1,7 @@
-"""The traced graph, checked and compared."""
+"""The passes that replace torch.export's region passes on a traced graph.
+
+They check the toggles against the modes that were in force at each node, and compare traces under different callers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from partita.analysis.index import Index
 from partita.analysis.mode import AMBIENT, Autocast, Mode
 from partita.analysis.modes import modes_of
 from partita.analysis.nodes import find
-from partita.capture._torch.caller_modes import GradSwitch, GradTrace, ask_for_callers_grad
+from partita.capture._torch.caller_modes import GradSwitch, GradTrace, follow_callers_grad
 from partita.capture._torch.recorder import Recorder, Seen
 from partita.errors import CaptureError
 from partita.program.exported import ExportRecord
@@ -29,37 +32,34 @@ from partita.rewrite.wrap_modes import wrap_modes
 __all__ = ["StopAfterTrace", "TraceOnlyPass", "WrapModesPass"]
 
 
-# What torch.export runs in the place of its region passes, on the graph as it was traced.
-
-
 @final
 class WrapModesPass:
-    """Gives a traced graph the operators that its toggles stand for, once it is known that they tell the truth."""
+    """Checks the toggles of a traced graph, and replaces them by mode operators."""
 
-    def __init__(self, *, says_autocast: bool = False, callers: tuple[GradSwitch, ...] = ()) -> None:
-        self.recorder, self.callers = Recorder(says_autocast=says_autocast), callers
+    def __init__(self, *, reports_autocast: bool = False, callers: tuple[GradSwitch, ...] = ()) -> None:
+        self.recorder, self.callers = Recorder(reports_autocast=reports_autocast), callers
         self.trace, self.grads = Trace(), GradTrace()
 
     def __call__(self, raw: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, ExportGraphSignature]:
         recorder = self.recorder
-        if recorder.hangs_on_caller:
+        if recorder.depends_on_caller:
             self.trace, self.grads = Trace.of(raw, recorder), GradTrace.of(raw, recorder.seen)
-        ask_for_callers_grad(raw, self.callers)
+        follow_callers_grad(raw, self.callers)
         _check(recorder, raw)
         wrapped = wrap_modes(Program(raw, export=_record(signature)))
         return wrapped.graph_module, signature if wrapped.export is None else wrapped.export.signature
 
 
 class StopAfterTrace(Exception):  # noqa: N818
-    """Ends an export of which only the trace was wanted."""
+    """Ends an export of which only the trace is needed."""
 
 
 @final
 class TraceOnlyPass:
-    """Goes no further than the trace."""
+    """Records the trace and ends the export."""
 
-    def __init__(self, *, says_autocast: bool) -> None:
-        self.recorder = Recorder(says_autocast=says_autocast)
+    def __init__(self, *, reports_autocast: bool) -> None:
+        self.recorder = Recorder(reports_autocast=reports_autocast)
         self.trace, self.grads = Trace(), GradTrace()
 
     def __call__(self, raw: GraphModule, signature: ExportGraphSignature) -> NoReturn:
@@ -69,7 +69,9 @@ class TraceOnlyPass:
 
 def _check(recorder: Recorder, raw: GraphModule) -> None:
     if recorder.problems:
-        raise CaptureError(f"{recorder.problems[0]}, and no graph can say that; enter and leave blocks using `with`")
+        raise CaptureError(
+            f"{recorder.problems[0]}, and no graph can express that; enter and leave blocks using `with`"
+        )
     if recorder.constants.has_lost_gradients:
         raise CaptureError(
             "it computes with a tensor that requires gradients but is neither an argument nor in its state, so that "
@@ -79,19 +81,19 @@ def _check(recorder: Recorder, raw: GraphModule) -> None:
 
 
 def _record(signature: ExportGraphSignature) -> ExportRecord:
-    """What is known of an exported program while torch still makes it."""
+    """The record of a program that torch is still exporting: its signature alone."""
     return ExportRecord(
         signature, state={}, constants={}, ranges={}, module_calls=(), example_inputs=None, verifiers=()
     )
 
 
-# What one trace of a model has come to, so that two traces under different callers can be compared.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The operators of a traced graph and of its bodies, each with its arguments and its mode, and the constants."""
+    """The operators of a traced graph and of its bodies, with arguments and modes, and the constants.
+
+    Traces of one model under different modes of the caller can be compared.
+    """
 
     operators: tuple[Any, ...] = ()
     modes: tuple[Mode, ...] = ()
@@ -99,17 +101,17 @@ class Trace:
 
     @classmethod
     def of(cls, graph_module: GraphModule, recorder: Recorder) -> Trace:
-        """What a graph says, and the tensors that its recorder has met."""
+        """The operators of a graph, and the constants that its recorder has found."""
         bodies = [(path, body.graph) for path, body in graph_module.named_modules() if isinstance(body, GraphModule)]
         found = [(path, *operator) for path, graph in bodies for operator in _operators(graph)]
         return cls(
-            tuple((path, *said) for path, said, _ in found),
+            tuple((path, *operator) for path, operator, _ in found),
             tuple(mode for _, _, mode in found),
             tuple(recorder.constants.tensors),
         )
 
     def computes_the_same(self, other: Trace) -> bool:
-        """Whether both run the same operators on the same values, under whatever modes."""
+        """Whether both run the same operators on the same values, under any modes."""
         if self.operators != other.operators or len(self.constants) != len(other.constants):
             return False
         return all(map(_is_same_tensor, self.constants, other.constants))
@@ -133,23 +135,23 @@ class Trace:
 
 
 def _operators(graph: Graph) -> Iterator[tuple[tuple[Any, ...], Mode]]:
-    """What each node says that is no toggle, in terms that mean the same in the graph of another trace."""
+    """Every node but toggles and queries, in a form that can be compared with another trace, and its mode."""
     index = Index(graph)
     modes = modes_of(index)
     places: dict[Node, int] = {}
     for number, node in enumerate(index.nodes):
         if number in modes.toggles or node.target is toggles.IS_GRAD_ENABLED:
             continue
-        given = map_aggregate((node.args, dict(node.kwargs)), lambda value: _said(value, places))
+        arguments = map_aggregate((node.args, dict(node.kwargs)), lambda value: _comparable(value, places))
         places[node] = len(places)
-        # Arguments come in and results go out under no mode of their own.
-        yield (node.op, node.target, given), AMBIENT if node.op in ("placeholder", "output") else modes.at(number)
+        # Placeholders and the output have no mode of their own.
+        yield (node.op, node.target, arguments), AMBIENT if node.op in ("placeholder", "output") else modes.at(number)
 
 
-def _said(value: Any, places: Mapping[Node, int]) -> tuple[Any, ...]:
+def _comparable(value: Any, places: Mapping[Node, int]) -> tuple[Any, ...]:
     if isinstance(value, Node):
         return ("node", places.get(value))
-    # Not every number equals itself, and some equal others that do not compute the same: nan, True, -0.0.
+    # nan does not equal itself, and True and -0.0 equal numbers that compute differently.
     return (type(value), repr(value) if isinstance(value, float | complex) else value)
 
 
@@ -172,19 +174,16 @@ def _only_switches_off_more(ours: Mapping[str, Autocast], theirs: Mapping[str, A
     return not any(entered.enabled for device, entered in ours.items() if device not in theirs)
 
 
-# Checks a traced graph against the modes that were really in force while each of its nodes was written.
-
-
 def check_against_trace(graph_module: GraphModule, seen: Mapping[Node, Seen]) -> None:
-    """Raises where a node ran under another mode than the toggles before it say: something switched it unseen."""
+    """Raises where a node ran under another mode than the toggles before it set: something else has switched it."""
     for node, mode in _modes_with_bodies(graph_module, Mode(grad=True, inference=False)):
         found = seen.get(node)
         if found is not None and not _agree(mode, found):
-            raise CaptureError(_what_happened(node, mode, found))
+            raise CaptureError(_mismatch(node, mode, found))
 
 
 def _modes_with_bodies(graph_module: GraphModule, outer: Mode) -> Iterator[tuple[Node, Mode]]:
-    """Every operator in a graph and in the bodies that it calls, with the mode that the toggles tell."""
+    """Every operator in a graph and in the bodies that it calls, with the mode that the toggles set."""
     index = Index(graph_module.graph)
     modes = modes_of(index)
     for number, node in enumerate(index.nodes):
@@ -205,26 +204,26 @@ def _agree(mode: Mode, seen: Seen) -> bool:
     grad = seen.grad if mode.inference and not seen.grad else mode.grad
     if grad is not seen.grad or seen.inference:
         return False
-    recorded_patch = {autocast.device: autocast.dtype for autocast in mode.autocast if autocast.enabled}
+    expected = {autocast.device: autocast.dtype for autocast in mode.autocast if autocast.enabled}
     found = dict(seen.autocast)
-    if not recorded_patch and not found:
+    if not expected and not found:
         return True
     start = {device: dtype for device, _, dtype in initial_modes().autocast}
-    wanted = {device: start.get(device) if dtype is None else dtype for device, dtype in recorded_patch.items()}
+    wanted = {device: start.get(device) if dtype is None else dtype for device, dtype in expected.items()}
     return found == {device: dtype for device, dtype in wanted.items() if would_autocast(device, dtype)}
 
 
-def _what_happened(node: Node, mode: Mode, seen: Seen) -> str:
+def _mismatch(node: Node, mode: Mode, seen: Seen) -> str:
     where = f"node {node.name!r}{_place(node)}"
     if mode.grad and not seen.grad:
         return (
-            f"{where} ran without gradients, but no block around it says so; a torch.autograd.Function or a backward "
-            "pass inside the model does that, and a graph cannot keep how gradients flow there: make a function an "
-            "operator with torch.library.custom_op and register_autograd, or put it under torch.no_grad()"
+            f"{where} ran without gradients, but no block around it disables them; a torch.autograd.Function or a "
+            "backward pass inside the model does that, and a graph cannot keep how gradients flow there: make a "
+            "function an operator with torch.library.custom_op and register_autograd, or put it under torch.no_grad()"
         )
     ran = Mode(seen.grad, seen.inference, tuple(Autocast(device, dtype) for device, dtype in seen.autocast))
     return (
-        f"{where} ran under: {ran}; but the blocks around it say: {mode}. Switch modes with torch's context managers "
+        f"{where} ran under: {ran}; but the blocks around it set: {mode}. Switch modes with torch's context managers "
         "only, so that they can be captured"
     )
 

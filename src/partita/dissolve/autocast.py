@@ -1,4 +1,7 @@
-"""Autocast as casts."""
+"""Replaces autocast blocks by the casts that autocast performs.
+
+A dry run determines what autocast does to each node (`autocast_trace`); the new graph is written from that.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from partita._torch.fake_sandbox import FakeSandbox, Look, map_leaves, tensors_in
+from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata, map_leaves, tensors_in
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.operators.recorder import Label, Step, labels_in
 from partita._torch.operators.registry import SYM_SIZE
@@ -21,7 +24,15 @@ from partita._torch.symbolic_shapes import write_number
 from partita.analysis.mode import Inference, Mode
 from partita.analysis.nodes import value_of
 from partita.analysis.symbols import Dimension, Symbols
-from partita.dissolve.autocast_trace import AsItIs, OnCasts, Place, Places, Rehearsal, TakenApart, check_value
+from partita.dissolve.autocast_trace import (
+    AutocastDryRun,
+    CastArguments,
+    Decomposed,
+    Place,
+    Places,
+    Unchanged,
+    check_value,
+)
 from partita.dissolve.grad import records_gradients
 from partita.errors import ModeError
 from partita.program.program import Program
@@ -32,9 +43,6 @@ from partita.rewrite.traced_values import nodes_read, sandbox_for, value_read, w
 __all__ = ["dissolve_autocast"]
 
 
-# Autocast as the casts that it performs: a program that means the same and has no autocast block.
-
-
 _TO = torch.ops.aten.to.dtype
 
 
@@ -43,20 +51,20 @@ def dissolve_autocast(program: Program) -> Program:
     modes, caller = program.modes, program.caller
     if not caller.autocast and not any(mode.autocast or mode.blocks for mode in modes.by_number or ()):
         return program
-    stage = sandbox_for(program)
-    with stage.opened(), closing(Rehearsal(program, stage)) as rehearsal:
-        return _Caster(program, stage, rehearsal).dissolved()
+    sandbox = sandbox_for(program)
+    with sandbox.opened(), closing(AutocastDryRun(program, sandbox)) as dry_run:
+        return _Caster(program, sandbox, dry_run).dissolved()
 
 
 class _Caster:
     """The new graph while it is written."""
 
-    def __init__(self, program: Program, stage: FakeSandbox, rehearsal: Rehearsal) -> None:
-        self.program, self.stage, self.rehearsal = program, stage, rehearsal
+    def __init__(self, program: Program, sandbox: FakeSandbox, dry_run: AutocastDryRun) -> None:
+        self.program, self.sandbox, self.dry_run = program, sandbox, dry_run
         self.writer = GraphWriter(program.graph._tracer_cls)
         self.modes = ModeWriter(self.writer)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
-        #: The casts that were written: autocast may have kept them for later.
+        #: The casts that were written: autocast may have cached them.
         self.casts: dict[Label, Node] = {}
         self.sizes = SizeWriter(program, self.writer, self.env)
 
@@ -76,26 +84,26 @@ class _Caster:
                 self._write(node, mode)
         graph = self.writer.close()
         self.modes.close()
-        _erase_idle_attributes(graph, program)
+        _erase_unused_attributes(graph, program)
         module = module_like(program.graph_module, graph, restores_modes=self.modes.has_switched)
         share_state(program.graph_module, module, without=frozenset())
         return program.rewritten(module)
 
     def _write(self, node: Node, mode: Mode) -> None:
-        if node.target in _CASTS_UNSEEN and any(autocast.enabled for autocast in mode.autocast):
+        if node.target in _CAST_IN_KERNEL and any(autocast.enabled for autocast in mode.autocast):
             raise ModeError(
-                f"node {node.name!r} calls {node.target}, inside of which autocast casts where nobody can see it; "
+                f"node {node.name!r} calls {node.target}, whose kernel casts under autocast where no trace sees it; "
                 "write it as matrix products in the model, or switch autocast off around it"
             )
         within = mode.within(self.program.caller).autocast
         on_cpu = next((autocast for autocast in within if autocast.enabled and autocast.device == "cpu"), None)
-        if node.target in _KERNELS_OF_ONE_MACHINE and on_cpu is not None:
-            self._write_on_casts(node, mode, on_cpu.dtype or torch.get_autocast_dtype("cpu"))
+        if node.target in _ONEDNN_KERNELS and on_cpu is not None:
+            self._write_with_casts(node, mode, on_cpu.dtype or torch.get_autocast_dtype("cpu"))
             return
-        found = self.rehearsal.of(node, mode)
-        if isinstance(found, AsItIs):
+        found = self.dry_run.of(node, mode)
+        if isinstance(found, Unchanged):
             self._copy(node, mode)
-        elif isinstance(found, OnCasts):
+        elif isinstance(found, CastArguments):
             known = self._known(node, found.places, found.casts)
             for step in found.casts:
                 self._write_cast(node, step, mode, known)
@@ -103,10 +111,10 @@ class _Caster:
         else:
             self._write_steps(node, found, mode)
 
-    def _write_on_casts(self, node: Node, mode: Mode, dtype: torch.dtype) -> None:
-        """The node on casts of all its tensors.
+    def _write_with_casts(self, node: Node, mode: Mode, dtype: torch.dtype) -> None:
+        """Writes the node on casts of all its tensors.
 
-        What torch makes of it here is one kernel of oneDNN, which other machines do not have, or not for this dtype.
+        Torch itself would run a oneDNN kernel, which other machines do not have, or not for this dtype.
         """
         check_value(node, [dtype] * len(tensors_in(value_of(node))))
         self.modes.switch(_without_autocast(mode))
@@ -114,7 +122,7 @@ class _Caster:
         for place, read in enumerate(nodes_read(node)):
             value = value_read(self.program, read)
             if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not dtype:
-                cast = self.stage.made(Look.of(value)._replace(dtype=dtype))
+                cast = self.sandbox.made(TensorMetadata.of(value)._replace(dtype=dtype))
                 by_place[place] = write_beside(self.writer, node, _TO, (self.env[read], dtype), value=cast)
         self._copy(node, mode, by_place)
 
@@ -123,52 +131,52 @@ class _Caster:
             self.modes.switch(_without_autocast(mode))
         place = -1
 
-        def swap(read: Node) -> Any:
+        def replacement(read: Node) -> Any:
             nonlocal place
             place += 1
             return by_place[place] if by_place and place in by_place else self.env[read]
 
-        self.env[node] = self.writer.copy(node, swap, name=node.name)
+        self.env[node] = self.writer.copy(node, replacement, name=node.name)
 
     def _write_cast(self, node: Node, step: Step, mode: Mode, known: dict[Label, Any]) -> None:
         label = step.cast
         assert label is not None
         assert label.cast_of is not None
         self._switch(step, mode)
-        (look,) = step.looks
-        value = self.stage.made(look)
+        (look,) = step.metadata
+        value = self.sandbox.made(look)
         self.casts[label] = write_beside(self.writer, node, _TO, (known[label.cast_of], look.dtype), value=value)
 
-    def _write_steps(self, node: Node, found: TakenApart, mode: Mode) -> None:
-        performance = found.performance
-        known = self._known(node, found.places, performance.steps, performance.result) | self.casts
-        steps = StepWriter(node, self.writer, self.stage, known, lambda size: self.sizes.size(size, node))
-        names = self._names(node, performance.result, known)
-        # An operator that writes in place gives a tensor that an earlier step made: the last one has the name.
-        last = {label: step for step in performance.steps for label in labels_in(step.result)}
-        for step in performance.steps:
+    def _write_steps(self, node: Node, found: Decomposed, mode: Mode) -> None:
+        recorded = found.recorded
+        known = self._known(node, found.places, recorded.steps, recorded.result) | self.casts
+        steps = StepWriter(node, self.writer, self.sandbox, known, lambda size: self.sizes.size(size, node))
+        names = self._names(node, recorded.result, known)
+        # An in-place operator returns a tensor that an earlier step made: the last one gets the name.
+        last = {label: step for step in recorded.steps for label in labels_in(step.result)}
+        for step in recorded.steps:
             if step.cast is None:
                 self._switch(step, mode)
                 steps.write(step, {label: name for label, name in names.items() if last[label] is step})
             else:
                 self._write_cast(node, step, mode, known)
                 known[step.cast] = self.casts[step.cast]
-        self.env[node] = steps.argument(performance.result)
+        self.env[node] = steps.argument(recorded.result)
 
     def _switch(self, step: Step, mode: Mode) -> None:
-        """Switches to the mode of a step: autocast records gradients of casts that it keeps, whatever the mode."""
+        """Switches to the mode of a step: autocast records gradients of casts that it caches, in any mode."""
         bare = _without_autocast(mode)
         recorded = records_gradients(mode.within(self.program.caller))
         self.modes.switch(bare if step.grad == recorded else replace(bare, grad=step.grad))
 
     def _known(self, node: Node, places: Places, steps: Iterable[Step], result: Any = None) -> dict[Label, Any]:
-        """What stands in the new graph for the labels that these steps read, and that the result has."""
-        given = [self.env[read] for read in nodes_read(node)]
+        """The values in the new graph for the labels that these steps read, and for those in the result."""
+        inputs = [self.env[read] for read in nodes_read(node)]
         needed = [*labels_in([(step.args, dict(step.kwargs)) for step in steps]), *labels_in(result)]
         known = {}
         for label in dict.fromkeys(label for label in needed if label in places):
             place = places[label][0]
-            value = given[place.number]
+            value = inputs[place.number]
             if place.item is not None:
                 value = self._item(node, value, place)
             known[label] = value
@@ -181,7 +189,7 @@ class _Caster:
         return write_beside(self.writer, node, operator.getitem, (container, place.item), value=value)
 
     def _names(self, node: Node, result: Any, known: dict[Label, Any]) -> dict[Label, str]:
-        """The names that results keep: that of the node, or those of the nodes that take it apart."""
+        """The names that results keep: that of the node, or those of its getitem nodes."""
         if isinstance(result, Label):
             return {} if result in known else {result: node.name}
         names = {}
@@ -193,9 +201,9 @@ class _Caster:
         return names
 
 
-#: Kernels that call operators which autocast casts (torch 2.13); fake tensors never get that far.
-_KERNELS_OF_ONE_MACHINE = (torch.lstm, torch.ops.aten.lstm.input, torch.ops.aten.lstm.data)
-_CASTS_UNSEEN = (
+#: Operators whose kernels call others that autocast casts (torch 2.13); fake tensors do not reach the kernel.
+_ONEDNN_KERNELS = (torch.lstm, torch.ops.aten.lstm.input, torch.ops.aten.lstm.data)
+_CAST_IN_KERNEL = (
     torch.bilinear,
     torch.nn.functional.bilinear,
     torch.ops.aten.bilinear.default,
@@ -209,11 +217,11 @@ def _computes(node: Node) -> bool:
     )
 
 
-def _erase_idle_attributes(graph: Graph, program: Program) -> None:
-    """Takes out attributes that are only read through casts which are written elsewhere."""
-    idle = {node.name for node in program.graph.find_nodes(op="get_attr") if not node.users}
+def _erase_unused_attributes(graph: Graph, program: Program) -> None:
+    """Removes attributes that have become unused, since only earlier casts of them are read."""
+    were_unused = {node.name for node in program.graph.find_nodes(op="get_attr") if not node.users}
     for node in graph.find_nodes(op="get_attr"):
-        if not node.users and node.name not in idle:
+        if not node.users and node.name not in were_unused:
             graph.erase_node(node)
 
 
@@ -222,11 +230,8 @@ def _without_autocast(mode: Mode) -> Mode:
     return replace(mode, autocast=(), blocks=blocks)
 
 
-# Writing sizes: a symbolic number as nodes that compute it from what the graph can read.
-
-
 class SizeWriter:
-    """Writes sizes for new nodes; `env` maps the nodes of the program to what stands for them."""
+    """Writes symbolic sizes as nodes; `env` maps the nodes of the program to those of the new graph."""
 
     def __init__(self, program: Program, writer: GraphWriter, env: Mapping[Node, Any]) -> None:
         self._program, self._writer, self._env = program, writer, env
@@ -234,7 +239,7 @@ class SizeWriter:
         self._read: dict[Any, Node] = {}
 
     def size(self, size: torch.SymInt, node: Node) -> Node | int:
-        """A node that gives `size`, which turned up in the place of `node`."""
+        """A node that computes `size`, which an operator in place of `node` needs."""
         written = write_number(size, self._sources(node))
         if written is None:
             raise ModeError(
@@ -246,12 +251,12 @@ class SizeWriter:
         return written
 
     def _sources(self, node: Node) -> dict[Any, Node]:
-        """The nodes that give the symbols which `node` and what it reads mention."""
+        """The nodes that compute the symbols in the values of `node` and of its inputs."""
         index = self._program.index
         number = index.number[node]
         for near in (*index.inputs(number), number):
             for place, symbol in self._symbols.sources(near):
-                # What the node itself would give is not there yet.
+                # The result of the node itself is not there yet.
                 if symbol not in self._read and (place.number if isinstance(place, Dimension) else place) != number:
                     self._read[symbol] = self._node(place, node)
         return self._read
@@ -265,24 +270,21 @@ class SizeWriter:
         return write_beside(self._writer, reader, SYM_SIZE, (self._env[source], axis), value=value)
 
 
-# Writing watched steps: the operators that a call came down to, as nodes in the place of the call.
-
-
 class StepWriter:
-    """Writes steps that stand for `node`; `known` are the nodes that stand for labels, and grow as it writes."""
+    """Writes recorded operators in place of `node`; `known` maps labels to nodes, and grows as it writes."""
 
     def __init__(
         self,
         node: Node,
         writer: GraphWriter,
-        stage: FakeSandbox,
+        sandbox: FakeSandbox,
         known: dict[Label, Node],
         size: Callable[[torch.SymInt], Any],
     ) -> None:
-        self.node, self.writer, self.stage, self.known, self.size = node, writer, stage, known, size
+        self.node, self.writer, self.sandbox, self.known, self.size = node, writer, sandbox, known, size
 
     def write(self, step: Step, names: Mapping[Label, str]) -> None:
-        """Writes one step, and gives what it makes these names."""
+        """Writes one step; its results get these names."""
         args, kwargs = self.argument(step.args), self.argument(dict(step.kwargs))
         value = self._value(step)
         if isinstance(step.result, Label):
@@ -291,14 +293,14 @@ class StepWriter:
             self._unpack(self._node(step.target, args, kwargs, value), step.result, value, names)
 
     def argument(self, argument: Any) -> Any:
-        """An argument of a step, with nodes in place of labels and of sizes that are known only when it runs."""
+        """An argument of a step, with nodes in place of labels and of dynamic sizes."""
         return map_leaves(self._leaf, argument)
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Label) and leaf not in self.known:
             raise ModeError(
-                f"node {self.node.name!r} reads a tensor under autocast that it is not given; pass the function that "
-                "it calls all its tensors as arguments"
+                f"node {self.node.name!r} reads a tensor under autocast that is not among its arguments; pass the "
+                "function that it calls all its tensors as arguments"
             )
         if isinstance(leaf, Label):
             return self.known[leaf]
@@ -319,5 +321,5 @@ class StepWriter:
         return write_beside(self.writer, self.node, target, args, kwargs, value=value, name=name)
 
     def _value(self, step: Step) -> Any:
-        looks: list[Look] = list(step.looks[::-1])
-        return map_leaves(lambda leaf: self.stage.made(looks.pop()) if isinstance(leaf, Label) else leaf, step.result)
+        looks: list[TensorMetadata] = list(step.metadata[::-1])
+        return map_leaves(lambda leaf: self.sandbox.made(looks.pop()) if isinstance(leaf, Label) else leaf, step.result)

@@ -1,4 +1,4 @@
-"""What autocast does to each node."""
+"""What autocast does to each node: found by running the node under autocast on fake tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from partita._torch.dry_runs import Allowance, DryRunError, is_of_level
-from partita._torch.fake_sandbox import FakeSandbox, Look, map_tensors, tensors_in
+from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata, map_tensors, tensors_in
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.operators.recorder import Label, OperatorRecorder, RecordedCall, Step, labels_in
 from partita.analysis.mode import Autocast, Block, Mode
@@ -24,21 +24,18 @@ from partita.program.program import Program
 from partita.rewrite.operator_calls import owned_inputs
 from partita.rewrite.traced_values import call_with, can_carry_gradients, nodes_read, value_read
 
-__all__ = ["AsItIs", "OnCasts", "Place", "Places", "Rehearsal", "TakenApart", "check_value"]
+__all__ = ["AutocastDryRun", "CastArguments", "Decomposed", "Place", "Places", "Unchanged", "check_value"]
 
 
-# Rehearsal: what autocast does to each node, found by running the node under autocast on fake tensors.
+class AutocastDryRun:
+    """Runs nodes in graph order; `sandbox` must be open, and `close` must be called at the end."""
 
-
-class Rehearsal:
-    """Runs nodes in graph order; `stage` must be open. Leave it by `close`."""
-
-    def __init__(self, program: Program, stage: FakeSandbox) -> None:
-        self._program, self._stage = program, stage
-        self._leaves = Leaves(program, stage)
-        self._watch = OperatorRecorder(Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes)))
-        self._looks: dict[Label, Look] = {}
-        #: Calls that autocast leaves alone, whatever it has kept.
+    def __init__(self, program: Program, sandbox: FakeSandbox) -> None:
+        self._program, self._sandbox = program, sandbox
+        self._leaves = Leaves(program, sandbox)
+        self._recorder = OperatorRecorder(Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes)))
+        self._looks: dict[Label, TensorMetadata] = {}
+        #: Calls that autocast does not change, whatever it has cached.
         self._untouched: set[tuple[Any, ...]] = set()
         self._open: list[tuple[Block, torch.autocast]] = []
         self._around = tuple(Block(("caller", sets.device), sets, None) for sets in program.caller.autocast)
@@ -47,80 +44,80 @@ class Rehearsal:
         """Leaves the blocks that the last node was in."""
         self._enter(())
 
-    def of(self, node: Node, mode: Mode) -> Rehearsed:
-        """What becomes of `node`, which runs in `mode`."""
+    def of(self, node: Node, mode: Mode) -> Outcome:
+        """What autocast turns `node` into, which runs in `mode`."""
         self._enter((*self._around, *(block for block in mode.blocks if isinstance(block.sets, Autocast))))
         mode = mode.within(self._program.caller)
         active = [autocast for autocast in mode.autocast if autocast.enabled]
         values = [value_read(self._program, read) for read in nodes_read(node)]
         devices = {tensor.device.type for tensor in tensors_in(values) if tensor.is_floating_point()}
         if devices.isdisjoint(autocast.device for autocast in active) or is_of_level(node.target):
-            return AsItIs()
+            return Unchanged()
         _check_devices(node, devices)
-        alike = (node.op, node.target, mode, _text_of(node, values))
-        if alike in self._untouched:
-            return AsItIs()
+        key = (node.op, node.target, mode, _text_of(node, values))
+        if key in self._untouched:
+            return Unchanged()
         dtypes = tuple((autocast.device, autocast.dtype) for autocast in active)
         arguments = _Arguments(node, values, [self._leaves.of(read, dtypes) for read in nodes_read(node)])
         with _modes_of_a_run(mode):
-            found = self._rehearsed(arguments, [autocast.device for autocast in active])
-        if isinstance(found, AsItIs):
-            self._untouched.add(alike)
+            found = self._outcome(arguments, [autocast.device for autocast in active])
+        if isinstance(found, Unchanged):
+            self._untouched.add(key)
         return found
 
-    def _rehearsed(self, arguments: _Arguments, devices: Sequence[str]) -> Rehearsed:
+    def _outcome(self, arguments: _Arguments, devices: Sequence[str]) -> Outcome:
         seen, _ = self._run(arguments)
         if isinstance(seen.error, DryRunError):
             raise ModeError(
-                f"what autocast does to node {arguments.node.name!r} cannot be told: {seen.error}; switch autocast off "
-                "around it"
+                f"what autocast does to node {arguments.node.name!r} cannot be determined: {seen.error}; switch "
+                "autocast off around it"
             ) from seen.error
-        self._looks.update((step.cast, step.looks[0]) for step in seen.steps if step.cast is not None)
+        self._looks.update((step.cast, step.metadata[0]) for step in seen.steps if step.cast is not None)
         if seen.error is None:
-            check_value(arguments.node, [look.dtype for look in seen.looks])
+            check_value(arguments.node, [look.dtype for look in seen.metadata])
         with _without_autocast(devices):
             plain, places = self._run(arguments)
             if plain.text() == seen.text():
-                return AsItIs()
+                return Unchanged()
             for casts, by_place in ways_to_cast(seen, places):
                 if self._run(arguments, by_place)[0].text() == seen.text(first=len(casts)):
-                    return OnCasts(casts, by_place, places)
+                    return CastArguments(casts, by_place, places)
         if seen.error is not None:
             raise ModeError(f"node {arguments.node.name!r} fails under autocast: {seen.error}") from seen.error
-        return TakenApart(seen, places)
+        return Decomposed(seen, places)
 
     def _run(self, arguments: _Arguments, by_place: Mapping[int, Label] | None = None) -> tuple[RecordedCall, Places]:
-        """What a node comes down to on new fakes, with ones that are cast already at these places."""
-        fakes, places = self._given(arguments)
+        """The operators that a node runs on new fakes, with casts at these places."""
+        fakes, places = self._fakes(arguments)
         if by_place:
             fakes = self._with_casts(fakes, by_place)
-        return self._watch.of(call_with(arguments.node, fakes)), places
+        return self._recorder.of(call_with(arguments.node, fakes)), places
 
-    def _given(self, arguments: _Arguments) -> tuple[list[Any], dict[Label, list[Place]]]:
+    def _fakes(self, arguments: _Arguments) -> tuple[list[Any], dict[Label, list[Place]]]:
         fakes: list[Any] = []
         places: dict[Label, list[Place]] = {}
         for number, (value, leaf) in enumerate(zip(arguments.values, arguments.leaves, strict=True)):
-            fake = self._stage.copy(value) if leaf is None else leaf[1]
+            fake = self._sandbox.copy(value) if leaf is None else leaf[1]
             fakes.append(fake)
             for item, tensor in enumerate(tensors_in(fake)):
-                label = Label(f"{number}.{item}" if leaf is None else f"leaf {leaf[0]}", is_given=True)
-                self._watch.label(tensor, label)
+                label = Label(f"{number}.{item}" if leaf is None else f"leaf {leaf[0]}", is_input=True)
+                self._recorder.label(tensor, label)
                 places.setdefault(label, []).append(Place(number, None if tensor is fake else item))
         return fakes, places
 
     def _with_casts(self, fakes: Sequence[Any], by_place: Mapping[int, Label]) -> list[Any]:
-        """The fakes with one that is cast already at each of these places."""
+        """The fakes, with a cast at each of these places."""
         made: dict[Label, Tensor] = {}
         changed = list(fakes)
         for place, label in by_place.items():
             if label not in made:
-                made[label] = self._stage.made(self._looks[label]).requires_grad_(fakes[place].requires_grad)
-                self._watch.label(made[label], label)
+                made[label] = self._sandbox.made(self._looks[label]).requires_grad_(fakes[place].requires_grad)
+                self._recorder.label(made[label], label)
             changed[place] = made[label]
         return changed
 
     def _enter(self, blocks: Sequence[Block]) -> None:
-        """Opens and leaves autocast blocks until these are open: what autocast keeps, it keeps as in a real run."""
+        """Enters and exits autocast blocks until these are open, so that autocast caches casts as in a real run."""
         shared = 0
         while shared < min(len(blocks), len(self._open)) and blocks[shared] == self._open[shared][0]:
             shared += 1
@@ -134,12 +131,12 @@ class Rehearsal:
             self._open.append((block, entered))
 
 
-#: How many operators all runs may come down to, and how many more for each node.
+#: How many operators all dry runs may execute, and how many more for each node.
 _CALLS, _CALLS_BY_NODE = 200_000, 200
 
 
 class _Arguments(NamedTuple):
-    """A node, and for each place where it mentions another the traced value and the leaf that stands there, if any."""
+    """A node, and for each node that it reads the traced value and the leaf, if it is one."""
 
     node: Node
     values: list[Any]
@@ -147,37 +144,38 @@ class _Arguments(NamedTuple):
 
 
 def _text_of(node: Node, values: Sequence[Any]) -> str:
-    """The arguments of a node, as far as autocast could tell them apart."""
-    given = iter(values)
-    looks = map_nodes((node.args, dict(node.kwargs)), lambda _: repr(map_tensors(Look.of, next(given))))
+    """The arguments of a node, as far as autocast distinguishes them."""
+    remaining = iter(values)
+    looks = map_nodes((node.args, dict(node.kwargs)), lambda _: repr(map_tensors(TensorMetadata.of, next(remaining))))
     return repr(looks)
 
 
 def _check_devices(node: Node, devices: Collection[str]) -> None:
     if "cuda" in devices and not torch.cuda.is_available():
         raise ModeError(
-            f"node {node.name!r} runs under autocast on cuda, which torch switches off on a machine without cuda, so "
-            "nobody can ask it here what it casts; dissolve the program where there is one"
+            f"node {node.name!r} runs under autocast on cuda, which torch disables on a machine without cuda, so "
+            "its casts cannot be determined here; dissolve the program on a machine with cuda"
         )
 
 
 def check_value(node: Node, dtypes: Sequence[torch.dtype]) -> None:
-    """Raises where autocast gives something else than the trace says: then the trace is of another program."""
+    """Raises where autocast returns other dtypes than the trace has: then the trace is of another program."""
     if not any(key in node.meta for key in VALUE_KEYS):
         return
     traced = [tensor.dtype for tensor in tensors_in(value_of(node))]
     if traced != list(dtypes):
-        found, noted = ", ".join(map(str, dtypes)), ", ".join(map(str, traced))
+        found, expected = ", ".join(map(str, dtypes)), ", ".join(map(str, traced))
         raise ModeError(
-            f"node {node.name!r} gives {found} under its autocast, but was traced as {noted}. Autocast keeps the cast "
-            "of a weight for inner blocks with another dtype, which a trace does not show: use one dtype in a nest. Or "
-            "torch traced the operator as if autocast were off, as it does with lstm: switch it off around this node"
+            f"node {node.name!r} returns {found} under its autocast, but was traced as {expected}. Autocast caches the "
+            "cast of a weight for inner blocks with another dtype, which a trace does not show: use one dtype in a "
+            "nest. Or torch traced the operator as if autocast were off, as it does with lstm: switch it off around "
+            "this node"
         )
 
 
 @contextmanager
 def _modes_of_a_run(mode: Mode) -> Iterator[None]:
-    """Gradients as `mode` has them; inference mode as no_grad, but nothing is kept there (seen in torch 2.13)."""
+    """Gradients as in `mode`; inference mode as no_grad, but without the cast cache (seen in torch 2.13)."""
     keeps = torch.is_autocast_cache_enabled()
     with torch.set_grad_enabled(records_gradients(mode)):
         torch.set_autocast_cache_enabled(keeps and not mode.inference)
@@ -195,28 +193,25 @@ def _without_autocast(devices: Sequence[str]) -> Iterator[None]:
         yield
 
 
-# What autocast turns a node into: the node itself, the node on casts of its arguments, or other operators.
-
-
 class Place(NamedTuple):
-    """A place among the nodes that a node reads, and the item of what stands there, if that is a container."""
+    """A position among the nodes that a node reads, and the item of that value, if it is a container."""
 
     number: int
     item: int | None
 
 
-#: Where what has a label stands among the arguments.
+#: The places of each label among the arguments.
 Places: TypeAlias = Mapping[Label, Sequence[Place]]
 
 
 @dataclass(frozen=True, slots=True)
-class AsItIs:
+class Unchanged:
     """Autocast changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class OnCasts:
-    """The same node on other arguments: first these casts are made, then each place reads what has its label."""
+class CastArguments:
+    """The same node on casts of its arguments: each place reads the value with its label."""
 
     casts: tuple[Step, ...]
     by_place: Mapping[int, Label]
@@ -224,24 +219,24 @@ class OnCasts:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenApart:
+class Decomposed:
     """Other operators in place of the node."""
 
-    performance: RecordedCall
+    recorded: RecordedCall
     places: Places
 
 
-Rehearsed: TypeAlias = AsItIs | OnCasts | TakenApart
+Outcome: TypeAlias = Unchanged | CastArguments | Decomposed
 
 
 def ways_to_cast(seen: RecordedCall, places: Places) -> Iterator[tuple[tuple[Step, ...], dict[int, Label]]]:
-    """Casts to make, and places to put them in, that may come down to what was seen; the most likely first."""
+    """Casts to make, and places to use them at, that may reproduce the recorded operators; the most likely first."""
     leading = tuple(takewhile(lambda step: step.cast is not None, seen.steps))
-    kept = _kept_casts(seen)
+    cached = _cached_casts(seen)
     # The operator may begin with casts of its own.
     for count in range(len(leading), -1, -1):
         made = [step.cast for step in leading[:count] if step.cast is not None]
-        for by_place in _by_place([*made, *kept], places):
+        for by_place in _by_place([*made, *cached], places):
             yield leading[:count], by_place
 
 
@@ -263,33 +258,30 @@ def _by_place(casts: Sequence[Label], places: Places) -> Iterator[dict[int, Labe
             yield by_place
 
 
-def _kept_casts(seen: RecordedCall) -> list[Label]:
-    """The casts that autocast has kept from earlier calls."""
+def _cached_casts(seen: RecordedCall) -> list[Label]:
+    """The casts that autocast has cached in earlier calls."""
     made = {label for step in seen.steps for label in labels_in(step.result)}
     read = labels_in([*((step.args, dict(step.kwargs)) for step in seen.steps), seen.result])
     return list(dict.fromkeys(label for label in read if label.cast_of is not None and label not in made))
 
 
-# Leaves: the parameters and inputs of a program as fake tensors, whose casts autocast keeps as in a real run.
-
-
 class Leaves:
-    """One fake tensor for each tensor that a program is given or owns, the same wherever it is read.
+    """One fake tensor for each input, parameter and buffer of a program, the same wherever it is read.
 
-    Autocast keeps the cast of a tensor that requires gradients and was computed from nothing. Tensors that nobody
-    writes count as such whatever they require: a cast of theirs that is kept has the same value.
+    Autocast caches the cast of a leaf that requires gradients. Tensors that are never mutated are treated as such
+    whether or not they require gradients: a cached cast of theirs has the same value.
     """
 
-    def __init__(self, program: Program, stage: FakeSandbox) -> None:
-        self._program, self._stage = program, stage
-        self._written = {program.index.nodes[number] for number in program.effects.written_inputs}
+    def __init__(self, program: Program, sandbox: FakeSandbox) -> None:
+        self._program, self._sandbox = program, sandbox
+        self._mutated = {program.index.nodes[number] for number in program.effects.mutated_inputs}
         self._owned = owned_inputs(program)
-        self._returned = ReturnedArguments(program, stage)
+        self._returned = ReturnedArguments(program, sandbox)
         self._found: dict[Any, tuple[int, Tensor]] = {}
         self._origins: dict[Node, Node | None] = {}
 
     def of(self, node: Node, dtypes: Hashable) -> tuple[int, Tensor] | None:
-        """The leaf that `node` gives where autocast casts to `dtypes`, and its number; None if it gives no leaf.
+        """The leaf that `node` returns where autocast casts to `dtypes`, and its number; None if it returns no leaf.
 
         A tensor that requires no gradients is another leaf for other dtypes: it is cast to each of them, while one that
         does has but one cast in a nest of blocks.
@@ -298,7 +290,7 @@ class Leaves:
         return None if origin is None else self._leaf(origin, dtypes)
 
     def _origin(self, node: Node) -> Node | None:
-        """The input or attribute that `node` gives: writing a weight, or casting it to what it is, gives the weight."""
+        """The input or attribute that `node` returns: a mutation or an identity cast of a weight returns the weight."""
         passed: list[Node] = []
         source: Node | None = node
         while source is not None and source.op not in ("placeholder", "get_attr"):
@@ -316,10 +308,10 @@ class Leaves:
             return None
         owned = value if node.op == "get_attr" else self._owned.get(node)
         held = value if owned is None else owned
-        # What was written where gradients are recorded is no leaf, and the trace may note its state at the end.
+        # A tensor that was mutated where gradients are recorded is no leaf, and its traced value may be the final one.
         is_known = held.requires_grad and held.is_leaf
         key = (node if owned is None else id(owned), None if is_known else dtypes)
         if key not in self._found:
-            fake = self._stage.copy(value, requires_grad=is_known or node not in self._written)
+            fake = self._sandbox.copy(value, requires_grad=is_known or node not in self._mutated)
             self._found[key] = (len(self._found), fake)
         return self._found[key]

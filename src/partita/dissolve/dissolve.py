@@ -1,3 +1,5 @@
+"""Dissolves modes: a program of plain operators that means the same, without toggles and mode operators."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,22 +25,19 @@ from partita.rewrite.state import module_like, place, share_state, unique_names
 __all__ = ["dissolve"]
 
 
-# Dissolving modes: a program of plain operators that means the same, without toggles and without mode operators.
-
-
 @gc_paused()
 def dissolve(program: Program | GraphModule | ExportedProgram) -> Program:
     """A program that means the same by operators alone: casts for autocast, `detach` for no_grad and inference mode.
 
-    Each node that runs under autocast is run once on fake tensors, to see what autocast itself casts; it needs the
+    Each node that runs under autocast is run once on fake tensors, to find what autocast casts; this needs the
     traced values that `partita.capture`, torch.export and make_fx leave on nodes. A program that switches no modes
-    comes back as it is.
+    is returned as it is.
 
     The caller is taken to record gradients, and to have no autocast on: `enable_grad` in the program has no counterpart
     among operators, so called under no_grad the program records none. Inputs that require gradients are taken to be
-    leaves, whose casts autocast keeps within a block. What inference mode makes is a plain tensor afterwards. A view
-    that is made under no_grad of a tensor with gradients says that it requires some, although none ever arrive; here it
-    says that it does not.
+    leaves, whose casts autocast keeps within a block. Tensors created in inference mode are plain tensors
+    afterwards. A view that is made under no_grad of a tensor with gradients reports `requires_grad`, although no
+    gradient ever arrives; here it does not.
     """
     return _dissolved(Program.of(program))
 
@@ -76,20 +75,17 @@ def _check_closed(program: Program) -> None:
         )
 
 
-# Dissolving inside operators: the bodies that a program runs, for the modes that it runs them under.
-
-
 def dissolve_bodies(program: Program, dissolved: Callable[[Program], Program]) -> Program:
     """A flat program whose operators run bodies without modes of their own; the same object if they do already.
 
     A body that is run under several modes becomes one body for each.
     """
     bodies = _bodies(program, dissolved)
-    return _Swapping(program, bodies).swapped() if bodies else program
+    return _BodyReplacement(program, bodies).replaced() if bodies else program
 
 
 def _bodies(program: Program, dissolved: Callable[[Program], Program]) -> dict[tuple[Node, Node], GraphModule]:
-    """What each operator is to run in place of each body that it reads, where that changes."""
+    """The new body of each operator, by the node that reads the old one, where it changes."""
     known: dict[tuple[GraphModule, Mode], GraphModule] = {}
     found = {}
     for number, node in enumerate(program.index.nodes):
@@ -107,15 +103,15 @@ def _bodies(program: Program, dissolved: Callable[[Program], Program]) -> dict[t
     return found
 
 
-class _Swapping:
-    """A copy of the graph with other bodies in it."""
+class _BodyReplacement:
+    """Writes a copy of the graph that runs other bodies."""
 
     def __init__(self, program: Program, bodies: dict[tuple[Node, Node], GraphModule]) -> None:
         self.program, self.bodies = program, bodies
         self.writer = GraphWriter(program.graph._tracer_cls)
         self.paths = self._places()
 
-    def swapped(self) -> Program:
+    def replaced(self) -> Program:
         program, modes = self.program, self.program.modes
         self.writer.names.reserve(node.name for node in program.index.nodes)
         switching = ModeWriter(self.writer)
@@ -125,8 +121,8 @@ class _Swapping:
                 continue
             if node.op != "get_attr":
                 switching.switch(modes.final if node.op == "output" else modes.at(number))
-            swap = {read: self._swapped(node, read, env) for read in node.all_input_nodes}
-            env[node] = self.writer.copy(node, swap.__getitem__, name=node.name)
+            inputs = {read: self._replaced(node, read, env) for read in node.all_input_nodes}
+            env[node] = self.writer.copy(node, inputs.__getitem__, name=node.name)
         graph = self.writer.close()
         switching.close()
         module = module_like(program.graph_module, graph, restores_modes=switching.has_switched)
@@ -148,10 +144,10 @@ class _Swapping:
         return paths
 
     def _is_gone(self, node: Node) -> bool:
-        """Whether everybody reads something else in the place of `node`."""
+        """Whether all users of `node` read a new body instead."""
         return node.op == "get_attr" and bool(node.users) and all((user, node) in self.bodies for user in node.users)
 
-    def _swapped(self, node: Node, read: Node, env: dict[Node, Any]) -> Any:
+    def _replaced(self, node: Node, read: Node, env: dict[Node, Any]) -> Any:
         body = self.bodies.get((node, read))
         if body is None:
             return env[read]

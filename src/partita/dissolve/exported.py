@@ -1,4 +1,4 @@
-"""Exported programs of programs: modes written as operators, or dissolved first where the program is decomposed."""
+"""Converts programs to exported programs: modes become operators, or are dissolved before a decomposition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Graph, Node
 
 from partita._torch.modes import fresh_modes
-from partita._torch.operators.schemas import viewed_node, written_nodes
+from partita._torch.operators.schemas import mutated_nodes, viewed_node
 from partita.dissolve.dissolve import dissolve
 from partita.errors import ModeError, OptionError
 from partita.program._torch.guards import guards_of, set_guards
@@ -22,30 +22,30 @@ __all__ = ["decomposed_program", "exported_program"]
 
 
 def exported_program(program: Program) -> ExportedProgram:
-    """The program as torch.export has it: an exported program cannot hold toggles, so these become operators."""
+    """The program as an ExportedProgram, which cannot hold toggles: these become operators."""
     return _record(program).around(wrap_modes(program).graph_module)
 
 
 def decomposed_program(
     program: Program, table: dict[Any, Callable[..., Any]] | None, *, decompose_custom_triton_ops: bool
 ) -> ExportedProgram:
-    """The program in the operators that the table leaves, with `detach` wherever gradients must not flow.
+    """The decomposed program, with `detach` wherever gradients must not flow.
 
     torch runs the body of a mode operator as it is and forgets the mode: afterwards a weight that no_grad had frozen
     gets gradients (torch 2.13). So the modes are dissolved first, into casts and `detach`.
     """
     guards = _record(program).guards
     table = default_decompositions() if table is None else dict(table)
-    # The table makes an alias of it, through which gradients flow.
+    # The table turns it into an alias, through which gradients flow.
     table.pop(torch.ops.aten.detach.default, None)
     run_decompositions = ExportedProgram.run_decompositions
     with fresh_modes(grad=True):  # Under autocast, torch would write the casts of this moment into the program.
         plain = dissolve(program)
-        _check_writes(plain.graph)
+        _check_mutations(plain.graph)
         decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
-        # torch finds conditions on sizes in what was traced, and so forgets those of a program that was loaded.
+        # torch collects guards while it traces, and so loses those of a program that was loaded.
         set_guards(decomposed, dict.fromkeys((*guards, *guards_of(decomposed))))
-        # Decomposed once more, as some backends do, it keeps what it means as well.
+        # It keeps its meaning when it is decomposed again, as some backends do.
         return ExportRecord.of(decomposed).around(decomposed.graph_module)
 
 
@@ -58,16 +58,16 @@ def _record(program: Program) -> ExportRecord:
     return program.export
 
 
-def _check_writes(graph: Graph) -> None:
-    """Raises where a write goes through `detach`: taken apart into values, it would cut off what is written as well."""
+def _check_mutations(graph: Graph) -> None:
+    """Raises where a mutation goes through `detach`: functionalized, it would detach the mutated tensor as well."""
     for node in graph.nodes:
-        for written in written_nodes(node):
+        for written in mutated_nodes(node):
             seen: Node | None = written
             while seen is not None and seen.target is not torch.ops.aten.detach.default:
                 seen = viewed_node(seen)
             if seen is not None:
                 raise ModeError(
-                    f"node {node.name!r} writes a tensor that gradients flow through, under no_grad or through detach; "
-                    "a decomposed program cannot keep that. Train the program as it is, or decompose it for inference "
-                    "alone with torch.export.ExportedProgram.run_decompositions(program.exported())"
+                    f"node {node.name!r} mutates a tensor that gradients flow through, under no_grad or through "
+                    "detach; a decomposed program cannot keep that. Train the program as it is, or decompose it for "
+                    "inference alone with torch.export.ExportedProgram.run_decompositions(program.exported())"
                 )

@@ -1,4 +1,4 @@
-"""No_grad as detach."""
+"""Replaces no_grad and inference mode by `detach`, at the inputs of nodes that run without gradients."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from partita._torch.dry_runs import Allowance, Guard, is_of_level
-from partita._torch.fake_sandbox import FakeSandbox, Look, map_tensors, tensors_in
+from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata, map_tensors, tensors_in
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.operators.schemas import is_higher_order
 from partita._torch.toggles import IS_GRAD_ENABLED
 from partita.analysis.mode import Mode
 from partita.analysis.nodes import find, value_of
-from partita.analysis.op_effects.calls import CallEffects, storages_of, written_classes
+from partita.analysis.op_effects.calls import CallEffects, mutated_classes, storages_of
 from partita.analysis.op_effects.terms import nodes_in_slots
 from partita.analysis.projections import takes_item
 from partita.errors import ModeError, OptionError
@@ -37,9 +37,6 @@ from partita.rewrite.traced_values import (
 __all__ = ["ReturnedArguments", "dissolve_grad", "records_gradients"]
 
 
-# no_grad and inference mode as `detach`: a program that means the same and switches neither.
-
-
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -50,22 +47,22 @@ def dissolve_grad(program: Program) -> Program:
     """
     if program.modes.by_number is None and records_gradients(program.caller):
         return program
-    stage = sandbox_for(program)
-    with stage.opened():
-        return _Detacher(program, stage).dissolved()
+    sandbox = sandbox_for(program)
+    with sandbox.opened():
+        return _Detacher(program, sandbox).dissolved()
 
 
 class _Detacher:
     """The new graph while it is written."""
 
-    def __init__(self, program: Program, stage: FakeSandbox) -> None:
-        self.program, self.stage = program, stage
-        self.returned = ReturnedArguments(program, stage)
+    def __init__(self, program: Program, sandbox: FakeSandbox) -> None:
+        self.program, self.sandbox = program, sandbox
+        self.returned = ReturnedArguments(program, sandbox)
         self.carriers = gradient_carriers(program, self.returned)
         self.writer = GraphWriter(program.graph._tracer_cls)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.detached: dict[Node, Any] = {}
-        #: What a container holds that is one of the arguments of whoever made it.
+        #: By node that returns a container: the items that are its own arguments.
         self.items: dict[Node, dict[int | None, Node]] = {}
 
     def dissolved(self) -> Program:
@@ -82,7 +79,7 @@ class _Detacher:
                 self.env[node] = records_gradients(mode)
             elif node.op in ("placeholder", "get_attr", "output") or records_gradients(mode):
                 self._copy(node)
-                for written in self.returned.written_by(node):
+                for written in self.returned.mutated_by(node):
                     self.detached.pop(written, None)
             else:
                 self._write_without_gradients(node)
@@ -97,14 +94,14 @@ class _Detacher:
                 "parameters are out of reach there; trace the model into operators, for example with "
                 "partita.capture(model, args)"
             )
-        written = self.returned.written_by(node) & self.carriers
-        if detaches(node) or not (written or self._gives_numbers(node)):
+        written = self.returned.mutated_by(node) & self.carriers
+        if detaches(node) or not (written or self._may_return_gradients(node)):
             self._copy(node)
             return
         if written:
-            self.returned.check_writing(node)
+            self.returned.check_mutation(node)
         same = {item: source for item, source in self.returned.of(node).items() if source in self.carriers}
-        # What a node writes, it writes through a detached alias; what it just returns, it returns with its history.
+        # A node mutates through a detached alias; an argument that it only returns keeps its autograd history.
         kept = set(same.values()) - written
         detached = {read for read in node.all_input_nodes if read in self.carriers and read not in kept}
         self._copy(node, without_gradients=detached)
@@ -112,7 +109,7 @@ class _Detacher:
         if None in self.items[node]:
             self.env[node] = self.env[same[None]]
 
-    def _gives_numbers(self, node: Node) -> bool:
+    def _may_return_gradients(self, node: Node) -> bool:
         """Whether a result of `node` could carry gradients."""
         return not has_value(node) or any(map(can_carry_gradients, tensors_in(value_of(node))))
 
@@ -128,13 +125,13 @@ class _Detacher:
         for read in node.all_input_nodes:
             if read in without_gradients and read not in self.detached:
                 self.detached[read] = self._detach(read, node)
-        swap = {
+        inputs = {
             read: self.detached[read] if read in without_gradients else self.env[read] for read in node.all_input_nodes
         }
-        self.env[node] = self.writer.copy(node, swap.__getitem__, name=node.name)
+        self.env[node] = self.writer.copy(node, inputs.__getitem__, name=node.name)
 
     def _detach(self, source: Node, reader: Node) -> Any:
-        """A node that gives what `source` gives, without gradients and in the same storage."""
+        """An alias of `source` without gradients, in the same storage."""
         value = value_read(self.program, source)
         if isinstance(value, tuple | list):
             items = range(len(value))
@@ -150,26 +147,23 @@ class _Detacher:
     def _detach_node(self, node: Any, reader: Node, value: Any) -> Any:
         if not isinstance(value, Tensor) or not can_carry_gradients(value):
             return node
-        return write_beside(self.writer, reader, _DETACH, (node,), value=map_tensors(self.stage.alias, value))
-
-
-# Gradient carriers: the nodes whose results gradients may flow back through.
+        return write_beside(self.writer, reader, _DETACH, (node,), value=map_tensors(self.sandbox.alias, value))
 
 
 def records_gradients(mode: Mode) -> bool:
-    """Whether operators in this mode record gradients; a caller of whom nothing is known does."""
+    """Whether operators in this mode record gradients; with an unknown caller they do."""
     return mode.grad is not False and not mode.inference
 
 
 def detaches(node: Node) -> bool:
-    """Whether `node` only cuts gradients off."""
+    """Whether `node` is a detach."""
     return node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach, torch.detach, "detach")
 
 
 def gradient_carriers(program: Program, returned: ReturnedArguments) -> frozenset[Node]:
-    """The nodes that may carry gradients: all whose values have them but for what is computed without.
+    """The nodes whose results gradients may flow back through.
 
-    Buffers carry none, unless something that does is written into them where gradients are recorded.
+    Buffers carry none, unless they are mutated with a value that does where gradients are recorded.
     """
     return _Carriers(program, returned).found()
 
@@ -178,17 +172,17 @@ class _Carriers:
     def __init__(self, program: Program, returned: ReturnedArguments) -> None:
         self.program, self.returned = program, returned
         index, root = program.index, program.graph_module
-        behaviours = CallEffects(root, program.pure)
-        acting = behaviours.acting(index.graph)
-        storages = storages_of(index, behaviours, acting)
+        call_effects = CallEffects(root, program.pure)
+        acting = call_effects.effectful(index.graph)
+        storages = storages_of(index, call_effects, acting)
         self.classes = storages.roots()
-        self.written = written_classes(index, storages, acting)
-        self.unknown = {node for node, told in acting.items() if told.unknown}
+        self.written = mutated_classes(index, storages, acting)
+        self.unknown = {node for node, effects in acting.items() if effects.unknown}
         self.owned = owned_inputs(program)
         self.tainted: set[int] = set()
 
     def found(self) -> frozenset[Node]:
-        """Walks until no more storage turns out to hold gradients: twice in all but contrived graphs."""
+        """Repeats until no further storage carries gradients: two passes in all but contrived graphs."""
         while True:
             before = len(self.tainted)
             carriers = self._walked()
@@ -216,11 +210,11 @@ class _Carriers:
             return _may_require_gradients(find(self.program.graph_module, str(node.target)))
         if not records:
             return any(source in carriers for source in self.returned.of(node).values())
-        makes_some = node.op == "call_module" or node in self.unknown or _asks_for_gradients(node)
+        makes_some = node.op == "call_module" or node in self.unknown or _requests_gradients(node)
         return makes_some or (not detaches(node) and any(read in carriers for read in node.all_input_nodes))
 
     def _may_hold(self, node: Node) -> bool:
-        """Whether the result of `node` has numbers that can have gradients, as far as anyone knows."""
+        """Whether the result of `node` may have a dtype with gradients; True if it is unknown."""
         value: Any = value_of(node)
         if node.op == "get_attr":
             value = find(self.program.graph_module, str(node.target))
@@ -238,44 +232,43 @@ def _may_require_gradients(owned: Any) -> bool:
     return not isinstance(owned, nn.Module)
 
 
-def _asks_for_gradients(node: Node) -> bool:
+def _requests_gradients(node: Node) -> bool:
     return node.kwargs.get("requires_grad") is True or "requires_grad_" in str(node.target)
 
 
-# Returned arguments: nodes whose result is one of their arguments itself, not a copy nor a view of it.
-
-
 class ReturnedArguments:
-    """Asks nodes on fake tensors, and only those that may return what they are given; `stage` must be open."""
+    """Finds nodes that return an argument by identity, neither a copy nor a view of it.
 
-    def __init__(self, program: Program, stage: FakeSandbox) -> None:
-        self._program, self._stage = program, stage
-        self._behaviours = CallEffects(program.graph_module, program.pure)
+    Nodes that may do so are run on fake tensors; `sandbox` must be open.
+    """
+
+    def __init__(self, program: Program, sandbox: FakeSandbox) -> None:
+        self._program, self._sandbox = program, sandbox
+        self._effects = CallEffects(program.graph_module, program.pure)
         self._known: dict[Node, dict[int | None, Node]] = {}
-        self._aliasing = self._behaviours.aliasing(program.graph)
+        self._aliasing = self._effects.aliasing(program.graph)
         self._allowance = Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes))
 
     def of(self, node: Node) -> dict[int | None, Node]:
-        """The nodes that give the result of `node`, by item where the result is a container, else under None."""
+        """The inputs that `node` returns, by item where the result is a container, else under None."""
         if node not in self._known:
             self._known[node] = self._found(node)
         return self._known[node]
 
-    def written_by(self, node: Node) -> frozenset[Node]:
-        """The nodes whose tensors `node` may write."""
-        told = self._behaviours.of(node)
-        return frozenset(nodes_in_slots(node, told.writes)) if told.writes else frozenset()
+    def mutated_by(self, node: Node) -> frozenset[Node]:
+        """The inputs that `node` may mutate."""
+        effects = self._effects.of(node)
+        return frozenset(nodes_in_slots(node, effects.mutates)) if effects.mutates else frozenset()
 
-    def check_writing(self, node: Node) -> None:
-        """Raises where `node` gives a tensor another shape, which an alias of the tensor would not see."""
-        written = self.written_by(node)
+    def check_mutation(self, node: Node) -> None:
+        """Raises where `node` changes the shape of a tensor, which an alias of the tensor would not reflect."""
         read = nodes_read(node)
-        fakes = [self._stage.copy(value_read(self._program, given)) for given in read]
-        before = [Look.of(tensor) for tensor in tensors_in(fakes)]
+        fakes = [self._sandbox.copy(value_read(self._program, source)) for source in read]
+        before = [TensorMetadata.of(tensor) for tensor in tensors_in(fakes)]
         with torch.no_grad():
             self._attempt(node, fakes)
-        if before != [Look.of(tensor) for tensor in tensors_in(fakes)]:
-            names = ", ".join(sorted(repr(given.name) for given in written))
+        if before != [TensorMetadata.of(tensor) for tensor in tensors_in(fakes)]:
+            names = ", ".join(sorted(repr(source.name) for source in self.mutated_by(node)))
             raise ModeError(
                 f"node {node.name!r} changes the shape or the storage of {names} in place where no gradients are "
                 "recorded, which no plain operator can do to a tensor that has gradients; use the out-of-place form"
@@ -286,26 +279,26 @@ class ReturnedArguments:
             container, item = node.args
             source = self.of(container).get(item)  # type: ignore[arg-type]
             return {} if source is None else {None: source}
-        if node not in self._aliasing or (node.op == "call_function" and _is_more_than_a_call(node.target)):
+        if node not in self._aliasing or (node.op == "call_function" and _runs_a_body_or_level(node.target)):
             return {}
         read = nodes_read(node)
-        values = [value_read(self._program, given) for given in read]
+        values = [value_read(self._program, source) for source in read]
         if has_value(node) and not _look_alike(value_of(node), values):
             return {}
-        return self._asked(node, read, values)
+        return self._found_by_dry_run(node, read, values)
 
-    def _asked(self, node: Node, read: list[Node], values: list[Any]) -> dict[int | None, Node]:
-        fakes = [self._stage.copy(value) for value in values]
+    def _found_by_dry_run(self, node: Node, read: list[Node], values: list[Any]) -> dict[int | None, Node]:
+        fakes = [self._sandbox.copy(value) for value in values]
         with torch.no_grad():
             result = self._attempt(node, fakes)
-        given = {id(fake): source for source, fake in zip(read, fakes, strict=True) if isinstance(fake, Tensor)}
+        sources = {id(fake): source for source, fake in zip(read, fakes, strict=True) if isinstance(fake, Tensor)}
         if isinstance(result, Tensor):
-            return {None: given[id(result)]} if id(result) in given else {}
+            return {None: sources[id(result)]} if id(result) in sources else {}
         items = enumerate(result) if isinstance(result, tuple | list) else ()
-        return {place: given[id(item)] for place, item in items if id(item) in given}
+        return {place: sources[id(item)] for place, item in items if id(item) in sources}
 
     def _attempt(self, node: Node, fakes: list[Any]) -> Any:
-        """What `node` gives; nothing where that depends on the data."""
+        """The result of `node` on fakes; None where it depends on data."""
         try:
             with Guard(self._allowance):
                 return call_with(node, fakes)()
@@ -313,12 +306,12 @@ class ReturnedArguments:
             return None
 
 
-#: How many operators attempts may come down to, and how many more for each node.
+#: How many operators all dry runs may execute, and how many more for each node.
 _CALLS, _CALLS_BY_NODE = 100_000, 100
 
 
-def _is_more_than_a_call(target: Any) -> bool:
-    """Whether it runs a body, or works in a level of torch.func, which is not open here."""
+def _runs_a_body_or_level(target: Any) -> bool:
+    """Whether it runs a body, or needs a level of torch.func, which is not active here."""
     return is_higher_order(target) or is_of_level(target)
 
 
@@ -328,5 +321,5 @@ def _look_alike(result: Any, values: list[Any]) -> bool:
 
 
 def _look(tensor: Tensor) -> tuple[object, ...]:
-    """Sizes and dtype; sizes as text, since comparing sizes that hang on data is an error."""
+    """Sizes and dtype; sizes as text, since comparing data-dependent sizes is an error."""
     return (*map(str, tensor.shape), tensor.dtype)

@@ -74,14 +74,14 @@ def _of_program(program: Program) -> Subject:
     nodes, effects = program.index.nodes, program.effects
     placeholders = tuple(node for node in nodes if node.op == "placeholder")
     number = {node: place for place, node in enumerate(placeholders)}
-    mutated = [nodes[i] for i in effects.written_inputs]
+    mutated = [nodes[i] for i in effects.mutated_inputs]
     attributes = (attrgetter(str(node.target)) for node in mutated if node.op == "get_attr")
     held = [attribute(program.graph_module) for attribute in attributes]
     return Subject(
         call=module,
         root=module,
         slots=tuple(replace(slot, name=program.state_keys.original(slot.name)) for slot in slots_of(module)),
-        mutated=_keys((*(value for value in held if isinstance(value, Tensor)), *effects.written_state)),
+        mutated=_keys((*(value for value in held if isinstance(value, Tensor)), *effects.mutated_state)),
         mutated_inputs=frozenset(number[node] for node in mutated if node in number),
         tolerance=program.tolerance,
         placeholders=placeholders,

@@ -1,6 +1,6 @@
 """Operators with a body: a region as one call, or under a grad, inference or autocast mode."""
 
-from partita.hops._torch.hop_rules import tell_dynamo
+from partita.hops._torch.hop_rules import register_with_dynamo
 from partita.hops.modes import call, wrap, wrap_with_autocast, wrap_with_inference_mode, wrap_with_set_grad_enabled
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
 ]
 
 
-tell_dynamo(
+register_with_dynamo(
     (
         call,
         wrap,

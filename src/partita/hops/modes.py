@@ -1,4 +1,8 @@
-"""Operators that run a body under a mode."""
+"""Operators that run a body under a mode, and restore the previous mode afterwards, after errors too.
+
+A call takes the arguments of the mode, the body, and the arguments of the body. All keywords are passed to the body,
+but for those that name a leading argument which is not passed by position. The names are those of torch's operators.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +29,15 @@ __all__ = [
     "wrap_with_set_grad_enabled",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
-
-
-# The operators themselves: each runs a body under its mode and restores what was there, after errors too.
-#
-# Whatever follows the arguments of the mode is the body and what it is called with; every keyword is the body's, but
-# for those that name an argument up to the body which is not given by position. The names are those of torch's
-# operators.
 
 
 _Result = TypeVar("_Result")
 
 
 class _Call(BodyOperator):
-    """`(body, *operands, **keywords)`: calls the body, as a region of a graph; Dynamo looks into it."""
+    """`(body, *operands, **keywords)`: calls the body, as a region of a graph; Dynamo inlines it."""
 
     @overload
     def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
@@ -131,7 +128,7 @@ class WrapWithAutocast(BodyOperator):
 
     def scope(self, *mode: Any, tracing: Tracing) -> AbstractContextManager[Any]:
         device_type, dtype, enabled, cache_enabled = mode
-        # A cast out of the cache is a tensor that no tracer has seen.
+        # A cached cast is a tensor that the tracer does not know.
         return torch.autocast(device_type, dtype, enabled, cache_enabled if tracing is Tracing.NOT else False)
 
     def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
@@ -169,7 +166,7 @@ class _InferenceMode(BodyOperator):
 
     @contextmanager
     def meaning(self, *mode: Any) -> Iterator[Callable[..., Any]]:
-        # After Dynamo, AOTAutograd fails on views in an inference block, and export drops the block without a word.
+        # After Dynamo, AOTAutograd fails on views in an inference block, and export drops the block silently.
         is_lost = any(mode) or torch.compiler.is_exporting()
         with standing_for_inference(*mode):
             yield call_as_if_in_inference_mode if is_lost else call_in_inference_mode
@@ -194,9 +191,6 @@ wrap_with_autocast = registered(
 wrap_with_inference_mode = registered(
     _InferenceMode, "partita_inference_mode", home=(_HOME, "wrap_with_inference_mode")
 )
-
-
-# The arguments that say which mode a body runs under, checked.
 
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "privateuseone")
@@ -227,7 +221,7 @@ def _is_known(device_type: str) -> bool:
         return False
 
 
-# What each operator means in plain Python, which is how Dynamo traces a call of it once its mode is checked.
+# The meaning of each operator in plain Python: Dynamo traces these in place of a call.
 
 
 def call_body(body: Callable[..., Any], /, *operands: Any, **keywords: Any) -> Any:
@@ -240,7 +234,7 @@ def call_with_gradients(enabled: Any, body: Callable[..., Any], /, *operands: An
 
 
 def call_without_gradients(enabled: Any, body: Callable[..., Any], /, *operands: Any, **keywords: Any) -> Any:
-    """Where none can flow, whatever `enabled` says."""
+    """For inference mode, in which `enabled` has no effect."""
     return body(*operands, **keywords)
 
 
@@ -269,22 +263,19 @@ def call_as_if_in_inference_mode(mode: Any, body: Callable[..., Any], /, *operan
         return body(*operands, **keywords)
 
 
-# Grad and inference modes for bodies that may be running under a tracer.
-
-
-#: Whether a traced body stands for one that runs in inference mode.
+#: Whether a traced body represents one that runs in inference mode.
 _STANDS_FOR_INFERENCE: ContextVar[bool] = ContextVar("stands_for_inference", default=False)
 
 
 def grad_scope(enabled: bool, *, tracing: Tracing) -> AbstractContextManager[Any]:  # noqa: FBT001
-    """Gradients on or off; but inference mode, and an export that lowers a program without them, go on without.
+    """Gradients on or off; they stay off in inference mode, and in an export that lowers a program without them.
 
     AOTAutograd in torch 2.13 raises an IndexError where such an export switches gradients on.
     """
     is_lowered_without = tracing is Tracing.OPEN and torch.compiler.is_exporting() and not torch.is_grad_enabled()
     if enabled and (is_lowered_without or stands_for_inference()):
         return nullcontext()
-    # `set_grad_enabled` would switch the mode when it is made; these do when they are entered.
+    # `set_grad_enabled` would switch the mode on construction; these do on entry.
     return torch.enable_grad() if enabled else torch.no_grad()
 
 

@@ -1,1 +1,1 @@
-"""What lives at run time: calls that compile when they are first needed, and what went wrong there."""
+"""Lowering: regions that a backend compiles at their first call, specialized on their inputs and the global state."""

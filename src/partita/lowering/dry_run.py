@@ -1,4 +1,4 @@
-"""Running the body on fakes: outputs, aliasing, copies."""
+"""Dry run of a body under fake tensors: determines output structure, aliasing and gradients before compilation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ from partita.lowering._torch.gradients import (
 from partita.lowering._torch.views import Reading, numbers_for, readable_from, views_module
 from partita.program.body_effects import EffectfulNodes
 
-__all__ = ["DryRun", "copy_of", "dry_run", "memory_of", "owned_places", "places_to_copy"]
-
-
-# A rehearsal: the body is run on fake inputs, to see what it gives, before a compiler gets it.
+__all__ = ["DryRun", "copy_of", "dry_run", "memory_of", "outputs_to_copy", "unaliased_outputs"]
 
 
 log = logging.getLogger(__name__)
@@ -40,74 +37,73 @@ log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a rehearsal has shown.
+    """How the output of a body follows from the outputs of compiled code.
 
-    `output` is how the output is made up of leaves, and `sources` tell where each leaf is: among what compiled code
-    gives, behind that among the views, behind those among the inputs. Compiled code gives what `compiled` reads, each
-    the name of a node and the keys by which a leaf is read from its result; `tensors` are the places of tensors among
-    them, and `owned` of those that share memory with nothing. No gradient flows to the inputs at the places in
-    `detached`.
+    `output` is the container structure of the output, and `sources` are the places of its leaves among the compiled
+    outputs, the views and the inputs, counted in this order. Compiled code returns what `compiled` lists, each the name
+    of a node and the keys by which a leaf is read from its result; `tensors` are the places of tensors among them, and
+    `unaliased` of those that share memory with nothing. No gradient flows to the inputs at the places in `detached`.
     """
 
     output: Shape
     sources: tuple[int, ...]
     compiled: tuple[tuple[str, tuple[Any, ...]], ...]
-    owned: tuple[int, ...]
+    unaliased: tuple[int, ...]
     detached: tuple[int, ...]
     tensors: tuple[int, ...] = ()
-    #: For each thing that compiled code gives, the inputs that its gradient flows to; empty if there is none.
+    #: For each compiled output, the inputs that its gradient flows to.
     links: tuple[frozenset[int], ...] = ()
-    #: The places of what somebody writes to later, while compiled code may want it for its backward, and of inputs.
-    written_later: tuple[int, ...] = ()
+    #: The places of compiled outputs, and of inputs, that are mutated later while they may be saved for backward.
+    mutated_later: tuple[int, ...] = ()
     copied_inputs: tuple[int, ...] = ()
-    #: The places of inputs that are written, each with the inputs that the gradient of its new value flows to.
-    written_links: tuple[tuple[int, frozenset[int]], ...] = ()
-    #: Views that are made under `no_grad` inside of an operator or a module, among what compiled code gives.
+    #: The places of inputs that are mutated, each with the inputs that the gradient of its new value flows to.
+    mutated_links: tuple[tuple[int, frozenset[int]], ...] = ()
+    #: The compiled outputs that are views made under `no_grad` inside of an operator or a module.
     no_grad_views: tuple[NoGradView, ...] = ()
-    #: Gives the views for the inputs and then for what compiled code gives at the places in `bases`.
+    #: Computes the views from the inputs and the compiled outputs at the places in `bases`.
     views: GraphModule | None = None
     bases: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
-        """Whether compiled code gives the output itself, for the inputs as they are."""
+        """Whether compiled code takes the inputs and returns the output unchanged."""
         plain = Container(tuple, (LEAF,) * len(self.compiled))
         is_whole = self.output == plain and self.sources == tuple(range(len(self.compiled)))
         return is_whole and not (self.detached or self.copied_inputs or self.no_grad_views)
 
     def assembled(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        """The output of the body, when compiled code gave `outputs` for `inputs`."""
+        """The output of the body, where compiled code returned `outputs` for `inputs`."""
         views = () if self.views is None else self.views(*inputs, *(outputs[place] for place in self.bases))
         known = (*outputs, *views, *inputs)
         return assembled(self.output, iter([known[source] for source in self.sources]))
 
 
 def dry_run(
-    body: GraphModule, inputs: Sequence[Any], mode: Any, acts: EffectfulNodes, *, has_gradients: bool
+    body: GraphModule, inputs: Sequence[Any], mode: Any, effects: EffectfulNodes, *, has_gradients: bool
 ) -> DryRun | None:
-    """What `body` shows on fake inputs, which it may change; None where it cannot run on them.
+    """The dry run of `body` on fake inputs, which it may mutate; None where it fails.
 
-    Where gradients are off, all inputs ask for them, and none may get one.
+    Where gradients are disabled, the inputs require them nevertheless, and no output may have a `grad_fn`.
     """
     histories = history_of(inputs)
     try:
         run = run_on_fakes(body, inputs, mode)
     except Exception as error:
-        log.debug("what the body gives cannot be told: %s", error)
+        log.debug("the dry run of a body failed: %s", error)
         return None
     if run.switched_gradients:
         raise ModeError("a module in it leaves gradients switched, which compiled code would not do")
-    sorting = _Sorting(body, inputs, run, acts)
+    analysis = _OutputAnalysis(body, inputs, run, effects)
     if not has_gradients:
-        sorting.check_that_gradients_are_off()
+        analysis.check_that_gradients_are_off()
         histories = [None] * len(inputs)
     else:
-        sorting.check_that_detached_inputs_get_no_gradients()
-    return sorting.findings(histories)
+        analysis.check_that_detached_inputs_get_no_gradients()
+    return analysis.result(histories)
 
 
 class _Leaf(NamedTuple):
-    """A leaf of the output: its value, the node that gives it, and the keys by which it is read there."""
+    """A leaf of the output: its value, the node that computes it, and the keys by which it is read from its result."""
 
     value: Any
     node: Node
@@ -115,52 +111,52 @@ class _Leaf(NamedTuple):
 
 
 @final
-class _Sorting:
-    """Where each leaf comes from."""
+class _OutputAnalysis:
+    """Determines the source of each leaf: a compiled output, a view, or an input."""
 
-    def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, acts: EffectfulNodes) -> None:
-        self.body, self.inputs, self.run, self.results, self.acts = body, inputs, run, run.results, acts
+    def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, effects: EffectfulNodes) -> None:
+        self.body, self.inputs, self.run, self.results, self.effects = body, inputs, run, run.results, effects
         (output,) = body.graph.find_nodes(op="output")
         self.shape = shape_of(run.results[output], is_output=True)
         self.leaves = list(_leaves(output.args[0], run.results[output], self.shape))
         self.bases = self._found_bases()
         roots = [*body.graph.find_nodes(op="placeholder"), *(base.node for base in self.bases)]
-        self.readable = readable_from(roots, run, lambda node: node.name not in acts.acting)
+        self.readable = readable_from(roots, run, lambda node: node.name not in effects.acting)
         self.compiled: list[_Leaf] = list(self.bases)
         self.views: list[Reading] = []
 
-    def findings(self, histories: Sequence[Any]) -> DryRun:
-        homes = [self._home(leaf) for leaf in self.leaves]
-        self._keep_draws()
+    def result(self, histories: Sequence[Any]) -> DryRun:
+        sources = [self._source_of(leaf) for leaf in self.leaves]
+        self._keep_unused_rng()
         numbers = [_Leaf(self.results[node], node, ()) for node in numbers_for(self.readable, self.views)]
         bases = (*range(len(self.bases)), *range(len(self.compiled), len(self.compiled) + len(numbers)))
         self.compiled += numbers
         starts = {"compiled": 0, "view": len(self.compiled), "input": len(self.compiled) + len(self.views)}
         values = [leaf.value for leaf in self.compiled]
         links = links_of(histories, values)
-        changed = self._changed(histories)
-        written = links_of(histories, [self.inputs[place] for place in changed])
+        changed = self._mutated_inputs(histories)
+        mutated = links_of(histories, [self.inputs[place] for place in changed])
         names = (node.name for node in self.body.graph.find_nodes(op="placeholder"))
-        given = dict(zip(names, self.inputs, strict=True))
-        copies = places_of_copies(given, values, self.acts.written_later) if any((*links, *written)) else ()
+        named_inputs = dict(zip(names, self.inputs, strict=True))
+        copies = inputs_to_copy(named_inputs, values, self.effects.written_later) if any((*links, *mutated)) else ()
         return DryRun(
             output=self.shape,
-            sources=tuple(starts[kind] + place for kind, place in homes),
+            sources=tuple(starts[origin] + place for origin, place in sources),
             compiled=tuple((leaf.node.name, leaf.keys) for leaf in self.compiled),
-            owned=owned_places(self.inputs, values),
-            detached=_unreached(histories, (*links, *written)),
+            unaliased=unaliased_outputs(self.inputs, values),
+            detached=_unreached(histories, (*links, *mutated)),
             tensors=tuple(place for place, value in enumerate(values) if isinstance(value, Tensor)),
             links=links,
-            written_later=tuple(self._written_later()) if any(links) else (),
+            mutated_later=tuple(self._mutated_later()) if any(links) else (),
             copied_inputs=tuple(copies),
-            written_links=tuple((place, link) for place, link in zip(changed, written, strict=True) if link),
+            mutated_links=tuple((place, link) for place, link in zip(changed, mutated, strict=True) if link),
             no_grad_views=no_grad_views(histories, values),
             views=views_module(self.readable, self.views) if self.views else None,
             bases=bases,
         )
 
     def check_that_gradients_are_off(self) -> None:
-        """Raises where something in the body switches gradients on: compiled code has them everywhere or nowhere."""
+        """Raises where the body enables gradients itself: compiled code has them everywhere or nowhere."""
         for leaf in self.leaves:
             if isinstance(leaf.value, Tensor) and has_history(leaf.value):
                 raise ModeError(
@@ -184,7 +180,7 @@ class _Sorting:
                 )
 
     def _found_bases(self) -> list[_Leaf]:
-        """The node that made each memory which several leaves share but no input: a compiler may tell them apart."""
+        """The nodes that allocated memory which several leaves, but no input, share: a compiler may separate them."""
         held = set(map(memory_of, self.inputs))
         sharing = Counter(memory_of(leaf.value) for leaf in self.leaves if isinstance(leaf.value, Tensor))
         wanted = {memory for memory, count in sharing.items() if count > 1 and memory not in held}
@@ -194,12 +190,12 @@ class _Sorting:
                 found.setdefault(memory_of(value), _Leaf(value, node, ()))
         return list(found.values())
 
-    def _changed(self, histories: Sequence[Any]) -> list[int]:
-        """The places of inputs that have got another history by being written."""
+    def _mutated_inputs(self, histories: Sequence[Any]) -> list[int]:
+        """The places of inputs whose `grad_fn` has changed by mutation."""
         now = history_of(self.inputs)
         return [place for place, old in enumerate(histories) if now[place] is not old]
 
-    def _home(self, leaf: _Leaf) -> tuple[str, int]:
+    def _source_of(self, leaf: _Leaf) -> tuple[str, int]:
         if isinstance(leaf.value, Tensor):
             for place, value in enumerate(self.inputs):
                 if value is leaf.value:
@@ -214,24 +210,24 @@ class _Sorting:
         self.compiled.append(leaf)
         return "compiled", len(self.compiled) - 1
 
-    def _keep_draws(self) -> None:
-        """Lets compiled code give what was drawn for nothing, unless an input holds it.
+    def _keep_unused_rng(self) -> None:
+        """Makes unused random numbers outputs of the compiled code, unless they are in the memory of an input.
 
-        A compiler leaves out a draw that no output shows, and the generator would not move on.
+        A compiler eliminates random operators whose results are dead, and the RNG state would not advance.
         """
-        held, shown = set(map(memory_of, self.inputs)), self._shown()
+        held, visible = set(map(memory_of, self.inputs)), self._visible_nodes()
         for node in self.body.graph.nodes:
-            if node.name in self.acts.draws and node not in shown:
+            if node.name in self.effects.draws and node not in visible:
                 value = self.results[node]
-                drawn = _leaves(node, value, shape_of(value, is_output=True))
-                self.compiled += [leaf for leaf in drawn if memory_of(leaf.value) not in held]
+                random_leaves = _leaves(node, value, shape_of(value, is_output=True))
+                self.compiled += [leaf for leaf in random_leaves if memory_of(leaf.value) not in held]
 
-    def _written_later(self) -> Iterator[int]:
-        held = {memory_of(self.results[node]) for node in self.results if node.name in self.acts.written_later}
+    def _mutated_later(self) -> Iterator[int]:
+        held = {memory_of(self.results[node]) for node in self.results if node.name in self.effects.written_later}
         return (place for place, leaf in enumerate(self.compiled) if memory_of(leaf.value) in held)
 
-    def _shown(self) -> set[Node]:
-        """The nodes whose contents, and not only their sizes, show in an output; what is in a changed list may not."""
+    def _visible_nodes(self) -> set[Node]:
+        """The nodes that outputs depend on by value, not by size alone; items of mutated lists are excluded."""
         found: set[Node] = set()
         waiting = [leaf.node for leaf in self.leaves if isinstance(leaf.value, Tensor)]
         while waiting:
@@ -249,7 +245,7 @@ def _unreached(histories: Sequence[Any], links: Sequence[frozenset[int]]) -> tup
 
 
 def _leaves(argument: Any, value: Any, shape: Shape, keys: tuple[Any, ...] = ()) -> Iterator[_Leaf]:
-    """The leaves of `value`, which is what `argument`, a node or a container of nodes, stands for."""
+    """The leaves of `value`, the result of `argument`, a node or a container of nodes."""
     if isinstance(shape, Container):
         for key, item in items_of(shape):
             is_node = isinstance(argument, Node)
@@ -260,25 +256,24 @@ def _leaves(argument: Any, value: Any, shape: Shape, keys: tuple[Any, ...] = ())
         yield _Leaf(value, argument, keys)
 
 
-# Copied inputs: compiled code gets copies of what somebody writes to before the backward pass, which may want it.
-#
-# Inductor (torch 2.13) recomputes, so it keeps an input where plain torch keeps what was computed of it.
+def inputs_to_copy(inputs: Mapping[str, Any], outputs: Iterable[Any], mutated_later: Collection[str]) -> list[int]:
+    """The places of inputs of which compiled code gets copies, since they are mutated before the backward pass.
 
-
-def places_of_copies(inputs: Mapping[str, Any], outputs: Iterable[Any], written_later: Collection[str]) -> list[int]:
-    """The places of the inputs, by name, that are written later and that a copy can stand for.
-
-    It cannot where compiled code gives a view of the input, nor where elements of the input share memory.
+    Inductor (torch 2.13) recomputes, so it saves an input for backward where eager mode saves what was computed from
+    it. An input cannot be copied where an output is a view of it, nor where its own elements overlap.
     """
-    shown = set(map(memory_of, outputs))
+    aliased = set(map(memory_of, outputs))
     return [
         place
         for place, (name, value) in enumerate(inputs.items())
-        if name in written_later and isinstance(value, Tensor) and memory_of(value) not in shown and _is_apart(value)
+        if name in mutated_later
+        and isinstance(value, Tensor)
+        and memory_of(value) not in aliased
+        and _has_distinct_elements(value)
     ]
 
 
-def _is_apart(value: Tensor) -> bool:
+def _has_distinct_elements(value: Tensor) -> bool:
     """Whether no two elements of a tensor share memory."""
     reached = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True), key=lambda axis: axis[0]):
@@ -289,13 +284,12 @@ def _is_apart(value: Tensor) -> bool:
     return True
 
 
-# Owned outputs: tensors that a body makes itself stay apart from its inputs and from each other when it is compiled.
-#
-# Inductor (torch 2.13) returns `x` itself for `torch.zeros(4) + x`, and one tensor twice for two equal expressions.
-# In one graph that shows only at the end; between regions, a write to one of them would change the other.
+# Outputs without aliases in the body must have none when it is compiled. Inductor (torch 2.13) returns `x` itself for
+# `torch.zeros(4) + x`, and one tensor twice for two equal expressions. Within one graph that is harmless; between
+# regions, a mutation of one of them would change the other.
 
 
-def owned_places(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[int, ...]:
+def unaliased_outputs(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[int, ...]:
     """The places of outputs that share memory with no input and no other output."""
     holders = Counter(map(memory_of, (*inputs, *outputs)))
     return tuple(
@@ -303,13 +297,12 @@ def owned_places(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[int, ..
     )
 
 
-def places_to_copy(inputs: Sequence[Any], outputs: Sequence[Any], owned: Sequence[int]) -> tuple[int, ...]:
-    """The places among `owned` of outputs that share memory all the same.
-
-    So does a view that was made inside of a compiled function, and autograd lets nobody write to one.
-    """
+def outputs_to_copy(inputs: Sequence[Any], outputs: Sequence[Any], unaliased: Sequence[int]) -> tuple[int, ...]:
+    """The places in `unaliased` of outputs that share memory all the same, or are views that must not be mutated."""
     holders = Counter(map(memory_of, (*inputs, *outputs)))
-    return tuple(place for place in owned if holders[memory_of(outputs[place])] > 1 or is_locked_view(outputs[place]))
+    return tuple(
+        place for place in unaliased if holders[memory_of(outputs[place])] > 1 or is_locked_view(outputs[place])
+    )
 
 
 def copy_of(value: Tensor) -> Tensor:
@@ -321,5 +314,5 @@ def copy_of(value: Tensor) -> Tensor:
 
 
 def memory_of(value: Any) -> object:
-    """What two values have in common if they share memory."""
+    """A key that is equal for values that share memory."""
     return storage_key(value) if isinstance(value, Tensor) else object()

@@ -1,4 +1,4 @@
-"""Lower."""
+"""`Lower`, the treatment that has a backend compile a region at its first call and runs it eagerly where that fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from partita._torch.fx.structural_hash import body_key, modules_key
 from partita.analysis.mode import AMBIENT
 from partita.analysis.mode import Mode as GraphMode
-from partita.analysis.mutation import later_writers, names_written_outside
+from partita.analysis.mutation import later_mutators, names_mutated_outside
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.backends.backend import Backend, find_backend, picks_kernels, takes_symbols, tolerance_of, trains
 from partita.errors import OptionError
@@ -28,23 +28,20 @@ from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.bodies import bare_body
 
-__all__ = ["Lower", "names_written_later"]
-
-
-# Lower: the region is compiled by a backend when it is first called, and runs eagerly where that fails.
+__all__ = ["Lower", "names_mutated_later"]
 
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Lower:
-    """Calls what `backend`, a name or a backend with options, makes of the body; compiled at the first call.
+    """Has `backend`, a name or a backend with options, compile the body at the first call.
 
-    Another function is made for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,
+    Another function is compiled for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,
     modes), and the `keep` last used are kept. Sizes that were traced as symbols are symbols for the backend too, and
     so is a size that has changed; `dynamic=True` makes symbols of all sizes, `dynamic=False` of none. Where a
     compilation fails, the region runs eagerly and `plan.failures` says why; with `strict`, `LoweringError` is raised.
-    `dumper` gets the text of the body and gives the tag under which a profiler shows the region; without it, the tag is
-    `tag`, or the name of the region.
+    `dumper` gets the text of the body and returns the tag under which a profiler shows the region; without it, the tag
+    is `tag`, or the name of the region.
     """
 
     backend: str | Backend = "inductor"
@@ -74,12 +71,12 @@ class Lower:
 
     def __repr__(self) -> str:
         """With the options that differ from their defaults, since a plan prints it in every row."""
-        given = [repr(self.backend)]
+        arguments = [repr(self.backend)]
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name != "backend" and value != option.default:
-                given.append(f"{option.name}={value!r}")
-        return f"Lower({', '.join(given)})"
+                arguments.append(f"{option.name}={value!r}")
+        return f"Lower({', '.join(arguments)})"
 
     @property
     def tolerance(self) -> Tolerance:
@@ -88,18 +85,18 @@ class Lower:
         return EXACT if isinstance(backend, str) else tolerance_of(backend)
 
     def treat(self, body: GraphModule) -> nn.Module:
-        """What is called in the place of a region of which nothing but its body is known."""
+        """The replacement for a region of which only the body is known."""
         return self._lowered(Program(body), "region", "the region", Failures(), frozenset())
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module:
         title = f"{site.region.name} (region {site.place + 1} of {site.count})"
-        # What runs the operators as they are saves for its backward what plain torch saves.
+        # A backend that runs the operators unchanged saves for backward what eager mode saves.
         rewrites = self.tolerance.relative > 0 or self.tolerance.absolute > 0
-        later = names_written_later(body, site.region) if rewrites else frozenset[str]()
+        later = names_mutated_later(body, site.region) if rewrites else frozenset[str]()
         program, nodes = Program(body, caller=site.caller), set(site.region.nodes)
         for hooked in () if site.program is None else site.program.hooked_tensors:
             if hooked.is_divided_by(nodes):
-                registers = "registers" if hooked.is_certain else "may register (nobody knows what it calls)"
+                registers = "registers" if hooked.is_certain else "may register (it calls an unknown function)"
                 reason = (
                     f"{hooked.hook.name!r} {registers} a hook that gets gradients from inside and outside of the region"
                 )
@@ -107,7 +104,7 @@ class Lower:
         return self._lowered(program, site.region.name, title, site.failures, later)
 
     def _lowered(
-        self, program: Program, region: str, title: str, failures: Failures, written_later: frozenset[str]
+        self, program: Program, region: str, title: str, failures: Failures, mutated_later: frozenset[str]
     ) -> nn.Module:
         backend = self._backend_or_reason()
         if isinstance(backend, str):
@@ -126,23 +123,23 @@ class Lower:
             trains=trains(backend),
             picks_kernels=picks_kernels(backend),
             scope=_scope_of(bare.mode),
-            written=written_inputs(body),
-            acts=effectful_nodes(body, written_later),
+            mutated=written_inputs(body),
+            effects=effectful_nodes(body, mutated_later),
             modules=modules_key(bare.module),
-            open_sizes=DynamicSizes(traced_symbols(body), dynamic),
+            dynamic_sizes=DynamicSizes(traced_symbols(body), dynamic),
             strict=self.strict,
             tag=tag,
             title=title if tag == region else f"{title}, tagged {tag!r},",
             failures=failures,
         )
         key = body_key(bare.module)
-        # What others do to the results of equal bodies may differ, and functions are made for it.
-        places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in written_later)
+        # Equal bodies may differ in which of their results are mutated later, and functions are specialized on that.
+        places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in mutated_later)
         variants = variants_for(None if key is None else (key, dynamic, places), backend, keep=self.keep)
         return Lowered(bare.module, lowering, variants)
 
     def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:
-        """The body itself, for a region that cannot be compiled whatever it is called with."""
+        """The body itself, for a region that cannot be compiled for any inputs."""
         report(failure, failures, strict=self.strict)
         return program.graph_module
 
@@ -157,7 +154,7 @@ class Lower:
             return self.tag or region
         tag = self.dumper(body.print_readable(print_output=False))
         if not isinstance(tag, str):
-            raise OptionError(f"a dumper gives a tag, which is text; {self.dumper!r} gave {tag!r}")
+            raise OptionError(f"a dumper returns a tag, which is text; {self.dumper!r} returned {tag!r}")
         return tag
 
 
@@ -165,7 +162,7 @@ def _found(wanted: str | Backend) -> Backend:
     return _found_by_name(wanted) if isinstance(wanted, str) else find_backend(wanted)
 
 
-#: To look through what is installed takes milliseconds, and there may be hundreds of regions.
+#: A search of the installed entry points takes milliseconds, and there may be hundreds of regions.
 _found_by_name = cache(find_backend)
 
 
@@ -176,18 +173,16 @@ def _scope_of(mode: GraphMode) -> ModeScope | None:
     return ModeScope(mode.grad, mode.inference, autocast)
 
 
-# What is written later: values of a region that others may write to when it has run, before its backward wants them.
-#
-# A compiler may keep an output or an input for the backward pass where plain torch keeps something else.
+def names_mutated_later(body: GraphModule, region: Region) -> frozenset[str]:
+    """The nodes of a region's body, inputs included, whose memory may be mutated between its forward and its backward.
 
-
-def names_written_later(body: GraphModule, region: Region) -> frozenset[str]:
-    """The names of the nodes of a region's body, its inputs among them, that others may write to after it has run."""
-    computed, sources = names_written_outside(region.nodes), region.inputs()
-    written = later_writers(sources, region.nodes)
-    if not written:
+    A compiler may save an output or an input for backward where eager mode saves another tensor.
+    """
+    computed, sources = names_mutated_outside(region.nodes), region.inputs()
+    mutated = later_mutators(sources, region.nodes)
+    if not mutated:
         return computed
     inputs = {node.name for node in body.graph.find_nodes(op="placeholder")}
-    # Inputs that are called otherwise than what they stand for, such as items of containers, may be any of these.
+    # Inputs with other names than their sources, such as items of containers, may be any of these.
     unnamed = inputs.difference(node.name for node in sources)
-    return computed | inputs.intersection(node.name for node in written) | unnamed
+    return computed | inputs.intersection(node.name for node in mutated) | unnamed

@@ -1,4 +1,8 @@
-"""What code is specialized on; dynamic sizes."""
+"""The specialization key of a call, and which sizes are dynamic in it.
+
+Compiled code is specialized on everything about a call but the contents of its tensors: dtypes, devices, sizes,
+strides, constants, the structure of containers, global state, and the modules that the body calls.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,15 @@ from partita.program.body_effects import TracedSymbols
 __all__ = [
     "Call",
     "DynamicSizes",
-    "ModuleLook",
+    "ModuleSnapshot",
     "ModuleState",
     "Place",
     "Signature",
     "Slot",
-    "TensorLook",
+    "TensorSpec",
     "signature_of",
     "unfit_reason",
 ]
-
-
-# Open sizes: which sizes and integers of a call a compiler gets as symbols, so that one function serves them all.
 
 
 #: A size by input and axis; the axis of an integer is None.
@@ -42,16 +43,19 @@ Place: TypeAlias = tuple[int, int | None]
 @final
 @dataclass(frozen=True, slots=True)
 class DynamicSizes:
-    """What is open: what was traced as a symbol, and what has been seen to change, unless `dynamic` says otherwise."""
+    """Which sizes and integers are symbols for the compiler, so that one function serves them all.
+
+    These are those that were traced as symbols and those that have changed between calls, unless `dynamic` is set.
+    """
 
     traced: TracedSymbols = ()
     dynamic: bool | None = None
     changed: frozenset[Place] = frozenset()
 
     def of(self, signature: Signature, call: Call) -> dict[Place, Hashable]:
-        """The key of the symbol for each open size of a call; two sizes that were traced as one symbol share it.
+        """The key of the symbol for each dynamic size of a call; two sizes that were traced as one symbol share it.
 
-        Parameters and the state of modules have no open sizes.
+        The sizes of parameters and of module state are static.
         """
         if self.dynamic is False:
             return {}
@@ -61,18 +65,18 @@ class DynamicSizes:
         for place, size in _sizes(signature, call.values[:count]):
             symbol = self._symbol(place) if count == len(self.traced) else None
             if symbol is not None:
-                # Whoever calls the program with sizes that its trace would have refused gets a symbol for each.
+                # A call with sizes that violate the equalities of the trace gets a symbol for each.
                 found[place] = symbol if known.setdefault(symbol, size) == size else place
             elif self.dynamic or place in self.changed:
                 found[place] = place
         return found
 
     def after(self, one: Signature, other: Signature) -> DynamicSizes:
-        """What is open once calls of these two signatures, which are of one kind, have been seen."""
+        """The dynamic sizes after calls with these two signatures, whose static keys are equal."""
         places = {
             (place, axis)
-            for place, (look, now) in enumerate(zip(one.looks, other.looks, strict=True))
-            for axis in _differing(look, now)
+            for place, (spec, now) in enumerate(zip(one.specs, other.specs, strict=True))
+            for axis in _differing(spec, now)
         }
         return DynamicSizes(self.traced, self.dynamic, self.changed | places)
 
@@ -88,9 +92,9 @@ def _sizes(signature: Signature, values: Sequence[object]) -> list[tuple[Place, 
     """All sizes of these values, then all integers among them: a symbol for both is a size."""
     sizes: list[tuple[Place, int]] = [
         ((number, axis), size)
-        for number, (look, value) in enumerate(zip(signature.looks, values, strict=False))
-        if isinstance(look, TensorLook) and not isinstance(value, nn.Parameter)
-        for axis, size in enumerate(look.sizes)
+        for number, (spec, value) in enumerate(zip(signature.specs, values, strict=False))
+        if isinstance(spec, TensorSpec) and not isinstance(value, nn.Parameter)
+        for axis, size in enumerate(spec.sizes)
     ]
     for number, value in enumerate(values):
         if type(value) is int:
@@ -98,19 +102,16 @@ def _sizes(signature: Signature, values: Sequence[object]) -> list[tuple[Place, 
     return sizes
 
 
-def _differing(one: TensorLook | Constant, other: TensorLook | Constant) -> list[int | None]:
-    if isinstance(one, TensorLook) and isinstance(other, TensorLook):
+def _differing(one: TensorSpec | Constant, other: TensorSpec | Constant) -> list[int | None]:
+    if isinstance(one, TensorSpec) and isinstance(other, TensorSpec):
         return [axis for axis, (old, new) in enumerate(zip(one.sizes, other.sizes, strict=True)) if old != new]
     return [None] if one != other else []
 
 
-# A signature: what compiled code must know of one call, beside the contents of its tensors.
-
-
 @final
 @dataclass(frozen=True, slots=True)
-class TensorLook:
-    """What a tensor looks like from outside; `leaf` matters only where the body writes it, with gradients."""
+class TensorSpec:
+    """The metadata of a tensor; `leaf` only matters where the body mutates it while gradients are enabled."""
 
     dtype: torch.dtype
     device: torch.device
@@ -120,7 +121,7 @@ class TensorLook:
     strides: tuple[int, ...]
 
     @property
-    def kind(self) -> object:
+    def static_key(self) -> object:
         """Everything but sizes and strides."""
         return self.dtype, self.device, self.requires_grad, self.leaf, len(self.sizes)
 
@@ -128,31 +129,31 @@ class TensorLook:
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that is no tensor; equal to another if the two are of one type and print alike."""
+    """A value that is not a tensor; two are equal if their types and their texts are equal."""
 
     type: type
     text: str
 
     @property
-    def kind(self) -> object:
+    def static_key(self) -> object:
         """The type."""
         return self.type
 
 
-Look: TypeAlias = TensorLook | Constant
+ValueSpec: TypeAlias = TensorSpec | Constant
 
 
 class Call(NamedTuple):
-    """The values that compiled code is called with, and how the inputs and modules of the body give them."""
+    """The flat arguments of compiled code, and how they follow from the inputs and modules of the body."""
 
     values: Sequence[Any]
     shapes: tuple[Shape, ...]
     #: The modules of the body; None if it calls none.
-    modules: ModuleLook | None = None
+    modules: ModuleSnapshot | None = None
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Where the values come from that are no inputs; they are the last ones."""
+        """The sources of the values that are module state; they follow those of the inputs."""
         return () if self.modules is None else self.modules.state.slots
 
     @property
@@ -169,8 +170,8 @@ class Call(NamedTuple):
                 yield from range(start, end)
             start = end
 
-    def state_that_may_be_written(self) -> Iterator[int]:
-        """The places of what modules may write: anything but parameters."""
+    def mutable_state(self) -> Iterator[int]:
+        """The places of module state that may be mutated: anything but parameters."""
         slots = enumerate(self.slots, len(self.values) - len(self.slots))
         return (place for place, slot in slots if slot.table != "_parameters")
 
@@ -178,56 +179,62 @@ class Call(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The surroundings of a call and the looks of its values: those in the inputs, then the state of modules.
+    """The global state of a call and the specs of its values: first the inputs, then the state of modules.
 
-    `shapes` tell how the inputs are made up of values. Of the modules in the body, `modules` is the key, and `training`
-    what they are set to.
+    `shapes` are the container structures of the inputs, `modules` is the key of the modules in the body, and
+    `training` are their training flags.
     """
 
-    surroundings: GlobalState
-    looks: tuple[Look, ...]
+    global_state: GlobalState
+    specs: tuple[ValueSpec, ...]
     shapes: tuple[Shape, ...]
     modules: Hashable = ()
     training: tuple[bool, ...] = ()
 
     @property
-    def kind(self) -> object:
-        """Everything but sizes, strides and the values of constants: two calls of one kind differ in size at most."""
-        return self.surroundings, self.shapes, self.modules, self.training, tuple(look.kind for look in self.looks)
+    def static_key(self) -> object:
+        """Everything but sizes, strides and the values of constants."""
+        return (
+            self.global_state,
+            self.shapes,
+            self.modules,
+            self.training,
+            tuple(spec.static_key for spec in self.specs),
+        )
 
     @property
     def family(self) -> object:
-        """What two calls have in common that differ in sizes, in constants, in how many values are in containers, and
-        in how modules are set; a program may go through such changes without end."""
-        return self.surroundings, frozenset(look.kind for look in self.looks)
+        """What is left without sizes, constants, lengths of containers and module settings, of which a program may have
+        any number."""
+        return self.global_state, frozenset(spec.static_key for spec in self.specs)
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether anyone may ask for a backward pass."""
-        asks = (isinstance(look, TensorLook) and look.requires_grad for look in self.looks)
-        return self.surroundings.has_gradients and any(asks)
+        """Whether a backward pass through the call is possible."""
+        required = (isinstance(spec, TensorSpec) and spec.requires_grad for spec in self.specs)
+        return self.global_state.has_gradients and any(required)
 
 
 def signature_of(
-    call: Call, surroundings: GlobalState, *, written: Collection[int] = (), picks_kernels: bool = False
+    call: Call, global_state: GlobalState, *, mutated: Collection[int] = (), picks_kernels: bool = False
 ) -> Signature:
-    """The signature of a call, of whose values those at the places in `written` are written.
+    """The signature of a call that mutates the values at the places in `mutated`.
 
-    Where kernels are picked as eager mode does, it matters which values require gradients although none flow: `linear`
-    is one product or several.
+    For a backend that picks eager kernels, `requires_grad` matters even while gradients are disabled: `linear` is one
+    product or several.
     """
-    grad = surroundings.has_gradients
-    looks = (
-        _look(value, grad=grad, is_written=place in written, is_marked=grad or picks_kernels)
+    grad = global_state.has_gradients
+    specs = (
+        _spec_of(value, grad=grad, is_mutated=place in mutated, tracks_grad=grad or picks_kernels)
         for place, value in enumerate(call.values)
     )
     if call.modules is None:
-        return Signature(surroundings, tuple(looks), call.shapes)
-    return Signature(surroundings, tuple(looks), call.shapes, call.modules.state.key, call.modules.training)
+        return Signature(global_state, tuple(specs), call.shapes)
+    return Signature(global_state, tuple(specs), call.shapes, call.modules.state.key, call.modules.training)
 
 
 def unfit_reason(value: Any) -> str | None:
-    """Why no code can be made for a value as an input; None if it can."""
+    """Why no code can be compiled for a value as an input; None if it can."""
     if type(value) in _CONSTANTS or isinstance(value, torch.dtype | torch.device):
         return None
     if type(value) not in _TENSORS:
@@ -245,24 +252,21 @@ _CONSTANTS = (int, float, complex, bool, str, type(None))
 _TENSORS = (Tensor, nn.Parameter)
 
 
-def _look(value: Any, *, grad: bool, is_written: bool, is_marked: bool) -> Look:
+def _spec_of(value: Any, *, grad: bool, is_mutated: bool, tracks_grad: bool) -> ValueSpec:
     if not isinstance(value, Tensor):
         return Constant(type(value), repr(value))
-    return TensorLook(
+    return TensorSpec(
         value.dtype,
         value.device,
-        is_marked and value.requires_grad,
-        not (grad and is_written) or value.is_leaf,
+        tracks_grad and value.requires_grad,
+        not (grad and is_mutated) or value.is_leaf,
         tuple(value.shape),
         value.stride(),
     )
 
 
-# The modules that a body calls as they are now: their tensors, read anew for each call, and whether they have
-# changed.
-#
-# Tensors may be loaded, moved and written. Whatever else changes, an option, a hook or a submodule, makes another
-# state.
+# Modules that a body calls. Their tensors may be replaced, moved and mutated between calls, so they are read for each
+# call. Any other change, to an option, a hook or a submodule, invalidates the state.
 
 
 @final
@@ -275,8 +279,8 @@ class Slot:
     name: str
 
 
-class ModuleLook(NamedTuple):
-    """The modules of a body as one call finds them; `training` are their training flags."""
+class ModuleSnapshot(NamedTuple):
+    """The modules of a body at the time of one call; `training` are their training flags."""
 
     state: ModuleState
     training: tuple[bool, ...]
@@ -284,7 +288,7 @@ class ModuleLook(NamedTuple):
 
 @final
 class ModuleState:
-    """All modules that a body calls, as they were found; none for most bodies."""
+    """All modules that a body calls, as of construction; none for most bodies."""
 
     def __init__(self, body: GraphModule) -> None:
         called = {str(node.target): None for node in body.graph.find_nodes(op="call_module")}
@@ -295,24 +299,24 @@ class ModuleState:
         self._tables = [_table(modules[slot.path], slot.table) for slot in self.slots]
         self._names = [slot.name for slot in self.slots]
         #: Whether the body still calls these modules, and nothing but tensors and training flags has changed.
-        self.is_current = _Stamp(body, modules).holds
+        self.is_current = _ModuleGuard(body, modules).holds
 
     def read(self) -> list[Tensor | None]:
         """The tensors now, in the order of the slots."""
         return list(map(dict.get, self._tables, self._names))
 
-    def look(self) -> ModuleLook:
-        """What a call finds now."""
-        return ModuleLook(self, tuple([module.training for module in self._modules]))
+    def snapshot(self) -> ModuleSnapshot:
+        """The modules as of now."""
+        return ModuleSnapshot(self, tuple([module.training for module in self._modules]))
 
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
-        """Equal to that of another state if the same code can be made for both."""
+        """Equal to that of another state if both can share compiled code."""
         return modules_key(self._body)
 
     @cached_property
     def call_overrides(self) -> str | None:
-        """Which module does what a compiler would lose, and what, in words; None if none does."""
+        """Which module overrides its call in a way that a trace would lose, in words; None if none does."""
         if any(HOOKS_OF_ALL):
             return "every module runs hooks"
         found = ((type(module).__name__, call_overrides(module)) for module in self._modules)
@@ -323,8 +327,8 @@ class ModuleState:
 
 
 @final
-class _Stamp:
-    """What tells that modules have changed; it is asked in every call, so it takes a few microseconds at most."""
+class _ModuleGuard:
+    """Detects that modules have changed; it is checked in every call, so it takes a few microseconds at most."""
 
     def __init__(self, body: GraphModule, modules: Mapping[str, nn.Module]) -> None:
         self._modules = list(modules.values())
@@ -362,7 +366,7 @@ def _places_of(body: GraphModule, modules: Mapping[str, nn.Module]) -> Iterator[
 
 
 def _held_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, object]]:
-    """The options of a module, and the places where it has no tensor or submodule, but might."""
+    """The options of a module, and its parameters, buffers and submodules that are None."""
     if isinstance(module, GraphModule):
         yield from ((vars(module), name, vars(module).get(name)) for name in _OF_GRAPH_MODULES)
     else:
@@ -377,7 +381,7 @@ _OF_GRAPH_MODULES = ("_graph", "forward", "_compiled_call_impl")
 def _tables_of(module: nn.Module) -> Iterator[Mapping[Any, Any]]:
     yield from hooks_of(module)
     yield from (module._parameters, module._buffers, module._modules)
-    if not isinstance(module, GraphModule):  # One whose code is made when it is first called keeps notes on itself.
+    if not isinstance(module, GraphModule):  # Lazy graph modules set attributes on themselves at the first call.
         yield vars(module)
 
 

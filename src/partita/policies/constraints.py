@@ -211,7 +211,7 @@ class TrivialNodes:
         """Whether it makes a tensor of numbers alone."""
         if node.op == "call_method" or any(not isinstance(value_of(read), _NUMBERS) for read in node.all_input_nodes):
             return False
-        return not self._effects.of(node).acts
+        return not self._effects.of(node).is_effectful
 
 
 def _labels(program: Program, numbers: Sequence[int], together: Together) -> Callable[[Node], Hashable | None]:

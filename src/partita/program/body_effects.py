@@ -1,4 +1,4 @@
-"""What is known of a body before it is compiled: what it writes, what else it does, and which sizes were symbols."""
+"""Static facts of a body: the inputs it mutates, its side effects and RNG use, and the symbols of its input sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from partita._torch.symbolic_shapes import symbol_of
-from partita.analysis.mutation import writing_nodes
+from partita.analysis.mutation import mutating_nodes
 from partita.analysis.nodes import value_of
 from partita.analysis.op_effects.calls import CallEffects, storages_of
 from partita.analysis.op_effects.modules import may_use_rng
@@ -26,32 +26,32 @@ __all__ = [
 ]
 
 
-#: For each input of a body the symbols of its sizes, or its own symbol, by name, as its tracer had them; else None.
+#: For each input of a body the symbols of its sizes, or its own symbol, by name; None for what was traced as static.
 TracedSymbols: TypeAlias = tuple[tuple[str | None, ...] | str | None, ...]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class EffectfulNodes:
-    """The nodes of a body, by name, that do more than compute, and those that draw random numbers or may do so."""
+    """The nodes of a body, by name, that have side effects, and those that use or may use the RNG."""
 
     acting: frozenset[str] = frozenset()
     draws: frozenset[str] = frozenset()
-    #: Nodes, inputs among them, whose memory somebody writes to after the body has run.
+    #: Nodes, inputs among them, whose storage is mutated after the body has run.
     written_later: frozenset[str] = frozenset()
 
 
 def written_inputs(program: Program) -> tuple[int, ...]:
-    """The places of inputs that the body writes; all of them where a function that nobody knows may write any."""
+    """The positions of inputs that the body mutates; all of them if it calls an unknown function."""
     places = {node: place for place, node in enumerate(program.graph.find_nodes(op="placeholder"))}
-    written = (program.index.nodes[number] for number in program.effects.written_inputs)
-    return tuple(sorted(places[node] for node in written if node in places))
+    mutated = (program.index.nodes[number] for number in program.effects.mutated_inputs)
+    return tuple(sorted(places[node] for node in mutated if node in places))
 
 
 def seen_once(program: Program) -> tuple[int, ...]:
-    """The places of inputs whose memory only one node of the body sees, such as the statistics of a batch norm."""
-    index, behaviours = program.index, CallEffects(program.graph_module, program.pure)
-    storages = storages_of(index, behaviours, behaviours.acting(program.graph))
+    """The positions of inputs whose storage only one node of the body reads, such as the statistics of a batch norm."""
+    index, calls = program.index, CallEffects(program.graph_module, program.pure)
+    storages = storages_of(index, calls, calls.effectful(program.graph))
     readers: dict[int, set[Node]] = {}
     for i, node in enumerate(index.nodes):
         readers.setdefault(storages.find(i), set()).update(node.users)
@@ -60,31 +60,31 @@ def seen_once(program: Program) -> tuple[int, ...]:
 
 
 def may_write(program: Program) -> tuple[str, ...]:
-    """The names of the nodes of a body that write, or may do so when a module is set to training."""
+    """The names of the nodes of a body that mutate, or may do so when a module is set to training."""
     calls = program.graph.find_nodes(op="call_module")
     modules = (
         node.name
         for node in calls
         if next(program.graph_module.get_submodule(str(node.target)).buffers(), None) is not None
     )
-    return tuple(dict.fromkeys((*writing_nodes(program.graph_module), *modules)))
+    return tuple(dict.fromkeys((*mutating_nodes(program.graph_module), *modules)))
 
 
 def effectful_nodes(program: Program, written_later: frozenset[str]) -> EffectfulNodes:
-    """What the nodes of a body do beside computing, and what is done to their results when it has run."""
+    """The effectful nodes of a body; `written_later` are the nodes whose storage is mutated after it has run."""
     nodes, effects = program.index.nodes, program.effects
-    # A module that is set to training later may draw then.
+    # A module that is set to training later may use the RNG then.
     calls = program.graph.find_nodes(op="call_module")
     modules = (node.name for node in calls if may_use_rng(program.graph_module.get_submodule(str(node.target))))
-    draws = (nodes[number].name for number in effects.draws)
+    draws = (nodes[number].name for number in effects.rng_nodes)
     acting = frozenset(nodes[number].name for number in effects.effectful)
-    # What the body writes itself must be what it was given.
-    written = (nodes[number].name for number in effects.written_inputs)
-    return EffectfulNodes(acting, frozenset((*draws, *modules)), written_later.difference(written))
+    # An input that the body itself mutates must not be a copy.
+    mutated = (nodes[number].name for number in effects.mutated_inputs)
+    return EffectfulNodes(acting, frozenset((*draws, *modules)), written_later.difference(mutated))
 
 
 def traced_symbols(program: Program) -> TracedSymbols:
-    """The symbols of traced inputs, numbered in order; an expression of several counts as one of its own."""
+    """The symbols of traced inputs, numbered in order; a compound expression counts as a symbol of its own."""
     numbers: dict[object, str] = {}
     found: list[tuple[str | None, ...] | str | None] = []
 

@@ -1,4 +1,7 @@
-"""ExportedProgram in and out, decomposition."""
+"""Exported programs: what one holds beside its graph, and how it is rebuilt around a rewritten graph.
+
+The rebuilt program survives saving, loading and unflattening, and keeps the meaning of its modes when decomposed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import GraphWriter
-from partita._torch.fx.lazy_graph_module import generate_code, keep_unread_nodes, lazy_module, restore_levels
+from partita._torch.fx.lazy_graph_module import exempt_from_dce, generate_code, lazy_module, restore_levels
 from partita._torch.gc_pause import gc_paused
 from partita.analysis.nodes import ModuleStack, attribute_of, settle_stacks
 from partita.errors import SignatureError
@@ -22,18 +25,15 @@ from partita.program._torch.guards import callers_take_guards, check_inputs, gua
 __all__ = ["ExportRecord", "ModeKeepingProgram", "check_signature", "exported_graph", "following"]
 
 
-# Exported programs that keep what their modes mean when they are decomposed, and check their inputs.
-#
-# `ExportedProgram.run_decompositions` runs the body of a mode operator as it is and forgets the mode: afterwards a
-# weight that no_grad had frozen gets gradients (torch 2.13). This one dissolves the modes first, into casts and
-# `detach`.
-
-
 class ModeKeepingProgram(ExportedProgram):
-    """An exported program like any other, but for its decomposition and for how its module checks its inputs."""
+    """An exported program that keeps its modes when decomposed, and whose module checks inputs without generated code.
+
+    `ExportedProgram.run_decompositions` inlines the body of a mode operator and drops the mode: afterwards a weight
+    that no_grad had frozen gets gradients (torch 2.13). This class first dissolves modes into casts and `detach`.
+    """
 
     def module(self, check_guards: bool = True) -> GraphModule:  # noqa: FBT001, FBT002  The signature is torch's.
-        """The program as a module that is called like the model, which checks its inputs without generated code."""
+        """The program as a module that is called like the model."""
         module = super().module(check_guards=False)
         assert isinstance(module, GraphModule)
         if check_guards and callers_take_guards():
@@ -47,19 +47,16 @@ class ModeKeepingProgram(ExportedProgram):
         decomp_table: dict[Any, Callable[..., Any]] | None = None,
         decompose_custom_triton_ops: bool = False,  # noqa: FBT001, FBT002  The signature is torch's.
     ) -> ExportedProgram:
-        """The program in the operators that the table leaves, with `detach` wherever gradients must not flow."""
+        """The program decomposed by the table, with `detach` wherever gradients must not flow."""
         from partita.program.program import Program
 
         return Program.of(self).decomposed(decomp_table, decompose_custom_triton_ops=decompose_custom_triton_ops)
 
 
-# Exported programs: what one holds beside its graph, and putting it together again around a new graph.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class ExportRecord:
-    """Everything of an exported program but its graph; shared by all programs that are made from it."""
+    """An exported program without its graph; shared by all programs derived from it."""
 
     signature: ExportGraphSignature
     state: Mapping[str, Any]
@@ -73,7 +70,7 @@ class ExportRecord:
 
     @classmethod
     def of(cls, exported: ExportedProgram) -> ExportRecord:
-        """The record of an exported program whose signature fits its graph."""
+        """The record of an exported program; raises if its signature does not match its graph."""
         check_signature(exported.graph, exported.graph_signature)
         return cls(
             exported.graph_signature,
@@ -114,13 +111,13 @@ class ExportRecord:
         return exported
 
     def _folders(self) -> set[str]:
-        """Every part of a path that a module, a parameter, a buffer or a constant of the model has."""
+        """Every component of the paths of modules, parameters, buffers and constants."""
         paths = (*self.state, *self.constants, *(call.fqn for call in self.module_calls))
         return {part for path in paths for part in path.split(".")}
 
 
 def following(signature: ExportGraphSignature, graph: Graph) -> ExportGraphSignature:
-    """The signature for a rewritten graph: a copy in which each output goes by the name of what now gives it."""
+    """The signature for a rewritten graph: a copy in which each output is named after the node that now computes it."""
     copied = _copied(signature)
     for spec, value in zip(copied.output_specs, _returned(graph), strict=False):
         if isinstance(value, Node) and value.name != _name(spec.arg):
@@ -129,19 +126,19 @@ def following(signature: ExportGraphSignature, graph: Graph) -> ExportGraphSigna
 
 
 def check_signature(graph: Graph, signature: ExportGraphSignature) -> None:
-    """Raises where the inputs and outputs that a signature names are not those of the graph, in this order."""
+    """Raises if the inputs or outputs that a signature names are not those of the graph, in order."""
     inputs = [node.name for node in graph.find_nodes(op="placeholder")]
     _check_names("inputs", inputs, [_name(spec.arg) for spec in signature.input_specs])
     outputs = [value.name if isinstance(value, Node) else None for value in _returned(graph)]
     named = [_name(spec.arg) for spec in signature.output_specs]
-    constants = [at for at, given in enumerate(outputs) if given is None and at < len(named)]
+    constants = [at for at, name in enumerate(outputs) if name is None and at < len(named)]
     for at in constants:
         named[at] = None
     _check_names("outputs", outputs, named)
 
 
 def _check_tokens(signature: ExportGraphSignature, attributes: Mapping[str, Any]) -> None:
-    """Raises where a body holds effects that tokens order: torch cannot take tokens out of a body."""
+    """Raises if a body has effects that tokens order: torch cannot thread tokens through a body."""
     tokens = [_name(spec.arg) for spec in signature.input_specs if spec.kind is InputKind.TOKEN]
     bodies = {path: body for path, body in attributes.items() if tokens and isinstance(body, GraphModule)}
     for path, body in bodies.items():
@@ -173,19 +170,19 @@ def _check_names(what: str, found: Sequence[str | None], named: Sequence[str | N
 
 
 def _name(argument: Any) -> str | None:
-    """The node that an argument of a signature names; constants name none."""
+    """The node that an argument of a signature names; None for a constant."""
     return getattr(argument, "name", None)
 
 
 def _copied(signature: ExportGraphSignature) -> ExportGraphSignature:
-    """A signature of its own, since torch's passes rename entries in place; constants in it are shared."""
+    """A copy, since torch's passes rename entries in place; constants in it are shared."""
     return ExportGraphSignature(
         input_specs=[replace(spec, arg=copy.copy(spec.arg)) for spec in signature.input_specs],
         output_specs=[replace(spec, arg=copy.copy(spec.arg)) for spec in signature.output_specs],
     )
 
 
-# The graph of an exported program as torch wants it: saved, loaded and unflattened, it stays the same program.
+# The graph, named so that saving, loading and unflattening preserve it.
 
 
 _NUMBER = re.compile(r"_\d+$")
@@ -194,9 +191,9 @@ _NUMBER = re.compile(r"_\d+$")
 def exported_graph(graph_module: GraphModule, *, taken: Collection[str]) -> tuple[Graph, dict[str, Any]]:
     """A copy of a graph with the same node names, and what its nodes read, by target.
 
-    Bodies are copied too, since `ExportedProgram.module` removes nodes from them. They move where they lie under a
-    name that is `taken`, or like that of a node: torch.export.load calls the node that reads a body by its attribute,
-    and leaves two nodes of one name behind.
+    Bodies are copied too, since `ExportedProgram.module` removes nodes from them. A body is renamed if its name is in
+    `taken`, or collides with that of a node: torch.export.load names the node that reads a body after its attribute,
+    which would leave two nodes with one name.
     """
     graph, attributes = _Copying().copied(graph_module, taken)
     settle_stacks(graph)
@@ -204,7 +201,7 @@ def exported_graph(graph_module: GraphModule, *, taken: Collection[str]) -> tupl
 
 
 class _Copying:
-    """The copies of bodies so far; a body that is read twice is one body afterwards."""
+    """Copies graphs; a body that is read twice is copied once."""
 
     def __init__(self) -> None:
         self.bodies: dict[GraphModule, GraphModule] = {}
@@ -230,7 +227,7 @@ class _Copying:
             return value
         if value not in self.bodies:
             graph, attributes = self.copied(value)
-            keep_unread_nodes(graph)
+            exempt_from_dce(graph)
             made = lazy_module(graph, training=value.training, is_part=True)
             made.meta.update(value.meta)
             for name, attribute in attributes.items():
@@ -240,7 +237,7 @@ class _Copying:
 
 
 def _copy_of(graph: Graph) -> Graph:
-    # A deep copy would rename nodes that are called like something of Python's, `input` for example.
+    # A deep copy would rename nodes that have the name of a Python builtin, such as `input`.
     writer = GraphWriter(graph._tracer_cls)
     nodes = list(graph.nodes)
     names = [node.name for node in nodes]
@@ -254,7 +251,7 @@ def _reads(node: Node) -> bool:
 
 
 def _calls_body(node: Node) -> bool:
-    """Whether a node calls a body, and so keeps no name of its own when it is loaded."""
+    """Whether a node calls a body; torch.export.load does not preserve the name of such a node."""
     return any(isinstance(value, Node) and value.op == "get_attr" for value in node.args)
 
 
@@ -263,7 +260,7 @@ def _is_unsafe(path: str, unsafe: Collection[str]) -> bool:
 
 
 def _base(name: str) -> str:
-    """A name without its number, since a loader that finds it taken counts on from there."""
+    """A name without its numeric suffix, which torch.export.load increments on a collision."""
     return _NUMBER.sub("", name)
 
 
@@ -273,14 +270,14 @@ def _free(name: str, unsafe: Collection[str]) -> str:
     return name
 
 
-# Signatures of the model's own modules, which an exported program can keep for those who unflatten it.
+# Call signatures of submodules, which `torch.export.unflatten` reads.
 
 
 def fitting_calls(calls: Sequence[Any], graph: Graph) -> list[Any]:
-    """A copy of the calls of modules, without signatures that the graph no longer has a module for.
+    """A copy of the module calls, without the signatures that no longer match the graph.
 
-    A region that holds a border of a module takes away values which its signature names; the program as a whole is
-    called as before.
+    A region that crosses the boundary of a module hides values that its signature names. The signature of the program
+    itself is always kept.
     """
     copied = [replace(call, signature=_copied_call_signature(call.signature)) for call in calls]
     named = [call for call in copied if call.fqn and call.signature is not None]
@@ -294,7 +291,7 @@ def fitting_calls(calls: Sequence[Any], graph: Graph) -> list[Any]:
 
 
 def _copied_call_signature(signature: Any) -> Any:
-    """A signature of its own, since torch's passes rename arguments in place."""
+    """A copy, since torch's passes rename arguments in place."""
     if signature is None:
         return None
     inputs, outputs = list(map(copy.copy, signature.inputs)), list(map(copy.copy, signature.outputs))
@@ -302,7 +299,7 @@ def _copied_call_signature(signature: Any) -> Any:
 
 
 def _nodes_by_call(graph: Graph) -> dict[str, dict[Node, None]]:
-    """The nodes of each call of a module; a second call is numbered behind an @."""
+    """The nodes of each module call; repeated calls of a module have the suffix @number."""
     found: dict[str, dict[Node, None]] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -315,16 +312,16 @@ def _nodes_by_call(graph: Graph) -> dict[str, dict[Node, None]]:
 
 
 def _fits(signature: Any, inside: Mapping[Node, None], place: Mapping[str, int]) -> bool:
-    """Whether these nodes take and give nothing but what a signature names."""
+    """Whether a signature names every value that enters or leaves these nodes."""
     if not inside:
         return False
     first = place[next(iter(inside)).name]
     inputs, outputs = _names(signature.inputs), _names(signature.outputs)
     read = {node for user in inside for node in user.all_input_nodes if node.op != "placeholder"}
-    taken = {node.name for node in read if node not in inside}
-    given = {node.name for node in inside for user in node.users if user not in inside}
-    are_inputs_known = taken <= inputs and all(place.get(name, first) < first for name in inputs)
-    return are_inputs_known and given <= outputs <= place.keys()
+    entering = {node.name for node in read if node not in inside}
+    leaving = {node.name for node in inside for user in node.users if user not in inside}
+    are_inputs_known = entering <= inputs and all(place.get(name, first) < first for name in inputs)
+    return are_inputs_known and leaving <= outputs <= place.keys()
 
 
 def _names(arguments: Sequence[Any]) -> set[str]:

@@ -1,7 +1,7 @@
 """A fingerprint: equal for programs that differ only in legal order, names, and where items and sizes are read.
 
-Every node is hashed with what it reads, its mode, and the nodes that it must stay behind; the fingerprint is the hash
-of all of them. It is the same in every process.
+Every node is hashed with its inputs, its mode and its effect predecessors; the fingerprint is the hash of all nodes. It
+is the same in every process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
-    """A short text that tells programs apart."""
+    """A short hash that identifies a program up to legal reordering and renaming."""
     return _Hasher(Program.of(program)).fingerprint()
 
 
 class _Hasher:
-    """The hash of each node so far, by number."""
+    """Hashes the nodes of a program in graph order."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -69,7 +69,7 @@ class _Hasher:
         return _digest(node.op, self._target(node), arguments, behind, mode)
 
     def _may_be_read_elsewhere(self, number: int) -> bool:
-        """Whether a node only takes an item or a size, which a cut does where it suits the border."""
+        """Whether a node only takes an item or a size, which a cut may place on either side of a region boundary."""
         node = self.index.nodes[number]
         return node.target in (SYM_SIZE, torch.Size) or takes_item(node, self.program.graph_module)
 
@@ -94,7 +94,7 @@ class _Hasher:
             if argument in self.read:
                 return repr(None)
             if container_items(argument) == ():
-                return [type(value_of(argument)).__name__]  # A cut makes it anew wherever it is read.
+                return [type(value_of(argument)).__name__]  # A cut rebuilds it wherever it is read.
             return f"%{self.hashes[self.index.number[argument]]}"
         if isinstance(argument, tuple | list):
             whole = self._whole_container(argument)
@@ -115,7 +115,7 @@ class _Hasher:
         return None
 
     def _whole_container(self, items: tuple[Any, ...] | list[Any]) -> int | None:
-        """The node whose container `items` is, item by item, put together again; None if it is something else."""
+        """The node whose container `items` rebuilds item by item; None if there is none."""
         sources = {
             item.args[0] for item in items if isinstance(item, Node) and item.target is operator.getitem and item.args
         }

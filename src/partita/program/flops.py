@@ -1,4 +1,4 @@
-"""FLOPs: how many floating-point operations a node takes, as torch counts them, from the traced values."""
+"""FLOPs of nodes, as torch counts them, from traced values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["Flops", "base_name", "without_memory"]
 class Flops:
     """The FLOPs of nodes; equal operators on equal shapes are counted once.
 
-    torch's formulas count from the shapes alone. Those of torch's own operators and functions that compute by others
-    which have a formula, like `linear` and `einsum`, are run on tensors without memory. All else counts as zero, and so
-    does what has no traced values; symbolic sizes count as they were in the trace.
+    torch's formulas need only shapes. Operators and functions of torch that decompose into operators with a formula,
+    like `linear` and `einsum`, are run on meta tensors. Everything else counts as zero, as do nodes without traced
+    values; symbolic sizes count as they were in the trace.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Flops:
             if found is None:
                 found = self._known[key] = _run(node, *arguments)
             return found
-        except Exception:  # A function may refuse tensors without memory in any way; then nothing is known of it.
+        except Exception:  # A function may reject meta tensors with any error; it then counts as zero.
             return 0
 
     def total(self, nodes: Iterable[Node]) -> int:
@@ -53,7 +53,7 @@ class Flops:
 
 
 def without_memory(value: Any) -> Any:
-    """A traced value with tensors of the same shapes in it that take no memory."""
+    """A traced value with its tensors replaced by meta tensors of the same shapes."""
     if isinstance(value, torch.Tensor):
         return torch.empty([hint_of(size) for size in value.shape], dtype=value.dtype, device="meta")
     if isinstance(value, tuple | list):
@@ -67,7 +67,7 @@ def base_name(target: Any) -> str:
 
 
 def _way_to_count(node: Node) -> Callable[..., int] | None:
-    """What counts a node; None where that is nothing, which is known without a look at what it reads."""
+    """The function that counts a node; None if the node counts as zero whatever it reads."""
     if node.op != "call_function":
         return None
     if _formula(node.target) is not None:
@@ -78,7 +78,7 @@ def _way_to_count(node: Node) -> Callable[..., int] | None:
     return _recurrent if name in _RECURRENT else _run
 
 
-#: Of torch's operators and functions without a formula, those that may come down to some with one.
+#: Operators and functions of torch without a formula that may decompose into operators with one.
 _RECURRENT = frozenset(("gru", "lstm", "rnn_relu", "rnn_tanh"))
 _PRODUCTS = _RECURRENT | frozenset(
     (
@@ -93,7 +93,7 @@ _PRODUCTS = _RECURRENT | frozenset(
         *("addmm", "baddbmm", "bmm", "convolution", "mm"),
     )
 )
-#: More tensors in one traced container than a product has.
+#: More tensors than any argument of a product has.
 _MANY = 1_000
 
 
@@ -116,13 +116,13 @@ def _by_formula(node: Node, args: Sequence[Any], kwargs: Any) -> int:
     return int(formula(*args, **kwargs, out_val=result))
 
 
-def _has_long_offsets(given: Sequence[Any]) -> bool:
-    """Whether a formula that reads more than shapes would make a list of each offset in a batch."""
-    return any(isinstance(one, torch.Tensor) and one.dim() == 1 and one.numel() > 2**20 for one in given)
+def _has_long_offsets(arguments: Sequence[Any]) -> bool:
+    """Whether a formula that reads more than shapes would build a list of all offsets in a batch."""
+    return any(isinstance(one, torch.Tensor) and one.dim() == 1 and one.numel() > 2**20 for one in arguments)
 
 
 def _recurrent(node: Node, args: Sequence[Any], kwargs: Any) -> int:
-    """Each weight of a recurrent network is multiplied with one row for each step of each sequence."""
+    """The FLOPs of a recurrent network: each weight matrix is multiplied by one row per step and sequence."""
     if kwargs or not isinstance(args[2], tuple | list) or isinstance(args[3], tuple | list):
         return 0
     rows = prod(args[0].shape[:-1])

@@ -1,4 +1,4 @@
-"""Hooks on tensors: each gets the sum of all gradients of its tensor, of which a part compiled alone has a share."""
+"""Hooks on tensors: each gets the sum of all gradients of its tensor, so a region must not have only some of them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ __all__ = ["HookedTensor", "hooked_tensors"]
 @final
 @dataclass(frozen=True, slots=True)
 class HookedTensor:
-    """A tensor that has a hook, or may get one from a function that nobody knows, with all that shares its memory."""
+    """A tensor that has a hook, or may get one from an unknown function, with all its aliases."""
 
     hook: Node
-    #: Whether the node is there to register a hook.
+    #: Whether `hook` is known to register a hook.
     is_certain: bool
-    #: The functions that nobody knows among those that have it.
+    #: The calls of unknown functions among its nodes.
     unknown: frozenset[Node]
-    #: The nodes whose result it is, or is a view of it.
+    #: The nodes that return it or an alias of it.
     makers: frozenset[Node]
-    #: The nodes that take it.
+    #: The nodes that read it.
     readers: frozenset[Node]
     #: Whether it is an input or an output of the graph.
     is_visible: bool
 
     def is_divided_by(self, part: Collection[Node]) -> bool:
-        """Whether some gradients of the tensor are summed inside of `part`, and others outside."""
+        """Whether some gradients of the tensor are summed inside `part`, and others outside."""
         if not self.is_certain and self.unknown.issubset(part):
-            return False  # Whoever takes an unknown function into a part answers for it.
+            return False  # A user who puts an unknown function into a part vouches for it.
         made = self.makers.intersection(part)
-        # Reading what others made happens through the tensor that has the hook; views and writes are another matter.
+        # Reads of a tensor made elsewhere go through the tensor that has the hook; views and mutations do not.
         if not any(node in self.readers or _has_user_in(node, part) for node in made):
             return False
         return self.is_visible or len(made) < len(self.makers) or not self.readers.issubset(part)
@@ -46,14 +46,14 @@ class HookedTensor:
 def hooked_tensors(
     index: Index, root: GraphModule, *, pure: frozenset[Callable[..., Any]] = frozenset()
 ) -> tuple[HookedTensor, ...]:
-    """The tensors of a graph that have hooks, or may have, in graph order; functions in `pure` register none."""
-    behaviours = CallEffects(root, pure)
-    acting = behaviours.acting(index.graph)
-    unknown = {node for node, told in acting.items() if told.unknown}
+    """The tensors of a graph that have or may have hooks, in graph order; functions in `pure` register none."""
+    calls = CallEffects(root, pure)
+    acting = calls.effectful(index.graph)
+    unknown = {node for node, effects in acting.items() if effects.unknown}
     hooks = [node for node in index.nodes if registers_hook(node.target) or node in unknown]
     if not hooks:
         return ()
-    storages = storages_of(index, behaviours, acting)
+    storages = storages_of(index, calls, acting)
     members: dict[int, list[Node]] = {storages.find(index.number[hook]): [] for hook in hooks}
     for i, node in enumerate(index.nodes):
         if storages.find(i) in members:

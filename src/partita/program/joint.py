@@ -1,4 +1,4 @@
-"""Forward and backward of a joint graph, held values."""
+"""Joint graphs: which nodes are forward and which backward, by their dependences, and what is saved in between."""
 
 from __future__ import annotations
 
@@ -18,17 +18,69 @@ from partita.errors import OptionError, SignatureError
 __all__ = ["Held", "Joint"]
 
 
-# The halves of a joint graph: which nodes are forward and which backward, by what they depend on.
+@final
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One storage that the forward saves for backward."""
+
+    #: The values on this storage that the backward reads, in graph order; all but one are views.
+    nodes: tuple[Node, ...]
+    #: The bytes of the whole storage, of which a value may be a part; None if unknown.
+    bytes: int | None
+    #: Whether it belongs to an input (a parameter, a buffer, an argument) or a constant, and is alive anyway.
+    is_input: bool
+
+    @property
+    def node(self) -> Node:
+        """The first of the nodes."""
+        return self.nodes[0]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The inputs and outputs of a joint graph, its two halves, and what the forward saves for backward.
+
+    A node is backward if it depends on a tangent, or if its tracer tagged it so and no output of the forward needs it.
+    Nodes are in graph order; inputs and the output node are in neither half.
+    """
+
+    #: The inputs of the forward: parameters, buffers and arguments (AOTAutograd's primals).
+    inputs: tuple[Node, ...]
+    #: The inputs of the backward: gradients of outputs of the forward.
+    tangents: tuple[Node, ...]
+    #: The outputs of the forward: first new values of the mutated inputs in `written`, then results, or constants.
+    forward_outputs: tuple[Any, ...]
+    #: The outputs of the backward: the gradient of each input, or None. (Other tracers may omit the Nones.)
+    gradients: tuple[Any, ...]
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+    #: What the backward reads of the forward and its inputs if nothing is recomputed; one entry for each storage.
+    held: tuple[Held, ...]
+    #: Names of the parameters and buffers, which come first among the inputs, if the tracer recorded them.
+    state: tuple[str, ...]
+    #: The inputs that the model mutates, if the tracer recorded them.
+    written: tuple[Node, ...]
+
+    @property
+    def held_bytes(self) -> int | None:
+        """The bytes saved for backward beside the inputs, which are alive anyway; None if a size is unknown."""
+        return _total(entry.bytes for entry in self.held if not entry.is_input)
+
+    @property
+    def held_input_bytes(self) -> int | None:
+        """The bytes of the inputs that the backward reads; None if a size is unknown."""
+        return _total(entry.bytes for entry in self.held if entry.is_input)
 
 
 def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
-    """The joint graph whose first so many outputs are those of the forward; raises where it cannot be one."""
+    """The joint graph whose first `forward_outputs` outputs are those of the forward; raises if the graph is none."""
     outputs = _returned(index.nodes[-1])
     _check_outputs(outputs, forward_outputs)
     placeholders = [node for node in index.nodes if node.op == "placeholder"]
     tangents = tuple(filter(_is_tangent, placeholders))
-    given, gradients = outputs[:forward_outputs], outputs[forward_outputs:]
-    backward = _backward(index, given)
+    results, gradients = outputs[:forward_outputs], outputs[forward_outputs:]
+    backward = _backward(index, results)
     if not tangents and any(isinstance(node, Node) and not backward[index.number[node]] for node in gradients):
         raise SignatureError(
             f"none of the inputs {_listed(placeholders)} is a tangent: in a joint graph the inputs of the backward are "
@@ -46,18 +98,18 @@ def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
     return Joint(
         inputs=inputs,
         tangents=tangents,
-        forward_outputs=given,
+        forward_outputs=results,
         gradients=gradients,
         forward=forward_part,
         backward=backward_part,
-        held=held_by(index, root, backward, gradients),
+        held=_saved(index, root, backward, gradients),
         state=tuple(name for node in inputs if (name := _state_name(node)) is not None),
-        written=_written(index.nodes[-1], inputs),
+        written=_mutated(index.nodes[-1], inputs),
     )
 
 
 def checked_count(forward_outputs: object) -> int:
-    """A number of outputs, if it can be one."""
+    """`forward_outputs`, if it is a positive integer."""
     if type(forward_outputs) is not int or forward_outputs < 1:
         raise OptionError(
             f"forward_outputs is the number of outputs of the forward, at least 1, not {forward_outputs!r}; "
@@ -67,8 +119,7 @@ def checked_count(forward_outputs: object) -> int:
 
 
 def _returned(output: Node) -> tuple[Any, ...]:
-    value = output.args[0] if output.args else ()
-    return _flat(value)
+    return _flat(output.args[0] if output.args else ())
 
 
 def _flat(value: Any) -> tuple[Any, ...]:
@@ -80,12 +131,12 @@ def _flat(value: Any) -> tuple[Any, ...]:
 def _check_outputs(outputs: Sequence[Any], forward_outputs: int) -> None:
     if forward_outputs > len(outputs):
         raise SignatureError(
-            f"the graph has {len(outputs)} outputs, so that its forward cannot have {forward_outputs}; give the "
-            "number of outputs before the first gradient"
+            f"the graph has {len(outputs)} outputs, so its forward cannot have {forward_outputs}; pass the number of "
+            "outputs before the first gradient"
         )
     if forward_outputs == len(outputs):
         raise SignatureError(
-            f"all {forward_outputs} outputs of the graph would be those of its forward, and none a gradient; give the "
+            f"all {forward_outputs} outputs of the graph would be those of its forward, and none a gradient; pass the "
             "number of outputs before the first gradient"
         )
 
@@ -101,12 +152,12 @@ def _backward(index: Index, forward_outputs: Sequence[Any]) -> list[bool]:
     for number in range(len(index) - 1):
         if needed[number] and backward[number]:
             raise _mixed(index, forward_outputs)
-    told = _reached(index, lambda node: _is_tangent(node) or node.meta.get("partitioner_tag") in _BACKWARD_TAGS)
-    told[-1] = False  # The output node reads both halves.
-    return [late and not early for late, early in zip(told, needed, strict=True)]
+    tagged = _reached(index, lambda node: _is_tangent(node) or node.meta.get("partitioner_tag") in _BACKWARD_TAGS)
+    tagged[-1] = False  # The output node reads both halves.
+    return [late and not early for late, early in zip(tagged, needed, strict=True)]
 
 
-#: What AOTAutograd writes on nodes that it traced while gradients were computed.
+#: How AOTAutograd tags nodes that it traced in the backward.
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 
@@ -124,7 +175,7 @@ def _needed(index: Index, forward_outputs: Sequence[Any]) -> list[bool]:
 
 
 def _reached(index: Index, starts: Callable[[Node], bool]) -> list[bool]:
-    """Whether each node is a start or depends on one; an item of a container goes with the container."""
+    """Whether each node is a start or depends on one; an item of a container follows the container."""
     reached = [False] * len(index)
     for number, node in enumerate(index.nodes):
         depends = any(map(reached.__getitem__, index.inputs(number)))
@@ -146,18 +197,18 @@ def _mixed(index: Index, forward_outputs: Sequence[Any]) -> SignatureError:
 
 
 def _state_name(node: Node) -> str | None:
-    """The parameter or buffer that AOTAutograd has noted for an input."""
+    """The parameter or buffer that AOTAutograd recorded for an input."""
     name = getattr(node.meta.get("desc"), "target", None)
     return name if isinstance(name, str) else None
 
 
-def _written(output: Node, inputs: Sequence[Node]) -> tuple[Node, ...]:
-    """The inputs whose new values AOTAutograd has noted for outputs."""
-    noted = [getattr(entry, "mutated_input", None) for entry in output.meta.get("desc") or ()]
+def _mutated(output: Node, inputs: Sequence[Node]) -> tuple[Node, ...]:
+    """The inputs whose new values AOTAutograd recorded as outputs."""
+    recorded = [getattr(entry, "mutated_input", None) for entry in output.meta.get("desc") or ()]
     known: dict[Any, list[Node]] = {}
     for node in inputs:
         known.setdefault(node.meta.get("desc"), []).append(node)
-    return tuple(node for entry in noted if entry is not None for node in known.get(entry, ()))
+    return tuple(node for entry in recorded if entry is not None for node in known.get(entry, ()))
 
 
 def _listed(nodes: Sequence[Node]) -> str:
@@ -165,11 +216,11 @@ def _listed(nodes: Sequence[Node]) -> str:
     return ", ".join(names) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
 
 
-# Held values: what a backward reads of its forward, in bytes, with every storage counted once.
+# Saved values: what the backward reads of the forward, in bytes; every storage counts once.
 
 
-def held_by(index: Index, root: GraphModule, backward: Sequence[bool], gradients: Sequence[Any]) -> tuple[Held, ...]:
-    """What nodes of the backward read of the others, in graph order; also what is returned as a gradient as it is."""
+def _saved(index: Index, root: GraphModule, backward: Sequence[bool], gradients: Sequence[Any]) -> tuple[Held, ...]:
+    """What the backward reads of other nodes, in graph order, and what is returned unchanged as a gradient."""
     returned = {index.number[value] for value in gradients if isinstance(value, Node)}
     read = {source for source, target in index.edges() if backward[target]} | returned
     storages = _Storages(index, root)
@@ -183,7 +234,7 @@ def held_by(index: Index, root: GraphModule, backward: Sequence[bool], gradients
 
 
 class _Storages:
-    """The storages of a graph by number, from traced values, and from schemas where a tracer gave views their own."""
+    """The storages of a graph by number, from traced values, and from schemas where views were traced apart."""
 
     def __init__(self, index: Index, root: GraphModule) -> None:
         self.index, self.root = index, root
@@ -208,7 +259,7 @@ class _Storages:
         if viewed is not None:
             storages = self._of[self.index.number[viewed]]
             if len(storages) == 1:
-                # A view of a base that was traced with a storage of its own may show that the base is larger.
+                # A view that was traced with its own storage may show that its base is larger.
                 for tensor in tensors_in(self._value(node)):
                     self._grow(storages[0], tensor)
                 return storages
@@ -241,7 +292,7 @@ class _Storages:
 
 
 def _viewed(node: Node) -> Node | None:
-    """What a node gives a view of; an item of a container is one only if the container holds views."""
+    """The node that a node returns a view of; an item of a container is a view only if the container holds views."""
     viewed = viewed_node(node)
     if viewed is not None and node.target is operator.getitem:
         return _viewed(viewed)
@@ -249,70 +300,12 @@ def _viewed(node: Node) -> Node | None:
 
 
 def _storage_bytes(tensor: Tensor) -> int | None:
-    """The bytes of the storage that a traced tensor lives in; None where its size is symbolic."""
+    """The bytes of the storage of a traced tensor; None if its size is symbolic."""
     try:
         size: Any = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):  # Sparse and opaque tensors have no storage of their own.
         return bytes_of_value(tensor)
     return size if isinstance(size, int) else None
-
-
-# What is known of a joint graph: a forward and its backward in one, and what the one holds for the other.
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Held:
-    """One storage that lives from the forward until the backward has read it."""
-
-    #: The values on this storage that the backward reads, in graph order; all but one are views.
-    nodes: tuple[Node, ...]
-    #: The bytes of the whole storage, of which a value may be a part; None where they are not known.
-    bytes: int | None
-    #: Whether it is that of an input (a parameter, a buffer, an argument) or of a constant, and lives anyway.
-    is_input: bool
-
-    @property
-    def node(self) -> Node:
-        """The first of the nodes."""
-        return self.nodes[0]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Joint:
-    """What a joint graph takes and gives, its two halves, and what is held from the one to the other.
-
-    A node is of the backward if it depends on a tangent, or if its tracer said so and no output of the forward needs
-    it. Nodes are in graph order; inputs and the output node are in neither half.
-    """
-
-    #: The inputs of the forward: parameters, buffers and arguments (AOTAutograd's primals).
-    inputs: tuple[Node, ...]
-    #: The inputs of the backward: gradients of outputs of the forward.
-    tangents: tuple[Node, ...]
-    #: What the forward gives: first new values for the inputs in `written`, then results. Constants are themselves.
-    forward_outputs: tuple[Any, ...]
-    #: What the backward gives: the gradient of each input, or None. (Graphs of other tracers may leave out the Nones.)
-    gradients: tuple[Any, ...]
-    forward: tuple[Node, ...]
-    backward: tuple[Node, ...]
-    #: What the backward reads of the forward and its inputs if nothing is computed again; one entry for each storage.
-    held: tuple[Held, ...]
-    #: Names of the parameters and buffers that come first among the inputs, where the tracer has written them down.
-    state: tuple[str, ...]
-    #: The inputs that the model writes, where the tracer has written them down.
-    written: tuple[Node, ...]
-
-    @property
-    def held_bytes(self) -> int | None:
-        """The bytes that are held beside the inputs, which live anyway; None where a size is not known."""
-        return _total(entry.bytes for entry in self.held if not entry.is_input)
-
-    @property
-    def held_input_bytes(self) -> int | None:
-        """The bytes of the inputs that the backward reads; None where a size is not known."""
-        return _total(entry.bytes for entry in self.held if entry.is_input)
 
 
 def _total(sizes: Iterable[int | None]) -> int | None:

@@ -1,6 +1,6 @@
-"""Runs of nodes that one setting holds for, the outermost of them: what becomes a call of a mode operator.
+"""Mode runs: the outermost runs of nodes under one mode setting, each of which becomes a call of a mode operator.
 
-Autocast and inference blocks are kept whole, as the graph opens and leaves them. The grad mode has no blocks, only
+Autocast and inference blocks are kept whole, as the graph enters and exits them. The grad mode has no blocks, only
 values: neighbours with the same value form a run, and a block belongs to the run that it was entered in.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["ModeRun", "mode_runs", "nested_mode_runs", "openers_of"]
 @final
 @dataclass(frozen=True, slots=True)
 class ModeRun:
-    """Nodes, by number, for which `sets` holds, in a program that is in mode `around` there."""
+    """Nodes, by number, under the setting `sets`, in a program whose mode there is `around`."""
 
     sets: Setting
     around: Mode
@@ -35,7 +35,7 @@ class ModeRun:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """Neighbouring nodes, in one block or in none, and the grad mode that they are in at first."""
+    """Neighbouring nodes in one block or in none, and the grad mode of the first."""
 
     grad: bool | None
     block: Block | None
@@ -43,7 +43,7 @@ class _Child:
 
 
 def mode_runs(program: Program, kinds: Collection[type] = EVERY_SETTING) -> list[ModeRun]:
-    """The outermost runs for settings of these kinds, in graph order, found in one walk."""
+    """The outermost runs for settings of these kinds, in graph order, found in one pass."""
     modes = program.modes
     if modes.by_number is None:
         return []
@@ -51,9 +51,9 @@ def mode_runs(program: Program, kinds: Collection[type] = EVERY_SETTING) -> list
 
 
 def nested_mode_runs(program: Program, kinds: Collection[type], *, deeper_than: int) -> list[ModeRun]:
-    """Runs of whole blocks about half-way down a nest of more than so many blocks; none where there is no such nest.
+    """Runs of whole blocks about half-way down a nest of more than `deeper_than` blocks; empty if there is none.
 
-    If a call takes the place of each, the program around is wrapped as it would have been, and both halves are small.
+    Replacing each by a call does not change how the rest of the program is wrapped, and both halves are shallow.
     """
     by_number = program.modes.by_number
     depth = 0 if by_number is None else max((len(mode.blocks) for mode in by_number), default=0)
@@ -67,12 +67,12 @@ def nested_mode_runs(program: Program, kinds: Collection[type], *, deeper_than: 
     return []
 
 
-#: In how many neighbouring depths a place is looked for at which a nest can be taken apart.
+#: How many depths are tried to find one at which a nest can be split.
 _TRIES = 3
 
 
 def _numbers(program: Program) -> list[int]:
-    # What takes an item out of a container runs beside whatever made the container.
+    # A projection runs in the mode of the node that made the container.
     apart = program.modes.toggles.union(program.projections)
     return [
         number
@@ -84,7 +84,7 @@ def _numbers(program: Program) -> list[int]:
 def _runs_at_depth(
     program: Program, modes: tuple[Mode, ...], numbers: Iterable[int], depth: int
 ) -> Iterator[ModeRun | None]:
-    """The runs of nodes in one block at this depth; None for one that must not be taken out by itself."""
+    """The runs of nodes in one block at this depth; None for a run that must not be outlined on its own."""
 
     def block_of(number: int) -> Block | None:
         blocks = modes[number].blocks
@@ -94,21 +94,21 @@ def _runs_at_depth(
     for block, members in groupby(numbers, block_of):
         if block is None:
             continue
-        held = tuple(members)
+        inner = tuple(members)
         entered = number_of.get(block.key) if isinstance(block.key, Node) else None
         if entered is None:
-            yield None  # Blocks that crossed have no place of their own.
+            yield None  # Blocks that overlap without nesting have no entry of their own.
             continue
         around = _mode_before(program, modes, entered)
-        # Who asks for the grad mode of the caller must still be seen to do so by whoever looks at what is around; and
-        # around an inference block that sets the same, a grad mode is no run.
-        hides_grad = around.grad is not None and any(modes[number].grad is None for number in held)
+        # A node that takes the grad mode of the caller must stay visible to the analysis of the surrounding program,
+        # and a grad mode around an inference block that sets the same value is no run.
+        hides_grad = around.grad is not None and any(modes[number].grad is None for number in inner)
         is_set_inside = isinstance(block.sets, Inference) and around.grad is (not block.sets.enabled)
-        yield None if hides_grad or is_set_inside else ModeRun(block.sets, around, modes[entered], held)
+        yield None if hides_grad or is_set_inside else ModeRun(block.sets, around, modes[entered], inner)
 
 
 def _mode_before(program: Program, modes: tuple[Mode, ...], number: int) -> Mode:
-    """The mode in force right before a node; what takes an item has that of what made the container."""
+    """The mode right before a node; projections, which have the mode of their container, are skipped."""
     apart = frozenset(program.projections)
     number -= 1
     while number in apart:
@@ -117,7 +117,7 @@ def _mode_before(program: Program, modes: tuple[Mode, ...], number: int) -> Mode
 
 
 def openers_of(program: Program, runs: Iterable[ModeRun]) -> list[Node | None]:
-    """For each run the toggle that opened it, where the graph has one."""
+    """The toggle that opened each run, if the graph has one."""
     nodes = program.index.nodes
     switches = [number for number in sorted(program.modes.toggles) if nodes[number].target is toggles.SET_GRAD]
     openers: list[Node | None] = []
@@ -132,7 +132,7 @@ def openers_of(program: Program, runs: Iterable[ModeRun]) -> list[Node | None]:
 
 
 class _Finder:
-    """Finds runs; `modes` are those of all nodes."""
+    """Finds runs; `modes` has the mode of every node."""
 
     def __init__(self, program: Program, modes: tuple[Mode, ...], kinds: Collection[type]) -> None:
         self.program, self.modes, self.kinds = program, modes, kinds
@@ -141,14 +141,14 @@ class _Finder:
     def runs(self, numbers: list[int], depth: int, around: Mode) -> Iterator[ModeRun]:
         """The outermost runs among nodes that are all inside the same `depth` blocks, in mode `around`."""
         for grad, children in groupby(self._children(numbers, depth), lambda child: child.grad):
-            held = list(children)
-            # Around nothing but an inference block that sets the same, the grad mode makes no difference.
-            inside = around if _is_set_inside(held, grad=grad) else replace(around, grad=grad)
+            same = list(children)
+            # Around nothing but an inference block that sets the same value, the grad mode makes no difference.
+            inside = around if _is_set_inside(same, grad=grad) else replace(around, grad=grad)
             if inside.grad is not None and inside.grad != around.grad and Grad in self.kinds:
-                members = tuple(number for child in held for number in child.numbers)
+                members = tuple(number for child in same for number in child.numbers)
                 yield ModeRun(Grad(inside.grad), around, inside, members)
                 continue
-            for child in held:
+            for child in same:
                 if child.block is not None:
                     yield from self._runs_of_block(child.block, child.numbers, depth, inside)
 
@@ -164,10 +164,10 @@ class _Finder:
                 for grad, some in groupby(members, lambda number: modes[number].grad):
                     yield _Child(grad, None, list(some))
             else:
-                held = list(members)
-                # Inside a run that sets the grad mode nobody can get at the mode of the caller any more.
-                asks_caller = self.caller.grad is None and any(modes[number].grad is None for number in held)
-                yield _Child(None if asks_caller else block.grad, block, held)
+                inner = list(members)
+                # Inside a run that sets the grad mode, the grad mode of the caller is no longer available.
+                needs_caller = self.caller.grad is None and any(modes[number].grad is None for number in inner)
+                yield _Child(None if needs_caller else block.grad, block, inner)
 
     def _runs_of_block(self, block: Block, numbers: list[int], depth: int, around: Mode) -> Iterator[ModeRun]:
         inside = around.inside(block).beside(self.caller)
@@ -175,19 +175,19 @@ class _Finder:
             yield from self.runs(numbers, depth + 1, inside)
             return
         if isinstance(block.sets, Inference) and self.caller.grad is None:
-            self._check_reach(numbers)
+            self._check_grad_known(numbers)
         yield ModeRun(block.sets, around, inside, tuple(numbers))
 
-    def _check_reach(self, numbers: list[int]) -> None:
+    def _check_grad_known(self, numbers: list[int]) -> None:
         odd = next((number for number in numbers if self.modes[number].grad is None), None)
         if odd is not None:
             raise ModeError(
                 f"node {self.program.index.nodes[odd].name!r} takes the grad mode of the caller inside an inference "
-                "block, which no operator can give it; set the mode to a constant there"
+                "block, where no operator can restore it; set the mode to a constant there"
             )
 
 
 def _is_set_inside(children: list[_Child], *, grad: bool | None) -> bool:
-    """Whether all of these nodes are in one inference block, which sets this grad mode itself."""
+    """Whether these nodes are all in one inference block, which sets this grad mode itself."""
     sets = children[0].block.sets if len(children) == 1 and children[0].block is not None else None
     return isinstance(sets, Inference) and grad is (not sets.enabled)

@@ -1,4 +1,4 @@
-"""Chosen operators: the calls that a user means by an operator, a function, a module class or a name."""
+"""Operator selection: which calls match an operator, a function, a module class or a name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Operator: TypeAlias = Callable[..., Any] | type[nn.Module] | str
 
 
 def checked_operators(operators: object) -> tuple[Operator, ...]:
-    """The operators as a tuple; a single one may come without."""
+    """The operators as a tuple; a single one needs no container."""
     several = tuple(operators) if isinstance(operators, tuple | list | set | frozenset) else (operators,)
     if not several or not all(callable(one) or (isinstance(one, str) and one) for one in several):
         raise OptionError(
@@ -34,7 +34,7 @@ def checked_operators(operators: object) -> tuple[Operator, ...]:
 
 @final
 class Chosen:
-    """Whether a node calls one of the chosen operators, under any of the names that tracers give it."""
+    """Whether a node calls one of the chosen operators, under any of the names that tracers use for it."""
 
     def __init__(self, operators: Iterable[Operator], root: nn.Module) -> None:
         self._root = root
@@ -46,10 +46,10 @@ class Chosen:
             self._add(operator)
 
     def __contains__(self, node: Node) -> bool:
-        question = (node.op, node.target)
-        known = self._known.get(question)
+        key = (node.op, node.target)
+        known = self._known.get(key)
         if known is None:
-            known = self._known[question] = self._is_chosen(node)
+            known = self._known[key] = self._is_chosen(node)
         return known
 
     def _add(self, operator: Operator) -> None:

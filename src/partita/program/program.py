@@ -1,4 +1,4 @@
-"""A program: one face for whatever holds a graph, with its analyses computed once, when first asked for."""
+"""A program: a graph module or an exported program, with its analyses computed lazily and cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partita.analysis.effects import Effects, effects_of
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.modes import Modes, check_bodies, modes_of
-from partita.analysis.mutation import forget_writers
+from partita.analysis.mutation import forget_mutations
 from partita.analysis.nodes import Neighbours, neighbours_of
 from partita.analysis.op_effects.calls import CallEffects, OpEffects
 from partita.analysis.projections import projections_of
@@ -38,8 +38,8 @@ __all__ = ["Program", "program_being_edited"]
 class Program:
     """A graph with its state and its calling convention; build one with `Program.of`.
 
-    A program is read, never written: every rewrite gives a new one that shares the parameters and buffers. Its
-    analyses are kept, so edit a graph before you make a program of it, not after.
+    A program is immutable: every rewrite returns a new one that shares the parameters and buffers. Its analyses are
+    cached, so edit a graph before you make a program of it, not after.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Program:
         self.state_keys = state_keys
         #: How far the treatments that made this program may have changed its numbers.
         self.tolerance = tolerance
-        #: What is known of the modes that the program is called under; modes of nodes are told relative to it.
+        #: What is known of the modes that the program is called under; modes of nodes are relative to it.
         self.caller = caller
         #: What an exported program holds beside its graph; None for a graph module.
         self.export = export
         self._forward_outputs = forward_outputs
-        #: Whether it is a body of another program, which has checked the modes of all its bodies, at any depth.
+        #: Whether it is a body of another program, which has checked the modes of its bodies at any depth.
         self.is_body = body_of is not None
-        #: What calls of bodies may do, which a program finds out together with its bodies.
+        #: The effects of calling each body; a program shares the table with its bodies.
         self._known_modules: dict[nn.Module, OpEffects] = {} if body_of is None else body_of._known_modules
-        forget_writers(graph_module)
+        forget_mutations(graph_module)
 
     @classmethod
     def of(
@@ -86,10 +86,10 @@ class Program:
     ) -> Program:
         """The program that `source` holds: a graph module, an exported program, or the path of a saved one.
 
-        Functions in `pure` are taken at your word to have no side effects. A file is taken as data, and may name
-        operators of torch and those in `operators`, by namespace or as `namespace::name`; `trusted` lets torch load one
-        that can run code while it is read. With `forward_outputs` a graph module is taken as a joint graph of
-        a forward, which gives so many of its outputs, and its backward, which gives the others.
+        Functions in `pure` are assumed to have no side effects. A file is read as data, and may name operators of torch
+        and those in `operators`, by namespace or as `namespace::name`; `trusted` lets torch load one that can run code
+        while it is read. With `forward_outputs`, a graph module is the joint graph of a forward, which returns that
+        many of its outputs, and a backward, which returns the others.
         """
         if forward_outputs is not None:
             return cls._of_joint(source, checked_count(forward_outputs), pure)
@@ -114,7 +114,7 @@ class Program:
                 "or trace a model with partita.capture_joint(model, args)"
             )
         program = cls(source, pure=pure, forward_outputs=forward_outputs)
-        assert program.joint is not None  # It raises where the graph cannot be one.
+        assert program.joint is not None  # Raises unless the graph is a joint graph.
         return program
 
     def rewritten(
@@ -128,7 +128,7 @@ class Program:
     ) -> Program:
         """This program with another graph: `tolerance` is what that adds.
 
-        With `knows_bodies`, what was found out about bodies, which are the same and as they were, is not asked again.
+        With `knows_bodies`, the bodies are unchanged, and their known effects are reused.
         """
         propagate_effects(self._graph_module, graph_module)
         made = Program(
@@ -146,7 +146,7 @@ class Program:
         return made
 
     def under(self, caller: Mode) -> Program:
-        """The same program, when this is known of the modes that it is called under."""
+        """The same program, called under `caller`."""
         if caller == self.caller:
             return self
         view = self.rewritten(self._graph_module)
@@ -156,13 +156,13 @@ class Program:
     def body(self, graph_module: GraphModule, caller: Mode = AMBIENT) -> Program:
         """One of the bodies that this program runs, called under `caller`, as a program of its own.
 
-        Its own bodies were checked together with those of this program, and are not looked at again.
+        Nested bodies were checked together with those of this program, and are not checked again.
         """
-        _ = self.modes  # Raises where a body leaves a mode switched, at any depth.
+        _ = self.modes  # Raises if a body at any depth does not restore a mode.
         return Program(graph_module, pure=self.pure, caller=caller, body_of=self)
 
     def look_into(self, body: GraphModule) -> None:
-        """Finds out what calls of a body may do: innermost first, a deep nest of bodies takes no deep recursion."""
+        """Computes the effects of calling a body; called innermost first, deep nests need no deep recursion."""
         CallEffects(self._graph_module, self.pure, self._known_modules).of_module(body)
 
     @property
@@ -186,7 +186,7 @@ class Program:
 
     def exported(self) -> ExportedProgram:
         """The program as torch.export has it, checked by torch's verifier; it shares the parameters and buffers."""
-        # Rewrites give programs, and this one rewrites: the only import that points up.
+        # Rewrites build on programs, and this is a rewrite: the only import that points up.
         from partita.dissolve.exported import exported_program
 
         return exported_program(self)
@@ -194,7 +194,7 @@ class Program:
     def decomposed(
         self, table: dict[Any, Callable[..., Any]] | None = None, *, decompose_custom_triton_ops: bool = False
     ) -> ExportedProgram:
-        """The same in the operators that the table leaves; the modes are dissolved first, which torch would forget."""
+        """The exported program decomposed by the table; modes, which torch would drop, are dissolved first."""
         from partita.dissolve.exported import decomposed_program
 
         return decomposed_program(self, table, decompose_custom_triton_ops=decompose_custom_triton_ops)
@@ -205,7 +205,7 @@ class Program:
 
     @cached_property
     def joint(self) -> Joint | None:
-        """What is forward and what is backward in a joint graph, and what is held in between; None for other graphs."""
+        """The forward, the backward and the saved values of a joint graph; None for other graphs."""
         if self._forward_outputs is None:
             return None
         return joint_of(self.index, self._graph_module, self._forward_outputs)
@@ -227,7 +227,7 @@ class Program:
 
     @cached_property
     def projecting(self) -> frozenset[int]:
-        """The same, to ask for single nodes."""
+        """The same as a set."""
         return frozenset(self.projections)
 
     @cached_property
@@ -237,7 +237,7 @@ class Program:
 
     @cached_property
     def effects(self) -> Effects:
-        """What must keep its order although no data flows."""
+        """The order that side effects impose beyond data flow."""
         return effects_of(self.index, self._graph_module, pure=self.pure, known_modules=self._known_modules)
 
     @cached_property
@@ -247,12 +247,12 @@ class Program:
 
     @cached_property
     def neighbours(self) -> Neighbours:
-        """What comes right before and after each node, by data or by effects."""
+        """The predecessors and successors of each node, by data or by effects."""
         return neighbours_of(chain(self.index.edges(), self.effects.edges()))
 
     @cached_property
     def effect_neighbours(self) -> Neighbours:
-        """What each node must stay behind and before although no data flows."""
+        """The predecessors and successors of each node by effects alone."""
         return neighbours_of(self.effects.edges())
 
     @cached_property
@@ -260,7 +260,7 @@ class Program:
         return {node.name: node for node in self.index.nodes}
 
     def operators(self) -> list[Node]:
-        """The nodes that compute something, in graph order: all but inputs, attributes and the output."""
+        """The nodes that compute, in graph order: all but inputs, attributes and the output."""
         computes = bytearray(b"\1") * len(self.index)
         for op in ("placeholder", "get_attr", "output"):
             for node in self.graph.find_nodes(op=op, sort=False):
@@ -296,7 +296,7 @@ class Program:
 
 
 def program_being_edited(graph_module: GraphModule) -> Program:
-    """The program of a graph that may lack its output node, or stand in another order than it could run in."""
+    """The program of a graph that may lack its output node or be out of topological order."""
     return Program(graph_module, index=index_of_edited(graph_module.graph))
 
 

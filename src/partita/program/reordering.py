@@ -1,4 +1,4 @@
-"""Effect successors of nodes; tolerance that reordered gradient sums need."""
+"""What reordering a program must respect, and by how much it may change sums of gradients."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from partita.program.program import Program
 __all__ = ["Followers", "effect_successors", "summation_tolerance", "uses_autocast"]
 
 
-# Followers: for nodes, those that stay behind them although no data flows.
-
-
+#: The effect successors of each node.
 Followers: TypeAlias = Mapping[Node, Sequence[Node]]
 
 
 def effect_successors(program: Program) -> Followers:
-    """Who stays behind whom in a program by its effects."""
+    """The nodes that must stay after each node although no data flows between them."""
     nodes = program.index.nodes
     followers: dict[Node, list[Node]] = {}
     for before, after in program.effects.edges():
@@ -31,19 +29,19 @@ def effect_successors(program: Program) -> Followers:
     return followers
 
 
-# Summation: how far gradients may move when operators run in another order, or cast a weight once more.
-
-
 def summation_tolerance(program: Program) -> Tolerance:
-    """What sums of gradients may change by: the rounding of the coarsest numbers that the program is known to add."""
+    """How far sums of gradients may change when operators are reordered, or a weight is cast once more.
+
+    It is the rounding error of the coarsest dtype that the program is known to add.
+    """
     dtypes = {*_cast_dtypes(program), *_known_dtypes(program)}
-    # A block may name a dtype that autocast does not have, and torch says so when it is run.
+    # A block may name a dtype that autocast does not support; torch reports that when it runs.
     eps = (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
     return Tolerance(rounding=max(eps, default=torch.finfo(torch.float64).eps))
 
 
 def uses_autocast(program: Program) -> bool:
-    """Whether any node runs under autocast, which casts a weight once a block and caches that: a cut casts it again."""
+    """Whether any node runs under autocast, which caches the cast of a weight for a block: a cut casts it again."""
     return any(True for _ in _cast_dtypes(program))
 
 

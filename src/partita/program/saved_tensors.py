@@ -1,4 +1,4 @@
-"""What autograd saves of a program, by node."""
+"""Tensors saved for backward, by node: found by a dry run of the program, or of a single node, without memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from partita._torch.toggles import TOGGLES
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.analysis.nodes import tensors_in as traced_tensors
 from partita.program._torch.saved_tensors import (
-    OperatorWatch,
-    apart_from_the_caller,
+    OperatorMonitor,
     flops_until_saved,
-    gives_only_views,
-    saving_into,
+    intercept_saved_tensors,
+    isolated_from_caller,
+    returns_only_views,
 )
 from partita.program.flops import without_memory
 from partita.program.program import Program
@@ -39,23 +39,106 @@ from partita.program.program import Program
 __all__ = ["Memory", "Origin", "SavedTensors", "SavingTrials", "bytes_in", "saved_tensors_of"]
 
 
-# A run that shows what autograd saves: on fake tensors with gradients on, once, node by node.
+class Origin(Enum):
+    """Where a storage comes from."""
+
+    #: A parameter, a buffer or a constant, which is alive anyway.
+    STATE = "state"
+    #: An input of the program.
+    INPUT = "input"
+    #: The result of a node.
+    RESULT = "result"
+    #: A temporary of a node that is not part of its result, like the mask of a dropout.
+    INSIDE = "inside"
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """One storage with all its views; `node` is the node that introduced it, None for the state of a module."""
+
+    #: None if the size depends on data.
+    bytes: int | None
+    origin: Origin
+    node: Node | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """The storages that one node saves, returns, allocates and mutates, and its FLOPs."""
+
+    #: What autograd saves for it, and still holds at the end of the program; each once.
+    saves: tuple[Memory, ...] = ()
+    #: The storages of its result.
+    gives: tuple[Memory, ...] = ()
+    #: The results of the operators that it decomposes into; views do not count.
+    computes: tuple[Memory, ...] = ()
+    #: Existing storages that it mutates.
+    writes: tuple[Memory, ...] = ()
+    flops: int = 0
+    #: The FLOPs done when autograd saves the last tensor; None if it saves nothing.
+    flops_until_saved: int | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedTensors:
+    """What a forward run of `program` saves for backward; nothing is known if there is a `reason`.
+
+    Symbolic sizes count as they were in the trace. Tensors that are saved but freed again, since no output needs them,
+    do not count. The body of an operator counts as part of the node that runs it.
+    """
+
+    program: Program
+    nodes: Mapping[Node, NodeRun] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    reason: str | None = None
+    #: The nodes that mutate each existing storage, in order.
+    writers: Mapping[Memory, Sequence[Node]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        writers: dict[Memory, list[Node]] = {}
+        for node, run in self.nodes.items():
+            for memory in run.writes:
+                writers.setdefault(memory, []).append(node)
+        object.__setattr__(self, "writers", MappingProxyType(writers))
+
+    def of(self, node: Node) -> NodeRun:
+        """What `node` does; empty for an unknown node."""
+        return self.nodes.get(node, _NO_EFFECTS)
+
+    def held(self, nodes: Iterable[Node] | None = None) -> frozenset[Memory]:
+        """What autograd saves for these nodes, or for all; state is excluded, since it is alive anyway."""
+        found = (memory for node in (self.nodes if nodes is None else nodes) for memory in self.of(node).saves)
+        return frozenset(memory for memory in found if memory.origin is not Origin.STATE)
+
+
+def bytes_in(memory: Iterable[Memory]) -> int | None:
+    """The bytes of several storages; None if one is unknown."""
+    sizes = [one.bytes for one in memory]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+_NO_EFFECTS = NodeRun()
+
+
+# The dry run of a program: on fake tensors with gradients enabled, node by node.
 
 
 def saved_tensors_of(program: Program) -> SavedTensors:
-    """What a forward run of `program` saves for its backward; one run without memory, in time linear in its nodes.
+    """What a forward run of `program` saves for backward; one dry run, in time linear in its nodes.
 
-    The program, the modes around and the random state stay as they are. Where the run is not possible, the reason is
-    told instead: no traced inputs, code that nobody knows, an operator that fails on fake tensors.
+    The program, the ambient modes and the RNG state are unchanged. If the run is impossible, the result has the reason:
+    inputs without traced values, unknown code, an operator that fails on fake tensors.
     """
     reason = _refusal(program)
     if reason is not None:
         return SavedTensors(program, reason=reason)
-    run = _Run(program)
+    run = _DryRun(program)
     try:
-        with _around(program):
+        with _caller_modes(program):
             nodes = run.found()
-    except Exception as error:  # Any operator may refuse fake tensors, in any way.
+    except Exception as error:  # An operator may reject fake tensors with any error.
         lines = str(error).splitlines() or [""]
         where = "" if run.at is None else f"node {run.at.name!r}: "
         return SavedTensors(program, reason=f"{where}{type(error).__name__}: {lines[0]}")
@@ -64,22 +147,22 @@ def saved_tensors_of(program: Program) -> SavedTensors:
 
 def _refusal(program: Program) -> str | None:
     if program.joint is not None:
-        return "this is a joint graph, whose backward is in sight"
+        return "this is a joint graph, which contains its backward"
     nodes, effects = program.index.nodes, program.effects
     for number in (*effects.barriers, *effects.fences):
-        return f"node {nodes[number].name!r} runs code that nobody knows, and that would act if it were tried"
+        return f"node {nodes[number].name!r} runs unknown code, which may have side effects in a dry run"
     compiled = [path for path, module in program.graph_module.named_modules() if isinstance(module, StandsForBody)]
     if compiled:
-        return f"what {compiled[0]!r} saves is for its compiler to say"
+        return f"what {compiled[0]!r} saves is decided by its compiler"
     known = _states(program)
     for node in program.graph.find_nodes(op="placeholder"):
         if node not in known and not any(key in node.meta for key in VALUE_KEYS):
             return f"input {node.name!r} has no traced value"
-    return _refusal_of_calls(program.graph_module)
+    return _refusal_in_graphs(program.graph_module)
 
 
-def _refusal_of_calls(root: GraphModule) -> str | None:
-    """Why a call in a graph, or in a body that it has, is not made on fake tensors either."""
+def _refusal_in_graphs(root: GraphModule) -> str | None:
+    """Why a call in a graph or one of its bodies cannot run on fake tensors either."""
     for module in root.modules():
         if not isinstance(module, GraphModule):
             continue
@@ -94,7 +177,7 @@ def _refusal_of_calls(root: GraphModule) -> str | None:
 
 def _refusal_of_call(node: Node, *, is_body: bool) -> str | None:
     if is_of_level(node.target):
-        return "it works in a level of torch.func"
+        return "it belongs to a torch.func level"
     if not has_kernel_for_fakes(node.target):
         return "it is an operator of another library that has no fake kernel"
     if is_body and is_loop(node.target):
@@ -102,23 +185,23 @@ def _refusal_of_call(node: Node, *, is_body: bool) -> str | None:
     return refusal_of_call(node.target, node.args, node.kwargs)
 
 
-#: The most bits of a number that a run may compute; those that it is given have up to 64.
+#: The most bits of a number that a dry run may compute; its inputs have up to 64.
 _MOST_BITS = 100_000
 
 
 def _refusal_of_number(node: Node, bits: dict[Node, int]) -> str | None:
-    """Why a number is not computed: it may be longer than any size. Notes how long it may get."""
+    """Why a number is not computed: it may have too many bits. Records a bound on its bits."""
     if node.target not in NUMBER_FUNCTIONS or isinstance(value_of(node), Tensor):
         return None
     lengths = [_length(argument, bits) for argument in node.args]
     bits[node] = max(lengths, default=0) + 1
     if node.target in _GROWING:
-        if any(isinstance(given, tuple | list) for given in _values(node.args)):
+        if any(isinstance(value, tuple | list) for value in _values(node.args)):
             return "it repeats a container"
         bits[node] = sum(lengths)
     if node.target in _GROWING_FAST:
         by = node.args[1] if len(node.args) > 1 else None
-        # Of a power of two symbols, or of one that depends on data, nothing is known.
+        # Nothing is known of a symbolic or data-dependent exponent.
         times = abs(by) if isinstance(by, int | float) else _MOST_BITS
         bits[node] = int(min(lengths[0] * times if node.target in _POWERS else lengths[0] + times, 2 * _MOST_BITS))
     return f"its result may have {bits[node]} bits or more" if bits[node] > _MOST_BITS else None
@@ -131,7 +214,7 @@ def _length(argument: Any, bits: Mapping[Node, int]) -> int:
 
 
 def _values(arguments: Iterable[Any]) -> Iterator[Any]:
-    return (value_of(given) if isinstance(given, Node) else given for given in arguments)
+    return (value_of(argument) if isinstance(argument, Node) else argument for argument in arguments)
 
 
 _POWERS = (operator.pow, operator.ipow)
@@ -140,7 +223,7 @@ _GROWING = (operator.mul, operator.imul)
 
 
 def _states(program: Program) -> dict[Node, Any]:
-    """The parameters, buffers and constants that an exported program has as inputs."""
+    """The inputs of an exported program that are parameters, buffers or constants."""
     if program.export is None:
         return {}
     held = {**program.export.constants, **program.export.state}
@@ -152,11 +235,11 @@ _STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
 
 
 @contextmanager
-def _around(program: Program) -> Iterator[None]:
-    """The modes that the program is called under, as far as they are known; else gradients, and nothing else."""
+def _caller_modes(program: Program) -> Iterator[None]:
+    """The modes that the program is called under as far as they are known; by default, gradients are enabled."""
     caller = program.caller
     with ExitStack() as stack:
-        stack.enter_context(apart_from_the_caller(grad=caller.grad is not False and not caller.inference))
+        stack.enter_context(isolated_from_caller(grad=caller.grad is not False and not caller.inference))
         for block in caller.autocast:
             stack.enter_context(
                 torch.autocast(block.device, block.dtype, enabled=block.enabled, cache_enabled=block.cache)
@@ -164,81 +247,81 @@ def _around(program: Program) -> Iterator[None]:
         yield
 
 
-#: How many operators a run may come down to, and how many more for each node.
+#: How many operators a dry run may execute, and how many more for each node.
 _CALLS, _CALLS_BY_NODE = 100_000, 100
 
 
-class _Run:
-    """The values of one run, and the notes about it; `at` is the node that runs."""
+class _DryRun:
+    """One dry run of a program; `at` is the node that runs."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._fakes = FakeCopies()
         self._root = nn.Module()
         self._values: dict[Node, Any] = {}
-        self._notes = SavingNotes()
+        self._recorder = _Recorder()
         allowance = Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes))
-        self._watch = OperatorWatch(self._notes.computed, allowance)
+        self._monitor = OperatorMonitor(self._recorder.computed, allowance)
         self.at: Node | None = None
 
     def found(self) -> Mapping[Node, NodeRun]:
-        """Runs the program to its end; what each node did."""
+        """Runs the whole program; what each node did."""
         self._root.__dict__.update(self._fakes.attributes(self._program.graph_module))
-        self._notes.own(self._fakes.owned)
+        self._recorder.own(self._fakes.owned)
         self._take_inputs()
-        with saving_into(self._pack), self._fakes.mode, self._watch:
+        with intercept_saved_tensors(self._pack), self._fakes.mode, self._monitor:
             ambient = read_ambient()
             try:
                 self._run_all()
-                return self._notes.closed()
+                return self._recorder.closed()
             except BaseException as error:
                 restore_after_error(ambient, error)
                 raise
             finally:
-                # A block of inference mode ends with its handle, and the inner ones must go first.
+                # An inference block ends when its handle is freed, and inner blocks must end first.
                 while self._values:
                     self._values.popitem()
 
     def _run_all(self) -> None:
-        leaving = _last_uses(self._program)
+        dead_after = _last_uses(self._program)
         for node in self._program.graph.nodes:
             if node.op != "placeholder":
                 self.at = node
                 self._run(node)
-            for read in leaving.get(node, ()):
+            for read in dead_after.get(node, ()):
                 del self._values[read]
 
     def _pack(self, tensor: Tensor) -> object:
-        return self._notes.packed(tensor, self._watch.flops)
+        return self._recorder.packed(tensor, self._monitor.flops)
 
     def _take_inputs(self) -> None:
         states = _states(self._program)
         for node in self._program.graph.find_nodes(op="placeholder"):
             traced = states.get(node, value_of(node))
             value = self._values[node] = self._fakes.value(traced)
-            # Dynamo makes inputs of the parameters.
+            # Dynamo lifts parameters to inputs.
             is_state = node in states or isinstance(traced, nn.Parameter)
-            self._notes.begin(node, (), 0)
-            self._notes.end(tensors_in(value), Origin.STATE if is_state else Origin.INPUT, 0)
+            self._recorder.begin(node, (), 0)
+            self._recorder.end(tensors_in(value), Origin.STATE if is_state else Origin.INPUT, 0)
 
     def _run(self, node: Node) -> None:
         args, kwargs = map_nodes((node.args, dict(node.kwargs)), self._values.__getitem__)
         module = attribute_of(self._root, node) if node.op in ("call_module", "get_attr") else None
         owned = module.buffers() if isinstance(module, nn.Module) else ()
-        # Who takes an item reads no other, and there may be as many that do.
+        # Taking an item reads no other item, and a container may have as many readers as items.
         takes_item = node.target is operator.getitem and isinstance(args[0], tuple | list)
         read = () if takes_item else (*tensors_in((args, kwargs)), *owned)
-        self._notes.begin(node, read, self._watch.flops)
-        result = _called(node, module, args, kwargs)
+        self._recorder.begin(node, read, self._monitor.flops)
+        result = _result_of(node, module, args, kwargs)
         origin = Origin.STATE if node.op == "get_attr" else Origin.RESULT
-        self._notes.end(tensors_in(result), origin, self._watch.flops)
+        self._recorder.end(tensors_in(result), origin, self._monitor.flops)
         _check_dtype(node, result)
         if node.users or node.op == "output":
             self._values[node] = result
 
 
-def _called(node: Node, module: Any, args: Any, kwargs: Any) -> Any:
-    """What the node gives; an output gives nothing of its own."""
+def _result_of(node: Node, module: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a node; for the output node, its arguments."""
     if node.op == "output":
         return args
     if node.op == "get_attr":
@@ -250,7 +333,7 @@ def _called(node: Node, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _last_uses(program: Program) -> dict[Node, list[Node]]:
-    """The values that nobody reads any more after a node, as generated code lets go of them."""
+    """The values that are dead after each node, as in generated code."""
     index, last = program.index, dict[int, int]()
     for source, target in index.edges():
         last[source] = target
@@ -261,104 +344,104 @@ def _last_uses(program: Program) -> dict[Node, list[Node]]:
 
 
 def _check_dtype(node: Node, result: Any) -> None:
-    """Raises where the run went another way than the trace: autocast may be off here that was on there."""
+    """Raises if the run diverges from the trace: autocast may have been enabled only there."""
     traced = value_of(node)
     if isinstance(traced, Tensor) and isinstance(result, Tensor) and traced.dtype != result.dtype:
-        raise TypeError(f"it gives {result.dtype} here, but was traced as {traced.dtype}")
+        raise TypeError(f"it returns {result.dtype} here, but was traced as {traced.dtype}")
 
 
-# Notes of a run: which storages there are, who made them, and which of them autograd holds in the end.
+# The record of a dry run: which storages exist, which node allocated them, and which autograd still holds at the end.
 
 
-class SavingNotes:
-    """Written while a program runs, node by node.
+class _Recorder:
+    """Records storages while a program runs, node by node.
 
-    Storages are told apart by their address, so they are kept alive until the notes are closed.
+    Storages are identified by address, so the recorder keeps them alive.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
-        self._about: dict[Node, _NodeNotes] = {}
-        self._now = _NodeNotes()
+        self._storages: dict[int, _Storage] = {}
+        self._records: dict[Node, _NodeRecord] = {}
+        self._current = _NodeRecord()
 
     def own(self, tensors: Iterable[Tensor]) -> None:
-        """The program owns the memory of these."""
+        """Records tensors whose storages the program owns."""
         for tensor in tensors:
-            self._seen.setdefault(*_seen(tensor, Origin.STATE, None))
+            self._storages.setdefault(*_storage_of(tensor, Origin.STATE, None))
 
     def begin(self, node: Node, read: Iterable[Tensor], flops: int) -> None:
-        """What follows is about `node`, which reads these tensors."""
+        """Starts `node`, which reads these tensors."""
         versions = [(tensor, tensor._version) for tensor in read if not tensor.is_inference()]
-        self._now = self._about[node] = _NodeNotes(node, flops, read=versions)
+        self._current = self._records[node] = _NodeRecord(node, flops, read=versions)
 
     def packed(self, tensor: Tensor, flops: int) -> object:
-        """Autograd saves a tensor; what it gets in its place lives as long as it would have held the tensor."""
-        held = _Held()
-        self._now.saved.append((self._number(tensor), weakref.ref(held)))
-        self._now.flops_until_saved = flops - self._now.flops_before
-        return held
+        """Records a tensor that autograd saves; returns a stand-in that lives as long as the saved tensor would."""
+        packed = _PackedTensor()
+        self._current.saved.append((self._number(tensor), weakref.ref(packed)))
+        self._current.flops_until_saved = flops - self._current.flops_before
+        return packed
 
     def computed(self, result: Any) -> None:
-        """An operator gave something."""
-        self._now.computed += map(self._number, tensors_in(result))
+        """Records the result of an operator."""
+        self._current.computed += map(self._number, tensors_in(result))
 
-    def end(self, given: Sequence[Tensor], origin: Origin, flops: int) -> None:
-        """The node is through, and gave these; what it has made so far and is not among them stays inside."""
-        now = self._now
-        now.given = list(map(self._number, given))
-        for number in now.given:
-            seen = self._seen[number]
-            if seen.node is now.node and seen.origin is Origin.INSIDE:
-                seen.origin = origin
-        now.written = [self._number(tensor) for tensor, version in now.read if tensor._version != version]
-        now.read = []
-        now.flops = flops - now.flops_before
+    def end(self, results: Sequence[Tensor], origin: Origin, flops: int) -> None:
+        """Ends the node; what it allocated and did not return is a temporary."""
+        current = self._current
+        current.returned = list(map(self._number, results))
+        for number in current.returned:
+            storage = self._storages[number]
+            if storage.node is current.node and storage.origin is Origin.INSIDE:
+                storage.origin = origin
+        current.mutated = [self._number(tensor) for tensor, version in current.read if tensor._version != version]
+        current.read = []
+        current.flops = flops - current.flops_before
 
     def closed(self) -> Mapping[Node, NodeRun]:
-        """What was noted of each node; to be asked for while the results of the program are still there."""
-        memory = {number: seen.memory() for number, seen in self._seen.items()}
-        return MappingProxyType({node: notes.as_run(memory) for node, notes in self._about.items()})
+        """What each node did; must be called while the results of the program are alive."""
+        memory = {number: storage.memory() for number, storage in self._storages.items()}
+        return MappingProxyType({node: record.as_run(memory) for node, record in self._records.items()})
 
     def _number(self, tensor: Tensor) -> int:
-        number, seen = _seen(tensor, Origin.INSIDE, self._now.node)
-        self._seen.setdefault(number, seen)
+        number, storage = _storage_of(tensor, Origin.INSIDE, self._current.node)
+        self._storages.setdefault(number, storage)
         return number
 
 
-class _Held:
-    """Stands for a saved tensor."""
+class _PackedTensor:
+    """The stand-in for a saved tensor."""
 
 
 @dataclass(slots=True)
-class _Seen:
-    """A storage, with what is known of it so far."""
+class _Storage:
+    """A storage, and what is known of it so far."""
 
     storage: Any
     origin: Origin
     node: Node | None
 
     def memory(self) -> Memory:
-        # Only now: an operator may have made its `out` larger.
+        # Read late, since an operator may have resized its `out`.
         size = self.storage.nbytes()
         return Memory(None if any(map(is_unbacked, symbols_in(size))) else int(hint_of(size)), self.origin, self.node)
 
 
-def _seen(tensor: Tensor, origin: Origin, node: Node | None) -> tuple[int, _Seen]:
+def _storage_of(tensor: Tensor, origin: Origin, node: Node | None) -> tuple[int, _Storage]:
     storage = tensor.untyped_storage()
-    return int(storage._cdata), _Seen(storage, origin, node)
+    return int(storage._cdata), _Storage(storage, origin, node)
 
 
 @dataclass(slots=True)
-class _NodeNotes:
-    """What one node does; memory by number."""
+class _NodeRecord:
+    """What one node does; storages by number."""
 
     node: Node | None = None
     flops_before: int = 0
     read: list[tuple[Tensor, int]] = field(default_factory=list)
-    saved: list[tuple[int, weakref.ref[_Held]]] = field(default_factory=list)
+    saved: list[tuple[int, weakref.ref[_PackedTensor]]] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
-    given: list[int] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+    mutated: list[int] = field(default_factory=list)
     flops: int = 0
     flops_until_saved: int | None = None
 
@@ -367,115 +450,29 @@ class _NodeNotes:
             return tuple(memory[number] for number in dict.fromkeys(numbers))
 
         return NodeRun(
-            saves=once(number for number, held in self.saved if held() is not None),
-            gives=once(self.given),
+            saves=once(number for number, packed in self.saved if packed() is not None),
+            gives=once(self.returned),
             computes=once(self.computed),
-            writes=once(self.written),
+            writes=once(self.mutated),
             flops=self.flops,
             flops_until_saved=self.flops_until_saved,
         )
 
 
-# Saved tensors: what autograd holds for the backward once a program has run, by node, from the traced values alone.
+# Dry runs of single nodes: whether autograd saves a tensor for one, and how much has been computed by then.
 
 
-class Origin(Enum):
-    """Where memory comes from."""
-
-    #: A parameter, a buffer or a constant, which the program holds anyway.
-    STATE = "state"
-    #: An input of the program.
-    INPUT = "input"
-    #: The result of a node.
-    RESULT = "result"
-    #: Something that a node has made and shows to nobody, like the mask of a dropout.
-    INSIDE = "inside"
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Memory:
-    """One storage, whoever looks into it; `node` is what brought it into the program, None for what a module owns."""
-
-    #: None where that is only known once the program runs.
-    bytes: int | None
-    origin: Origin
-    node: Node | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class NodeRun:
-    """What one node does to memory."""
-
-    #: What autograd saves for it, and still holds when the program is through; each once.
-    saves: tuple[Memory, ...] = ()
-    #: What its result lives in.
-    gives: tuple[Memory, ...] = ()
-    #: What the operators make that it comes down to; looking at memory is not making it.
-    computes: tuple[Memory, ...] = ()
-    #: What was there before, and is written.
-    writes: tuple[Memory, ...] = ()
-    flops: int = 0
-    #: How many of the FLOPs are done when autograd saves something for the last time; None if it saves nothing.
-    flops_until_saved: int | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SavedTensors:
-    """What a forward run of `program` with gradients saves; nothing is known where there is a `reason`.
-
-    Symbolic sizes count as they were in the trace. What is saved and let go of again, since no output needs it, is not
-    held. A body of an operator counts as part of the node that runs it.
-    """
-
-    program: Program
-    nodes: Mapping[Node, NodeRun] = field(default_factory=lambda: MappingProxyType({}), repr=False)
-    reason: str | None = None
-    #: The nodes that write to what was there before, by what they write, in order.
-    writers: Mapping[Memory, Sequence[Node]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        writers: dict[Memory, list[Node]] = {}
-        for node, run in self.nodes.items():
-            for memory in run.writes:
-                writers.setdefault(memory, []).append(node)
-        object.__setattr__(self, "writers", MappingProxyType(writers))
-
-    def of(self, node: Node) -> NodeRun:
-        """What `node` does."""
-        return self.nodes.get(node, _NOTHING)
-
-    def held(self, nodes: Iterable[Node] | None = None) -> frozenset[Memory]:
-        """What autograd holds for these nodes, or for all; state is left out, since it is held anyway."""
-        found = (memory for node in (self.nodes if nodes is None else nodes) for memory in self.of(node).saves)
-        return frozenset(memory for memory in found if memory.origin is not Origin.STATE)
-
-
-def bytes_in(memory: Iterable[Memory]) -> int | None:
-    """The bytes of several storages; None where some are not known."""
-    sizes = [one.bytes for one in memory]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
-
-
-_NOTHING = NodeRun()
-
-
-# Trials of single nodes: whether autograd saves something for one, and how much has been computed by then.
-
-
-#: More than nothing: whoever saves its result must have computed.
+#: Not zero, since a node that saves its result must have computed it.
 _UNKNOWN = 1
-#: How many operators trials may come down to in all, how many more for each trial, and the most items of a container.
+#: How many operators dry runs may execute in all, how many more for each, and the most items of a container.
 _TRIAL_CALLS, _MORE_CALLS, _MOST_ITEMS = 100_000, 1_000, 1_000
 
 
 class SavingTrials:
-    """What autograd saves for nodes, each tried apart; equal operators on equal shapes are tried once.
+    """What autograd saves for single nodes; equal operators on equal shapes are run once.
 
-    All inputs that can have gradients are taken to have them, so that more may be saved here than in the program. What
-    cannot be tried is taken to save its result. A program as a whole is looked at by `saved_tensors_of`.
+    All inputs that can require gradients are assumed to, so more may be saved here than in the program. A node that
+    cannot be run is assumed to save its result. For a whole program, see `saved_tensors_of`.
     """
 
     def __init__(self) -> None:
@@ -483,17 +480,17 @@ class SavingTrials:
         self._allowance = Allowance(_TRIAL_CALLS)
 
     def flops_until_saved(self, node: Node) -> int | None:
-        """How many of the node's FLOPs are done when it saves something for the last time; None if it saves nothing."""
+        """The FLOPs done when the node saves its last tensor; None if it saves nothing."""
         if node.op == "get_attr" or node.target in TOGGLES or _saves_nothing(node):
             return None
-        if not _can_be_tried(node):
+        if not _can_be_run(node):
             return _UNKNOWN
         try:
-            return self._tried(node)
-        except Exception:  # A function may refuse tensors without memory in any way.
+            return self._dry_run(node)
+        except Exception:  # A function may reject meta tensors with any error.
             return _UNKNOWN
 
-    def _tried(self, node: Node) -> int | None:
+    def _dry_run(self, node: Node) -> int | None:
         arguments: Any = map_arg((node.args, node.kwargs), lambda source: without_memory(value_of(source)))
         args, kwargs = arguments
         if refusal_of_call(node.target, args, kwargs) is not None:
@@ -501,26 +498,26 @@ class SavingTrials:
         key = (node.op, node.target, repr(arguments))
         if key not in self._known:
             self._allowance.add(_MORE_CALLS)
-            self._known[key] = _UNKNOWN  # Unless it can be tried.
+            self._known[key] = _UNKNOWN  # Unless the dry run succeeds.
             self._known[key] = flops_until_saved(node.op, node.target, args, kwargs, allowance=self._allowance)
         return self._known[key]
 
 
 def _saves_nothing(node: Node) -> bool:
-    """Whether that is known without a trial: it takes an item or a view, or reads no tensors."""
+    """Whether that is known without a dry run: it takes an item or a view, or reads no tensors."""
     read = [value_of(source) for source in node.all_input_nodes]
     if any(value is None for value in read):
         return False
     if node.target is operator.getitem and read and isinstance(read[0], tuple | list):
         return True
-    if gives_only_views(node.target):
+    if returns_only_views(node.target):
         return all(tensor.layout is torch.strided for value in read for tensor in traced_tensors(value))
     is_known = node.op == "call_method" or (node.op == "call_function" and is_torchs(node.target))
     return is_known and not any(True for value in read for _ in traced_tensors(value))
 
 
-def _can_be_tried(node: Node) -> bool:
-    """Whether it is an operator, a function or a method of torch's, on traced values; nobody else's code is run."""
+def _can_be_run(node: Node) -> bool:
+    """Whether it calls an operator, a function or a method of torch on traced values; no other code is run."""
     read = [value_of(source) for source in node.all_input_nodes]
     if any(value is None or (isinstance(value, tuple | list) and len(value) > _MOST_ITEMS) for value in read):
         return False
@@ -528,9 +525,9 @@ def _can_be_tried(node: Node) -> bool:
         return isinstance(read[0], Tensor) and hasattr(Tensor, str(node.target))
     if node.op != "call_function" or not is_torchs(node.target):
         return False
-    # Python's operators repeat containers as often as they are told.
-    given = (*read, *(argument for argument in node.args if not isinstance(argument, Node)))
-    return not _is_pythons(node.target) or not any(isinstance(one, tuple | list) for one in given)
+    # Python's operators may repeat a container any number of times.
+    values = (*read, *(argument for argument in node.args if not isinstance(argument, Node)))
+    return not _is_pythons(node.target) or not any(isinstance(value, tuple | list) for value in values)
 
 
 def _is_pythons(target: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Recomputation: the treatment, what it keeps, its operators, and how they run."""
+"""Recomputation (activation checkpointing): the treatment, what it keeps, its operators, and how they run."""
 
-from partita.hops._torch.hop_rules import tell_dynamo
+from partita.hops._torch.hop_rules import register_with_dynamo
 from partita.recompute.keep import (
     Keep,
     KeepAtMost,
@@ -27,4 +27,4 @@ __all__ = [
     "wrap_activation_checkpoint",
 ]
 
-tell_dynamo((keep, tag_activation_checkpoint, wrap_activation_checkpoint))
+register_with_dynamo((keep, tag_activation_checkpoint, wrap_activation_checkpoint))

@@ -1,4 +1,7 @@
-"""What a recomputed region keeps."""
+"""What a recomputed region keeps for the backward: a function from the region to some of its nodes.
+
+Any function will do, if it can be imported; these are frozen, so that plans can be compared and printed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from partita._torch.operators.registry import OPERATORS, operator_names
 from partita._torch.operators.schemas import signatures_of
 from partita._torch.symbolic_shapes import hint_of
 from partita._torch.toggles import TOGGLES
-from partita.analysis.mutation import names_written
+from partita.analysis.mutation import names_mutated
 from partita.analysis.nodes import imported, value_of
 from partita.errors import OptionError, RecomputeError
 from partita.program._torch.saved_tensors import allocated_tensors
@@ -39,12 +42,6 @@ __all__ = [
     "keepable",
 ]
 
-
-# What a recomputed region keeps for the backward: a function from the region to some of its nodes.
-#
-# Anybody's function will do, if it can be imported; these are frozen, so that plans can be compared and printed.
-
-
 #: The nodes of a region whose results are kept.
 Keep: TypeAlias = Callable[[Region], Iterable[Node]]
 
@@ -52,7 +49,7 @@ Keep: TypeAlias = Callable[[Region], Iterable[Node]]
 @final
 @dataclass(frozen=True, slots=True)
 class KeepNothing:
-    """Keeps only what the region is given; all of it is computed again."""
+    """Keeps only the inputs of the region; all of it is recomputed."""
 
     def __call__(self, region: Region) -> Iterable[Node]:
         return ()
@@ -61,7 +58,7 @@ class KeepNothing:
 @final
 @dataclass(frozen=True, slots=True)
 class KeepEverything:
-    """Keeps what every node gives, as far as nobody writes to it."""
+    """Keeps the result of every node, unless it is mutated."""
 
     def __call__(self, region: Region) -> Iterable[Node]:
         return keepable(region)
@@ -72,14 +69,14 @@ class KeepEverything:
 class KeepOperators:
     """Keeps the results of these operators, functions, methods or classes of modules, as the graph calls them.
 
-    A name that torch would have to know, and does not, is refused; others may be somebody's classes or operators.
+    A name in torch's own namespaces that does not exist is refused; others may be classes or operators of the user.
     """
 
     operators: tuple[Operator, ...]
 
     def __init__(self, *operators: Operator) -> None:
         object.__setattr__(self, "operators", checked_operators(operators))
-        check_operator_names(name for name in self.operators if isinstance(name, str))
+        _check_operator_names(name for name in self.operators if isinstance(name, str))
 
     def __call__(self, region: Region) -> Iterable[Node]:
         root = region.nodes[0].graph.owning_module
@@ -93,7 +90,7 @@ class KeepOperators:
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class KeepNodes:
-    """Keeps the results of the nodes with these names; a name may be in any region of the plan, but must be one."""
+    """Keeps the results of the nodes with these names; a name may be in any region of the plan, but must exist."""
 
     names: tuple[str, ...]
     _wanted: frozenset[str] = field(repr=False, compare=False)
@@ -108,7 +105,7 @@ class KeepNodes:
     def __call__(self, region: Region) -> Iterable[Node]:
         kept = [node for node in region.nodes if node.name in self._wanted]
         if len(kept) < len(self._wanted):
-            check_node_names(self._wanted, region.nodes[0].graph)
+            _check_node_names(self._wanted, region.nodes[0].graph)
         return kept
 
     def __repr__(self) -> str:
@@ -118,9 +115,9 @@ class KeepNodes:
 @final
 @dataclass(frozen=True, slots=True)
 class KeepExpensive:
-    """Keeps what takes at least so many floating-point operations a byte to compute again, by the traced values.
+    """Keeps what takes at least so many floating-point operations a byte to recompute, by the traced values.
 
-    What would not be computed again, since nothing after it is needed by the backward, is not kept.
+    What would not be recomputed, since the backward needs nothing after it, is not kept.
     """
 
     flops_per_byte: float = 1.0
@@ -130,16 +127,16 @@ class KeepExpensive:
             raise OptionError(f"flops_per_byte is a number above zero, not {self.flops_per_byte!r}")
 
     def __call__(self, region: Region) -> Iterable[Node]:
-        worth = worth_keeping(region, keepable(region))
+        worth = _worth_keeping(region, keepable(region))
         return [node for node in worth if worth[node].flops_per_byte >= self.flops_per_byte]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class KeepAtMost:
-    """Keeps at most so many bytes in each region: what is dearest to compute again for its size comes first.
+    """Keeps at most so many bytes in each region: what is most expensive to recompute for its size comes first.
 
-    What would not be computed again, since nothing after it is needed by the backward, is not kept.
+    What would not be recomputed, since the backward needs nothing after it, is not kept.
     """
 
     bytes: int
@@ -149,34 +146,34 @@ class KeepAtMost:
             raise OptionError(f"bytes is a whole number, not {self.bytes!r}")
 
     def __call__(self, region: Region) -> Iterable[Node]:
-        worth = worth_keeping(region, keepable(region))
-        left, chosen = self.bytes, []
+        worth = _worth_keeping(region, keepable(region))
+        budget, chosen = self.bytes, []
         for node in sorted(worth, key=lambda node: -worth[node].flops_per_byte):
-            if worth[node].bytes <= left:
-                left -= worth[node].bytes
+            if worth[node].bytes <= budget:
+                budget -= worth[node].bytes
                 chosen.append(node)
         return chosen
 
 
 def keepable(region: Region) -> list[Node]:
-    """The nodes of a region whose results can be kept: they give tensors, and nobody writes to these."""
-    written = names_written(region.nodes)
+    """The nodes of a region whose results can be kept: tensors that are not mutated."""
+    mutated = names_mutated(region.nodes)
     return [
         node
         for node in region.nodes
         if node.op.startswith("call_")
         and node.target not in TOGGLES
-        and node.name not in written
+        and node.name not in mutated
         and gives_tensors(node)
     ]
 
 
 def gives_tensors(node: Node) -> bool:
-    """Whether there is something to keep of what a node gives."""
+    """Whether the result of a node holds a tensor, as far as its traced value or schema tells."""
     value = value_of(node)
     if value is not None:
         return any(isinstance(item, Tensor) for item in (value if isinstance(value, tuple | list) else (value,)))
-    # Nobody has traced it, or it is one of torch's checks.
+    # It was not traced, or is one of torch's assertions.
     signatures = signatures_of(node.target) if node.op == "call_function" else ()
     return not signatures or any(signature.returns for signature in signatures)
 
@@ -185,25 +182,22 @@ def _shown(operator: Operator) -> str:
     return repr(operator) if isinstance(operator, str) else str(getattr(operator, "__name__", operator))
 
 
-# Names of what is to be kept: checked, so that a misspelled one does not quietly keep nothing.
-
-
-def check_node_names(wanted: frozenset[str], graph: Graph) -> None:
-    """Raises where a name is that of no node of the graph."""
-    question = (wanted, len(graph.nodes))
-    found = _FOUND.setdefault(graph, set())
-    if question in found:
+def _check_node_names(wanted: frozenset[str], graph: Graph) -> None:
+    """Raises where the graph has no node of that name: a misspelled one would silently keep nothing."""
+    key = (wanted, len(graph.nodes))
+    checked = _CHECKED_NAMES.setdefault(graph, set())
+    if key in checked:
         return
     names = {node.name for node in graph.nodes}
     for name in sorted(wanted - names):
         raise RecomputeError(f"no node is called {name!r}, so it cannot be kept{_hint(name, names)}")
-    found.add(question)
+    checked.add(key)
 
 
-def check_operator_names(names: Iterable[str]) -> None:
-    """Raises where torch itself would have an operator or a function of that name, and has none.
+def _check_operator_names(names: Iterable[str]) -> None:
+    """Raises where a name is in torch's own namespaces and does not exist.
 
-    Operators of others may be registered later, and any name may be that of somebody's class.
+    Custom operators may be registered later, and any other name may be that of a class of the user.
     """
     for name in names:
         plain = name.replace("::", ".").removeprefix("torch.ops.")
@@ -215,8 +209,8 @@ def check_operator_names(names: Iterable[str]) -> None:
             raise OptionError(f"{module!r} has no {function!r}, so it cannot be kept{_hint(plain, near)}")
 
 
-#: The names that were found in a graph of so many nodes: the regions of a plan ask one after the other.
-_FOUND: WeakKeyDictionary[Graph, set[tuple[frozenset[str], int]]] = WeakKeyDictionary()
+#: The names that were found in a graph of so many nodes, checked once for all regions of a plan.
+_CHECKED_NAMES: WeakKeyDictionary[Graph, set[tuple[frozenset[str], int]]] = WeakKeyDictionary()
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -224,11 +218,8 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
 
 
-# What it is worth to keep a result: the FLOPs that a second run is spared, for each byte.
-
-
-class Worth(NamedTuple):
-    """What keeping one result spares, and what it takes."""
+class _Savings(NamedTuple):
+    """The FLOPs that keeping one result saves in a second run, and the bytes it takes."""
 
     flops: int
     bytes: int
@@ -238,38 +229,38 @@ class Worth(NamedTuple):
         return self.flops / self.bytes
 
 
-def worth_keeping(region: Region, nodes: Iterable[Node]) -> dict[Node, Worth]:
-    """Those of these nodes of a region that it spares a second run something to keep, as far as traced values tell.
+def _worth_keeping(region: Region, nodes: Iterable[Node]) -> dict[Node, _Savings]:
+    """Those of these nodes of a region whose keeping saves work in a second run, as far as traced values tell.
 
-    A second run ends where the last of what autograd saves in the region is there again: what comes later, and what
-    nobody reads, is not computed again for its own sake.
+    A second run ends with the last tensor that autograd saves in the region: what comes later, and what is unused, is
+    not recomputed for its own sake.
     """
     graph = region.nodes[0].graph
-    known = _KNOWN.get(graph)
+    known = _COSTS.get(graph)
     if known is None:
-        known = _KNOWN[graph] = _Known(Flops(), KeptBytes(), SavingTrials())
+        known = _COSTS[graph] = _OperatorCosts(Flops(), _KeptBytes(), SavingTrials())
     found = {
-        node: Worth(flops, known.bytes.of(node)) for node in nodes if node.users and (flops := known.flops.of(node))
+        node: _Savings(flops, known.bytes.of(node)) for node in nodes if node.users and (flops := known.flops.of(node))
     }
     if not found:
         return {}
-    unspared = _not_computed_again(region, known.trials)
-    return {node: worth for node, worth in found.items() if worth.bytes and node not in unspared}
+    unneeded = _not_recomputed(region, known.trials)
+    return {node: savings for node, savings in found.items() if savings.bytes and node not in unneeded}
 
 
-class _Known(NamedTuple):
-    """What was found out about the operators of a graph, whose regions have many in common."""
+class _OperatorCosts(NamedTuple):
+    """Memoized costs of the operators of a graph, whose regions have many in common."""
 
     flops: Flops
-    bytes: KeptBytes
+    bytes: _KeptBytes
     trials: SavingTrials
 
 
-_KNOWN: WeakKeyDictionary[Graph, _Known] = WeakKeyDictionary()
+_COSTS: WeakKeyDictionary[Graph, _OperatorCosts] = WeakKeyDictionary()
 
 
-def _not_computed_again(region: Region, trials: SavingTrials) -> set[Node]:
-    """The nodes at the end of a region that a second run does not get to, or ends in before they have computed."""
+def _not_recomputed(region: Region, trials: SavingTrials) -> set[Node]:
+    """The nodes at the end of a region that a second run does not reach, or stops in before they compute."""
     found: set[Node] = set()
     for node in sorted(region.nodes, reverse=True):
         saves = trials.flops_until_saved(node)
@@ -280,18 +271,15 @@ def _not_computed_again(region: Region, trials: SavingTrials) -> set[Node]:
     return found
 
 
-# How many bytes it takes to keep what a node computes: all that its operators make, not only what it gives.
-
-
-#: How many operators may run in all, and how many more for each node that is looked at.
+#: How many operators may run in all, and how many more for each node that is measured.
 _CALLS, _MORE_CALLS = 100_000, 1_000
 
 
-class KeptBytes:
-    """The bytes that are kept with nodes; equal operators on equal shapes are looked at once.
+class _KeptBytes:
+    """The bytes it takes to keep the results of nodes; equal operators on equal shapes are measured once.
 
-    An operator of torch's is run on its traced inputs, which have no memory: attention keeps more than its result, a
-    mask say. For anything else, and where a run fails, the result counts.
+    All that an operator allocates counts: attention keeps more than its result, a mask say. So an operator of torch is
+    run on its traced inputs, which are fake tensors. For anything else, and where a run fails, only the result counts.
     """
 
     def __init__(self) -> None:
@@ -301,17 +289,17 @@ class KeptBytes:
     def of(self, node: Node) -> int:
         """The bytes for one node; symbolic sizes count as they were in the trace."""
         if not isinstance(node.target, OPERATORS):
-            return _bytes_given(node)
+            return _bytes_of_result(node)
         arguments: Any = map_arg((node.args, node.kwargs), value_of)
         key = (node.target, repr(arguments))
         if key not in self._known:
             self._allowance.add(_MORE_CALLS)
-            made = allocated_tensors(node.target, *arguments, allowance=self._allowance)
-            self._known[key] = _bytes_given(node) if made is None else _bytes_in(made)
+            allocated = allocated_tensors(node.target, *arguments, allowance=self._allowance)
+            self._known[key] = _bytes_of_result(node) if allocated is None else _bytes_in(allocated)
         return self._known[key]
 
 
-def _bytes_given(node: Node) -> int:
+def _bytes_of_result(node: Node) -> int:
     value = value_of(node)
     return _bytes_in(value if isinstance(value, tuple | list) else (value,))
 

@@ -1,7 +1,7 @@
-"""Operators for recomputation: a body whose results are computed again in the backward, and what is kept of them.
+"""Higher-order operators for recomputation: a body that is recomputed in the backward, and segments of it to keep.
 
-`wrap_activation_checkpoint` and `tag_activation_checkpoint` mean the same here. torch's two differ in how a compiler
-is told, and neither is right in eager.
+`wrap_activation_checkpoint` and `tag_activation_checkpoint` mean the same here. torch's two differ in how they annotate
+a graph for the compiler, and neither recomputes correctly in eager mode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "wrap_activation_checkpoint",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
 
 
@@ -46,10 +46,10 @@ _LATER = "_checkpoint_later_uses"
 
 
 class _Checkpoint(BodyOperator):
-    """`(function, *args, **kwargs)`: calls the function; its results are computed again when the backward needs them.
+    """`(function, *args, **kwargs)`: calls the function; its results are recomputed when the backward needs them.
 
-    Keywords that `torch.utils.checkpoint.checkpoint` knows are the checkpoint's, all others the function's. The state
-    of the random number generators is preserved unless `preserve_rng_state=False` is given.
+    Keywords of `torch.utils.checkpoint.checkpoint` are the checkpoint's, all others the function's. The RNG state is
+    preserved unless `preserve_rng_state=False` is passed.
     """
 
     dynamo_rule = "checkpoint"
@@ -64,21 +64,21 @@ class _Checkpoint(BodyOperator):
         return self.enact(args, kwargs)
 
     def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        own, theirs = self.own_keywords(keywords)
+        own, body_keywords = self.own_keywords(keywords)
         context_fn = own.pop("context_fn", None) or getattr(body, "meta", {}).get(_CONTEXT)
         if tracing_now() is not Tracing.NOT:
             if context_fn is not None:
-                _warn_of_writes()
-            return run_tagged(body, operands, theirs, context_fn=context_fn, saved=_saved(body))
+                _warn_of_mutation()
+            return run_tagged(body, operands, body_keywords, context_fn=context_fn, saved=_saved(body))
         preserve = own.pop("preserve_rng_state", True)
-        return run_recomputed(body, operands, theirs, CheckpointOptions(preserve, context_fn, own))
+        return run_recomputed(body, operands, body_keywords, CheckpointOptions(preserve, context_fn, own))
 
     def own_keywords(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        own, theirs = self.divide_kwargs(keywords)
+        own, body_keywords = self.divide_kwargs(keywords)
         if own.pop("use_reentrant", None):
             _warn_of_reentrance()
         _check_options(own)
-        return own, theirs
+        return own, body_keywords
 
     def body_metadata(self, body: Any, own: dict[str, Any]) -> dict[str, Any]:
         context_fn = own.pop("context_fn", None) or getattr(body, "meta", {}).get(_CONTEXT)
@@ -92,7 +92,7 @@ class _Checkpoint(BodyOperator):
 
     @staticmethod
     def finish_graph(gm: GraphModule) -> None:
-        """Says of Dynamo's graph what a compiler may not compute again, in a checkpoint or outside of all."""
+        """Tags in Dynamo's graph what a compiler must not recompute, inside checkpoints and outside."""
         _tag_saved(gm, LaterUses())
 
     @staticmethod
@@ -102,19 +102,19 @@ class _Checkpoint(BodyOperator):
 
 
 class WrapActivationCheckpoint(_Checkpoint):
-    """`(function, *args, **kwargs)`: calls the function; its results are computed again for the backward."""
+    """`(function, *args, **kwargs)`: calls the function; its results are recomputed for the backward."""
 
     parameters = ("function",)
 
 
 class TagActivationCheckpoint(_Checkpoint):
-    """`(gmod, *args, **kwargs)`: calls the module; its results are computed again for the backward."""
+    """`(gmod, *args, **kwargs)`: calls the module; its results are recomputed for the backward."""
 
     parameters = ("gmod",)
 
 
 class _Keep(BodyOperator):
-    """`(body, *operands, **keywords)`: calls the body; a checkpoint around it keeps what that gives."""
+    """`(body, *operands, **keywords)`: calls the body; a checkpoint around it keeps the results."""
 
     dynamo_rule = "wrapped"
 
@@ -137,16 +137,16 @@ class _Keep(BodyOperator):
 
 
 def _saved(body: Any) -> frozenset[Node]:
-    """What a compiler may not compute again, since the body writes to its inputs, or others do so after it."""
+    """What a compiler must not recompute, since the inputs of the body are mutated, by itself or after it."""
     if not isinstance(body, GraphModule):
         return frozenset()
     return frozenset(saved_when_compiled(tuple(body.graph.nodes), body.meta.get(_LATER, LaterUses())))
 
 
 def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
-    """Tags what reads memory that is mutated; a partitioner that is told to compute something again picks more itself.
+    """Tags reads of memory that is mutated: a partitioner that recomputes something chooses more nodes itself.
 
-    The body of a checkpoint is told how its inputs are used after it, since it tags its own nodes when it runs.
+    The body of a checkpoint is annotated with later uses of its inputs, since it tags its own nodes when it runs.
     """
     for node in saved_when_compiled(tuple(gm.graph.nodes), later):
         operator = node.target
@@ -158,8 +158,8 @@ def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
         if not isinstance(body, GraphModule):
             continue
         inputs = [placeholder.name for placeholder in body.graph.find_nodes(op="placeholder")]
-        given = {name: _nodes_in(operand) for name, operand in zip(inputs, operands, strict=False)}
-        uses = later_uses(node, given, later)
+        sources = {name: _nodes_in(operand) for name, operand in zip(inputs, operands, strict=False)}
+        uses = later_uses(node, sources, later)
         if isinstance(operator, _Checkpoint):
             known: LaterUses = body.meta.get(_LATER, LaterUses())  # Of another call of the same body.
             body.meta[_LATER] = LaterUses(known.written | uses.written, known.read | uses.read)
@@ -177,7 +177,7 @@ def _check_options(own: dict[str, Any]) -> None:
     context_fn, check = own.get("context_fn"), own.get("determinism_check", "default")
     if context_fn is not None and not callable(context_fn):
         raise OptionError(
-            f"context_fn is a function that gives the contexts of the first and of the second run, not {context_fn!r}"
+            f"context_fn is a function that returns the contexts of the first and of the second run, not {context_fn!r}"
         )
     if check not in ("default", "none"):
         raise OptionError(f"determinism_check is 'default' or 'none', not {check!r}")
@@ -190,15 +190,15 @@ def _checkpoint_keywords() -> frozenset[str]:
 
 
 @cache
-def _warn_of_writes() -> None:
+def _warn_of_mutation() -> None:
     log.warning(
-        "a context function decides what a compiled checkpoint saves; its region must not write in place (relu_, say)"
+        "a context function decides what a compiled checkpoint saves; its region must not mutate in place (relu_, say)"
     )
 
 
 @cache
 def _warn_of_reentrance() -> None:
-    log.warning("a checkpoint operator is never reentrant, here as in torch: use_reentrant=True is taken for False")
+    log.warning("a checkpoint operator is never reentrant, here as in torch: use_reentrant=True is ignored")
 
 
 _HOME = "partita.recompute"

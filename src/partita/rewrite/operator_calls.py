@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
-from partita._torch.fx.lazy_graph_module import keep_unread_nodes
+from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.nn_modules import drop_fleeting_hooks
 from partita.analysis.nodes import common_stack, outermost_stack
 from partita.program._torch.guards import check_inputs
@@ -60,7 +60,7 @@ def call_through(
         opener = openers.get(str(node.target))
         held = [] if opener is None else [opener]
         if isinstance(inside, GraphModule):
-            keep_unread_nodes(inside.graph)
+            exempt_from_dce(inside.graph)
             held += [inner for inner in inside.graph.nodes if inner.op != "placeholder"]
         stack = common_stack(held) or outermost
         body.meta["nn_module_stack"] = dict(stack)

@@ -1,4 +1,4 @@
-"""Partitioning joint graphs by a plan."""
+"""Partitions joint graphs by a plan: marks regions of the forward, then calls torch's partitioner."""
 
 from __future__ import annotations
 
@@ -35,10 +35,6 @@ from partita.torch_compile.joint_mutations import check_mutations, is_functional
 
 __all__ = ["identity_of", "joint_partition"]
 
-
-# Partitioning joint graphs by a plan: marks on regions of the forward, and torch's partitioner after that.
-
-
 #: From a joint graph, its inputs and torch's options, `num_fwd_outputs` among them, to a forward and a backward.
 Partitioner: TypeAlias = Callable[..., tuple[GraphModule, GraphModule]]
 
@@ -51,24 +47,27 @@ def joint_partition(
 ) -> JointPartition:
     """A `partition_fn` for AOTAutograd that marks the regions which `policy` finds in the forward of a joint graph.
 
-    The marked graph is cut by `then`, torch's `min_cut_rematerialization_partition` if none is given: it computes again
-    what is marked so. Inductor takes it as `torch._inductor.config.custom_partitioner_fn`. A joint graph that was not
-    functionalized is cut so that it mutates as it did, or refused with a `RecomputeError`.
+    The marked graph is partitioned by `then`, by default torch's `min_cut_rematerialization_partition`, which
+    recomputes what is marked so. Inductor takes it as `torch._inductor.config.custom_partitioner_fn`. A joint graph
+    that was not functionalized is partitioned so that it mutates as before, or refused with a `RecomputeError`.
     """
-    made = JointPartition(policy, treatment, then)
+    partition = JointPartition(policy, treatment, then)
     let_inductor_take(JointPartition)
-    return made
+    return partition
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class JointPartition:
-    """A partitioner of joint graphs: who decides, what is marked, and who cuts; make one with `joint_partition`."""
+    """A partitioner of joint graphs: a policy, a treatment that marks, and the partitioner called after that.
+
+    Make one with `joint_partition`.
+    """
 
     policy: Policy
     treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment]
     then: Partitioner | None = None
-    #: What all of the above are known by; made up where nobody can tell whether they are the same in another process.
+    #: Identifies all of the above across processes; random where that is impossible.
     _identity: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,9 +78,9 @@ class JointPartition:
         ):
             raise OptionError(f"regions of a joint graph take a treatment that marks, not {self.treatment!r}")
         if self.then is not None and not callable(self.then):
-            raise OptionError(f"`then` is a function that cuts a joint graph in two, not {self.then!r}")
+            raise OptionError(f"`then` is a function that partitions a joint graph, not {self.then!r}")
         known = identity_of((self.policy, self.treatment, self.then))
-        # Inductor pickles a partitioner into the key of its cache, so what is the same must have the same fields.
+        # Inductor pickles a partitioner into its cache key, so equal partitioners must have equal fields.
         object.__setattr__(self, "_identity", uuid4().hex if known is None else known)
 
     def __call__(
@@ -109,29 +108,26 @@ class JointPartition:
     def marked(self, program: Program) -> Program:
         """The joint graph with the marks of the plan."""
         part = forward_part(program)
-        # Planned where no backward is to be seen: all that it reads would be taken for results of regions.
+        # Planned without the backward: everything it reads would count as an output of a region.
         decided = plan(part.program, self.policy, self.treatment)
         silent = [treatment for treatment in decided.treatments if not isinstance(treatment, Marks)]
         if silent:
             raise OptionError(
                 f"{silent[0]!r} marks nothing, and nothing else can be done to a region of a joint graph while it is "
-                "compiled; give a treatment that marks, or `apply` a plan for a program of partita.capture_joint"
+                "compiled; use a treatment that marks, or `apply` a plan for a program of partita.capture_joint"
             )
         return marked(program, {part.original[node]: own for node, own in decided.marks().items()})
 
     def uuid(self) -> str:
-        """What this partitioner is known by in caches of compiled code: other policies and treatments have another."""
+        """The key of this partitioner in caches of compiled code; it differs for other policies and treatments."""
         return f"partita-{sha256(self._identity.encode()).hexdigest()}"
 
 
-# What policies and treatments are known by in another process, so that caches of compiled code can tell them apart.
-
-
 def identity_of(value: object) -> str | None:
-    """A text that is the same in every process for what does the same, and no other; None where nobody can tell.
+    """A text that is equal in every process exactly for values that behave equally; None where that is unknown.
 
-    It can be told of plain values, of operators and functions of torch, and of dataclasses of these, by the files that
-    their classes are written in. What else these files import does not count, unless it belongs to Partita.
+    It is known for plain values, for operators and functions of torch, and for dataclasses of these, by the source
+    files of their classes. What else these files import does not count, unless it belongs to Partita.
     """
     if value is None or isinstance(value, _PLAIN):
         return f"{type(value).__name__}:{value!r}"
@@ -146,19 +142,17 @@ def identity_of(value: object) -> str | None:
     if isinstance(value, tuple | list):
         return _joined(type(value).__name__, map(identity_of, value))
     if isinstance(value, set | frozenset):
-        held = [identity_of(item) for item in value]
-        return None if None in held else _joined("set", sorted(filter(None, held)))
+        items = [identity_of(item) for item in value]
+        return None if None in items else _joined("set", sorted(filter(None, items)))
     if isinstance(value, Mapping):
         return _joined("mapping", (identity_of(item) for pair in value.items() for item in pair))
     if is_dataclass(value):
-        held = [identity_of(getattr(value, field.name)) for field in fields(value)]
-        return _joined(type(value).__name__, [_identity_of_class(type(value)), *held])
+        values = [identity_of(getattr(value, field.name)) for field in fields(value)]
+        return _joined(type(value).__name__, [_identity_of_class(type(value)), *values])
     return None
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
-
 _OURS = __name__.partition(".")[0]
 
 
@@ -180,19 +174,16 @@ def _identity_of_class(cls: type) -> str | None:
 
 
 def _name_in_torch(function: FunctionType) -> str | None:
-    """The name by which a function of torch is found; others may read anything that can change."""
+    """The qualified name of a function of torch; None for others, which may read mutable globals."""
     home = sys.modules.get(function.__module__)
     is_found = getattr(home, function.__name__, None) is function
-    return f"{function.__module__}.{function.__name__}" if is_found and _is_of_torch(function) else None
-
-
-def _is_of_torch(function: FunctionType) -> bool:
-    return function.__module__.partition(".")[0] == "torch"
+    is_in_torch = function.__module__.partition(".")[0] == "torch"
+    return f"{function.__module__}.{function.__name__}" if is_found and is_in_torch else None
 
 
 @cache
 def _digest_of_partita() -> str:
-    """What all of Partita's code comes down to: a policy uses most of it."""
+    """A digest of all of Partita's code: a policy uses most of it."""
     files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
     return sha256("".join(_digest(file) or "" for file in files).encode()).hexdigest()[:16]
 

@@ -1,8 +1,7 @@
-"""Mutations in joint graphs: whether a forward and a backward that were cut out of one do them as the graph does.
+"""Checks that the forward and backward of a partitioned joint graph mutate as the joint graph does.
 
-AOTAutograd functionalizes joint graphs; what is left are updates of inputs, with which torch's partitioners deal. A
-graph that was traced without functionalization mutates as the model does, and a partitioner may lose, repeat or
-overtake a mutation.
+AOTAutograd functionalizes joint graphs; only updates of inputs remain, which torch's partitioners handle. A graph
+traced without functionalization mutates as the model does, and a partitioner may lose, repeat or reorder a mutation.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import viewed_node
-from partita.analysis.mutation import writers_of
+from partita.analysis.mutation import mutators_of
 from partita.analysis.op_effects.calls import CallEffects
 from partita.errors import RecomputeError
 from partita.program.program import Program
@@ -23,15 +22,15 @@ __all__ = ["check_mutations", "is_functionalized", "not_partitioned"]
 
 
 def is_functionalized(program: Program) -> bool:
-    """Whether a joint graph mutates nothing but inputs, each when nobody reads it any more."""
-    writers = _writers(program)
+    """Whether a joint graph mutates nothing but inputs, each after its last read."""
+    writers = _mutating_nodes(program)
     return all(_is_input_update(node, program, writers) for node in writers)
 
 
 def check_mutations(program: Program, forward: GraphModule, backward: GraphModule) -> None:
-    """Raises where a joint graph that is not functionalized was cut so that the halves mutate otherwise."""
-    cut = _Cut(program, forward, backward)
-    for wrong in (*cut.misplaced_writers(), *cut.stale_readers(), *cut.overtaken()):
+    """Raises where the halves of a joint graph that is not functionalized mutate differently from it."""
+    halves = _Halves(program, forward, backward)
+    for wrong in (*halves.misplaced_mutations(), *halves.stale_reads(), *halves.reordered()):
         raise RecomputeError(
             f"the joint graph is not functionalized, and the partitioner {wrong}, so that gradients or state would be "
             f"wrong; {_WAY_OUT}"
@@ -39,31 +38,33 @@ def check_mutations(program: Program, forward: GraphModule, backward: GraphModul
 
 
 def not_partitioned(error: AssertionError) -> RecomputeError:
-    """What is raised where a partitioner fails on a joint graph that is not functionalized."""
+    """The error for a partitioner that fails on a joint graph that is not functionalized."""
     return RecomputeError(f"the joint graph is not functionalized, and the partitioner fails: {error}; {_WAY_OUT}")
 
 
 _WAY_OUT = (
-    "let AOTAutograd functionalize it (disable_functionalization=False), or mark nothing to be recomputed and leave "
-    "out `then`"
+    "let AOTAutograd functionalize it (disable_functionalization=False), or mark nothing to be recomputed and "
+    "omit `then`"
 )
 
 
 @final
-class _Cut:
-    """A joint graph, who writes in it, and where its nodes are in two halves."""
+class _Halves:
+    """A joint graph, the nodes that mutate in it, and the positions of its nodes in forward and backward."""
 
     def __init__(self, program: Program, forward: GraphModule, backward: GraphModule) -> None:
         self.program = program
-        self.writers = _writers(program)
-        self.halves = (_places(forward), _places(backward))
-        #: The numbers of the nodes that may write the memory of each node, in graph order.
+        self.writers = _mutating_nodes(program)
+        self.halves = (_positions(forward), _positions(backward))
+        #: The numbers of the nodes that may mutate the memory of each node, in graph order.
         number = {node.name: place for place, node in enumerate(program.index.nodes)}
         self._writes = {
-            node: sorted(number[name] for name in writers_of(node)) for node in program.index.nodes if writers_of(node)
+            node: sorted(number[name] for name in mutators_of(node))
+            for node in program.index.nodes
+            if mutators_of(node)
         }
 
-    def misplaced_writers(self) -> Iterator[str]:
+    def misplaced_mutations(self) -> Iterator[str]:
         """Every mutation happens once, in its own half."""
         joint = self.program.joint
         late = set() if joint is None else set(joint.backward)
@@ -76,8 +77,8 @@ class _Cut:
             elif found[1] is not (node in late):
                 yield f"moves the mutation {_shown(node)} to the {'backward' if found[1] else 'forward'}"
 
-    def stale_readers(self) -> Iterator[str]:
-        """What is computed twice reads the same memory twice, and nobody mutates what it gives."""
+    def stale_reads(self) -> Iterator[str]:
+        """Recomputed nodes read unmutated memory, and their results are not mutated."""
         for number, node in enumerate(self.program.index.nodes):
             found = [node.name in half for half in self.halves]
             if node.op in ("placeholder", "get_attr", "output") or viewed_node(node) is not None:
@@ -89,8 +90,8 @@ class _Cut:
             if not any(found) and self._is_used(node) and any(map(self._writes.get, node.all_input_nodes)):
                 yield f"takes another value for {_shown(node)}, which reads memory that is mutated"
 
-    def overtaken(self) -> Iterator[str]:
-        """Accesses to memory that is mutated keep their order."""
+    def reordered(self) -> Iterator[str]:
+        """Accesses to mutated memory keep their order."""
         nodes, (forward, backward) = self.program.index.nodes, self.halves
         for before, after in self.program.effects.edges():
             first, second = nodes[before], nodes[after]
@@ -105,21 +106,23 @@ class _Cut:
         return any(user.op == "output" or any(user.name in half for half in self.halves) for user in node.users)
 
 
-def _writers(program: Program) -> dict[Node, None]:
+def _mutating_nodes(program: Program) -> dict[Node, None]:
     """The nodes that are known to mutate, in graph order."""
-    acting = CallEffects(program.graph_module, program.pure).acting(program.graph)
-    found = {node for node, told in acting.items() if (told.writes or told.state_writes) and not told.unknown}
+    acting = CallEffects(program.graph_module, program.pure).effectful(program.graph)
+    found = {
+        node for node, effects in acting.items() if (effects.mutates or effects.mutated_state) and not effects.unknown
+    }
     return {node: None for node in program.index.nodes if node in found}
 
 
-#: How AOTAutograd updates inputs when all is computed.
+#: How AOTAutograd updates inputs at the end of a graph.
 _UPDATES = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
 #: Namespaces of operators that mutate by design, in functionalized graphs as well: FSDP's unsharded parameters.
-_BY_DESIGN = ("fsdp.", "inductor.")
+_MUTATING_NAMESPACES = ("fsdp.", "inductor.")
 
 
 def _is_input_update(node: Node, program: Program, writers: Container[Node]) -> bool:
-    if str(node.target).startswith(_BY_DESIGN):
+    if str(node.target).startswith(_MUTATING_NAMESPACES):
         return True
     first = node.args[0] if node.args else None
     if node.target not in _UPDATES or not isinstance(first, Node) or first.op != "placeholder":
@@ -131,8 +134,8 @@ def _is_input_update(node: Node, program: Program, writers: Container[Node]) -> 
     )
 
 
-def _places(half: GraphModule) -> Mapping[str, int]:
-    """The place of every node that is computed in a half, by name."""
+def _positions(half: GraphModule) -> Mapping[str, int]:
+    """The position of every computed node of a half, by name."""
     nodes: Sequence[Node] = list(half.graph.nodes)
     return {node.name: place for place, node in enumerate(nodes) if node.op not in ("placeholder", "output")}
 

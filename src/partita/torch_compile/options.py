@@ -20,7 +20,7 @@ from partita.treatments import Call
 __all__ = ["BackendOptions", "Inner", "whole"]
 
 
-#: What compiles one part: from its graph and fake example inputs to a function with the graph's inputs and outputs.
+#: Compiles one part: from its graph and fake example inputs to a function with the graph's inputs and outputs.
 Inner: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -33,7 +33,7 @@ def whole(program: Program) -> Partition:
 @final
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """Who cuts, what happens to the parts, and which backend compiles those that are still graphs after that."""
+    """The policy, the treatment, and the backend that compiles the regions that are still graphs after treatment."""
 
     policy: Policy = whole
     treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment] = field(default_factory=Call)
@@ -49,16 +49,16 @@ class BackendOptions:
 
     @classmethod
     def read(cls, options: Mapping[str, Any] | None) -> BackendOptions:
-        """The options as torch.compile hands them over."""
-        given = dict(options or {})
+        """The options as torch.compile passes them."""
+        passed = dict(options or {})
         known = [option.name for option in fields(cls)]
-        unknown = [name for name in given if name not in known]
+        unknown = [name for name in passed if name not in known]
         if unknown:
             raise OptionError(
                 f"the backend 'partita' has no option {', '.join(map(repr, unknown))}; "
                 f"its options are {', '.join(map(repr, known))}"
             )
-        return cls(**given)
+        return cls(**passed)
 
     def inner_backend(self) -> Inner:
         """The function that compiles one part."""
@@ -70,6 +70,6 @@ class BackendOptions:
             near = get_close_matches(self.inner, names, n=3) or names
             raise OptionError(
                 f"torch.compile knows no backend {self.inner!r} for the option 'inner'; "
-                f"try {', '.join(map(repr, near))}, or give a function"
+                f"try {', '.join(map(repr, near))}, or pass a function"
             )
         return backend

@@ -1,7 +1,7 @@
-"""Borders of pieces: what is copied there, so that memory which crosses one can be written as in plain torch.
+"""Borders of compiled pieces: which tensors are copied there, so that mutations work as in eager mode.
 
-A compiled function saves for its backward what suits it, also an input that plain torch does not save, and must not
-find it changed. So a piece that trains works on copies of what it writes itself, and of what is written after it.
+A compiled function may save any input for backward, also one that eager autograd does not save, and must not find it
+mutated. So a piece that needs a backward runs on copies of what it mutates itself, and of what is mutated after it.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.tensors import version_of
 from partita.lowering._torch.gradients import Edge, NoGradView, UnusedGradients, edges_of, links_between, no_grad_views
-from partita.lowering.dry_run import copy_of, memory_of, owned_places, places_to_copy
+from partita.lowering.dry_run import copy_of, memory_of, outputs_to_copy, unaliased_outputs
 
-__all__ = ["Border", "Bordered", "PieceCall", "SharedMemoryError", "border_of_graph", "edges_before", "look_at"]
+__all__ = ["AliasedMutationError", "Border", "Bordered", "PieceCall", "border_of_graph", "edges_before", "snapshots_of"]
 
 
-class SharedMemoryError(Exception):
-    """A piece shares memory that is written, so that no copy can stand for it; the text says which."""
+class AliasedMutationError(Exception):
+    """A piece mutates aliased memory, which copies cannot reproduce; the text says which."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What happens around each call of a compiled piece, by the places of its arguments and outputs."""
+    """What happens around each call of a compiled piece, by positions of its arguments and outputs."""
 
-    #: Arguments of which it gets copies.
+    #: Arguments that are replaced by copies.
     copied: tuple[int, ...] = ()
-    #: Arguments that it writes: their new contents are its last outputs.
-    written: tuple[int, ...] = ()
-    #: Those of them that it writes in blocks without gradients.
+    #: Arguments that it mutates: their new contents are its last outputs.
+    mutated: tuple[int, ...] = ()
+    #: Those of them that it mutates under `no_grad`.
     unrecorded: tuple[int, ...] = ()
-    #: Outputs that are arguments themselves, which it does not give.
-    handed_back: tuple[tuple[int, int], ...] = ()
+    #: Outputs that are arguments themselves, which the compiled function does not return.
+    returned_args: tuple[tuple[int, int], ...] = ()
     #: Outputs that are copied.
     copied_outputs: tuple[int, ...] = ()
-    #: Outputs that are copied where they turn out to share memory.
+    #: Outputs that are copied where they alias other tensors at run time.
     owned: tuple[int, ...] = ()
     #: Outputs that are views made under `no_grad`.
     no_grad_views: tuple[NoGradView, ...] = ()
-    #: The arguments that the gradient of each output flows to; none where that is not known.
+    #: The arguments that the gradient of each output flows to; empty where that is unknown.
     links: tuple[frozenset[int], ...] = ()
 
 
 @final
 class Bordered(nn.Module):
-    """Calls a compiled piece and does what its border asks for."""
+    """Calls a compiled piece and makes the copies of its border."""
 
     def __init__(self, compiled: Callable[..., Sequence[Any]], border: Border) -> None:
         super().__init__()
@@ -60,37 +60,37 @@ class Bordered(nn.Module):
         self._unused = UnusedGradients(border.links, {}) if any(border.links) else None
 
     def forward(self, *args: Any) -> Sequence[Any]:
-        border, given = self._border, list(args)
+        border, inputs = self._border, list(args)
         for place in border.copied:
-            given[place] = copy_of(given[place])
-        outputs = self._run(given)
-        for place in reversed(border.written):
+            inputs[place] = copy_of(inputs[place])
+        outputs = self._run(inputs)
+        for place in reversed(border.mutated):
             with torch.set_grad_enabled(torch.is_grad_enabled() and place not in border.unrecorded):
                 args[place].copy_(outputs.pop())
-        for place, source in border.handed_back:
+        for place, source in border.returned_args:
             outputs.insert(place, args[source])
-        for place in (*border.copied_outputs, *places_to_copy(args, outputs, border.owned)):
+        for place in (*border.copied_outputs, *outputs_to_copy(args, outputs, border.owned)):
             outputs[place] = copy_of(outputs[place])
         for view in border.no_grad_views:
             outputs[view.place] = view.of(outputs[view.place])
         return outputs
 
-    def _run(self, given: Sequence[Any]) -> list[Any]:
+    def _run(self, inputs: Sequence[Any]) -> list[Any]:
         if self._unused is None:
-            return list(self._compiled(*given))
-        edges = self._unused.before(given)
-        outputs = list(self._compiled(*given))
-        # An argument that comes out again was made by another piece.
-        known = set(map(id, given))
-        self._unused.watch(edges, [None if id(value) in known else value for value in outputs], given)
+            return list(self._compiled(*inputs))
+        edges = self._unused.before(inputs)
+        outputs = list(self._compiled(*inputs))
+        # A returned argument was computed by another piece.
+        known = set(map(id, inputs))
+        self._unused.hook_backward(edges, [None if id(value) in known else value for value in outputs], inputs)
         return outputs
 
 
 def border_of_graph(gm: GraphModule) -> Border:
-    """What Dynamo's graph needs if it is compiled whole, by its traced values, which are as the end of it left them."""
+    """The border of Dynamo's graph if it is compiled whole, from its traced values in their final state."""
     args = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    given = gm.graph.output_node().args[0]
-    results = given if isinstance(given, tuple | list) else ()
+    returned = gm.graph.output_node().args[0]
+    results = returned if isinstance(returned, tuple | list) else ()
     outputs = [node.meta.get("example_value") if isinstance(node, Node) else None for node in results]
     histories = (_grad_fn(arg) for arg in args if isinstance(arg, Tensor))
     return Border(no_grad_views=no_grad_views((*args, *histories), outputs))
@@ -98,8 +98,8 @@ def border_of_graph(gm: GraphModule) -> Border:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """How often a tensor was written, and by what its gradient flows."""
+class _Snapshot:
+    """The version counter, autograd node and layout of a tensor at one time."""
 
     version: int | None
     grad_fn: object
@@ -107,30 +107,30 @@ class _Look:
 
 
 def edges_before(args: Sequence[Any]) -> list[Edge]:
-    """Where the gradients of the arguments flow on to, before a run; none where autograd does not tell."""
+    """The gradient edges of the arguments before a run; empty where autograd does not report them."""
     try:
         return edges_of(args)
     except RuntimeError:
         return []
 
 
-def look_at(values: Iterable[Any]) -> tuple[_Look | None, ...]:
-    """What a run may change in each value; nothing in what is no tensor."""
-    return tuple(_look(value) if isinstance(value, Tensor) else None for value in values)
+def snapshots_of(values: Iterable[Any]) -> tuple[_Snapshot | None, ...]:
+    """The state of each value that a run may change; None for what is no tensor."""
+    return tuple(_snapshot(value) if isinstance(value, Tensor) else None for value in values)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PieceCall:
-    """The fake arguments and outputs of one piece, which has just run, with how they looked before and look now."""
+    """The fake arguments and outputs of one piece after a run, with their state before and after it."""
 
     name: str
     args: tuple[Any, ...]
     outputs: tuple[Any, ...]
-    before: tuple[_Look | None, ...]
-    after: tuple[_Look | None, ...]
-    #: How they looked when both the run and the compilation were done: a trace of a body also counts as writing.
-    compiled: tuple[_Look | None, ...]
+    before: tuple[_Snapshot | None, ...]
+    after: tuple[_Snapshot | None, ...]
+    #: Their state after run and compilation: tracing a body also bumps version counters.
+    compiled: tuple[_Snapshot | None, ...]
     own: Border = Border()
     no_grad_views: tuple[NoGradView, ...] = ()
     links: tuple[frozenset[int], ...] = ()
@@ -142,97 +142,97 @@ class PieceCall:
         args: Sequence[Any],
         outputs: Sequence[Any],
         *,
-        before: tuple[_Look | None, ...],
+        before: tuple[_Snapshot | None, ...],
         edges: Sequence[Edge],
     ) -> PieceCall:
-        after = look_at((*args, *outputs))
-        views = no_grad_views((*args, *(look and look.grad_fn for look in before)), outputs)
-        # What was written has another history, and what is written past autograd has more than one.
-        links = () if _places_written(before, after[: len(args)]) else links_between(edges, outputs)
+        after = snapshots_of((*args, *outputs))
+        views = no_grad_views((*args, *(snapshot and snapshot.grad_fn for snapshot in before)), outputs)
+        # A mutated tensor has another history, and one mutated behind autograd has more than one.
+        links = () if _places_mutated(before, after[: len(args)]) else links_between(edges, outputs)
         return cls(name, tuple(args), tuple(outputs), before, after, after, no_grad_views=views, links=links)
 
     def now_compiled(self, own: Border) -> PieceCall:
-        """The same, for a piece that was compiled after its run, with a border because of its own writes."""
-        return replace(self, compiled=look_at((*self.args, *self.outputs)), own=own)
+        """The same, for a piece that was compiled after its run, with a border for its own mutations."""
+        return replace(self, compiled=snapshots_of((*self.args, *self.outputs)), own=own)
 
-    def own_writes(self, *, seen_once: Collection[int]) -> Border:
-        """What is needed because the piece itself writes to arguments; at `seen_once` only the writer sees them."""
-        places = self._written()
+    def own_mutations(self, *, seen_once: Collection[int]) -> Border:
+        """The border for arguments that the piece itself mutates; those at `seen_once` have no other reader."""
+        places = self._mutated()
         holders = Counter(map(memory_of, self.args))
         for place in places:
             if holders[memory_of(self.args[place])] > 1:
-                raise SharedMemoryError(f"writes to argument {place}, which shares memory with another")
+                raise AliasedMutationError(f"mutates argument {place}, which shares memory with another")
         unrecorded = [place for place in places if not self._is_recorded(place)]
-        alone = set(unrecorded).intersection(seen_once if self._trains() else places)
-        written = tuple(place for place in places if place not in alone)
-        for place in written:
-            self._check_stands_alone(place)
-        sources = {id(self.args[place]): place for place in written}
-        handed_back = tuple((at, sources[id(value)]) for at, value in enumerate(self.outputs) if id(value) in sources)
-        return Border(written, written, tuple(place for place in unrecorded if place in written), handed_back)
+        alone = set(unrecorded).intersection(seen_once if self._needs_backward() else places)
+        mutated = tuple(place for place in places if place not in alone)
+        for place in mutated:
+            self._check_unaliased(place)
+        sources = {id(self.args[place]): place for place in mutated}
+        returned = tuple((at, sources[id(value)]) for at, value in enumerate(self.outputs) if id(value) in sources)
+        return Border(mutated, mutated, tuple(place for place in unrecorded if place in mutated), returned)
 
     def whole_border(self) -> Border:
-        """With what its outputs are, and what is written after the piece, once that has run."""
-        own, later = replace(self.own, no_grad_views=self.no_grad_views, links=self.links), self._written_later()
+        """The whole border, also for outputs and for what is mutated after the piece; for when all pieces have run."""
+        own, later = replace(self.own, no_grad_views=self.no_grad_views, links=self.links), self._mutated_later()
         if not later:
             return own
-        own = replace(own, owned=owned_places(self.args, self.outputs))
-        if not self._trains():
+        own = replace(own, owned=unaliased_outputs(self.args, self.outputs))
+        if not self._needs_backward():
             return own
         values, count = (*self.args, *self.outputs), len(self.args)
-        # What a piece writes itself must be what it was given, or is a copy already.
-        settled = {*self._written(), *(count + place for place, _ in own.handed_back)}
+        # What a piece mutates itself must be the argument, or is a copy already.
+        settled = {*self._mutated(), *(count + place for place, _ in own.returned_args)}
         holders = Counter(map(memory_of, values))
         places = [place for place in later if place not in settled]
         for place in places:
             if holders[memory_of(values[place])] > 1 or _is_expanded(values[place]):
-                raise SharedMemoryError("gives or takes tensors that share memory, and later nodes write to them")
+                raise AliasedMutationError("has inputs or outputs that alias each other, and later nodes mutate them")
         copied = (*own.copied, *(place for place in places if place < count))
         outputs = tuple(place - count for place in places if place >= count)
         return replace(own, copied=copied, copied_outputs=outputs)
 
-    def _written(self) -> list[int]:
-        """The places of arguments that the piece has written."""
-        return _places_written(self.before, self.after[: len(self.args)])
+    def _mutated(self) -> list[int]:
+        """The positions of arguments that the piece has mutated."""
+        return _places_mutated(self.before, self.after[: len(self.args)])
 
     def _is_recorded(self, place: int) -> bool:
-        """Whether autograd knows of a write to an argument: not in a block without gradients."""
+        """Whether autograd has recorded the mutation of an argument: not under `no_grad`."""
         old, new = self.before[place], self.after[place]
         return old is not None and new is not None and old.grad_fn is not new.grad_fn
 
-    def _check_stands_alone(self, place: int) -> None:
+    def _check_unaliased(self, place: int) -> None:
         old, new, value = self.before[place], self.after[place], self.args[place]
         assert old is not None
         assert new is not None
         if old.layout != new.layout:
-            raise SharedMemoryError(f"changes the shape of argument {place} in place")
+            raise AliasedMutationError(f"changes the shape of argument {place} in place")
         if _is_expanded(value):
-            raise SharedMemoryError(f"writes to argument {place}, elements of which share memory")
+            raise AliasedMutationError(f"mutates argument {place}, elements of which share memory")
         if any(output is not value and memory_of(output) == memory_of(value) for output in self.outputs):
-            raise SharedMemoryError(f"writes to argument {place} and gives a view of it")
+            raise AliasedMutationError(f"mutates argument {place} and returns a view of it")
 
-    def _written_later(self) -> list[int]:
-        """The places, in arguments and then outputs, that were written since the piece had run and was compiled."""
-        return _places_written(self.compiled, look_at((*self.args, *self.outputs)))
+    def _mutated_later(self) -> list[int]:
+        """The positions, in arguments and then outputs, of what was mutated after run and compilation."""
+        return _places_mutated(self.compiled, snapshots_of((*self.args, *self.outputs)))
 
-    def _trains(self) -> bool:
+    def _needs_backward(self) -> bool:
         """Whether there is a backward for which the piece saves tensors."""
-        made = (value for value in self.outputs if not any(value is arg for arg in self.args))
-        return any(isinstance(value, Tensor) and value.requires_grad for value in made) or any(
+        computed = (value for value in self.outputs if not any(value is arg for arg in self.args))
+        return any(isinstance(value, Tensor) and value.requires_grad for value in computed) or any(
             self._is_recorded(place) for place in range(len(self.args))
         )
 
 
-def _look(tensor: Tensor) -> _Look:
+def _snapshot(tensor: Tensor) -> _Snapshot:
     is_strided = tensor.layout is torch.strided
     layout = (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_strided else tensor.shape
-    return _Look(version_of(tensor), _grad_fn(tensor), layout)
+    return _Snapshot(version_of(tensor), _grad_fn(tensor), layout)
 
 
 def _grad_fn(tensor: Tensor) -> object:
     try:
         return tensor.grad_fn
-    except RuntimeError:  # Autograd does not tell: one of several views that came from one call was written.
+    except RuntimeError:  # Autograd raises for views of a multi-output call after a mutation.
         return None
 
 
@@ -241,7 +241,7 @@ def _is_expanded(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and any(isinstance(stride, int) and stride == 0 for stride in tensor.stride())
 
 
-def _places_written(old: Sequence[_Look | None], new: Sequence[_Look | None]) -> list[int]:
+def _places_mutated(old: Sequence[_Snapshot | None], new: Sequence[_Snapshot | None]) -> list[int]:
     pairs = enumerate(zip(old, new, strict=True))
     return [
         place for place, (one, other) in pairs if one is not None and other is not None and one.version != other.version

@@ -304,7 +304,7 @@ def test_a_report_prints_and_does_not_change(saved: Path) -> None:
     report = inspect_archive(saved)
     lines = str(report).splitlines()
     assert lines[0] == f"{saved} can be loaded: torch {torch.__version__}, schema {report.schema_version}"
-    assert "  left out: data/sample_inputs/model.pt, extra/notes.txt" in lines
+    assert "  excluded: data/sample_inputs/model.pt, extra/notes.txt" in lines
     assert all(len(line) < 300 for line in lines)
     with pytest.raises(FrozenInstanceError):
         report.problems = ()  # type: ignore[misc]

@@ -90,7 +90,7 @@ def test_a_generator_of_its_own_is_refused_wherever_it_is() -> None:
     ]
     for name, call in calls:
         before = source.get_state()
-        with pytest.raises(RecomputeError, match=f"draws from a generator of its own, '{name}'"):
+        with pytest.raises(RecomputeError, match=f"uses its own random number generator, '{name}'"):
             call()
         assert torch.equal(source.get_state(), before)
 
@@ -108,7 +108,7 @@ class Remembering(nn.Module):
 
 
 def test_a_write_to_a_plain_attribute_is_seen() -> None:
-    with pytest.raises(RecomputeError, match="the body writes to 'total'"):
+    with pytest.raises(RecomputeError, match="the body mutates 'total'"):
         _checkpoint(Remembering(), square())
 
 
@@ -154,8 +154,8 @@ def test_a_module_that_is_set_to_evaluation_before_the_backward_is_recomputed_in
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"context_fn": 3}, "context_fn is a function that gives the contexts .*, not 3"),
-        ({"context_fn": lambda: 3}, "context_fn gives two contexts, .*, not 'int'"),
+        ({"context_fn": 3}, "context_fn is a function that returns the contexts .*, not 3"),
+        ({"context_fn": lambda: 3}, "context_fn returns two contexts, .*, not 'int'"),
         ({"determinism_check": "some"}, "determinism_check is 'default' or 'none', not 'some'"),
     ],
 )
@@ -172,6 +172,6 @@ def _halved(x: Tensor) -> Tensor:
 
 def test_a_foreach_that_would_lose_its_gradient_is_refused() -> None:
     x = square()
-    with pytest.raises(RecomputeError, match=r"_foreach_mul_\.Scalar writes to a view inside of what is kept"):
+    with pytest.raises(RecomputeError, match=r"_foreach_mul_\.Scalar mutates a view in a kept segment"):
         _checkpoint(lambda x: recompute.keep(_halved, x), x)
     assert torch.equal(*(torch.autograd.grad(run(x).sum(), x)[0] for run in (_halved, partial(_checkpoint, _halved))))

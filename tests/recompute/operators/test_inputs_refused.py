@@ -14,7 +14,7 @@ import partita
 from partita import recompute
 from partita.errors import RecomputeError
 from partita.policies import BySize
-from partita.recompute.recompute import draws_from_own_generator
+from partita.recompute.recompute import uses_own_generator
 from partita.treatments import Recompute
 
 _checkpoint = recompute.wrap_activation_checkpoint
@@ -27,7 +27,7 @@ def _planned(body: GraphModule) -> nn.Module:
 
 def test_a_refused_module_has_not_run() -> None:
     norm = nn.BatchNorm1d(4)
-    with pytest.raises(RecomputeError, match="the body writes to 'running_mean', 'running_var', 'num_batches_tracked'"):
+    with pytest.raises(RecomputeError, match="the body mutates 'running_mean', 'running_var', 'num_batches_tracked'"):
         _checkpoint(norm, square())
     assert not norm.running_mean.any()  # type: ignore[union-attr]
     assert norm.num_batches_tracked == 0
@@ -44,7 +44,7 @@ def _writing_a_parameter() -> GraphModule:
 
 
 def test_a_graph_that_writes_a_parameter_is_told_that_a_plan_can_undo_it() -> None:
-    with pytest.raises(RecomputeError, match=r"the body writes to 'weight', .*; recompute it by a plan, which knows"):
+    with pytest.raises(RecomputeError, match=r"the body mutates 'weight', .*; recompute it by a plan, which knows"):
         _checkpoint(_writing_a_parameter(), square())
     x, plain, planned = square(), _writing_a_parameter(), _planned(_writing_a_parameter())
     assert torch.equal(*(torch.autograd.grad(run(x).sum(), x)[0] for run in (plain, planned)))
@@ -68,7 +68,7 @@ DRAWING: dict[str, Any] = {
 
 @pytest.mark.parametrize("body", DRAWING.values(), ids=DRAWING)
 def test_a_generator_of_its_own_is_refused(body: Any) -> None:
-    with pytest.raises(RecomputeError, match="draws from a generator of its own"):
+    with pytest.raises(RecomputeError, match="uses its own random number generator"):
         _planned(symbolic_trace(body))
 
 
@@ -78,7 +78,7 @@ def test_a_generator_is_found_in_a_body_of_an_operator() -> None:
     operands = (graph.get_attr("body"), graph.placeholder("x"), graph.placeholder("generator"))
     drawn = graph.call_function(torch.ops.higher_order.wrap_with_set_grad_enabled, (True, *operands))
     graph.output(graph.call_method("sin", (drawn,)))
-    with pytest.raises(RecomputeError, match=r"node 'bernoulli' in region .* draws from a generator of its own"):
+    with pytest.raises(RecomputeError, match=r"node 'bernoulli' in region .* uses its own random number generator"):
         _planned(GraphModule(root, graph))
 
 
@@ -86,4 +86,4 @@ def test_draws_from_the_default_generator_are_no_draws_from_an_own_one() -> None
     def body(x: Tensor) -> Tensor:
         return aten.rrelu.default(torch.poisson(x, None), 0.1, 0.9, True, None) + torch.bernoulli(x, 0.5)
 
-    assert not any(map(draws_from_own_generator, symbolic_trace(body).graph.nodes))
+    assert not any(map(uses_own_generator, symbolic_trace(body).graph.nodes))

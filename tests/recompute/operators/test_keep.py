@@ -83,7 +83,7 @@ def test_writes_inside_a_kept_part_are_kept_with_it() -> None:
     x = square()
     assert_bitwise(step(_checkpoint, [x], body, x), step(lambda a: a.mul(3).add_(1).t_().sin(), [x], x))
     y = _checkpoint(lambda a: recompute.keep(lambda b: b.exp().add_(1), a).sin(), x)
-    with pytest.raises(RecomputeError, match="writes to a tensor that the backward needs"):
+    with pytest.raises(RecomputeError, match="mutates a tensor that the backward needs"):
         y.sum().backward()
 
 
@@ -182,7 +182,7 @@ def test_a_kept_result_that_is_written_later_is_an_error_that_names_its_operator
     y = _checkpoint(body, square())
     with torch.no_grad():
         taken[0].add_(1)
-    with pytest.raises(RecomputeError, match=r"a result of aten\.sin\.default was kept .* and then changed in place"):
+    with pytest.raises(RecomputeError, match=r"a result of aten\.sin\.default was kept .* and then mutated"):
         y.sum().backward()
 
 
@@ -327,8 +327,8 @@ def test_a_context_function_keeps_what_it_says(operator: Any, place: str) -> Non
 
 
 def test_a_traced_context_function_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint_module._warn_of_writes.cache_clear()
-    with caplog.at_level("WARNING", logger="partita.hops"):
+    checkpoint_module._warn_of_mutation.cache_clear()
+    with caplog.at_level("WARNING", logger="partita.recompute"):
         for operator in (*OPERATORS.values(), *OPERATORS.values()):
             make_fx(partial(operator, _products, context_fn=_KEEPING_PRODUCTS))(square())
     (record,) = [record for record in caplog.records if "context function" in record.getMessage()]

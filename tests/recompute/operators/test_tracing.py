@@ -258,8 +258,8 @@ def test_effects_see_what_a_body_writes(operator: Any) -> None:
     order = {(names[i], names[k]) for i, k in zip(program.effects.before, program.effects.after, strict=True)}
     assert {("sin", operator.name()), (operator.name(), "cos")} <= order
     pure = Program.of(_program(operator))
-    assert pure.effects.draws
-    assert not pure.effects.written_inputs
+    assert pure.effects.rng_nodes
+    assert not pure.effects.mutated_inputs
 
 
 # A training step that is traced whole ------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_what_changes_before_the_backward_of_a_step_is_refused_or_not_needed(ope
     for body in (_twice, overwrites):
         with pytest.raises(RuntimeError, match="inplace operation"):
             run(body, call=lambda body, *args: body(*args))
-        with pytest.raises(RecomputeError, match="changed in place after it was saved"):
+        with pytest.raises(RecomputeError, match="was mutated after it was saved"):
             run(body)
 
 

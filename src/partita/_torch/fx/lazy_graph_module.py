@@ -1,4 +1,4 @@
-"""Graph modules that generate code on first call and pickle as data."""
+"""Graph modules that generate their Python code on the first call, and pickle as data."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from partita._torch.operators.registry import (
 __all__ = [
     "LazyModule",
     "blank_module",
+    "exempt_from_dce",
     "generate_code",
-    "keep_unread_nodes",
     "lazy_module",
     "make_lazy_again",
     "restore_levels",
@@ -49,17 +49,16 @@ __all__ = [
 ]
 
 
-# Boxed calls: a graph takes its inputs in one list, which it empties, so that each can be freed after its last use.
-#
-# AOTAutograd calls compiled graphs like this.
+# Boxed calls, as by AOTAutograd: a graph takes its inputs in one list, which it clears, so that each input can be freed
+# after its last use.
 
 
-#: torch 2.11 may not have it; graphs are then called with their inputs one by one, which AOTAutograd can do as well.
+#: torch 2.11 may not have it; graphs then take their inputs one by one, which AOTAutograd supports as well.
 _BoxedCodeGen: Any = getattr(torch.fx.graph, "_BoxedCodeGen", None)
 
 
 def take_inputs_in_a_list(graph: Graph) -> None:
-    """Lets the code of a plain graph be called with one list of its inputs, too; other graphs keep their convention."""
+    """Lets a plain graph be called with one list of its inputs, too; other graphs keep their calling convention."""
     inputs = graph.find_nodes(op="placeholder")
     is_plain = type(graph._codegen) is torch.fx.graph.CodeGen
     if _BoxedCodeGen is not None and is_plain and not any(node.args or str(node.target)[0] == "*" for node in inputs):
@@ -67,7 +66,7 @@ def take_inputs_in_a_list(graph: Graph) -> None:
 
 
 class _ListOrInputs(_BoxedCodeGen or torch.fx.graph.CodeGen):  # type: ignore[misc]
-    """Torch's own takes nothing but a list, so that whoever calls the graph by hand has to know about it."""
+    """Unlike torch's boxed code, it also takes the inputs one by one, as in a call by hand."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [text.partition(":")[0].partition("=")[0].strip() for text in free_vars if text != "self"]
@@ -81,11 +80,11 @@ class _ListOrInputs(_BoxedCodeGen or torch.fx.graph.CodeGen):  # type: ignore[mi
         return "\n".join(lines)
 
 
-# Graph modules that generate their Python code when they are first called, and not before.
+# Lazy graph modules.
 
 
 # The specification of a leaf is an instance of a class that torch 2.13 deprecates, so that every copy and pickle of a
-# module with one would warn. Copied as what `treespec_leaf` gives, it is the same and says nothing.
+# module with one would warn. Reduced to a call of `treespec_leaf`, it is equal and does not warn.
 copyreg.pickle(type(pytree.treespec_leaf()), lambda leaf: (pytree.treespec_leaf, ()))
 
 #: Two threads that call one module for the first time must not both install its code.
@@ -93,25 +92,25 @@ _CODE_LOCK = threading.RLock()
 
 
 class LazyModule(_LazyGraphModule):
-    """A graph module whose code waits for its first call, that keeps its whole graph when pickled or copied.
+    """A graph module whose code is generated on the first call, and that keeps its graph when pickled or copied.
 
     torch's own graph modules are pickled as source text and traced again on load, which executes and drops every node
-    that has no tensor input (mode toggles, random draws, constants). This one stores the nodes.
+    without a tensor input (mode toggles, random numbers, constants). This one stores the nodes.
     """
 
-    #: Whether the graph switches modes and must put them back when a node in it raises.
+    #: Whether the graph switches modes and must restore them when a node in it raises.
     _restores_modes: bool
-    #: Whether the graph ends with the grad mode that its caller is taken to have; calling it puts back the real one.
+    #: Whether the graph ends in the grad mode that its caller is assumed to have; a call restores the real one.
     _restores_grad: bool
-    #: The levels of transforms that the graph and its parts start, once there is code.
+    #: The levels of transforms that the graph and its parts enter, once there is code.
     _entered = Entered(transform=False, dual_level=False)
 
     @property
     def __call__(self) -> Any:  # type: ignore[override]
-        """Generates the code, then is what any module's `__call__` is.
+        """Generates the code, then is the `__call__` of any module.
 
         torch's lazy modules generate code inside `forward`, after the hooks have run, and so run them twice. This way
-        the code is there before anyone asks for `forward`, which is also what Dynamo needs.
+        the code exists before `forward` is looked up, as Dynamo requires.
         """
         self.real_recompile()
         return types.MethodType(type(self).__call__, self)
@@ -122,10 +121,10 @@ class LazyModule(_LazyGraphModule):
 
     def _real_recompile(self) -> Any:
         cls: Any = type(self)
-        # The code's own `__call__`, installed below, would look for the one above it, which is the property here.
+        # The `__call__` that is installed below would otherwise look up the inherited one, which is the property here.
         cls._wrapped_call = _WrappedCall(cls, _call_as_module)
         code = super()._real_recompile()
-        # Code that calls parts is about to need theirs; parts that went to a compiler are no lazy modules any more.
+        # The code calls the parts, which need theirs; parts that were compiled are no longer lazy modules.
         for child in self.children():
             if isinstance(child, LazyModule):
                 child.real_recompile()
@@ -142,8 +141,8 @@ class LazyModule(_LazyGraphModule):
         return code
 
     def recompile(self) -> Any:  # type: ignore[override]
-        """The body of an operator that has code has it again at once: Dynamo can trace code, but not how it is made."""
-        waits = self._needs_recompile() or not keeps_unread_nodes(self._graph)
+        """Regenerates existing code of the body of an operator at once: Dynamo cannot trace the generation of code."""
+        waits = self._needs_recompile() or not is_exempt_from_dce(self._graph)
         return super().recompile() if waits else self._real_recompile()
 
     def real_recompile(self) -> None:
@@ -152,7 +151,7 @@ class LazyModule(_LazyGraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {key: value for key, value in self.__dict__.items() if key != "_graph"}
-        # What a live trace left on the module means nothing in another process, and does not pickle either.
+        # State of a live trace has no meaning in another process, and does not pickle.
         state |= {"shape_env": None, "meta": {key: value for key, value in self.meta.items() if is_plain(value)}}
         return _unpickle, (type(self).__name__, state, record_of_graph(self._graph))
 
@@ -167,14 +166,14 @@ class LazyModule(_LazyGraphModule):
             new_output = graph.output(value, type_expr=getattr(old_output, "type", None))
             new_output.meta = copy.copy(old_output.meta)
         graph.set_codegen(copy.copy(self._graph._codegen))
-        if keeps_unread_nodes(self._graph):
-            keep_unread_nodes(graph)
+        if is_exempt_from_dce(self._graph):
+            exempt_from_dce(graph)
         shared = {"meta": copy.copy(self.meta), "shape_env": self.shape_env, "_tracer_extras": self._tracer_extras}
         state = {key: value for key, value in self.__dict__.items() if key != "_graph" and key not in shared}
         copied.__dict__.update(copy.deepcopy(state, memo), **shared)
         _adopt(copied, graph)
         if not self._needs_recompile():
-            # Whoever copies a module that can be traced can trace the copy.
+            # A copy of a module that Dynamo can trace must be traceable too.
             copied.real_recompile()
         return copied
 
@@ -188,7 +187,7 @@ def lazy_module(
     is_impure: bool = False,
     is_part: bool = False,
 ) -> LazyModule:
-    """A module without state that runs `graph`; register what its nodes name before it is called."""
+    """A module without state that runs `graph`; register the attributes that its nodes refer to before a call."""
     module = _blank("GraphModule")
     module.__dict__.update(blank_attributes())
     tracer = graph._tracer_cls
@@ -202,7 +201,7 @@ def lazy_module(
         _create_node_hooks=[],
         _erase_node_hooks=[],
         _deepcopy_hooks=[],
-        # `Graph.eliminate_dead_code` asks for this name: without it a call that only has effects is deleted.
+        # `Graph.eliminate_dead_code` reads this attribute: without it a call that only has side effects is deleted.
         _is_impure=is_impure,
         _restores_modes=restores_modes,
         _restores_grad=restores_grad,
@@ -221,9 +220,9 @@ def generate_code(attributes: Iterable[object]) -> None:
 
 
 def make_lazy_again(module: nn.Module) -> None:
-    """Gives lazy modules their class back, which torch's GraphPickler makes plain graph modules without code.
+    """Restores the class of lazy modules, which torch's GraphPickler turns into plain graph modules without code.
 
-    It reduces every graph module in its own way (torch 2.13), whatever the module says of itself.
+    It ignores the `__reduce__` of graph modules (torch 2.13).
     """
     for each in module.modules():
         if type(each).forward is nn.Module.forward and "_restores_modes" in each.__dict__:
@@ -235,14 +234,14 @@ def _blank(class_name: str) -> LazyModule:
 
 
 def _lazy_class(name: str) -> type[LazyModule]:
-    """A class for one module, into which its code will go."""
+    """A class for one module, which will hold its code."""
     cls = type("GraphModuleImpl", (LazyModule,), {"forward": LazyModule._lazy_forward})
     cls.__name__ = name
     return cls
 
 
 def _call_as_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What calling any module does; looked up at each call, since tracers put their own function there for a while."""
+    """`nn.Module.__call__`, looked up at each call, since tracers patch it."""
     return nn.Module.__call__(module, *args, **kwargs)
 
 
@@ -259,7 +258,7 @@ def _unpickle(class_name: str, state: dict[str, Any], record: Any) -> LazyModule
 
 
 class _RestoringModule(GraphModule):
-    """A graph module of torch whose code leaves the transforms that it entered when a node raises."""
+    """A graph module of torch that leaves the transforms that it entered when a node raises."""
 
     def recompile(self) -> Any:
         code, cls = super().recompile(), type(self)
@@ -310,11 +309,11 @@ def _keep_modes(forward: Callable[..., Any], *, grad: bool, dual_level: bool) ->
     return forward_keeping_modes
 
 
-# Modules with nothing in them, made without the set-up of `nn.Module`, which costs more than all else about a part.
+# Empty modules, made without `nn.Module.__init__`, which costs more than everything else about a part.
 
 
 def blank_module(*, training: bool) -> nn.Module:
-    """What `nn.Module()` gives."""
+    """The same as `nn.Module()`."""
     module = nn.Module.__new__(nn.Module)
     module.__dict__.update(blank_attributes(), training=training)
     return module
@@ -329,12 +328,12 @@ _TEMPLATE = dict(nn.Module().__dict__)
 _TABLES = frozenset(name for name, value in _TEMPLATE.items() if hasattr(value, "copy"))
 
 
-# A graph as plain data that pickles: every node with its name, target and arguments, nothing traced again.
+# A graph as plain data that can be pickled: every node with its name, target and arguments, without retracing.
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
-    """Rows of (op, target, args, kwargs, name, type, metadata), and what generates code from them."""
+    """Rows of (op, target, args, kwargs, name, type, metadata), and the code generator."""
 
     rows: tuple[tuple[Any, ...], ...]
     codegen: Any
@@ -360,7 +359,7 @@ class _Builtin:
 
 
 def record_of_graph(graph: Graph) -> GraphRecord:
-    """`graph` as data; of the metadata only plain values are kept, since traced tensors do not pickle."""
+    """`graph` as data; only plain values of the metadata are kept, since traced tensors do not pickle."""
     references: dict[Node, _Reference] = {}
     rows = []
     for node in graph.nodes:
@@ -383,7 +382,7 @@ def record_of_graph(graph: Graph) -> GraphRecord:
 
 
 def graph_from_record(record: GraphRecord) -> Graph:
-    """The graph that `record_of_graph` wrote down."""
+    """The graph of a record."""
     writer = GraphWriter(record.tracer_cls)
     writer.names.reserve(row[4] for row in record.rows)
     nodes: list[Node] = []
@@ -446,7 +445,7 @@ def _packed_target(target: Any) -> Any:
     if isinstance(target, HigherOrderOperator):
         return _Operator("higher_order", target.name(), None)
     if isinstance(target, BuiltinFunctionType) and isinstance(target.__self__, ModuleType):
-        # The older protocols of pickle, which torch.save uses, would try to store the module itself.
+        # Older pickle protocols, which torch.save uses, would try to store the module itself.
         return _Builtin(target.__self__.__name__, target.__name__)
     return target
 
@@ -471,7 +470,7 @@ _PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is nothing but numbers, text and containers of them."""
+    """Whether `value` consists of numbers, text and containers of them."""
     if type(value) in _PLAIN or isinstance(value, torch.dtype):
         return True
     if type(value) in (tuple, list, set, frozenset, torch.Size):
@@ -481,22 +480,22 @@ def is_plain(value: Any) -> bool:
     return False
 
 
-# Nodes that nobody reads, in bodies: torch's dead-code elimination looks into bodies and there deletes too much.
+# Unused nodes in bodies: torch's dead-code elimination (DCE) recurses into bodies and deletes too much there.
 
 
-def keep_unread_nodes(graph: Graph) -> None:
-    """Lets dead-code elimination of the graph around it leave this graph as it is.
+def exempt_from_dce(graph: Graph) -> None:
+    """Makes dead-code elimination of the outer graph skip this graph.
 
-    A trace keeps random draws, and batch norms that write their statistics without saying so, though nobody reads
-    them; but in the bodies that the traced graph calls it deletes them (torch 2.13).
+    A trace keeps unused random numbers, and unused batch norms that mutate their statistics without an annotation; but
+    in the bodies that the traced graph calls they are deleted (torch 2.13).
     """
-    graph.eliminate_dead_code = _nothing_is_dead  # type: ignore[method-assign]
+    graph.eliminate_dead_code = _eliminate_nothing  # type: ignore[method-assign]
 
 
-def keeps_unread_nodes(graph: Graph) -> bool:
-    """Whether that was asked for; a copy of the graph does not know."""
+def is_exempt_from_dce(graph: Graph) -> bool:
+    """Whether a graph was exempted; a copy of it is not."""
     return "eliminate_dead_code" in graph.__dict__
 
 
-def _nothing_is_dead(*args: Any, **keywords: Any) -> bool:
+def _eliminate_nothing(*args: Any, **keywords: Any) -> bool:
     return False

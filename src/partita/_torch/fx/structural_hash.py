@@ -1,4 +1,7 @@
-"""Keys of bodies and modules that are equal for equal code."""
+"""Structural keys and digests of bodies and modules, whatever their nodes and tensors are called.
+
+A key holds the functions themselves, so it is valid in one process; a digest is a text that is equal in every process.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,11 @@ from partita._torch.operators.registry import has_process_lifetime
 __all__ = ["body_key", "digest_of_body", "modules_key", "settings_of"]
 
 
-# Keys of bodies and modules: equal for two of which the same code can be made, whatever nodes and tensors are called.
-#
-# Unlike a fingerprint they hold the functions themselves, so that they are good for one process, and order counts.
-
-
 def body_key(body: GraphModule) -> Hashable | None:
-    """The key, or None for a body that holds something of which nobody knows whether it equals something else."""
+    """The key, equal for bodies with the same code; None for a body that holds something that cannot be compared.
+
+    Unlike in a fingerprint, the order of nodes counts.
+    """
     try:
         return _Keys(_refused).of_graph(body)
     except _UniqueError:
@@ -34,13 +35,13 @@ def body_key(body: GraphModule) -> Hashable | None:
 
 
 def modules_key(body: GraphModule) -> tuple[Hashable, ...]:
-    """The keys of the modules that a body calls, in which something that nobody knows equals itself alone."""
+    """The keys of the modules that a body calls, in which something that cannot be compared equals only itself."""
     called = {str(node.target): None for node in body.graph.find_nodes(op="call_module")}
     return tuple(_Keys(_Itself).of_module(body.get_submodule(target)) for target in called)
 
 
 def settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What hangs on a module beside its tables: options, tensors that are neither parameters nor buffers."""
+    """The attributes of a module beside its tables: options, tensors that are neither parameters nor buffers."""
     lists_weights = isinstance(module, nn.RNNBase)
     for name, value in vars(module).items():
         if name not in _TABLES and not (lists_weights and name.startswith("_flat_weight")):
@@ -48,7 +49,7 @@ def settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _UniqueError(Exception):
-    """Something equals nothing but itself."""
+    """Something cannot be compared."""
 
 
 def _refused(value: object) -> Hashable:
@@ -57,7 +58,7 @@ def _refused(value: object) -> Hashable:
 
 @final
 class _Itself:
-    """Equals another if both hold one object; none that comes out of a file does."""
+    """Compares an object by identity; an unpickled one equals no other."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -74,7 +75,7 @@ class _Itself:
 
 @final
 class _Keys:
-    """Makes keys; `unknown` gives the key of what nobody knows."""
+    """Makes keys; `unknown` returns the key of an object that cannot be compared."""
 
     def __init__(self, unknown: Callable[[object], Hashable]) -> None:
         self._unknown = unknown
@@ -86,7 +87,7 @@ class _Keys:
         return tuple(self._of_node(node, module, number, groups) for node in number)
 
     def of_module(self, module: Any) -> Hashable:
-        """The key of a module that is called, or of the body that an operator is given, without its tensors."""
+        """The key of a module that is called, or of the body of an operator, without its tensors."""
         if not isinstance(module, nn.Module) or call_overrides(module) is not None:
             return self._unknown(module)
         if isinstance(module, GraphModule):
@@ -121,7 +122,7 @@ class _Keys:
         return self._unknown(value)
 
     def _settings_of(self, module: nn.Module) -> Iterator[Hashable]:
-        """What hangs on a module beside tensors and modules; who compiles for a call asks for the training flag."""
+        """The keys of the other attributes of a module; the training flag is checked where a call is compiled."""
         for name, value in settings_of(module):
             yield name, "tensor" if isinstance(value, Tensor) else self._of(value, {})
 
@@ -142,13 +143,10 @@ def _names_of_tensors(module: nn.Module) -> Iterator[Hashable]:
 _TABLES = frozenset(vars(nn.Module()))
 
 
-# A body as a short text: equal for two with the same graphs, in every process, whatever their nodes are called.
-
-
 def digest_of_body(body: GraphModule) -> str:
-    """The text for a body and the modules inside of it; in time linear in their nodes.
+    """The digest of a body and the modules inside it, in time linear in their nodes.
 
-    Values of tensors do not count. A function that no module holds, a closure say, equals itself alone.
+    Values of tensors do not count. A function that is no attribute of a module, such as a closure, equals only itself.
     """
     lines: list[str] = []
     for path, module in sorted(body.named_modules(remove_duplicate=False), key=itemgetter(0)):

@@ -1,4 +1,4 @@
-"""Watching a call from below autograd and autocast: the operators that it comes down to, and what they read."""
+"""Records the operators that a call dispatches below autograd and autocast, and their operands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.dry_runs import Allowance
-from partita._torch.fake_sandbox import Look, fake_mode_of, map_tensors, tensors_in
+from partita._torch.fake_sandbox import TensorMetadata, fake_mode_of, map_tensors, tensors_in
 
 __all__ = ["Label", "OperatorRecorder", "RecordedCall", "Step", "labels_in"]
 
@@ -23,13 +23,13 @@ _DETACH = torch.ops.aten.detach.default
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A tensor, as one watched call tells it from others; `text` is the same in every run of the same call."""
+    """Identifies a tensor of a recorded call; `text` is the same in every run of the same call."""
 
     text: str
     serial: int = 0
-    #: Whether the call was given the tensor.
-    is_given: bool = False
-    #: What was cast, where the tensor is nothing but a cast of something that a call was given.
+    #: Whether the tensor is an input of the call.
+    is_input: bool = False
+    #: The source, where the tensor is only a cast of an input of a call.
     cast_of: Label | None = None
 
     def __repr__(self) -> str:
@@ -44,8 +44,8 @@ class Step:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     result: Any
-    #: How each tensor of the result looks, in order.
-    looks: tuple[Look, ...]
+    #: Of each tensor of the result, in order.
+    metadata: tuple[TensorMetadata, ...]
     #: Whether gradients were recorded.
     grad: bool
     #: Everything that must be the same for two steps to compute the same.
@@ -53,46 +53,46 @@ class Step:
 
     @property
     def cast(self) -> Label | None:
-        """What the step makes, where it only casts something that the call was given."""
+        """The result of the step, where it only casts an input of the call."""
         return self.result if isinstance(self.result, Label) and self.result.cast_of is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """What a call came down to: its steps, and its result with labels in place of tensors, or what it raised."""
+    """The steps of a call, and its result with labels in place of tensors, or the error that it raised."""
 
     steps: tuple[Step, ...]
     result: Any
-    looks: tuple[Look, ...]
+    metadata: tuple[TensorMetadata, ...]
     error: Exception | None
 
     def text(self, first: int = 0) -> list[str]:
-        """What must be the same for two performances to compute the same, from one step on."""
+        """What must be equal for two recorded calls to compute the same, from one step on."""
         raised = "" if self.error is None else type(self.error).__name__
-        return [*(step.text for step in self.steps[first:]), repr(self.result), repr(self.looks), raised]
+        return [*(step.text for step in self.steps[first:]), repr(self.result), repr(self.metadata), raised]
 
 
 class OperatorRecorder:
-    """Watches calls one after another; what autocast has kept from earlier ones stays known."""
+    """Records calls in turn; casts that autocast has cached in earlier ones keep their labels."""
 
     def __init__(self, allowance: Allowance) -> None:
         self.allowance = allowance
-        # By the address of a tensor, not by object: to hold on to results would change what autograd does with them.
-        # An address that is taken again belongs to a new fake, which gets a new label before anyone reads it.
+        # By the address of a tensor, not by object: keeping results alive would change what autograd does with them.
+        # An address that is reused belongs to a new fake, which gets a new label before it is read.
         self._labels: dict[int, Label] = {}
         self._casts = 0
 
     def label(self, tensor: Tensor, label: Label) -> None:
-        """Lets the next calls know `tensor` by this label."""
+        """Sets the label of `tensor` for the next calls."""
         self._labels[tensor._cdata] = label
 
     def known(self, tensor: Tensor) -> Label:
-        """The label of a tensor; a real one among the fakes is a constant that the call has made up by itself."""
+        """The label of a tensor; a real one among the fakes is a constant that the call has made itself."""
         known = None if fake_mode_of(tensor) is None else self._labels.get(tensor._cdata)
         return known or Label("constant", -1)
 
     def of(self, call: Callable[[], Any]) -> RecordedCall:
-        """What `call` comes down to."""
+        """Runs `call` and records it."""
         recorder = _Recorder(self)
         result, error = None, None
         with recorder:
@@ -101,11 +101,11 @@ class OperatorRecorder:
             except Exception as raised:
                 error = raised
         labelled = map_tensors(self.known, result)
-        steps = _without_idle_detaching(recorder.steps, labelled)
-        return RecordedCall(tuple(steps), labelled, tuple(map(Look.of, tensors_in(result))), error)
+        steps = _without_unused_detach(recorder.steps, labelled)
+        return RecordedCall(tuple(steps), labelled, tuple(map(TensorMetadata.of, tensors_in(result))), error)
 
     def fresh_cast(self, source: Label, text: str) -> Label:
-        """A label for a new cast of what has the label `source`."""
+        """A label for a new cast of `source`."""
         self._casts += 1
         return Label(text, self._casts, cast_of=source)
 
@@ -113,37 +113,41 @@ class OperatorRecorder:
 class _Recorder(TorchDispatchMode):
     """The steps of one call."""
 
-    def __init__(self, watch: OperatorRecorder) -> None:
+    def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.watch = watch
+        self.recorder = recorder
         self.steps: list[Step] = []
         self.results = 0
         self.casts: dict[Label, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # Fake tensors are asked for their device all the time.
+        if func.namespace == "prim":  # Queries for the device of fake tensors.
             return func(*args, **kwargs)
-        self.watch.allowance.spend(func, args, kwargs)
-        labels, named = given = map_tensors(self.watch.known, (args, kwargs))
-        looks = tuple(map(Look.of, tensors_in((args, kwargs))))
+        self.recorder.allowance.spend(func, args, kwargs)
+        labels, named = operands = map_tensors(self.recorder.known, (args, kwargs))
+        metadata = tuple(map(TensorMetadata.of, tensors_in((args, kwargs))))
         grad = torch.is_grad_enabled()
-        text = f"{func} {given} {looks} {grad}"
+        text = f"{func} {operands} {metadata} {grad}"
         result = func(*args, **kwargs)
-        self._label_results(func, given, result, read={tensor._cdata for tensor in tensors_in((args, kwargs))})
-        made = map_tensors(self.watch.known, result)
-        self.steps.append(Step(func, labels, named, made, tuple(map(Look.of, tensors_in(result))), grad, text))
+        self._label_results(func, operands, result, read={tensor._cdata for tensor in tensors_in((args, kwargs))})
+        made = map_tensors(self.recorder.known, result)
+        self.steps.append(
+            Step(func, labels, named, made, tuple(map(TensorMetadata.of, tensors_in(result))), grad, text)
+        )
         return result
 
-    def _label_results(self, func: Any, given: Any, result: Any, *, read: set[int]) -> None:
-        source = _cast_source(func, *given)
+    def _label_results(self, func: Any, operands: Any, result: Any, *, read: set[int]) -> None:
+        source = _cast_source(func, *operands)
         for tensor in tensors_in(result):
             if source is not None:
                 count = self.casts[source] = self.casts.get(source, 0) + 1
-                self.watch.label(tensor, self.watch.fresh_cast(source, f"{source.text} as {tensor.dtype} ({count})"))
+                self.recorder.label(
+                    tensor, self.recorder.fresh_cast(source, f"{source.text} as {tensor.dtype} ({count})")
+                )
             elif tensor._cdata not in read:
                 self.results += 1
-                self.watch.label(tensor, Label(f"result {self.results}"))
+                self.recorder.label(tensor, Label(f"result {self.results}"))
 
 
 def labels_in(value: Any) -> Iterator[Label]:
@@ -152,15 +156,15 @@ def labels_in(value: Any) -> Iterator[Label]:
 
 
 def _cast_source(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Label | None:
-    """What the call was given that this step only casts."""
+    """The input of the call that this step only casts."""
     if target is not _CAST or set(kwargs) != {"dtype"}:
         return None
     source: Label = args[0]
-    return source if source.is_given else None
+    return source if source.is_input else None
 
 
-def _without_idle_detaching(steps: Iterable[Step], result: Any) -> list[Step]:
-    """The steps without those by which autograd keeps a result for itself."""
+def _without_unused_detach(steps: Iterable[Step], result: Any) -> list[Step]:
+    """The steps without unused `detach` calls, by which autograd saves a result."""
     read, kept = set(labels_in(result)), []
     for step in reversed(list(steps)):
         if step.target is _DETACH and step.result not in read:

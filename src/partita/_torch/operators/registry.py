@@ -1,4 +1,4 @@
-"""Operators by name, torch HOPs, functorch levels, process-lifetime targets."""
+"""Operators by name, torch's higher-order operators, functorch levels, targets with the lifetime of the process."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = [
 DYNAMO_SKIPS = True
 
 
-# Levels of torch.func's transforms: the functions by which a graph starts and ends one, and leaving those open.
+# Levels of torch.func transforms: the functions that enter and leave one, and closing those left open.
 
 
-#: Taken once: while a model is captured, other things stand in these places.
+#: Bound at import: while a model is captured, these functions of torch are patched.
 _enter_dual_level = torch._C._enter_dual_level
 _exit_dual_level = torch._C._exit_dual_level
 
@@ -56,7 +56,7 @@ def close_levels(count: int) -> None:
 
 
 def is_dual_level_open() -> bool:
-    """Whether forward-mode AD has its one level, in any thread; torch tells only by refusing to open it again."""
+    """Whether forward-mode AD has its one level, in any thread; torch only raises when it is opened again."""
     try:
         level = _enter_dual_level()
     except RuntimeError:
@@ -72,7 +72,7 @@ def close_dual_level() -> None:
 
 
 class Entered(NamedTuple):
-    """Which levels a graph starts: they stay open where a node behind the start raises."""
+    """Which levels a graph enters: they stay open when a later node raises."""
 
     transform: bool
     dual_level: bool
@@ -83,7 +83,7 @@ def entered_by(graph: Graph) -> Entered:
 
 
 def entered_by_any(parts: Iterable[Entered]) -> Entered:
-    """Which levels graphs start together: of those that call each other, one may start what another one ends."""
+    """Which levels several graphs enter together: of those that call each other, one may leave what another enters."""
     several = list(parts)
     return Entered(any(one.transform for one in several), any(one.dual_level for one in several))
 
@@ -102,19 +102,13 @@ ENDS_OF_LEVELS = _named("_decrement_nesting")
 _STARTS_OF_DUAL_LEVEL = _named("_enter_dual_level") | {_enter_dual_level}
 
 
-# Targets that live as long as the process, so that what is known of them may be kept as long.
-
-
 def has_process_lifetime(target: Any) -> bool:
-    """Whether `target` is an operator, a builtin, or a function that its module still holds; a closure is not."""
+    """Whether `target` is an operator, a builtin or an attribute of its module, so that it may be a cache key."""
     if isinstance(target, OpOverload | OpOverloadPacket | BuiltinFunctionType):
         return True
     module = sys.modules.get(getattr(target, "__module__", None) or "")
     name = getattr(target, "__qualname__", None)
     return module is not None and name is not None and getattr(module, name, None) is target
-
-
-# Operators: what they are, and those that Partita itself writes into graphs.
 
 
 #: The classes of the objects in `torch.ops`; they print as their qualified name.
@@ -129,14 +123,11 @@ def operator_names() -> list[str]:
     return sorted(set(names))
 
 
-# What torch's passes call a function when users name operators by text.
-
-
 def qualified_names(function: Any) -> tuple[str, ...]:
-    """The names by which a user may mean `function`: its own, and for an overload also that of all its overloads."""
+    """The names by which users refer to `function` in torch's passes; for an overload also that of its packet."""
     try:
         name = _get_qualified_name(function)
-    except (RuntimeError, AttributeError, TypeError):  # A lambda, or an object that is called, may have none.
+    except (RuntimeError, AttributeError, TypeError):  # A lambda or a callable object may have none.
         return ()
     return (name, name.rpartition(".")[0]) if isinstance(function, OpOverload) else (name,)
 
@@ -146,9 +137,9 @@ def qualified_names(function: Any) -> tuple[str, ...]:
 
 WRAP = wrap
 WRAP_WITH_AUTOCAST = wrap_with_autocast
-#: It leaves its mode switched when its body raises (seen in torch 2.13), so whoever calls it puts that back.
+#: It leaves its mode switched when its body raises (seen in torch 2.13), so callers restore it.
 WRAP_WITH_SET_GRAD_ENABLED = wrap_with_set_grad_enabled
 
 for _operator in (WRAP, WRAP_WITH_AUTOCAST, WRAP_WITH_SET_GRAD_ENABLED):
-    # torch takes them for pure, so its dead-code elimination would delete a body that only writes (torch 2.13).
+    # torch considers them pure, so its dead-code elimination would delete a body that only mutates (torch 2.13).
     has_side_effect(_operator)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What torch declares of a target: schema, tags, aliasing, containers."""
+"""What torch declares about a target: operator schemas, tags, side effects, aliasing and containers."""
 
 from __future__ import annotations
 
@@ -28,39 +28,36 @@ __all__ = [
     "has_registered_effect",
     "is_higher_order",
     "may_return_container",
+    "mutated_nodes",
     "nodes_by_target",
     "returns_container",
     "signatures_of",
     "signatures_of_method",
     "storage_key",
     "viewed_node",
-    "written_nodes",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
 
 
-# Which functions and methods give a tuple or list, as their schemas say.
-
-
 def returns_container(target: Any) -> bool:
-    """Whether a call of `target` (a function, or the name of a tensor method) surely gives a tuple, list or size."""
+    """Whether a call of `target` (a function, or the name of a tensor method) always returns a tuple, list or size."""
     return (isinstance(target, str) or has_process_lifetime(target)) and _returns_container(target)
 
 
 def may_return_container(target: Any) -> bool:
-    """Whether a call of `target` gives a tuple or list for some arguments, or nobody knows what it gives."""
+    """Whether a call of `target` returns a tuple or list for some arguments, or has no schema."""
     schemas = _schemas(target)
-    return not schemas or any(map(_gives_several, schemas))
+    return not schemas or any(map(_returns_several, schemas))
 
 
 @cache
 def _returns_container(target: Any) -> bool:
-    if target == "size":  # With an argument it gives a number, which nobody indexes.
+    if target == "size":  # With an argument it returns a number, which is never indexed.
         return True
     schemas = _schemas(target)
-    return bool(schemas) and all(map(_gives_several, schemas))
+    return bool(schemas) and all(map(_returns_several, schemas))
 
 
 def _schemas(target: Any) -> list[Any]:
@@ -76,17 +73,14 @@ def _schemas(target: Any) -> list[Any]:
     return [schema for schema in schemas if not any(argument.is_out for argument in schema.arguments)]
 
 
-def _gives_several(schema: Any) -> bool:
+def _returns_several(schema: Any) -> bool:
     returns = schema.returns
     return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch._C.ListType))
 
 
-# What torch itself declares about a target: operator schemas, tags, side effects, and where a storage lives.
-
-
 NO_DEFAULT = object()
 
-#: Functions of torch's own machinery that graphs contain although they do nothing to any value.
+#: Functions of torch that graphs contain although they affect no value.
 HARMLESS = (
     torch._C._get_tracing_state,
     torch._C._log_api_usage_once,
@@ -101,8 +95,8 @@ class Argument:
 
     position: int
     name: str
-    written: bool
-    shared: bool
+    mutated: bool
+    aliased: bool
     default: Any
 
 
@@ -113,8 +107,8 @@ class Signature:
     name: str
     arguments: tuple[Argument, ...]
     returns: int
-    draws: bool
-    may_share: bool
+    uses_rng: bool
+    may_alias: bool
     is_out: bool
 
 
@@ -146,12 +140,12 @@ def is_higher_order(target: Any) -> bool:
 
 
 def registers_hook(target: Any) -> bool:
-    """Whether `target` is the operator by which Dynamo (torch 2.13) writes down `tensor.register_hook`."""
+    """Whether `target` is the operator by which Dynamo (torch 2.13) records `tensor.register_hook`."""
     return is_higher_order(target) and target.name() == "register_hook"
 
 
 def has_registered_effect(target: Any) -> bool:
-    """Whether someone told torch that `target` has a side effect; asked anew each time, since the list may grow."""
+    """Whether `target` is registered as having a side effect; not cached, since more may be registered."""
     if target in _side_effectful_functions:
         return True
     return _get_effect is not None and isinstance(target, OpOverload) and _get_effect(target) is not None
@@ -165,7 +159,7 @@ def has_keywords(nodes: Iterable[Node]) -> bool:
 def nodes_by_target(graph: Graph) -> Mapping[tuple[str, Any], Collection[Node]]:
     """The nodes of `graph` by op and target (None for all but functions), from the table that torch keeps.
 
-    There may be none for a target: whoever asked for its nodes has left an entry there.
+    A target may have no nodes: looking it up leaves an empty entry.
     """
     table = getattr(graph, "_find_nodes_lookup_table", None)
     if table is not None:
@@ -214,8 +208,8 @@ def _signature(schema: Any, tags: Collection[Any]) -> Signature:
         name=schema.name,
         arguments=tuple(_argument(i, argument, returned) for i, argument in enumerate(schema.arguments)),
         returns=len(schema.returns),
-        draws=torch.Tag.nondeterministic_seeded in tags,
-        may_share=_MAY_SHARE in tags,
+        uses_rng=torch.Tag.nondeterministic_seeded in tags,
+        may_alias=_MAY_ALIAS in tags,
         is_out=any(argument.is_out for argument in schema.arguments),
     )
 
@@ -225,8 +219,8 @@ def _argument(position: int, argument: Any, returned: list[Any]) -> Argument:
     return Argument(
         position=-1 if argument.kwarg_only else position,
         name=argument.name,
-        written=alias is not None and alias.is_write,
-        shared=alias is not None and any(_overlap(alias, result) for result in returned),
+        mutated=alias is not None and alias.is_write,
+        aliased=alias is not None and any(_overlap(alias, result) for result in returned),
         default=argument.default_value if argument.has_default_value() else NO_DEFAULT,
     )
 
@@ -242,24 +236,24 @@ try:
 except ImportError:
     _get_effect = None  # type: ignore[assignment]
 _keywords = operator.attrgetter("_kwargs")
-_MAY_SHARE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
+_MAY_ALIAS = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
 
 
-def written_nodes(node: Node) -> list[Node]:
-    """The nodes whose tensors an operator with a schema writes; lists of tensors item by item."""
+def mutated_nodes(node: Node) -> list[Node]:
+    """The nodes whose tensors an operator with a schema mutates; lists of tensors item by item."""
     if not isinstance(node.target, OpOverload):
         return []
-    written: list[Node] = []
+    mutated: list[Node] = []
     for place, argument in enumerate(node.target._schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
-            items = given if isinstance(given, tuple | list) else (given,)
-            written += [item for item in items if isinstance(item, Node)]
-    return written
+            items = value if isinstance(value, tuple | list) else (value,)
+            mutated += [item for item in items if isinstance(item, Node)]
+    return mutated
 
 
 def viewed_node(node: Node) -> Node | None:
-    """The node of whose tensor this one gives a view, or the same after a write; None if it gives something new."""
+    """The node that the result of this one aliases: a view of it, or itself after a mutation; None if it is new."""
     if node.target is operator.getitem:
         source = node.args[0]
     elif isinstance(node.target, OpOverload) and any(value.alias_info for value in node.target._schema.returns):

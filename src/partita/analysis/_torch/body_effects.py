@@ -1,3 +1,8 @@
+"""Effects of the body of a higher-order operator on recomputation: mutation, RNG use, tensors saved early.
+
+They come from the schemas of the calls inside, or from a closer analysis that annotated the body.
+"""
+
 from __future__ import annotations
 
 import operator
@@ -26,11 +31,8 @@ __all__ = [
     "schema_effects",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
-
-
-# What a body may do beside computing, as far as recomputing it is concerned.
 
 
 _KEY = "partita_recompute"
@@ -38,30 +40,30 @@ _KEY = "partita_recompute"
 
 @dataclass(frozen=True, slots=True)
 class BodyEffects:
-    """The names of nodes that may write to tensors, whether anything may draw, and what is written.
+    """The names of nodes that may mutate tensors, whether any node may use the RNG, and what is mutated.
 
-    Inputs are told by their place, parameters and buffers by their name in the body.
+    Inputs are identified by their place, parameters and buffers by their name in the body.
     """
 
     writers: tuple[str, ...] = ()
     may_use_rng: bool = True
-    #: By the body, or by others when it has run.
+    #: What the body mutates, or other code after it has run.
     written: tuple[int | str, ...] = ()
-    #: Whether all that the body writes is told; if not, it is found out, since torch does not count every write.
+    #: Whether `written` is complete; if not, mutations are detected at run time, since version counters miss some.
     knows_written: bool = False
-    #: Whether an operator saves what it only writes then, so that a second run must not end with the last saving.
+    #: Whether an operator mutates a tensor after saving it, so that recomputation must not stop at the last saving.
     saves_before_mutation: bool = False
-    #: Whether an operator runs a body of its own, of which it may trace the backward when it is called.
+    #: Whether an operator runs a body of its own, and may trace its backward when it is called.
     may_trace: bool = False
 
     @property
     def needs_copies(self) -> bool:
-        """Whether the second run needs copies of what the first was given."""
+        """Whether recomputation needs copies of the original inputs."""
         return bool(self.writers or self.written)
 
 
 def saves_before_mutation(body: nn.Module) -> bool:
-    """Whether a body, or a module inside, calls RReLU in some form: it saves its noise before it has drawn it."""
+    """Whether a body, or a module inside, calls RReLU in some form: it saves its noise before generating it."""
     for module in body.modules():
         if isinstance(module, nn.RReLU):
             return True
@@ -72,35 +74,35 @@ def saves_before_mutation(body: nn.Module) -> bool:
 
 
 def may_trace(body: nn.Module) -> bool:
-    """Whether a body, or a graph inside, calls an operator such as `scan` that runs a body, and is none of ours."""
+    """Whether a body, or a graph inside, calls a higher-order operator, such as `scan`, other than Partita's own."""
     graphs = (module.graph for module in body.modules() if isinstance(module, GraphModule))
     targets = (node.target for graph in graphs for node in graph.nodes)
     return any(is_higher_order(target) and not getattr(target, "only_runs_body", False) for target in targets)
 
 
-def annotate_effects(body: GraphModule, facts: BodyEffects) -> None:
-    """Keeps what a closer look has found with the body, as long as that is not edited; copies and pickles have it too.
+def annotate_effects(body: GraphModule, effects: BodyEffects) -> None:
+    """Stores effects in the metadata of a body, where they hold until it is edited; copies and pickles keep them.
 
-    As plain data: a pickle leaves out of the metadata what is anything else.
+    They are stored as plain data: pickling drops all other metadata.
     """
-    body.meta[_KEY] = (digest_of_body(body), astuple(facts))
+    body.meta[_KEY] = (digest_of_body(body), astuple(effects))
     _KNOWN.pop(body, None)
 
 
 def propagate_effects(body: GraphModule, rewritten: GraphModule) -> None:
-    """Notes what was noted of a body for another one that was made from it, is called like it, and means the same."""
-    facts = _noted(body) if body is not rewritten and _KEY in body.meta else None
-    if facts is not None:
+    """Copies the annotation of a body to an equivalent one with the same inputs that was made from it."""
+    effects = _annotated(body) if body is not rewritten and _KEY in body.meta else None
+    if effects is not None:
         names = {id(tensor): name for name, tensor in _named_tensors(rewritten)}
         moved = {name: names.get(id(tensor), name) for name, tensor in _named_tensors(body)}
-        written = tuple(moved.get(one, one) if isinstance(one, str) else one for one in facts.written)
-        annotate_effects(rewritten, replace(facts, written=written))
+        written = tuple(moved.get(one, one) if isinstance(one, str) else one for one in effects.written)
+        annotate_effects(rewritten, replace(effects, written=written))
 
 
 def effects_of_body(body: Any) -> BodyEffects | None:
-    """What is known of `body`; None where it is no graph, so that it may do anything.
+    """The effects of `body`; None where it is no graph, so that it may have any.
 
-    Asked at every call, so the answer is kept until code is generated anew: an edited graph runs only then.
+    Queried at every call, so the result is cached until code is generated anew: an edited graph runs only then.
     """
     if not isinstance(body, GraphModule) or "forward" in vars(body):
         return None
@@ -108,32 +110,32 @@ def effects_of_body(body: Any) -> BodyEffects | None:
     known = _KNOWN.get(body)
     if known is not None and known[0] == code:
         return known[1]
-    facts = _noted(body) or _read(body)
-    if not any(map(_waits_for_code, body.modules())):
-        _KNOWN[body] = (code, facts)
-    return facts
+    effects = _annotated(body) or _analysed(body)
+    if not any(map(_awaits_code, body.modules())):
+        _KNOWN[body] = (code, effects)
+    return effects
 
 
-#: By body: the code that was looked at, and what was found.
+#: By body: its code when it was analysed, and the result.
 _KNOWN: WeakKeyDictionary[GraphModule, tuple[tuple[object, ...], BodyEffects]] = WeakKeyDictionary()
 
 
 def _code_of(body: GraphModule) -> tuple[object, ...]:
-    """What runs when the body is called, and in the modules inside; torch makes a new function for each edit."""
+    """The `forward` functions of a body and the modules inside; torch makes a new function for each edit."""
     if not body._modules:
         return (type(body).forward,)
     return tuple([vars(module).get("forward", type(module).forward) for module in body.modules()])
 
 
-def _waits_for_code(module: nn.Module) -> bool:
-    """Whether edits go unseen since the function that will make the code is the same before and after."""
+def _awaits_code(module: nn.Module) -> bool:
+    """Whether `forward` is still the function that generates the code, so that edits do not replace it."""
     return isinstance(module, _LazyGraphModule) and module._needs_recompile()
 
 
-def _noted(body: GraphModule) -> BodyEffects | None:
-    """What was noted of the body, if it is still what it was then."""
-    digest, facts = body.meta.get(_KEY, (None, ()))
-    return BodyEffects(*facts) if digest is not None and digest == digest_of_body(body) else None
+def _annotated(body: GraphModule) -> BodyEffects | None:
+    """The annotation of a body, if it was not edited since."""
+    digest, effects = body.meta.get(_KEY, (None, ()))
+    return BodyEffects(*effects) if digest is not None and digest == digest_of_body(body) else None
 
 
 def _named_tensors(body: GraphModule) -> Iterator[tuple[str, Tensor]]:
@@ -141,59 +143,59 @@ def _named_tensors(body: GraphModule) -> Iterator[tuple[str, Tensor]]:
     yield from body.named_buffers()
 
 
-def _read(body: GraphModule) -> BodyEffects:
-    found = {node.name: _acts(node, body) for node in body.graph.nodes if node.op.startswith("call_")}
-    writers = tuple(name for name, acts in found.items() if acts.writes)
-    draws = any(acts.draws for acts in found.values())
-    return BodyEffects(writers, draws, saves_before_mutation=saves_before_mutation(body), may_trace=may_trace(body))
+def _analysed(body: GraphModule) -> BodyEffects:
+    found = {node.name: _effects_of_call(node, body) for node in body.graph.nodes if node.op.startswith("call_")}
+    writers = tuple(name for name, effects in found.items() if effects.mutates)
+    uses_rng = any(effects.uses_rng for effects in found.values())
+    return BodyEffects(writers, uses_rng, saves_before_mutation=saves_before_mutation(body), may_trace=may_trace(body))
 
 
-def _acts(node: Node, owner: GraphModule) -> SchemaEffects:
+def _effects_of_call(node: Node, owner: GraphModule) -> SchemaEffects:
     inside = list(map(effects_of_body, _bodies(node, owner)))
     if not inside:
         return schema_effects(node)
     return SchemaEffects(
-        writes=any(facts is None or facts.writers for facts in inside),
-        draws=any(facts is None or facts.may_use_rng for facts in inside),
+        mutates=any(effects is None or effects.writers for effects in inside),
+        uses_rng=any(effects is None or effects.may_use_rng for effects in inside),
     )
 
 
 def _bodies(node: Node, owner: GraphModule) -> Iterator[Any]:
     """The bodies that an operator runs."""
     if node.op == "call_function" and not isinstance(node.target, OpOverload):
-        for given in node.all_input_nodes:
-            if given.op == "get_attr":
-                held = _held(owner, str(given.target))
-                if isinstance(held, nn.Module):
-                    yield held
+        for read in node.all_input_nodes:
+            if read.op == "get_attr":
+                body = _attribute(owner, str(read.target))
+                if isinstance(body, nn.Module):
+                    yield body
 
 
-def _held(owner: Any, path: str) -> Any:
+def _attribute(owner: Any, path: str) -> Any:
     for name in path.split("."):
         owner = getattr(owner, name, None)
     return owner
 
 
-# What a call in a graph may do beside computing, from what torch declares alone: write to tensors, and draw.
+# Effects of a call according to its schema: mutation and RNG use.
 
 
 class SchemaEffects(NamedTuple):
-    """Whether a call may write to what was there before, and whether it may draw random numbers."""
+    """Whether a call may mutate existing tensors, and whether it may use the RNG."""
 
-    writes: bool
-    draws: bool
+    mutates: bool
+    uses_rng: bool
 
 
 def schema_effects(node: Node) -> SchemaEffects:
-    """What a call may do; a module, and a function without a schema, may do both."""
+    """The effects of a call; a module, and a function without a schema, may have both."""
     if node.target in _PLAIN or _is_check(node.target):
-        return SchemaEffects(writes=False, draws=False)
-    signatures = [signature for signature in _signatures(node) if _may_be_meant(signature, node)]
+        return SchemaEffects(mutates=False, uses_rng=False)
+    signatures = [signature for signature in _signatures(node) if _may_be_called(signature, node)]
     if not signatures:
-        return SchemaEffects(writes=True, draws=True)
-    writes = node.kwargs.get("out") is not None or any(map(_writes, signatures))
+        return SchemaEffects(mutates=True, uses_rng=True)
+    mutates = node.kwargs.get("out") is not None or any(map(_mutates, signatures))
     return SchemaEffects(
-        writes, any(signature.draws or _may_hide_a_draw(signature, node.target) for signature in signatures)
+        mutates, any(signature.uses_rng or _may_use_rng_inside(signature, node.target) for signature in signatures)
     )
 
 
@@ -203,28 +205,28 @@ def _signatures(node: Node) -> tuple[Signature, ...]:
     return () if node.op == "call_module" else signatures_of(node.target)
 
 
-def _may_be_meant(signature: Signature, node: Node) -> bool:
-    """Whether a call may reach this overload; those that write into `out` are reached by what is given for it."""
+def _may_be_called(signature: Signature, node: Node) -> bool:
+    """Whether a call may reach this overload; an `out` overload is only reached by passing that argument."""
     if not signature.is_out or isinstance(node.target, OpOverload):
         return True
-    names = ("out", *(argument.name for argument in signature.arguments if argument.written))
+    names = ("out", *(argument.name for argument in signature.arguments if argument.mutated))
     return any(node.kwargs.get(name) is not None for name in names)
 
 
-def _writes(signature: Signature) -> bool:
-    return any(argument.written or argument.name in _STATISTICS for argument in signature.arguments)
+def _mutates(signature: Signature) -> bool:
+    return any(argument.mutated or argument.name in _STATISTICS for argument in signature.arguments)
 
 
-def _may_hide_a_draw(signature: Signature, target: Any) -> bool:
-    """Whether an operator's own tags do not speak for the operators that it calls: dropout in attention, say."""
+def _may_use_rng_inside(signature: Signature, target: Any) -> bool:
+    """Whether an operator may call others that use the RNG, which its own tags do not say: dropout in attention."""
     if not signature.name.startswith("aten::"):
-        return True  # An operator of somebody else's may draw without saying so.
+        return True  # An operator of another library may use the RNG without the tag.
     return _is_composite(target.name()) if isinstance(target, OpOverload) else _has_composite(signature.name)
 
 
 @cache
 def _has_composite(name: str) -> bool:
-    """Whether any overload of an operator of torch's is one."""
+    """Whether any overload of an operator of torch is composite."""
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"))
     return any(_is_composite(getattr(packet, overload).name()) for overload in packet.overloads())
 
@@ -240,10 +242,10 @@ def _is_check(target: Any) -> bool:
     return isinstance(target, OpOverload) and "assert" in target.name()
 
 
-#: What the norms of torch write in training, which their schemas do not say.
+#: What the norms of torch mutate in training, without an annotation in their schemas.
 _STATISTICS = ("running_mean", "running_var")
 
-#: Functions of Python that only compute. Those that write in place have a second name in `operator`, so all are listed.
+#: Functions of Python without effects. In-place ones have a second name in `operator`, so all are listed.
 _PLAIN = frozenset(
     getattr(operator, name)
     for name in (

@@ -1,4 +1,4 @@
-"""Effects of every call in a graph, bodies included."""
+"""Effects of every call in a graph, bodies of higher-order operators included, and the storages that values share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from partita.analysis.index import Index
 from partita.analysis.modes import AMBIENT, modes_of
 from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
 from partita.analysis.op_effects.functions import rule_of_function, rule_of_method
-from partita.analysis.op_effects.modules import behaviour_of_module, is_check
+from partita.analysis.op_effects.modules import is_check, op_effects_of_module
 from partita.analysis.op_effects.operators import rule_of_operator
 from partita.analysis.op_effects.terms import (
     ALIASES,
@@ -43,20 +43,17 @@ from partita.analysis.op_effects.terms import (
 )
 from partita.errors import MissingTargetError
 
-__all__ = ["CallEffects", "OpEffects", "Storages", "behaviour_of", "storages_of", "tensors_of", "written_classes"]
+__all__ = ["CallEffects", "OpEffects", "Storages", "mutated_classes", "op_effects_of", "storages_of", "tensors_of"]
 
 
-# What each node may do: read, write, alias, draw, or act on the world in ways that nobody knows.
-
-
-def behaviour_of(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> OpEffects:
-    """What the single node `node` of `root` may do; functions in `pure` are trusted to do nothing but compute."""
+def op_effects_of(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> OpEffects:
+    """The effects of a single node of `root`; functions in `pure` are trusted to have none."""
     return CallEffects(root, pure).of(node)
 
 
 @final
 class CallEffects:
-    """The behaviour of every node of one graph module, with what was found out about modules and bodies kept."""
+    """The effects of every node of one graph module; those of modules and bodies are cached."""
 
     def __init__(
         self,
@@ -70,29 +67,29 @@ class CallEffects:
         self._rules: dict[Any, Rule] = {}
 
     def of(self, node: Node) -> OpEffects:
-        """What `node` may do; the mode toggles are nobody's effect here, since modes are told apart per node."""
+        """The effects of `node`; mode toggles have none here, since the mode is a property of each node."""
         if node.op == "call_function":
             return PURE if node.target in TOGGLES else self._of_function(node)
         if node.op == "call_method":
             return rule_of_method(str(node.target)).of(node)
         if node.op == "call_module":
-            return behaviour_of_call(node, self.called_module(node), self.of_module)
+            return op_effects_of_call(node, self.called_module(node), self.of_module)
         return PURE
 
-    def acting(self, graph: Graph) -> dict[Node, OpEffects]:
-        """The nodes that do more than compute a result; whole targets that cannot are skipped without a walk."""
-        return {node: told for node, told in self._told(graph, _may_act) if told.acts}
+    def effectful(self, graph: Graph) -> dict[Node, OpEffects]:
+        """The nodes with effects; targets that cannot have any are skipped without visiting their nodes."""
+        return {node: effects for node, effects in self._candidates(graph, _may_have_effects) if effects.is_effectful}
 
     def aliasing(self, graph: Graph) -> dict[Node, OpEffects]:
-        """The nodes whose result may share storage with an argument or with state."""
-        told = self._told(graph, _may_alias)
-        return {node: behaviour for node, behaviour in told if behaviour.aliases or behaviour.shares_state}
+        """The nodes whose result may alias an argument or state."""
+        candidates = self._candidates(graph, _may_alias)
+        return {node: effects for node, effects in candidates if effects.aliases or effects.shares_state}
 
     def of_module(self, module: nn.Module) -> OpEffects:
-        """What a call of `module` may do, with slots by the position and name of its own inputs."""
+        """The effects of a call of `module`, with slots by the position and name of its own inputs."""
         known = self._known_modules.get(module)
         if known is None:
-            # A body that contains itself meets this answer halfway.
+            # A body that contains itself finds this entry.
             self._known_modules[module] = UNKNOWN
             self._known_modules[module] = known = self._inspected(module)
         return known
@@ -108,12 +105,12 @@ class CallEffects:
         )
 
     def bodies(self, node: Node) -> Iterator[nn.Module]:
-        """The modules that a call of `node` runs: the one it names, or the bodies it is given."""
+        """The modules that a call of `node` runs: its target, or the bodies among its arguments."""
         if node.op == "call_module":
             yield self.called_module(node)
         elif node.op == "call_function" and is_higher_order(node.target):
-            for given in node.all_input_nodes:
-                body = find(self.root, str(given.target)) if given.op == "get_attr" else None
+            for read in node.all_input_nodes:
+                body = find(self.root, str(read.target)) if read.op == "get_attr" else None
                 if isinstance(body, nn.Module):
                     yield body
 
@@ -121,47 +118,47 @@ class CallEffects:
         if isinstance(module, StandsForBody):
             return self.of_module(module.body)
         if not isinstance(module, GraphModule) or module in self.pure:
-            return behaviour_of_module(module, self.pure)
-        return behaviour_of_body(module, CallEffects(module, self.pure, self._known_modules))
+            return op_effects_of_module(module, self.pure)
+        return op_effects_of_body(module, CallEffects(module, self.pure, self._known_modules))
 
     def _of_function(self, node: Node) -> OpEffects:
         if registers_hook(node.target):
             return _HOOKED
         if self._runs_bodies(node.target):
             bodies = list(self.bodies(node))
-            told = behaviour_of_call(node, bodies, self.of_module)
-            return replace(told, impure=True) if has_registered_effect(node.target) and not bodies else told
+            effects = op_effects_of_call(node, bodies, self.of_module)
+            return replace(effects, impure=True) if has_registered_effect(node.target) and not bodies else effects
         return self._rule(node.target).of(node)
 
     def _rule(self, target: Any) -> Rule:
         rule = self._rules.get(target)
         if rule is None:
             rule = ALIASES if target in self.pure else rule_of_function(target)
-            if _is_impure_by_registration(target, rule) and target not in self.pure:
+            if _is_registered_impure(target, rule) and target not in self.pure:
                 rule = _also_impure(rule)
             self._rules[target] = rule
         return rule
 
-    def _told(
-        self, graph: Graph, suspicion: Callable[[Rule, Iterable[Node]], bool]
+    def _candidates(
+        self, graph: Graph, may_matter: Callable[[Rule, Iterable[Node]], bool]
     ) -> Iterator[tuple[Node, OpEffects]]:
-        """The behaviour of every node whose target is under suspicion."""
+        """The effects of every node whose target `may_matter`."""
         for (op, target), nodes in nodes_by_target(graph).items():
             if op == "call_method":
-                names = {name for name in set(map(_target, nodes)) if suspicion(rule_of_method(name), ())}
+                names = {name for name in set(map(_target, nodes)) if may_matter(rule_of_method(name), ())}
                 yield from ((node, self.of(node)) for node in nodes if node.target in names)
             elif op == "call_module" or (op == "call_function" and self._runs_bodies(target)):
                 yield from ((node, self.of(node)) for node in nodes)
             elif op == "call_function" and target not in TOGGLES:
                 rule = self._rule(target)
-                if suspicion(rule, nodes):
+                if may_matter(rule, nodes):
                     yield from zip(nodes, map(rule.of, nodes), strict=True)
 
     def _runs_bodies(self, target: Any) -> bool:
         return is_higher_order(target) and target not in self.pure
 
 
-def _is_impure_by_registration(target: Any, rule: Rule) -> bool:
+def _is_registered_impure(target: Any, rule: Rule) -> bool:
     return has_registered_effect(target) and not rule.usual.impure and target is not operator.setitem
 
 
@@ -169,9 +166,9 @@ def _also_impure(rule: Rule) -> Rule:
     return Rule(replace(rule.usual, impure=True), lambda node: replace(rule.of(node), impure=True))
 
 
-def _may_act(rule: Rule, nodes: Iterable[Node]) -> bool:
+def _may_have_effects(rule: Rule, nodes: Iterable[Node]) -> bool:
     return not rule.is_quiet and (
-        rule.usual.acts or rule.by_call is not None or (rule.out is not None and has_keywords(nodes))
+        rule.usual.is_effectful or rule.by_call is not None or (rule.out is not None and has_keywords(nodes))
     )
 
 
@@ -183,17 +180,17 @@ def _may_alias(rule: Rule, nodes: Iterable[Node]) -> bool:
     )
 
 
-#: A hook belongs to its tensor as that is now: it stays on its side of writes and of other hooks. Its body runs later.
-_HOOKED = OpEffects(writes=(FIRST,), aliases=(FIRST,))
+#: A hook is ordered with mutations of its tensor and with other hooks on it. Its body runs later.
+_HOOKED = OpEffects(mutates=(FIRST,), aliases=(FIRST,))
 
 _target = operator.attrgetter("target")
 
 
-# Storage classes: which values of a graph may live in one storage, as far as anyone can tell before it runs.
+# Storage classes: which values of a graph may share a storage, conservatively.
 
 
-class NodeBehaviours(Protocol):
-    """What we need to know about the nodes of one graph."""
+class AliasingCalls(Protocol):
+    """The calls of one graph whose result aliases something, and the bodies that calls run."""
 
     root: nn.Module
 
@@ -204,10 +201,10 @@ class NodeBehaviours(Protocol):
 
 @final
 class Storages:
-    """Nodes by number, and tensors of the module by storage, joined into classes that may share memory.
+    """Nodes by number, and tensors of the module by storage, joined into classes that may share memory (union-find).
 
-    Number `world` stands for all that an unknown function may reach. Tensors get numbers above it as they turn up;
-    once an unknown function is seen, they all belong to the world.
+    Number `world` represents all memory that an unknown function may reach. Tensors get numbers above it as they turn
+    up; where the graph calls an unknown function, they are all joined with the world.
     """
 
     def __init__(self, count: int, *, is_open: bool) -> None:
@@ -218,7 +215,7 @@ class Storages:
         self._tensors: dict[int, Tensor] = {}
 
     def find(self, i: int) -> int:
-        """The number that stands for the class of `i`."""
+        """The representative of the class of `i`."""
         parent = self._parent
         while parent[i] != i:
             parent[i] = parent[parent[i]]
@@ -226,7 +223,7 @@ class Storages:
         return i
 
     def join(self, i: int, j: int) -> None:
-        """From now on `i` and `j` may share memory; the smaller number stands for both."""
+        """From now on `i` and `j` may share memory; the smaller number represents both."""
         i, j = self.find(i), self.find(j)
         if i != j:
             self._parent[max(i, j)] = min(i, j)
@@ -244,7 +241,7 @@ class Storages:
         return number
 
     def known_number_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor of the module, or None if nothing in the graph has met its storage."""
+        """The number of a tensor of the module, or None if its storage has no number yet."""
         return self._number_by_key.get(storage_key(tensor))
 
     def tensors_in(self, classes: Container[int]) -> Iterator[Tensor]:
@@ -252,45 +249,45 @@ class Storages:
         return (tensor for number, tensor in self._tensors.items() if self.find(number) in classes)
 
     def roots(self) -> list[int]:
-        """The number that stands for the class of each node."""
+        """The representative of the class of each node."""
         find, parent = self.find, self._parent
         return [i if parent[i] == i else find(i) for i in range(self.world)]
 
 
-def storages_of(index: Index, behaviours: NodeBehaviours, acting: Mapping[Node, OpEffects]) -> Storages:
+def storages_of(index: Index, calls: AliasingCalls, effectful: Mapping[Node, OpEffects]) -> Storages:
     """The storage classes of a graph: from schemas, from the tensors of the module, and from traced values.
 
     A traced value may only join classes, since some tracers give each value a storage of its own.
     """
-    storages = Storages(len(index), is_open=any(told.unknown for told in acting.values()))
-    _join_results(index, storages, behaviours)
-    _join_attributes(index, storages, behaviours.root)
+    storages = Storages(len(index), is_open=any(effects.unknown for effects in effectful.values()))
+    _join_results(index, storages, calls)
+    _join_attributes(index, storages, calls.root)
     _join_traced_values(index, storages)
     return storages
 
 
-def written_classes(index: Index, storages: Storages, acting: Mapping[Node, OpEffects]) -> dict[int, set[int]]:
-    """The classes that each writing node may write, by its number."""
+def mutated_classes(index: Index, storages: Storages, effectful: Mapping[Node, OpEffects]) -> dict[int, set[int]]:
+    """The classes that each mutating node may mutate, by its number."""
     find, number = storages.find, index.number
-    written: dict[int, set[int]] = {}
-    for node, told in acting.items():
-        if told.writes or told.state_writes:
-            classes = {find(number[given]) for given in nodes_in_slots(node, told.writes)}
-            classes.update(find(storages.number_of(tensor)) for tensor in told.state_writes)
-            written[number[node]] = classes | {find(storages.world)} if told.unknown else classes
-    return written
+    mutated: dict[int, set[int]] = {}
+    for node, effects in effectful.items():
+        if effects.mutates or effects.mutated_state:
+            classes = {find(number[operand]) for operand in nodes_in_slots(node, effects.mutates)}
+            classes.update(find(storages.number_of(tensor)) for tensor in effects.mutated_state)
+            mutated[number[node]] = classes | {find(storages.world)} if effects.unknown else classes
+    return mutated
 
 
-def _join_results(index: Index, storages: Storages, behaviours: NodeBehaviours) -> None:
+def _join_results(index: Index, storages: Storages, calls: AliasingCalls) -> None:
     number, join = index.number, storages.join
-    for node, told in behaviours.aliasing(index.graph).items():
+    for node, effects in calls.aliasing(index.graph).items():
         i = number[node]
-        for given in nodes_in_slots(node, told.aliases):
-            join(i, number[given])
-        if told.unknown:
+        for operand in nodes_in_slots(node, effects.aliases):
+            join(i, number[operand])
+        if effects.unknown:
             join(i, storages.world)
-        elif told.shares_state:
-            for body in behaviours.bodies(node):
+        elif effects.shares_state:
+            for body in calls.bodies(node):
                 for tensor in tensors_of(body):
                     join(i, storages.number_of(tensor))
 
@@ -318,50 +315,50 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
         yield from (value for table in tables for value in table.values() if isinstance(value, Tensor))
 
 
-# The behaviour of calls that run bodies: graph modules, and the operators that are given some.
+# Calls that run bodies: of graph modules and of higher-order operators.
 
 
-class ActingNodes(NodeBehaviours, Protocol):
-    """The behaviour of the nodes of one body."""
+class EffectfulCalls(AliasingCalls, Protocol):
+    """The calls of one graph that alias or have effects."""
 
-    def acting(self, graph: Graph) -> dict[Node, OpEffects]: ...
+    def effectful(self, graph: Graph) -> dict[Node, OpEffects]: ...
 
 
-def behaviour_of_body(body: GraphModule, behaviours: ActingNodes) -> OpEffects:
-    """What a call of `body` may do, its slots by the place of each placeholder.
+def op_effects_of_body(body: GraphModule, calls: EffectfulCalls) -> OpEffects:
+    """The effects of a call of `body`, its slots by the place of each placeholder.
 
-    The module of an exported program checks its own inputs. That can raise, as any operator can that is given what it
-    does not take, and is no act of its own.
+    The module of an exported program checks its inputs. Like any operator it may raise on bad arguments, which does not
+    count as an effect.
     """
     is_exported = has_only_export_hooks(body)
     if not is_exported and not runs_its_graph(body):
         return UNKNOWN
     index = Index(body.graph)
-    acting = behaviours.acting(body.graph)
+    effectful = calls.effectful(body.graph)
     if is_exported:
-        acting = {node: told for node, told in acting.items() if not _checks_inputs(node, body)}
-    storages = storages_of(index, behaviours, acting)
-    written = set().union(*written_classes(index, storages, acting).values())
+        effectful = {node: effects for node, effects in effectful.items() if not _checks_inputs(node, body)}
+    storages = storages_of(index, calls, effectful)
+    mutated = set().union(*mutated_classes(index, storages, effectful).values())
     returned = {storages.find(i) for i in index.inputs(len(index) - 1)}
-    inside = merged(acting.values())
+    inside = merged(effectful.values())
     return replace(
         inside,
-        writes=_slots_of_inputs(index, {i for i, _ in _placeholders(index) if storages.find(i) in written}),
+        mutates=_slots_of_inputs(index, {i for i, _ in _placeholders(index) if storages.find(i) in mutated}),
         aliases=_slots_of_inputs(index, {i for i, _ in _placeholders(index) if storages.find(i) in returned}),
-        state_writes=tuple(
-            {id(tensor): tensor for tensor in (*storages.tensors_in(written), *inside.state_writes)}.values()
+        mutated_state=tuple(
+            {id(tensor): tensor for tensor in (*storages.tensors_in(mutated), *inside.mutated_state)}.values()
         ),
         shares_state=inside.unknown or any(True for _ in storages.tensors_in(returned)),
         waits=False,
-        # A body that leaves a mode behind changes how every later call is carried out.
+        # A body that leaves a mode switched changes how every later call runs.
         fences=inside.fences or modes_of(index).final != AMBIENT,
     )
 
 
-def behaviour_of_call(
+def op_effects_of_call(
     node: Node, modules: nn.Module | Sequence[nn.Module], of_module: Callable[[nn.Module], OpEffects]
 ) -> OpEffects:
-    """What the call `node` of these modules may do, its slots by the place of each argument."""
+    """The effects of the call `node` of these modules, its slots by the place of each argument."""
     if isinstance(modules, nn.Module):
         return of_module(modules)
     if getattr(node.target, "__name__", "") == _DELEGATE:
@@ -389,9 +386,9 @@ def _slots_of_inputs(index: Index, wanted: set[int]) -> tuple[Slot, ...]:
     return tuple((k, str(node.target)) for k, (i, node) in enumerate(_placeholders(index)) if i in wanted)
 
 
-def _as_seen_by_operator(node: Node, body: nn.Module, told: OpEffects) -> OpEffects:
-    """`told`, with the inputs of the body found among the operands of the operator."""
-    if told.unknown or not isinstance(body, GraphModule):
+def _as_seen_by_operator(node: Node, body: nn.Module, effects: OpEffects) -> OpEffects:
+    """The effects of a body, with its inputs mapped to the operands of the operator."""
+    if effects.unknown or not isinstance(body, GraphModule):
         return UNKNOWN
     places = _operand_places(node, sum(n.op == "placeholder" for n in body.graph.nodes))
 
@@ -400,12 +397,12 @@ def _as_seen_by_operator(node: Node, body: nn.Module, told: OpEffects) -> OpEffe
             return (EVERY,) if slots else ()
         return tuple(dict.fromkeys((places[position], "") for position, _ in slots))
 
-    return replace(told, writes=seen(told.writes), aliases=seen(told.aliases))
+    return replace(effects, mutates=seen(effects.mutates), aliases=seen(effects.aliases))
 
 
 def _operand_places(node: Node, count: int) -> list[int] | None:
-    """The argument in which each of `count` inputs of the body travels; None where that cannot be told."""
-    leaves = [(i, leaf) for i, given in enumerate(node.args) for leaf in _leaves(given)]
+    """The argument that holds each of `count` inputs of the body; None where that cannot be determined."""
+    leaves = [(i, leaf) for i, argument in enumerate(node.args) for leaf in _leaves(argument)]
     last_body = max((i for i, leaf in leaves if isinstance(leaf, Node) and _reads_body(leaf)), default=-1)
     # `invoke_subgraph` names its body in a string between body and operands.
     places = [i for i, leaf in leaves if i > last_body and not isinstance(leaf, str)]
@@ -431,7 +428,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _of_bare_operator(node: Node) -> OpEffects:
-    """Operators that are given an operator, or nothing, to run."""
+    """The effects of a higher-order operator that runs another operator, or nothing."""
     name = getattr(node.target, "__name__", "")
     if name in _KNOWN:
         return _KNOWN[name]
@@ -440,15 +437,15 @@ def _of_bare_operator(node: Node) -> OpEffects:
     inner = [a for a in node.args if callable(a) and not isinstance(a, Node)]
     if len(inner) != 1 or is_higher_order(inner[0]):
         return PURE if name in _FUNCTIONAL else UNKNOWN
-    told = rule_of_operator(signatures_of(inner[0])).usual
-    if name in _FUNCTIONAL:  # It writes copies and gives them back.
-        return replace(told, writes=(), aliases=(), state_writes=())
-    ordered = OpEffects(draws="rng" in name, impure=name == "with_effects")
-    return merged((replace(told, writes=(EVERY,) if told.writes else (), aliases=(EVERY,)), ordered))
+    effects = rule_of_operator(signatures_of(inner[0])).usual
+    if name in _FUNCTIONAL:  # It mutates copies and returns them.
+        return replace(effects, mutates=(), aliases=(), mutated_state=())
+    ordered = OpEffects(uses_rng="rng" in name, impure=name == "with_effects")
+    return merged((replace(effects, mutates=(EVERY,) if effects.mutates else (), aliases=(EVERY,)), ordered))
 
 
-#: ExecuTorch's operator, which runs what a delegate made of a functional graph: it gives new tensors and writes none of
-#: its arguments. It may own buffers, so that calls keep their order.
+#: ExecuTorch's operator, which runs what a delegate compiled from a functional graph: it returns new tensors and
+#: mutates none of its arguments. It may own buffers, so calls keep their order.
 _DELEGATE = "executorch_call_delegate"
 _FUNCTIONAL = frozenset(
     ("auto_functionalized", "auto_functionalized_v2", "out_dtype", "triton_kernel_wrapper_functional")
@@ -459,5 +456,5 @@ _RUNS_OPERATOR = frozenset(
 _KNOWN = {
     "print": OpEffects(impure=True),
     "_export_tracepoint": replace(ALIASING, impure=True),
-    "triton_kernel_wrapper_mutation": OpEffects(writes=(EVERY,)),
+    "triton_kernel_wrapper_mutation": OpEffects(mutates=(EVERY,)),
 }

@@ -1,4 +1,4 @@
-"""Effects of Python functions and methods."""
+"""Effects of functions and methods: from a schema where there is one, else from torch's signatures and naming rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from partita.analysis.op_effects.terms import (
 __all__ = ["rule_of_function", "rule_of_method"]
 
 
-# The behaviour of methods, which a graph knows by name only.
+# Methods, which a graph knows by name only.
 
 
 @cache
@@ -49,7 +49,7 @@ def rule_of_method(name: str) -> Rule:
         return _KNOWN_METHODS[name]
     if name.startswith("__i") and f"__{name[3:]}" in _OPERATORS:
         return _UPDATES_FIRST
-    if name == "__pos__":  # It gives its argument back.
+    if name == "__pos__":  # It returns its argument.
         return ALIASES
     if name in _OPERATORS or name.replace("__r", "__", 1) in _OPERATORS:
         return QUIET
@@ -59,12 +59,12 @@ def rule_of_method(name: str) -> Rule:
         return Rule(UNKNOWN)
     # Tensor methods take no `out`.
     rule = replace(rule_of_operator(signatures), out=None)
-    return replace(rule, is_quiet=rule.by_call is None and not rule.usual.acts)
+    return replace(rule, is_quiet=rule.by_call is None and not rule.usual.is_effectful)
 
 
-_UPDATES_FIRST = Rule(OpEffects(writes=(FIRST,), aliases=(FIRST,)))
-_KEEPS = Rule(OpEffects(writes=(FIRST,), aliases=(EVERY,)))
-_DRAWS = Rule(OpEffects(draws=True))
+_UPDATES_FIRST = Rule(OpEffects(mutates=(FIRST,), aliases=(FIRST,)))
+_STORES = Rule(OpEffects(mutates=(FIRST,), aliases=(EVERY,)))
+_USES_RNG = Rule(OpEffects(uses_rng=True))
 
 _OPERATOR_NAMES = """
     abs add and bool complex contains div eq float floordiv format ge gt hash index int invert le len long lshift lt
@@ -72,17 +72,17 @@ _OPERATOR_NAMES = """
 """
 _OPERATORS = frozenset(f"__{name}__" for name in _OPERATOR_NAMES.split())
 
-_ASKING = """
+_QUERIES = """
     const_data_ptr count data_ptr dim dim_order element_size endswith get_device is_complex is_contiguous
     is_floating_point is_inference is_set is_shared is_signed isdisjoint issubset join lower lu ndimension nelement
     new_tensor numel replace size startswith storage_offset storage_type stride strip to_sparse_coo tolist unique upper
 """
-_SHARING = """
+_ALIASING_METHODS = """
     __array__ __dlpack__ __get__ __getitem__ __iter__ __reversed__ _asdict _replace as_subclass bfloat16 bool byte
     cdouble cfloat char copy cuda double float get half int ipu items keys long mtia new numpy short storage type
     untyped_storage values xpu
 """
-_KEEPING = """
+_STORING = """
     __delattr__ __delitem__ __set__ __setattr__ __setitem__ append clear extend insert pop popitem remove reverse
     setdefault share_memory_ update
 """
@@ -92,16 +92,16 @@ _SEEDING = """
 
 #: Methods without a schema, and those whose name means something else to TorchScript.
 _KNOWN_METHODS: dict[str, Rule] = {
-    **dict.fromkeys(_ASKING.split(), QUIET),
-    **dict.fromkeys(_SHARING.split(), ALIASES),
-    **dict.fromkeys(_KEEPING.split(), _KEEPS),
-    **dict.fromkeys(_SEEDING.split(), _DRAWS),
+    **dict.fromkeys(_QUERIES.split(), QUIET),
+    **dict.fromkeys(_ALIASING_METHODS.split(), ALIASES),
+    **dict.fromkeys(_STORING.split(), _STORES),
+    **dict.fromkeys(_SEEDING.split(), _USES_RNG),
     "backward": FENCES,
     "retain_grad": _UPDATES_FIRST,
 }
 
 
-# The behaviour of Python's own functions: `operator`, `math` and the builtins.
+# Python's own functions: `operator`, `math` and the builtins.
 
 
 def _of_concatenation(node: Node) -> OpEffects:
@@ -110,17 +110,17 @@ def _of_concatenation(node: Node) -> OpEffects:
 
 
 def _of_update(node: Node) -> OpEffects:
-    """`+=` writes its left side; a list then also holds the items of the right side."""
-    return OpEffects(writes=(FIRST,), aliases=(EVERY,) if any(map(_is_container, node.args)) else (FIRST,))
+    """`+=` mutates its left side; a list then also holds the items of the right side."""
+    return OpEffects(mutates=(FIRST,), aliases=(EVERY,) if any(map(_is_container, node.args)) else (FIRST,))
 
 
 def _of_setitem(node: Node) -> OpEffects:
-    """A tensor copies what is put into it; a list or dict keeps it."""
+    """A tensor copies the value that is assigned; a list or dict stores it."""
     container, key = node.args[0], node.args[1]
     is_tensor = key is None or isinstance(key, slice | tuple | Node | type(...))
     if isinstance(container, Node) and isinstance(value_of(container), torch.Tensor):
         is_tensor = True
-    return OpEffects(writes=(FIRST,), aliases=(FIRST,) if is_tensor else (EVERY,))
+    return OpEffects(mutates=(FIRST,), aliases=(FIRST,) if is_tensor else (EVERY,))
 
 
 def _may_concatenate(value: object) -> bool:
@@ -155,7 +155,7 @@ _UPDATES = """
     iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor
 """
 
-#: Every function of the language whose behaviour we know.
+#: The functions of the language with known effects.
 PYTHON_RULES: dict[Any, Rule] = {
     **_named(math, dir(math), QUIET),
     **_named(operator, operator.__all__, QUIET),
@@ -165,9 +165,9 @@ PYTHON_RULES: dict[Any, Rule] = {
     **_named(operator, ("add", "mul", "or_"), Rule(PURE, _of_concatenation, is_quiet=True)),
     **_named(builtins, _QUIET_BUILTINS.split(), QUIET),
     **_named(builtins, _ALIASING_BUILTINS.split(), ALIASES),
-    **_named(builtins, ("delattr", "next", "setattr"), _KEEPS),
+    **_named(builtins, ("delattr", "next", "setattr"), _STORES),
     operator.concat: ALIASES,
-    operator.delitem: _KEEPS,
+    operator.delitem: _STORES,
     operator.getitem: Rule(OpEffects(aliases=((0, "a"),)), is_quiet=True),
     operator.setitem: Rule(UNKNOWN, _of_setitem),
     print: IMPURE,
@@ -175,17 +175,17 @@ PYTHON_RULES: dict[Any, Rule] = {
 }
 
 
-# The behaviour of functions: a schema where there is one, torch's own signatures and naming rules elsewhere.
+# Functions in general.
 
 
 def rule_of_function(target: Callable[..., Any]) -> Rule:
-    """The rule for every call of `target`; a function that nobody knows gets the rule for the unknown."""
-    # A closure may hold a whole model, so nothing is kept that would keep one alive.
-    return _kept_rule(target) if has_process_lifetime(target) else _rule(target)
+    """The rule for every call of `target`; an unknown function gets the rule `UNKNOWN`."""
+    # A closure may hold a whole model, so only targets with the lifetime of the process are cached.
+    return _cached_rule(target) if has_process_lifetime(target) else _rule(target)
 
 
 @lru_cache(maxsize=1 << 16)
-def _kept_rule(target: Callable[..., Any]) -> Rule:
+def _cached_rule(target: Callable[..., Any]) -> Rule:
     return _rule(target)
 
 
@@ -193,9 +193,9 @@ def _rule(target: Callable[..., Any]) -> Rule:
     if target in _KNOWN_FUNCTIONS:
         return _KNOWN_FUNCTIONS[target]
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
-    by_place = _rule_by_place(module, name)
-    if by_place is not None:
-        return by_place
+    by_module = _rule_by_module(module, name)
+    if by_module is not None:
+        return by_module
     signatures = signatures_of(target)
     if signatures:
         return rule_of_operator(signatures)
@@ -208,22 +208,22 @@ def _rule(target: Callable[..., Any]) -> Rule:
     return _rule_by_name(target, module, name)
 
 
-def _rule_by_place(module: str, name: str) -> Rule | None:
-    """Whole modules of torch that do one kind of thing."""
+def _rule_by_module(module: str, name: str) -> Rule | None:
+    """Whole modules of torch whose functions have the same effects."""
     if module in ("torch.random", "torch.cuda.random", "torch.mps.random", "torch.xpu.random"):
-        return Rule(OpEffects(draws=True))
+        return Rule(OpEffects(uses_rng=True))
     if module == "torch.nn.init":
         tensor = (0, "tensor")
-        return Rule(OpEffects(writes=(tensor,), aliases=(tensor,), draws=True))
+        return Rule(OpEffects(mutates=(tensor,), aliases=(tensor,), uses_rng=True))
     if module.startswith(("torch.masked.", "torch.signal.")):
         return ALIASES
     if module.startswith(("torch._functorch.", "torch._C._functorch")):
-        return ALIASES if name in _INSIDE_FUNCTORCH else FENCES
+        return ALIASES if name in _WITHOUT_LEVEL else FENCES
     return None
 
 
 def _rule_by_name(target: Any, module: str, name: str) -> Rule:
-    if module == "torch" or module.startswith(_PLACES_OF_QUESTIONS):
+    if module == "torch" or module.startswith(_MODULES_WITH_QUERIES):
         if name.startswith(("_sym_", "are_", "get_", "is_", "sym_", "typename")):
             return QUIET
         if name.startswith(("_assert", "_check")):
@@ -236,48 +236,48 @@ def _rule_by_name(target: Any, module: str, name: str) -> Rule:
 
 
 def _rule_by_parameters(target: Callable[..., Any]) -> Rule:
-    """Functions of torch.nn.functional: the names of their parameters tell what they write and when they draw."""
+    """Functions of torch.nn.functional: their parameters tell what they mutate and when they use the RNG."""
     name = target.__name__
     parameters = inspect.signature(target).parameters
     first = (0, next(iter(parameters), "input"))
-    aliases: tuple[Slot, ...] = (first,) if name in _HANDS_BACK else ()
-    usual = OpEffects(aliases=(EVERY,) if name.startswith("_") else aliases, draws=name in _RANDOM)
+    aliases: tuple[Slot, ...] = (first,) if name in _MAY_RETURN_INPUT else ()
+    usual = OpEffects(aliases=(EVERY,) if name.startswith("_") else aliases, uses_rng=name in _RANDOM)
     if name.endswith("_"):
-        return Rule(replace(usual, writes=(first,), aliases=(first,)))
-    if not usual.draws and parameters.keys().isdisjoint(("inplace", "max_norm", "out", "running_mean")):
+        return Rule(replace(usual, mutates=(first,), aliases=(first,)))
+    if not usual.uses_rng and parameters.keys().isdisjoint(("inplace", "max_norm", "out", "running_mean")):
         return Rule(usual, is_quiet=True)
     places = {key: (i, key) for i, key in enumerate(parameters)}
 
     def by_call(node: Node) -> OpEffects:
-        given = {key: argument(node, slot, parameters[key].default) for key, slot in places.items()}
-        writes = tuple(places[key] for key in _written(given))
-        shared = tuple(slot for slot in writes if slot[1] == "out")
-        if given.get("inplace", False) is not False:
-            writes, shared = (*writes, first), (*shared, first)
-        draws = usual.draws and not _is_off(name, given)
-        return replace(usual, writes=writes, aliases=usual.aliases + shared, draws=draws)
+        arguments = {key: argument(node, slot, parameters[key].default) for key, slot in places.items()}
+        mutates = tuple(places[key] for key in _mutated_parameters(arguments))
+        shared = tuple(slot for slot in mutates if slot[1] == "out")
+        if arguments.get("inplace", False) is not False:
+            mutates, shared = (*mutates, first), (*shared, first)
+        uses_rng = usual.uses_rng and not _is_off(name, arguments)
+        return replace(usual, mutates=mutates, aliases=usual.aliases + shared, uses_rng=uses_rng)
 
     return Rule(usual, by_call)
 
 
-def _written(given: dict[str, Any]) -> list[str]:
-    """The parameters, other than the input, that a call with these arguments writes."""
-    names = [] if given.get("out") is None else ["out"]
-    if given.get("max_norm") is not None:
-        names.append("weight" if "weight" in given else "input")
-    updates = given.get("training", given.get("use_input_stats", False))
-    if "running_mean" in given and updates is not False:
-        names += [key for key in ("running_mean", "running_var") if given[key] is not None]
+def _mutated_parameters(arguments: dict[str, Any]) -> list[str]:
+    """The parameters, other than the input, that a call with these arguments mutates."""
+    names = [] if arguments.get("out") is None else ["out"]
+    if arguments.get("max_norm") is not None:
+        names.append("weight" if "weight" in arguments else "input")
+    updates = arguments.get("training", arguments.get("use_input_stats", False))
+    if "running_mean" in arguments and updates is not False:
+        names += [key for key in ("running_mean", "running_var") if arguments[key] is not None]
     return names
 
 
-def _is_off(name: str, given: dict[str, Any]) -> bool:
-    """Whether a call with these arguments draws nothing."""
-    chance = given.get("p" if "dropout" in name else "dropout_p")
-    return given.get("training") is False or (isinstance(chance, int | float) and chance == 0)
+def _is_off(name: str, arguments: dict[str, Any]) -> bool:
+    """Whether a call with these arguments does not use the RNG."""
+    chance = arguments.get("p" if "dropout" in name else "dropout_p")
+    return arguments.get("training") is False or (isinstance(chance, int | float) and chance == 0)
 
 
-_PLACES_OF_QUESTIONS = (
+_MODULES_WITH_QUERIES = (
     "torch._C",
     "torch._jit_internal",
     "torch.amp",
@@ -289,7 +289,7 @@ _DROPOUTS = frozenset(
     ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
 )
 #: Functions that may return their input itself.
-_HANDS_BACK = _DROPOUTS | {"local_response_norm"}
+_MAY_RETURN_INPUT = _DROPOUTS | {"local_response_norm"}
 _RANDOM = (
     _DROPOUTS
     | {"get_approximate_basis", "gumbel_softmax", "lobpcg", "multi_head_attention_forward", "pca_lowrank", "rrelu"}
@@ -297,8 +297,8 @@ _RANDOM = (
     | {"_fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"}
 )
 
-#: Functions of functorch that wrap, unwrap or ask; all others there change the stack of transforms.
-_INSIDE_FUNCTORCH = frozenset(
+#: Functions of functorch that wrap, unwrap or query; all others there change the stack of transforms.
+_WITHOUT_LEVEL = frozenset(
     (
         "_add_batch_dim",
         "_make_dual",

@@ -1,4 +1,4 @@
-"""The behaviour of the modules that torch.nn brings; any other leaf module is unknown."""
+"""Effects of the modules of torch.nn; any other leaf module is unknown."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from partita.analysis.op_effects.terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, OpEffects, merged
 
-__all__ = ["behaviour_of_module", "is_check", "may_use_rng"]
+__all__ = ["is_check", "may_use_rng", "op_effects_of_module"]
 
 
-def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> OpEffects:
-    """What a call of `module` may do, children included; `pure` may name modules or their classes."""
+def op_effects_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> OpEffects:
+    """The effects of a call of `module`, children included; `pure` may hold modules or their classes."""
     if module in pure or type(module) in pure:
         return replace(ALIASING, shares_state=True)
     if is_check(module):
@@ -23,8 +23,8 @@ def behaviour_of_module(module: nn.Module, pure: Container[object] = frozenset()
     parts = list(module.modules())
     if not all(map(_is_torch_own, parts)):
         return UNKNOWN
-    told = merged(map(_of_one, parts))
-    return told if len(parts) == 1 else replace(told, aliases=(EVERY,), shares_state=True)
+    effects = merged(map(_of_one, parts))
+    return effects if len(parts) == 1 else replace(effects, aliases=(EVERY,), shares_state=True)
 
 
 def is_check(module: nn.Module) -> bool:
@@ -34,8 +34,8 @@ def is_check(module: nn.Module) -> bool:
 
 
 def may_use_rng(module: nn.Module) -> bool:
-    """Whether a call of `module` may draw random numbers, if not now then once it is set to training."""
-    return any(not _is_torch_own(part) or isinstance(part, _DRAWING) for part in module.modules())
+    """Whether a call of `module` may use the RNG, now or in training mode."""
+    return any(not _is_torch_own(part) or isinstance(part, _USES_RNG) for part in module.modules())
 
 
 def _is_torch_own(module: nn.Module) -> bool:
@@ -49,15 +49,15 @@ def _is_torch_own(module: nn.Module) -> bool:
 
 
 def _of_one(module: nn.Module) -> OpEffects:
-    """What `module` itself may do, its children aside."""
-    own = _state_written(module)
+    """The effects of `module` itself, without its children."""
+    own = _mutated_state(module)
     in_place = bool(getattr(module, "inplace", False))
     return OpEffects(
-        writes=(FIRST,) if in_place else (),
+        mutates=(FIRST,) if in_place else (),
         aliases=(FIRST,) if in_place else _aliases(module),
-        draws=_draws(module),
+        uses_rng=_uses_rng(module),
         communicates=isinstance(module, nn.SyncBatchNorm) and module.training,
-        state_writes=tuple(tensor for tensor in own if tensor is not None),
+        mutated_state=tuple(tensor for tensor in own if tensor is not None),
     )
 
 
@@ -68,19 +68,19 @@ def _aliases(module: nn.Module) -> tuple[tuple[int, str], ...]:
     return ALIASING.aliases
 
 
-def _state_written(module: Any) -> tuple[Tensor | None, ...]:
+def _mutated_state(module: Any) -> tuple[Tensor | None, ...]:
     if isinstance(module, _INSTANCE_NORMS):
-        writes = module.training or not module.track_running_stats
-        return (module.running_mean, module.running_var) if writes else ()
+        updates = module.training or not module.track_running_stats
+        return (module.running_mean, module.running_var) if updates else ()
     if isinstance(module, _BATCH_NORMS):
-        writes = module.training and module.track_running_stats
-        return (module.running_mean, module.running_var, module.num_batches_tracked) if writes else ()
+        updates = module.training and module.track_running_stats
+        return (module.running_mean, module.running_var, module.num_batches_tracked) if updates else ()
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         return (module.weight,)
     return ()
 
 
-def _draws(module: Any) -> bool:
+def _uses_rng(module: Any) -> bool:
     if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
         return True
     if not module.training:
@@ -94,12 +94,12 @@ def _draws(module: Any) -> bool:
     return isinstance(module, nn.RReLU)
 
 
-#: The module by which torch has the module of an exported program check its inputs; ours says so itself.
+#: The module with which torch checks the inputs of an exported program; ours is marked.
 _TORCH_CHECK = ("torch.export._unlift", "GuardsFn")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DRAWING = (
+_USES_RNG = (
     *_DROPOUTS,
     nn.RNNBase,
     nn.MultiheadAttention,
@@ -109,7 +109,7 @@ _DRAWING = (
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "parametrizations")
 
-#: Files of torch.nn.modules whose modules always give new tensors (unless in place).
+#: Files of torch.nn.modules whose modules always return new tensors (unless in-place).
 _FRESH = frozenset(
     ("activation", "batchnorm", "conv", "distance", "instancenorm", "linear", "loss", "normalization", "padding")
 ) | {"pooling", "rnn", "sparse"}

@@ -1,4 +1,4 @@
-"""The behaviour of operators that have a schema, with the few things that schemas do not tell."""
+"""Effects of operators, from their schemas, with corrections where schemas do not declare an effect."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
     """The rule for a target that reaches one of these overloads."""
     # Where there is a choice, `out` overloads are reached by keyword only, which a rule sees call by call.
     plain = [s for s in signatures if not s.is_out] or signatures if len(signatures) > 1 else signatures
-    usual = merged(map(_behaviour, plain))
+    usual = merged(map(_effects_of, plain))
     out = "out" if len(signatures) > 1 else None
     switches = [_switches(signature) for signature in plain]
-    if not usual.acts or not all(switches):
-        return Rule(usual, is_quiet=not usual.acts and out is None, out=out)
-    idle = _idle(usual, plain[0].name)
+    if not usual.is_effectful or not all(switches):
+        return Rule(usual, is_quiet=not usual.is_effectful and out is None, out=out)
+    off = _switched_off(usual, plain[0].name)
 
     def by_call(node: Node) -> OpEffects:
         if all(any(_is_off(node, switch) for switch in row) for row in switches):
-            return idle
-        return _without_absent_writes(usual, node)
+            return off
+        return _without_absent_statistics(usual, node)
 
     return Rule(usual, by_call, out=out)
 
 
-def _behaviour(signature: Signature) -> OpEffects:
+def _effects_of(signature: Signature) -> OpEffects:
     namespace, _, name = signature.name.partition("::")
-    writes = _slots(a for a in signature.arguments if a.written or _is_written_silently(name, a))
-    aliases = _slots(a for a in signature.arguments if a.shared)
-    if (signature.may_share and name not in _UPDATES_STATISTICS) or name in _SHARES_SILENTLY:
+    mutates = _slots(a for a in signature.arguments if a.mutated or _is_mutated_silently(name, a))
+    aliases = _slots(a for a in signature.arguments if a.aliased)
+    if (signature.may_alias and name not in _UPDATES_STATISTICS) or name in _ALIASES_SILENTLY:
         aliases = (EVERY,)
-    if not writes and _writes_by_name(namespace, name):
-        writes = aliases = (EVERY,)
+    if not mutates and _mutates_by_name(namespace, name):
+        mutates = aliases = (EVERY,)
     communicates = namespace in _COMMUNICATING
     waits = communicates and name == "wait_tensor"
     return OpEffects(
-        writes=_slots(signature.arguments[:1]) if waits else writes,
+        mutates=_slots(signature.arguments[:1]) if waits else mutates,
         aliases=_slots(signature.arguments[:1]) if waits else aliases,
-        draws=signature.draws or name in _TOUCHES_GENERATOR,
-        impure=namespace in _IMPURE or (not signature.returns and not writes),
+        uses_rng=signature.uses_rng or name in _TOUCHES_GENERATOR,
+        impure=namespace in _IMPURE or (not signature.returns and not mutates),
         communicates=communicates and not waits,
         waits=waits,
         fences=name in _RUNS_AUTOGRAD,
@@ -57,13 +57,13 @@ def _slots(arguments: Iterable[Argument]) -> tuple[Slot, ...]:
     return tuple((argument.position, argument.name) for argument in arguments)
 
 
-def _is_written_silently(name: str, argument: Argument) -> bool:
+def _is_mutated_silently(name: str, argument: Argument) -> bool:
     return name in _UPDATES_STATISTICS and argument.name in ("running_mean", "running_var")
 
 
-def _writes_by_name(namespace: str, name: str) -> bool:
-    """Operators that write without an annotation: by torch's naming rule, or known ones."""
-    return (name.endswith("_") and not name.endswith("__")) or namespace in ("c10d", "symm_mem") or name in _WRITES_ALL
+def _mutates_by_name(namespace: str, name: str) -> bool:
+    """Operators that mutate without an annotation: by torch's naming rule, or known ones."""
+    return (name.endswith("_") and not name.endswith("__")) or namespace in ("c10d", "symm_mem") or name in _MUTATES_ALL
 
 
 def _switches(signature: Signature) -> list[tuple[Slot, object, object]]:
@@ -74,36 +74,36 @@ def _switches(signature: Signature) -> list[tuple[Slot, object, object]]:
         off["p"] = 0
     if name == "native_dropout":
         off = {"train": False}
-    if not (signature.draws or name in _UPDATES_STATISTICS):
+    if not (signature.uses_rng or name in _UPDATES_STATISTICS):
         return []
     return [((a.position, a.name), off[a.name], a.default) for a in signature.arguments if a.name in off]
 
 
 def _is_off(node: Node, switch: tuple[Slot, object, object]) -> bool:
     slot, off, default = switch
-    given = argument(node, slot, default)
-    return given is not NO_DEFAULT and not isinstance(given, Node) and given is not None and given == off
+    value = argument(node, slot, default)
+    return value is not NO_DEFAULT and not isinstance(value, Node) and value is not None and value == off
 
 
-def _idle(usual: OpEffects, qualified: str) -> OpEffects:
-    """What is left when the switch is off: dropout hands its input back, statistics are only read."""
+def _switched_off(usual: OpEffects, qualified: str) -> OpEffects:
+    """The effects when the switch is off: dropout returns its input, statistics are only read."""
     name = qualified.partition("::")[2]
-    writes = () if name in _UPDATES_STATISTICS else usual.writes
+    mutates = () if name in _UPDATES_STATISTICS else usual.mutates
     aliases = (*usual.aliases, FIRST) if name.removesuffix("_") in _DROPOUTS else usual.aliases
-    return replace(usual, draws=False, writes=writes, aliases=tuple(dict.fromkeys(aliases)))
+    return replace(usual, uses_rng=False, mutates=mutates, aliases=tuple(dict.fromkeys(aliases)))
 
 
-def _without_absent_writes(usual: OpEffects, node: Node) -> OpEffects:
-    """Statistics that are None are not written."""
-    present = tuple(slot for slot in usual.writes if slot == EVERY or argument(node, slot) is not None)
-    return usual if present == usual.writes else replace(usual, writes=present)
+def _without_absent_statistics(usual: OpEffects, node: Node) -> OpEffects:
+    """Statistics that are None are not mutated."""
+    present = tuple(slot for slot in usual.mutates if slot == EVERY or argument(node, slot) is not None)
+    return usual if present == usual.mutates else replace(usual, mutates=present)
 
 
 #: Switches by argument name; the effect is off where any of them has this value.
 _OFF = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0, "dropout": 0.0}
 _DROPOUTS = frozenset(("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"))
 
-#: Operators that write running statistics, most of them without saying so (torch 2.13).
+#: Operators that mutate running statistics, most of them without an annotation (torch 2.13).
 _UPDATES_STATISTICS = frozenset(
     (
         "_batch_norm_impl_index",
@@ -119,8 +119,8 @@ _UPDATES_STATISTICS = frozenset(
     )
 )
 
-#: Operators whose result may share storage with an argument although the schema shows no alias (torch 2.13).
-_SHARES_SILENTLY = frozenset(
+#: Operators whose result may alias an argument although the schema does not say so (torch 2.13).
+_ALIASES_SILENTLY = frozenset(
     (
         "_sparse_compressed_tensor_unsafe",
         "_sparse_compressed_tensor_with_dims",
@@ -160,7 +160,7 @@ _SHARES_SILENTLY = frozenset(
     )
 )
 
-_WRITES_ALL = frozenset(("_cudnn_rnn_flatten_weight", "set_data"))
+_MUTATES_ALL = frozenset(("_cudnn_rnn_flatten_weight", "set_data"))
 _TOUCHES_GENERATOR = frozenset(
     ("_no_grad_normal_", "_no_grad_uniform_", "inductor_reserve_rng_state", "initial_seed", "manual_seed", "seed")
 )

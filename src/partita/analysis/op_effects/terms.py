@@ -1,4 +1,4 @@
-"""The terms in which we say what a call may do to memory and to the world."""
+"""`OpEffects` (mutation, aliasing, RNG use and other side effects of a call) and the rules that compute them."""
 
 from __future__ import annotations
 
@@ -41,61 +41,61 @@ EVERY: Slot = (-1, "*")
 
 @dataclass(frozen=True, slots=True)
 class OpEffects:
-    """What one call may do; all it does not mention, it surely does not do."""
+    """The effects that one call may have; it has no others."""
 
-    #: Arguments whose storage the call may write.
-    writes: tuple[Slot, ...] = ()
-    #: Arguments whose storage the result, or anything inside it, may share.
+    #: Arguments whose storage the call may mutate.
+    mutates: tuple[Slot, ...] = ()
+    #: Arguments that the result, or a tensor inside it, may alias.
     aliases: tuple[Slot, ...] = ()
     #: It reads or advances the state of a random number generator.
-    draws: bool = False
-    #: It does something that can be seen from outside: prints, asserts, logs.
+    uses_rng: bool = False
+    #: It has a side effect that is visible from outside: prints, asserts, logs.
     impure: bool = False
     #: It takes part in communication, whose order all processes must agree on.
     communicates: bool = False
-    #: It completes a collective: its arguments may not be read before it, nor what the collective reads be written.
+    #: It completes a collective: its arguments may not be read before it, nor the inputs of the collective be mutated.
     waits: bool = False
-    #: Nobody knows what it does.
+    #: Nothing is known about it.
     unknown: bool = False
-    #: It changes how every later call is carried out.
+    #: It changes how every later call runs.
     fences: bool = False
-    #: Tensors that it owns and may write.
-    state_writes: tuple[Tensor, ...] = field(default=(), compare=False)
-    #: The result may share storage with tensors that it owns.
+    #: Tensors that it owns and may mutate.
+    mutated_state: tuple[Tensor, ...] = field(default=(), compare=False)
+    #: The result may alias tensors that it owns.
     shares_state: bool = False
 
     @property
-    def acts(self) -> bool:
-        """Whether it does more than compute a result."""
-        return bool(self.writes or self.state_writes) or any(
-            (self.draws, self.impure, self.communicates, self.unknown, self.fences)
+    def is_effectful(self) -> bool:
+        """Whether it does more than compute a result; aliasing is no effect."""
+        return bool(self.mutates or self.mutated_state) or any(
+            (self.uses_rng, self.impure, self.communicates, self.unknown, self.fences)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The behaviour of every call of one target: fixed, or read off the arguments of each call."""
+    """The effects of every call of one target: fixed, or derived from the arguments of each call."""
 
     usual: OpEffects
     by_call: Callable[[Node], OpEffects] | None = None
-    #: No arguments whatever make it act.
+    #: It has no effects, whatever its arguments are.
     is_quiet: bool = False
-    #: The keyword by which a caller makes it write a given tensor.
+    #: The keyword for a tensor to write the result into.
     out: str | None = None
 
     def of(self, node: Node) -> OpEffects:
-        """What the call `node` may do."""
-        told = self.usual if self.by_call is None else self.by_call(node)
+        """The effects of the call `node`."""
+        effects = self.usual if self.by_call is None else self.by_call(node)
         if self.out is not None and node.kwargs.get(self.out) is not None:
             slot = (-1, self.out)
-            return replace(told, writes=(*told.writes, slot), aliases=(*told.aliases, slot))
-        return told
+            return replace(effects, mutates=(*effects.mutates, slot), aliases=(*effects.aliases, slot))
+        return effects
 
 
 PURE = OpEffects()
 ALIASING = OpEffects(aliases=(EVERY,))
 UNKNOWN = OpEffects(
-    writes=(EVERY,), aliases=(EVERY,), draws=True, impure=True, communicates=True, unknown=True, shares_state=True
+    mutates=(EVERY,), aliases=(EVERY,), uses_rng=True, impure=True, communicates=True, unknown=True, shares_state=True
 )
 
 QUIET = Rule(PURE, is_quiet=True)
@@ -115,12 +115,12 @@ def argument(node: Node, slot: Slot, default: Any = None) -> Any:
     return next((kwargs[other] for other in _SYNONYMS.get(name, ()) if other in kwargs), default)
 
 
-#: What torch's Python functions also call an argument that the schema calls so.
+#: Other names in torch's Python functions for arguments of schemas.
 _SYNONYMS = {"self": ("input", "x", "a", "x1"), "input": ("self", "x", "a", "x1"), "other": ("x2",)}
 
 
 def nodes_in(value: Any) -> Iterator[Node]:
-    """The nodes inside an argument, containers opened."""
+    """The nodes inside an argument, nested containers included."""
     if isinstance(value, Node):
         yield value
     elif isinstance(value, tuple | list):
@@ -142,18 +142,18 @@ def nodes_in_slots(node: Node, slots: Iterable[Slot]) -> Iterator[Node]:
             yield from nodes_in(argument(node, slot))
 
 
-def merged(behaviours: Iterable[OpEffects]) -> OpEffects:
-    """What a call may do that may do what any of `behaviours` does."""
-    told = list(behaviours)
+def merged(several: Iterable[OpEffects]) -> OpEffects:
+    """The effects of a call that may have any of these."""
+    effects = list(several)
     return OpEffects(
-        writes=tuple(dict.fromkeys(slot for one in told for slot in one.writes)),
-        aliases=tuple(dict.fromkeys(slot for one in told for slot in one.aliases)),
-        draws=any(one.draws for one in told),
-        impure=any(one.impure for one in told),
-        communicates=any(one.communicates for one in told),
-        waits=any(one.waits for one in told),
-        unknown=any(one.unknown for one in told),
-        fences=any(one.fences for one in told),
-        state_writes=tuple({id(tensor): tensor for one in told for tensor in one.state_writes}.values()),
-        shares_state=any(one.shares_state for one in told),
+        mutates=tuple(dict.fromkeys(slot for one in effects for slot in one.mutates)),
+        aliases=tuple(dict.fromkeys(slot for one in effects for slot in one.aliases)),
+        uses_rng=any(one.uses_rng for one in effects),
+        impure=any(one.impure for one in effects),
+        communicates=any(one.communicates for one in effects),
+        waits=any(one.waits for one in effects),
+        unknown=any(one.unknown for one in effects),
+        fences=any(one.fences for one in effects),
+        mutated_state=tuple({id(tensor): tensor for one in effects for tensor in one.mutated_state}.values()),
+        shares_state=any(one.shares_state for one in effects),
     )

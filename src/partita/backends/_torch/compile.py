@@ -1,4 +1,4 @@
-"""AOTAutograd, Inductor and AOTInductor without Dynamo."""
+"""Calls AOTAutograd, Inductor and AOTInductor without Dynamo."""
 
 from __future__ import annotations
 
@@ -29,11 +29,8 @@ __all__ = [
 ]
 
 
-# AOTInductor: a body and fake inputs into a package of native code, and a package into a function of tensors.
-
-
 def package_of(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> bytes:
-    """The package that AOTInductor makes of `body`, which takes and gives nothing but tensors."""
+    """AOTInductor's package of `body`, which takes and returns nothing but tensors."""
     from torch._export.utils import _compiling_state_context
     from torch._inductor.compile_fx import compile_fx_aot
     from torch._inductor.package.package import package_aoti
@@ -47,27 +44,24 @@ def package_of(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, A
 
 
 def function_of_package(package: bytes) -> Callable[..., Sequence[Any]]:
-    """The function in a package; it loads native code, so give it nothing that you do not trust."""
+    """The function in a package; it loads native code, so pass nothing that you do not trust."""
     with NamedTemporaryFile(suffix=".pt2") as file:
         file.write(package)
         file.flush()
-        # What `torch._inductor.aoti_load_package` does, less a look at the machine that takes a compiler in torch 2.11.
+        # Like `torch._inductor.aoti_load_package`, without a check that needs a C++ compiler in torch 2.11.
         loader = torch._C._aoti.AOTIModelPackageLoader(file.name, "model", False, 1, -1)
     run: Callable[[list[Any]], Sequence[Any]] = loader.run
     return lambda *tensors: run(list(tensors))
 
 
-# Inductor without Dynamo: a body and fake inputs into a function, and that into bytes and back.
-
-
 def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Inductor's function of `body`, forward and backward."""
+    """Inductor's function for `body`, forward and backward."""
     import torch._functorch.config as settings
     from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_one(graph: GraphModule, examples: Sequence[Any], **others: Any) -> Any:
-        nothing_is_donated()
+        disable_buffer_donation()
         metadata = TracingContext.get().fw_metadata
         if others.get("is_backward"):
             drop_forward_effects(graph)
@@ -75,7 +69,7 @@ def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Map
             copy_saved_inputs(graph, metadata)
         return compile_fx_inner(graph, examples, **others)
 
-    # A bundle can be stored, but Inductor's own cache knows nothing of it.
+    # A bundle can be stored, but is not in Inductor's own cache.
     with compiling(inputs), settings.patch(bundled_autograd_cache=_can_be_stored(body)), _own_cache_keys():
         made: Any = compile_fx(body, list(inputs), inner_compile=compile_one, config_patches=dict(options))
     function: Callable[..., Any] = made
@@ -83,11 +77,10 @@ def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Map
 
 
 def _own_cache_keys() -> AbstractContextManager[None]:
-    """Keeps what is compiled here apart from what torch.compile has cached for an equal graph, and the other way.
+    """Cache keys that differ from those of torch.compile for an equal graph, and between processors.
 
-    Keeps apart, too, what is compiled on different processors. Inductor's caches (torch 2.13) hold source text that is
-    written for vectors of one length, and their keys say nothing of it: where they are shared, a processor with shorter
-    vectors computes only a part of each result.
+    Inductor's caches (torch 2.13) hold source text for vectors of one length, which is not part of their keys: where
+    they are shared, a processor with shorter vectors computes only a part of each result.
     """
     import torch.compiler.config as known
 
@@ -97,12 +90,12 @@ def _own_cache_keys() -> AbstractContextManager[None]:
     return patched
 
 
-#: Counts the changes that are made to graphs on their way to Inductor, which caches do not see.
+#: The version of our changes to graphs before Inductor gets them, which its cache keys do not contain.
 _CACHE_TAG = "partita 2"
 
 
 def function_to_bytes(function: Callable[..., Any]) -> bytes | None:
-    """What Inductor made, as bytes; None for bodies with calls that torch has no lasting name for."""
+    """Inductor's function as bytes; None for bodies with calls that torch cannot serialize."""
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
     if getattr(function, "serialize", None) is None:
@@ -112,7 +105,7 @@ def function_to_bytes(function: Callable[..., Any]) -> bytes | None:
 
 
 def function_from_bytes(data: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """What `function_to_bytes` stored, ready to be called; its kernels are built again where they are not cached."""
+    """The function that `function_to_bytes` stored; its kernels are rebuilt where they are not cached."""
     from torch._inductor import config
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
@@ -121,7 +114,7 @@ def function_from_bytes(data: bytes, options: Mapping[str, Any]) -> Callable[...
 
 
 def vectors_of_inductor(options: Mapping[str, Any]) -> str:
-    """The vectors that Inductor's source text is written for with these options; built for others, it is wrong."""
+    """The vector extension that Inductor's source text is written for with these options; it is wrong for others."""
     from torch._inductor import config
 
     bits = options.get("cpp.simdlen", config.cpp.simdlen)
@@ -129,7 +122,7 @@ def vectors_of_inductor(options: Mapping[str, Any]) -> str:
 
 
 def inductor_options() -> dict[str, Any]:
-    """Inductor's options and their values now."""
+    """Inductor's options and their current values."""
     from torch._inductor import config
 
     found: dict[str, Any] = config.get_config_copy()
@@ -146,37 +139,34 @@ def _can_be_stored(body: GraphModule) -> bool:
     return True
 
 
-# AOTAutograd without a compiler behind it: forward and backward as graphs of core operators, run as they are.
-
-
 def compile_ahead(body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A function that runs the graphs which AOTAutograd makes of `body`.
+    """A function that runs the forward and backward graphs of AOTAutograd for `body` without a compiler.
 
-    Nothing of the forward runs again in the backward, so that random numbers are drawn once.
+    The backward recomputes nothing of the forward, so that random numbers are generated once.
     """
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    def as_it_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        nothing_is_donated()
+    def run_eagerly(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        disable_buffer_donation()
         return make_boxed_func(gm.forward)
 
-    def backward_alone(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+    def run_backward_eagerly(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
         drop_forward_effects(gm)
-        return as_it_is(gm, example_inputs)
+        return run_eagerly(gm, example_inputs)
 
     with compiling(inputs):
         made: Callable[..., Any] = aot_module_simplified(
-            body, list(inputs), as_it_is, backward_alone, plain_partition, keep_inference_input_mutations=True
+            body, list(inputs), run_eagerly, run_backward_eagerly, plain_partition, keep_inference_input_mutations=True
         )
     return made
 
 
-def nothing_is_donated() -> None:
-    """Tells the graph that is being compiled that its backward leaves what the forward kept as it is.
+def disable_buffer_donation() -> None:
+    """Declares that the backward of the graph being compiled reuses no saved tensor as a buffer.
 
-    Else a backward overwrites it, and a second one, after `retain_graph=True`, has to be refused. With donation
-    switched off, torch 2.13 does not overwrite, but refuses all the same: it takes "not looked for" for "found".
+    Else a backward overwrites saved tensors, and a second one, after `retain_graph=True`, is refused. With donation
+    disabled, torch 2.13 does not overwrite, but refuses all the same: it takes "not computed" for "donated".
     """
     from torch._guards import TracingContext
 
@@ -185,19 +175,17 @@ def nothing_is_donated() -> None:
         metadata.bw_donated_idxs = []
 
 
-# Inputs that a compiled forward writes and keeps for the backward: it keeps a copy, as eager mode does.
-#
-# AOTAutograd (torch 2.13) copies such inputs, Inductor takes the copies for idle and leaves them out, and autograd
-# then refuses the backward, since what it kept was written.
-
-
 def copy_saved_inputs(forward: GraphModule, metadata: Any) -> None:
-    """Makes the forward graph of AOTAutograd keep copies of the inputs that are written when it has run."""
+    """Makes the forward graph of AOTAutograd save copies of mutated inputs for backward, as eager mode does.
+
+    AOTAutograd (torch 2.13) copies such inputs, Inductor eliminates the copies as no-ops, and autograd then refuses the
+    backward, since a saved tensor was mutated.
+    """
     output = forward.graph.output_node()
     inputs = forward.graph.find_nodes(op="placeholder")
-    written = {node for node, told in zip(inputs, metadata.input_info, strict=False) if told.mutates_data}
+    mutated = {node for node, info in zip(inputs, metadata.input_info, strict=False) if info.mutates_data}
     results = list(_results(output))
-    saved = [place for place in range(metadata.num_forward, len(results)) if results[place] in written]
+    saved = [place for place in range(metadata.num_forward, len(results)) if results[place] in mutated]
     if not saved:
         return
     with forward.graph.inserting_after(inputs[-1]):
@@ -208,8 +196,8 @@ def copy_saved_inputs(forward: GraphModule, metadata: Any) -> None:
 
 
 def _results(output: Node) -> tuple[Any, ...]:
-    given = output.args[0]
-    return tuple(given) if isinstance(given, tuple | list) else (given,)
+    results = output.args[0]
+    return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
 def _copy(forward: GraphModule, node: Any) -> Node:
@@ -218,19 +206,16 @@ def _copy(forward: GraphModule, node: Any) -> Node:
     return copied
 
 
-# What native code depends on in the processor: the vectors that it is written for, and the instructions it may use.
-
-
 def vectors() -> str:
-    """The kind of vectors that torch and Inductor use here; `ATEN_CPU_CAPABILITY` can choose a lesser one."""
+    """The vector extension that torch and Inductor use here; `ATEN_CPU_CAPABILITY` can choose a lesser one."""
     return torch.backends.cpu.get_cpu_capability()
 
 
 def instructions() -> list[str]:
-    """The instructions that the processor has beyond those of its family, any of which a C++ compiler may use."""
+    """The instruction set extensions of the processor, any of which a C++ compiler may use."""
     cpu: Any = torch.cpu
     if hasattr(cpu, "get_capabilities"):
         return sorted(name for name, found in cpu.get_capabilities().items() if found is True)
-    # Older versions of torch have one question for each of those that Inductor asks about.
-    questions = [name for name in dir(cpu) if re.fullmatch(r"_is_\w+_supported", name)]
-    return sorted(name[4:-10] for name in questions if getattr(cpu, name)())
+    # Older versions of torch have one function for each of those that Inductor checks.
+    queries = [name for name in dir(cpu) if re.fullmatch(r"_is_\w+_supported", name)]
+    return sorted(name[4:-10] for name in queries if getattr(cpu, name)())

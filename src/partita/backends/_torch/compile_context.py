@@ -1,3 +1,5 @@
+"""The context in which a compiler runs: the modes of the call, without what would break a trace, and restored after."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +19,15 @@ from partita.errors import BackendError
 __all__ = ["LostDropout", "compiler_scope", "drops_all", "loses_dropout"]
 
 
-# The surroundings in which a compiler runs: those of the call, without what would confuse a trace, and put back.
-
-
 @contextmanager
 def compiler_scope() -> Iterator[None]:
-    """Inside, inference mode is no_grad, since inference tensors cannot be traced; random states stay as they are.
+    """Inside, inference mode is no_grad, since inference tensors cannot be traced.
 
-    Modes and the default dtype are put back, whatever was done to them inside.
+    Modes, RNG states and the default dtype are restored after it.
     """
     found, dtype = read_ambient(), torch.get_default_dtype()
     hooks = torch._C._autograd
-    # Hooks on saved tensors are the user's: they expect tensors with data.
+    # Saved-tensor hooks are the user's: they expect tensors with data.
     traced = hooks._saved_tensors_hooks_set_tracing(True)
     try:
         with ExitStack() as stack:
@@ -40,7 +39,7 @@ def compiler_scope() -> Iterator[None]:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             yield
-        # A compiler may leave modes switched also where it succeeds.
+        # A compiler may leave modes changed also where it succeeds.
         if read_ambient() != found:
             torch.set_grad_enabled(found.grad)
             restore_autocast(found)
@@ -57,30 +56,27 @@ def _devices() -> list[int]:
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-# Expanding that repeats nothing, while a body is traced: a view like any other.
-#
-# Functionalization (torch 2.13) takes a write through an expanded tensor back to `x + (written - x)`, which rounds,
-# and makes 0.0 of -0.0. Plain torch lets nobody write where an element was in fact repeated, so only idle ones
-# matter.
-
-
 class IdentityExpand(TorchFunctionMode):
-    """Gives a plain view for an expanded tensor that has no more elements than its input."""
+    """Replaces an `expand` that is an identity by a plain view.
+
+    Functionalization (torch 2.13) maps a mutation of an expanded tensor back to `x + (written - x)`, which rounds, and
+    makes 0.0 of -0.0. Eager mode forbids mutation where an element is repeated, so only identities matter.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _EXPANDING and args and isinstance(args[0], Tensor) and _repeats_nothing(args[0], result):
+        if func in _EXPANDING and args and isinstance(args[0], Tensor) and _is_identity(args[0], result):
             return args[0].view(result.shape)
         return result
 
 
-def _repeats_nothing(given: Tensor, expanded: Tensor) -> bool:
-    """Whether all that was added are axes of one element; nothing is asked of symbols."""
-    added = expanded.ndim - given.ndim
+def _is_identity(source: Tensor, expanded: Tensor) -> bool:
+    """Whether only axes of size 1 were added; symbols get no guards."""
+    added = expanded.ndim - source.ndim
     new, old = expanded.shape[:added], expanded.shape[added:]
-    return all(type(size) is int and size == 1 for size in new) and all(map(_is_known_equal, given.shape, old))
+    return all(type(size) is int and size == 1 for size in new) and all(map(_is_known_equal, source.shape, old))
 
 
 def _is_known_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
@@ -102,15 +98,12 @@ _EXPANDING = frozenset(
 )
 
 
-# Dropout while a body is traced: as plain torch does it, or refused where a trace would lose it.
-#
-# Functionalization (torch 2.13) takes the output of `torch.dropout(x, p, train=False)` for memory of its own, so that
-# a write to it would not reach `x`. A trace draws random numbers to drop everything (p=1), plain torch multiplies by
-# zero. The decompositions of recurrent networks (torch 2.13) leave dropout between layers out.
-
-
 class IdentityDropout(TorchFunctionMode):
-    """Gives back the input of a dropout that is told not to train, and its product with zero where all is dropped."""
+    """Replaces a dropout outside of training by its input, and one that drops everything by a product with zero.
+
+    Functionalization (torch 2.13) assumes that the output of `torch.dropout(x, p, train=False)` does not alias `x`, so
+    that a mutation would not reach `x`. A trace generates random numbers for p=1, eager mode multiplies by zero.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -118,15 +111,18 @@ class IdentityDropout(TorchFunctionMode):
         named = kwargs or {}
         flag = _TRAINING.get(func)
         if flag is not None:
-            given = _DEFAULTS.get(func, {}) | dict(zip(("input", "p", flag, "inplace"), args, strict=False)) | named
-            if given.get(flag) is False and "input" in given:
-                return given["input"]
-            if given.get(flag) is True and drops_all(given.get("p")) and not given.get("inplace") and "input" in given:
-                return given["input"] * given["input"].new_zeros(())
+            arguments = _DEFAULTS.get(func, {}) | dict(zip(("input", "p", flag, "inplace"), args, strict=False)) | named
+            if "input" not in arguments:
+                return func(*args, **named)
+            value, training = arguments["input"], arguments.get(flag)
+            if training is False:
+                return value
+            if training is True and drops_all(arguments.get("p")) and not arguments.get("inplace"):
+                return value * value.new_zeros(())
         return func(*args, **named)
 
 
-#: The functions, and what their third argument is called.
+#: The functions, and the name of their third argument.
 _TRAINING = {
     functional.dropout: "training",
     torch.dropout: "train",
@@ -137,12 +133,15 @@ _DEFAULTS = {functional.dropout: {"p": 0.5, "training": True}}
 
 
 def drops_all(p: Any) -> bool:
-    """Whether nothing is left of a tensor after dropout with this probability; nothing is asked of symbols."""
+    """Whether dropout with this probability drops everything; symbols get no guards."""
     return isinstance(p, int | float) and p == 1
 
 
 class LostDropout(TorchFunctionMode):
-    """Raises a `BackendError` at a call whose dropout a trace would lose."""
+    """Raises a `BackendError` at a call whose dropout a trace would lose.
+
+    The decompositions of recurrent networks (torch 2.13) omit the dropout between layers.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -154,16 +153,16 @@ class LostDropout(TorchFunctionMode):
 
 
 def loses_dropout(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a trace of this call drops nothing where plain torch does; what nodes stand for counts as true."""
+    """Whether a trace of this call drops nothing where eager mode does; arguments that are nodes count as true."""
     name = _name(target)
     if name in _RECURRENT:
-        given = _recurrent_arguments(name, args, kwargs)
-        several, dropout, train = (given.get(key) for key in ("num_layers", "dropout", "train"))
-        return _may_exceed(several, 1) and _may_exceed(dropout, 0) and (isinstance(train, Node) or bool(train))
+        arguments = _recurrent_arguments(name, args, kwargs)
+        layers, dropout, train = (arguments.get(key) for key in ("num_layers", "dropout", "train"))
+        return _may_exceed(layers, 1) and _may_exceed(dropout, 0) and (isinstance(train, Node) or bool(train))
     if name == "native_dropout":
-        # Its kernels take None for True, its decomposition for False.
-        given = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
-        return given.get("train") is None
+        # Its kernels treat None as True, its decomposition as False.
+        arguments = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
+        return arguments.get("train") is None
     return False
 
 

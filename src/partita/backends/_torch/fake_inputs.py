@@ -1,4 +1,4 @@
-"""Fake inputs with fresh symbols and their tracing context."""
+"""Fake inputs of a compilation: their tracing context, and the symbols in their sizes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ __all__ = [
 ]
 
 
-# Fake inputs of a compilation: a tracing context of their own, and the symbols in their sizes.
-
-
 #: The classes of symbolic numbers.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -33,8 +30,8 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def compiling(inputs: Sequence[Any]) -> Iterator[None]:
     """A tracing context for these fake inputs.
 
-    AOTAutograd writes what it learns of a graph on the context, and Inductor reads it there, so that no two
-    compilations may share one. The backward is compiled now, not at its first call, which no lock would cover.
+    AOTAutograd stores metadata of a graph in the context, and Inductor reads it there, so that no two compilations may
+    share one. The backward is compiled now, not at its first call, which no lock would cover.
     """
     import torch._functorch.config as settings
     from torch._guards import TracingContext, tracing
@@ -46,7 +43,7 @@ def compiling(inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def unnamed_sizes(inputs: Sequence[Any]) -> list[tuple[int, int]]:
-    """Where to read each symbol that only sizes of tensors mention: the number of an input and an axis of it."""
+    """Where to read each symbol that occurs in sizes of tensors only: the number of an input and an axis of it."""
     known = {value.node.expr for value in inputs if isinstance(value, torch.SymInt)}
     found: list[tuple[int, int]] = []
     for place, value in enumerate(inputs):
@@ -88,19 +85,16 @@ def mode_of(inputs: Sequence[Any]) -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-# Fake inputs of a compilation: made from what tensors look like, in memory of their own, with fresh symbols for
-# sizes.
-#
-# A fake that is made from a real tensor shares memory with the fakes of its relatives, and compiled code then rests
-# on that; the next call may bring tensors that are not related. Sizes that happen to be equal are different symbols.
-
-
 #: A size, a stride or an integer: known, or a symbol.
 Size: TypeAlias = int | torch.SymInt
 
 
 class FakeInputs:
-    """A fake mode with a shape environment of its own, and what was made in it."""
+    """Makes fake inputs from metadata, in separate memory, with fresh symbols for sizes.
+
+    Fakes that are made from real tensors alias where these do, and compiled code then relies on it; the tensors of the
+    next call may not alias. Sizes that happen to be equal are different symbols.
+    """
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -128,7 +122,7 @@ class FakeInputs:
         requires_grad: bool,
         is_leaf: bool,
     ) -> Tensor:
-        """A fake tensor that looks like this."""
+        """A fake tensor with this metadata."""
         with torch.inference_mode(False), torch.enable_grad(), self.mode:
             leaf = torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype, device=device)
             leaf.requires_grad_(requires_grad)
@@ -151,7 +145,7 @@ class FakeInputs:
 
 
 def stand_ins(values: Sequence[Any]) -> list[Any] | None:
-    """What looks like these traced values for the sizes that they were traced with; None where a size is not known."""
+    """Fakes like these traced values, with the sizes that they were traced with; None where a size is unknown."""
     fakes = FakeInputs()
     try:
         return [_stand_in(value, fakes) for value in values]
@@ -188,7 +182,7 @@ class _UnknownSizeError(Exception):
 
 
 def strides_of(sizes: Sequence[int], strides: Sequence[int], symbolic: Sequence[Size]) -> tuple[Size, ...]:
-    """The strides of a tensor of these `symbolic` sizes that is laid out like one of these sizes and strides."""
+    """The strides of a tensor of `symbolic` sizes with the same layout as one of these sizes and strides."""
     found: list[Size] = list(strides)
     products: dict[int, Size] = {}
     for axis in sorted(range(len(sizes)), key=lambda axis: (strides[axis], sizes[axis])):

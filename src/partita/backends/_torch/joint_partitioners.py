@@ -1,40 +1,42 @@
-"""torch's own way to cut a joint graph in two, and how Inductor knows a partitioner by which it may do so."""
+"""The partitioners of torch for joint graphs, and the registration of others with Inductor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
+
+from partita.backends._torch.support import is_random
 
 __all__ = ["drop_forward_effects", "is_any_recomputed", "let_inductor_take", "min_cut_partition", "plain_partition"]
 
 
 def min_cut_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
-    """A forward and a backward that computes again what is marked so, and what is cheap, with little held between."""
+    """A forward and a backward that recomputes what is marked and what is cheap, to save few bytes for backward."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, **options)
 
 
 def plain_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
-    """A forward and a backward that compute each node where it was traced, with all that the backward reads held."""
+    """A forward and a backward without recomputation: all that the backward reads is saved."""
     from torch._functorch.partitioners import default_partition
 
-    options.pop("compiler", None)  # Only the min-cut partitioner looks at it.
+    options.pop("compiler", None)  # Only the min-cut partitioner reads it.
     return default_partition(joint, inputs, **options)
 
 
 def drop_forward_effects(backward: GraphModule) -> None:
-    """Takes unused calls of the forward out of a backward graph, and what only they read.
+    """Removes dead calls of the forward from a backward graph, and what only they read.
 
     torch's partitioners (2.13) keep asserts, random operators and other side effects of the forward in the backward too
     wherever it has what they need; an assert brings the random operators that it depends on. Eager mode runs them once.
     """
     unused = False
     for node in reversed(backward.graph.nodes):
-        if node.op == "call_function" and not node.users and (_is_of_forward(node) or _is_seeded(node)):
+        # Decompositions and passes of a compiler may have lost the tag of a random operator.
+        if node.op == "call_function" and not node.users and (_is_of_forward(node) or is_random(node.target)):
             backward.graph.erase_node(node)
             unused = True
     if unused:
@@ -45,14 +47,8 @@ def _is_of_forward(node: Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
 
 
-def _is_seeded(node: Node) -> bool:
-    """Whether a node draws random numbers; decompositions and passes of a compiler may have lost its tag."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-
-
 def is_any_recomputed(joint: GraphModule) -> bool:
-    """Whether a node is marked, so that torch's partitioners recompute it."""
+    """Whether any node is marked for recomputation by torch's partitioners."""
     from torch._functorch.partitioners import has_recomputable_ops
 
     return has_recomputable_ops(joint)

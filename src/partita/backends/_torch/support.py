@@ -1,4 +1,4 @@
-"""Which operators and draws a fake trace handles faithfully."""
+"""Which operators a trace with fake tensors supports, and which random operators it would change."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from partita.backends._torch.fake_inputs import mode_of
 from partita.errors import BackendError
 
 __all__ = [
-    "check_draws",
+    "check_random_operators",
     "has_meta_kernel",
     "is_operator",
+    "is_random",
     "name_of_operator",
     "size_depends_on_data",
     "value_depends_on_data",
 ]
 
 
-# Draws that a trace would make otherwise than plain torch: into tensors that are not contiguous, or not at all.
-#
-# Functionalization (torch 2.13) makes `x.bernoulli_()` a new tensor that is filled and then copied. Where `x` is
-# transposed or has gaps, the same random numbers come to lie in other places, and the result may have other strides.
-
-
 log = logging.getLogger(__name__)
 
 
-def check_draws(body: GraphModule, inputs: Sequence[Any]) -> None:
-    """Raises where `body`, run on these fake inputs, draws into a tensor that is not contiguous, or loses dropout."""
+def check_random_operators(body: GraphModule, inputs: Sequence[Any]) -> None:
+    """Raises where a trace of `body` would place random numbers otherwise than eager mode, or lose dropout.
+
+    Functionalization (torch 2.13) makes `x.bernoulli_()` a new tensor that is filled and then copied. Where `x` is not
+    contiguous, the same random numbers end up in other places, and the result may have other strides.
+    """
     from torch._dispatch.python import enable_python_dispatcher
 
-    if not any(map(_may_draw, body.graph.nodes)):
+    if not any(map(_may_use_rng, body.graph.nodes)):
         return
-    mode, order = mode_of(inputs), _Order()  # type: ignore[no-untyped-call]
+    mode, order = mode_of(inputs), _RandomOrderCheck()  # type: ignore[no-untyped-call]
     own = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     try:
         with (
@@ -58,57 +57,55 @@ def check_draws(body: GraphModule, inputs: Sequence[Any]) -> None:
     except BackendError:
         raise
     except Exception as error:
-        log.debug("whether the body draws in order cannot be told: %s", error)
+        log.debug("the random operators of a body cannot be checked: %s", error)
 
 
-def _is_seeded(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+def is_random(target: Any) -> bool:
+    """Whether an operator uses random numbers."""
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
-def _may_draw(node: Node) -> bool:
+def _may_use_rng(node: Node) -> bool:
     if node.op == "call_module" or is_higher_order(node.target):
         return True
-    if isinstance(node.target, torch._ops.OpOverload) and _is_seeded(node.target):
+    if is_random(node.target):
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op.startswith("call_") and _DRAWING.search(name) is not None
+    return node.op.startswith("call_") and _RANDOM_NAMES.search(name) is not None
 
 
-_DRAWING = re.compile(
+_RANDOM_NAMES = re.compile(
     "attention|bernoulli|cauchy|dropout|exponential|gamma|geometric|gru|normal|poisson|rand|rnn|rrelu|uniform"
 )
 
 
-class _Order(TorchDispatchMode):
-    """Lets nobody draw into a tensor that is not contiguous, or for one where that goes wrong."""
+class _RandomOrderCheck(TorchDispatchMode):
+    """Raises at random operators on non-contiguous tensors whose results a trace would change."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        reason = _reason_against(func) if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) else None
+        named = kwargs or {}
+        reason = _reason_to_refuse(func) if is_random(func) else None
         if reason is not None:
-            for value in (*args, *given.values()):
+            for value in (*args, *named.values()):
                 if isinstance(value, Tensor) and not value.is_contiguous():
-                    raise BackendError(f"it draws for a tensor that is not contiguous, and {reason}")
+                    raise BackendError(f"it generates random numbers for a tensor that is not contiguous, and {reason}")
         if func is torch.ops.aten.native_dropout.default and drops_all(args[1]):
-            raise BackendError("it drops everything, for which a trace draws random numbers and plain torch none")
-        return func(*args, **given)
+            raise BackendError("it drops everything, for which a trace generates random numbers and eager mode none")
+        return func(*args, **named)
 
 
-def _reason_against(func: Any) -> str | None:
+def _reason_to_refuse(func: Any) -> str | None:
     if func._schema.is_mutable:
-        return "a trace would draw in another order"
+        return "a trace would generate them in another order"
     # Inductor asserts the strides at each call.
-    return "fake tensors (torch 2.13) have other strides" if func._schema.name in _MISTAKEN else None
+    return "fake tensors (torch 2.13) have other strides" if func._schema.name in _WRONG_STRIDES else None
 
 
-_MISTAKEN = frozenset(("aten::_standard_gamma", "aten::normal", "aten::poisson"))
-
-
-# What a trace with fake tensors knows of an operator: whether it can run it without data.
+_WRONG_STRIDES = frozenset(("aten::_standard_gamma", "aten::normal", "aten::poisson"))
 
 
 def is_operator(target: Any) -> bool:
@@ -117,7 +114,7 @@ def is_operator(target: Any) -> bool:
 
 
 def name_of_operator(target: Any) -> tuple[str, str]:
-    """The namespace and the name of an operator, its overload left out."""
+    """The namespace and the name of an operator, without its overload."""
     if isinstance(target, HigherOrderOperator):
         return target.namespace or "", target.name()
     namespace, _, name = target._schema.name.partition("::")
@@ -125,7 +122,7 @@ def name_of_operator(target: Any) -> tuple[str, str]:
 
 
 def has_meta_kernel(target: OpOverload) -> bool:
-    """Whether the shapes of what `target` gives can be computed from shapes alone, or by what it is made of."""
+    """Whether the result shapes of `target` can be computed from shapes alone, or by its decomposition."""
     name = target.name()
     if _lacks_fake_function(target, name):
         return False
@@ -134,17 +131,17 @@ def has_meta_kernel(target: OpOverload) -> bool:
 
 
 def size_depends_on_data(target: OpOverload) -> bool:
-    """Whether how much `target` gives may depend on the values that it is given."""
+    """Whether the result sizes of `target` may depend on the values of its arguments."""
     return torch.Tag.dynamic_output_shape in target.tags
 
 
 def value_depends_on_data(target: OpOverload) -> bool:
-    """Whether `target` gives Python a value that no trace can know."""
+    """Whether `target` returns a Python value that no trace can know."""
     return torch.Tag.data_dependent_output in target.tags
 
 
 def _lacks_fake_function(target: OpOverload, name: str) -> bool:
-    """Whether it was made by `torch.library.custom_op`, which has a Meta kernel for everything, if only to complain."""
+    """Whether it comes from `torch.library.custom_op`, whose Meta kernel raises without a fake function."""
     from torch._library.custom_ops import OPDEFS
     from torch._library.utils import can_generate_trivial_fake_impl
 

@@ -1,4 +1,4 @@
-"""Hooks that a model registers while it is traced: autograd calls them in the backward, and no graph can hold them."""
+"""Hooks that a model registers while it is traced are refused: autograd calls them, and no graph can hold them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from partita.capture._torch.patching import Patch
 from partita.capture._torch.recorder import listening_recorder
 from partita.errors import CaptureError
 
-__all__ = ["hook_swaps"]
+__all__ = ["hook_patches"]
 
 
-def hook_swaps() -> list[Patch]:
-    """The ways to register a hook, each of which raises inside a model that is being captured."""
+def hook_patches() -> list[Patch]:
+    """Patches of the methods that register a hook, which raise inside a model that is being captured."""
     return [
         Patch(Tensor, "register_hook", _refusing(Tensor.register_hook, "Tensor.register_hook")),
         Patch(
@@ -28,7 +28,7 @@ def hook_swaps() -> list[Patch]:
         Patch(
             saved_tensors_hooks,
             "__enter__",
-            # What only moves saved tensors elsewhere, as `save_on_cpu` does, changes no values.
+            # Subclasses such as `save_on_cpu`, which only move saved tensors, change no values.
             _refusing(saved_tensors_hooks.__enter__, "saved_tensors_hooks", only=saved_tensors_hooks),
         ),
     ]

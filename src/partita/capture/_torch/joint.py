@@ -1,3 +1,5 @@
+"""AOTAutograd's joint graph of a graph module, with flat inputs and outputs, and what prepares a module for it."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,23 +19,20 @@ from partita.backends._torch.compile_context import LostDropout, compiler_scope
 __all__ = ["Arguments", "TracedJoint", "copy_outputs", "join_tied_state", "register_constants", "trace_joint"]
 
 
-# What AOTAutograd traces, made ready: arguments apart, one name for each tensor, results with memory of their own.
-
-
 @final
 class Arguments:
-    """The arguments of a call, as tensors that a trace can tell apart and compute gradients with.
+    """The arguments of a call, as distinct tensors that a trace can compute gradients with.
 
-    A tracer takes two arguments for one if they are the same tensor, or one for the parameter that it is.
+    A tracer merges two arguments that are the same tensor, and an argument that is a parameter with that parameter.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        #: Whether a tensor was given twice, or is state of the model.
+        #: Whether a tensor was passed twice, or is state of the model.
         self.has_copies = False
-        self.args, self.kwargs = tree_map_only(Tensor, self._taken, (args, dict(kwargs)))
+        self.args, self.kwargs = tree_map_only(Tensor, self._distinct, (args, dict(kwargs)))
 
-    def _taken(self, tensor: Tensor) -> Tensor:
+    def _distinct(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._known:
             self.has_copies = True
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -43,7 +42,7 @@ class Arguments:
 
 
 def join_tied_state(module: GraphModule) -> None:
-    """Leaves one name to each parameter and buffer, the first one; plain attributes that are one of them go too."""
+    """Keeps only the first name of each parameter and buffer, and removes plain attributes that are one of them."""
     first: dict[int, str] = {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     others = {path: kept for path, tensor in named if (kept := first.setdefault(id(tensor), path)) != path}
@@ -60,7 +59,7 @@ def join_tied_state(module: GraphModule) -> None:
 
 
 def register_constants(module: GraphModule) -> dict[str, Tensor]:
-    """Makes buffers of tensors that are plain attributes, which AOTAutograd cannot trace; by name, what they were."""
+    """Registers tensors that are plain attributes, which AOTAutograd cannot trace, as buffers; returns them by name."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     constants = {str(node.target): value for node, value in _read_tensors(module) if id(value) not in known}
     for path, value in constants.items():
@@ -101,9 +100,6 @@ def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     return module.get_submodule(folder), name
 
 
-# AOTAutograd's joint graph of a graph module: forward and backward in one graph, with plain inputs and outputs.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class TracedJoint:
@@ -111,14 +107,14 @@ class TracedJoint:
 
     graph_module: GraphModule
     forward_outputs: int
-    #: Results whose gradients take another way than the graph, since they share memory with something else.
-    aside: tuple[int, ...]
-    #: Constants that the forward writes.
-    written_constants: tuple[str, ...]
-    #: Whether it writes inputs.
-    writes: bool
-    #: Whether an input that is written shares memory with another, so that the inputs are not those that were given.
-    mixes_inputs: bool
+    #: Results that AOTAutograd regenerates as views outside of the graph, where their gradients bypass it.
+    aliased_outputs: tuple[int, ...]
+    #: Constants that the forward mutates.
+    mutated_constants: tuple[str, ...]
+    #: Whether it mutates inputs.
+    mutates_inputs: bool
+    #: Whether AOTAutograd has merged inputs, since one that is mutated shares memory with another.
+    merges_inputs: bool
 
 
 def trace_joint(
@@ -136,32 +132,34 @@ def trace_joint(
         joint = aot_export_joint_with_descriptors(stack, module, args, dict(kwargs))
     traced, metadata = joint.graph_module, joint._aot_state.fw_metadata
     outputs = traced.graph.output_node().meta["desc"]
-    written = [noted.mutated_input for noted in outputs if hasattr(noted, "mutated_input")]
+    mutated = [described.mutated_input for described in outputs if hasattr(described, "mutated_input")]
     kinds = {type(node.meta.get("desc")).__name__ for node in traced.graph.find_nodes(op="placeholder")}
     _make_flat(traced, metadata.num_forward_returns, constants)
     return TracedJoint(
         traced,
         metadata.num_forward_returns,
-        aside=tuple(number for number, info in enumerate(metadata.output_info) if _goes_aside(info)),
-        written_constants=tuple(name for noted in written if (name := _name(noted)) in constants and name is not None),
-        writes=bool(written),
-        mixes_inputs=not kinds <= _USUAL,
+        aliased_outputs=tuple(number for number, info in enumerate(metadata.output_info) if _is_aliased_output(info)),
+        mutated_constants=tuple(
+            name for described in mutated if (name := _name(described)) in constants and name is not None
+        ),
+        mutates_inputs=bool(mutated),
+        merges_inputs=not kinds <= _USUAL_INPUTS,
     )
 
 
-_USUAL = {"ParamAOTInput", "BufferAOTInput", "PlainAOTInput", "TangentAOTInput"}
+_USUAL_INPUTS = {"ParamAOTInput", "BufferAOTInput", "PlainAOTInput", "TangentAOTInput"}
 
 
-def _goes_aside(info: Any) -> bool:
-    """Whether AOTAutograd makes a result that needs gradients outside of the graph, as a view of something."""
-    return bool(info.requires_grad) and info.output_type.name not in _IN_THE_GRAPH
+def _is_aliased_output(info: Any) -> bool:
+    """Whether AOTAutograd regenerates a result that requires gradients outside of the graph, as a view."""
+    return bool(info.requires_grad) and info.output_type.name not in _RETURNED_BY_GRAPH
 
 
-_IN_THE_GRAPH = ("non_alias", "unsafe_view_alias", "custom_function_view")
+_RETURNED_BY_GRAPH = ("non_alias", "unsafe_view_alias", "custom_function_view")
 
 
 def _make_flat(traced: GraphModule, forward_outputs: int, constants: Mapping[str, Tensor]) -> None:
-    """Inputs one by one in place of a list of inputs and a list of tangents, one tuple of outputs, and constants."""
+    """Makes inputs and tangents single placeholders, outputs one tuple, and constants attributes."""
     graph, output = traced.graph, traced.graph.output_node()
     inputs = [node for node in graph.find_nodes(op="placeholder") if not str(node.target).startswith("tangents")]
     dropped = {forward_outputs + at for at, node in enumerate(inputs) if _name(node.meta.get("desc")) in constants}
@@ -192,7 +190,7 @@ def _without(values: Any, dropped: set[int]) -> Iterator[Any]:
     return (value for at, value in enumerate(values) if at not in dropped)
 
 
-def _name(noted: Any) -> str | None:
-    """The parameter or buffer that AOTAutograd speaks of."""
-    name = getattr(noted, "target", None)
+def _name(description: Any) -> str | None:
+    """The parameter or buffer that AOTAutograd's description of an input names."""
+    name = getattr(description, "target", None)
     return name if isinstance(name, str) else None

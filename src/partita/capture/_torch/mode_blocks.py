@@ -1,4 +1,7 @@
-"""No_grad, autocast and inference_mode while a model is traced."""
+"""no_grad, autocast and inference_mode blocks, and unscoped toggles, of a model that is traced.
+
+Patched methods report to the recorder, which writes each block as toggles with the arguments that the user passed.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,15 @@ from partita._torch import toggles
 from partita.capture._torch.patching import Action, Patch, recorded_patch
 from partita.capture._torch.recorder import Recorder, listening_recorder
 
-__all__ = ["autocast_block_swaps", "bare_toggle_swaps", "grad_block_swaps", "inference_block_swaps"]
+__all__ = ["autocast_block_patches", "grad_block_patches", "inference_block_patches", "unscoped_toggle_patches"]
 
 
-# Autocast blocks of a model that is being traced: written with the arguments that the user gave.
-#
-# The tracer switches the cache of cast weights off, and a block fills in what its user left open with the state that
-# it finds. Neither belongs in the graph.
+def autocast_block_patches() -> list[Patch]:
+    """Patches of the methods of autocast.
 
-
-def autocast_block_swaps() -> list[Patch]:
-    """The methods of autocast, which tell the recorder."""
+    The tracer disables the cache of cast weights, and a block takes unspecified arguments from the current state.
+    Neither belongs in the graph.
+    """
     blocks = _Blocks()
     return [
         recorded_patch(autocast, "__init__", blocks.make),
@@ -36,22 +37,22 @@ def autocast_block_swaps() -> list[Patch]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """The arguments of a block, and the dtype that the blocks around asked for where it was made."""
+class _BlockArguments:
+    """The arguments of a block, and the dtype that the enclosing blocks set where it was constructed."""
 
     dtype: torch.dtype | None
     enabled: bool
     cache: bool | None
-    around: torch.dtype | None
+    outer_dtype: torch.dtype | None
 
 
 class _Blocks:
     """The autocast blocks of one capture."""
 
     def __init__(self) -> None:
-        self.given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
+        self.arguments: WeakKeyDictionary[Any, _BlockArguments] = WeakKeyDictionary()
         self.open: WeakKeyDictionary[Any, tuple[Node | None, torch.dtype | None]] = WeakKeyDictionary()
-        #: By device: the dtype that the open blocks ask for; None is that of the caller.
+        #: By device: the dtype that the open blocks set; None is that of the caller.
         self.dtypes: dict[str, torch.dtype | None] = {}
 
     def make(self, recorder: Recorder, original: Action, block: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,25 +60,25 @@ class _Blocks:
         named = signature(original).bind(block, *args, **kwargs)
         named.apply_defaults()
         _, device, dtype, enabled, cache = named.args
-        self.given[block] = _Given(dtype, bool(enabled), cache, self.dtypes.get(_device_type(device)))
+        self.arguments[block] = _BlockArguments(dtype, bool(enabled), cache, self.dtypes.get(_device_type(device)))
 
     def enter(self, recorder: Recorder, original: Action, block: Any) -> Any:
         with recorder.silence():
             entered = original(block)
         device = _device_type(block.device)
         before = self.dtypes.get(device)
-        given = self.given.get(block)
-        if given is None:  # It was made before the trace, and has kept what it found then.
-            given = _Given(block.fast_dtype, block._enabled, block._cache_enabled, before)
-        dtype = given.dtype
-        if dtype is None and given.around != before:
-            dtype = given.around
+        arguments = self.arguments.get(block)
+        if arguments is None:  # Constructed before the trace, with the state that it found then.
+            arguments = _BlockArguments(block.fast_dtype, block._enabled, block._cache_enabled, before)
+        dtype = arguments.dtype
+        if dtype is None and arguments.outer_dtype != before:
+            dtype = arguments.outer_dtype
             if dtype is None:
                 recorder.problems.append(
                     f"an autocast block on {device!r} takes its dtype from the caller, since it was made outside the "
                     f"block for {before} that it is entered in"
                 )
-        handle = recorder.write(toggles.ENTER_AUTOCAST, device, dtype, given.enabled, given.cache)
+        handle = recorder.write(toggles.ENTER_AUTOCAST, device, dtype, arguments.enabled, arguments.cache)
         if handle is not None:
             recorder.handles[block] = handle
         self.open[block] = (handle, before)
@@ -88,8 +89,8 @@ class _Blocks:
     def leave(self, recorder: Recorder, original: Action, block: Any, *raised: Any) -> Any:
         with recorder.silence():
             left = original(block, *raised)
-        # A block that was entered again while it was open remembers only the last time: leaving it once more does
-        # nothing, in torch as here.
+        # A block that was entered twice remembers only the last entry: leaving it a second time does nothing, in torch
+        # as here.
         device = _device_type(block.device)
         handle, before = self.open.pop(block, (None, self.dtypes.get(device)))
         self.dtypes[device] = before
@@ -100,27 +101,27 @@ class _Blocks:
 
 
 def _device_type(device: str) -> str:
-    """The type of a device that a block is for: torch takes "cpu:0" as well."""
+    """The device type of a block: torch accepts "cpu:0" as well."""
     return torch.device(device).type
 
 
-# Toggles that a model calls without a block: in its own code, in a graph that it runs, or in one that Dynamo made.
+def unscoped_toggle_patches() -> list[Patch]:
+    """Patches the method by which torch's tracer intercepts toggles that are called without a block.
 
-
-def bare_toggle_swaps() -> list[Patch]:
-    """The place where torch's tracer hears of toggles, which tells the recorder instead."""
+    They come from the model itself, from a graph that it runs, or from one that Dynamo has made.
+    """
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
-    return [recorded_patch(PreDispatchTorchFunctionMode, "__torch_function__", _BareToggles().take)]
+    return [recorded_patch(PreDispatchTorchFunctionMode, "__torch_function__", _UnscopedToggles().on_call)]
 
 
-class _BareToggles:
-    """The blocks of one capture that were entered by a function."""
+class _UnscopedToggles:
+    """The blocks of one capture that were entered by a toggle."""
 
     def __init__(self) -> None:
         self.entered: dict[Any, Any] = {}
 
-    def take(
+    def on_call(
         self,
         recorder: Recorder,
         original: Action,
@@ -145,11 +146,11 @@ class _BareToggles:
         return original(mode, function, types, args, named)
 
 
-# Grad blocks of a model that is being traced: leaving one puts back what was there, not what the trace found there.
+def grad_block_patches() -> list[Patch]:
+    """Patches of the methods of no_grad, enable_grad and set_grad_enabled.
 
-
-def grad_block_swaps() -> list[Patch]:
-    """The methods of no_grad, enable_grad and set_grad_enabled, which tell the recorder."""
+    Leaving a block restores the mode at its entry, not the constant that the trace saw there.
+    """
     by_value = torch.set_grad_enabled
     return [
         recorded_patch(torch.no_grad, "__enter__", _enter_no_grad),
@@ -164,28 +165,28 @@ def grad_block_swaps() -> list[Patch]:
 def _enter_no_grad(recorder: Recorder, original: Action, block: Any) -> None:
     with recorder.silence():
         original(block)
-    _ask(recorder, block)
+    _query(recorder, block)
     recorder.write(toggles.SET_GRAD, False)
 
 
 def _enter_enable_grad(recorder: Recorder, original: Action, block: Any) -> None:
     with recorder.silence():
         original(block)
-    _ask(recorder, block)
+    _query(recorder, block)
     recorder.write(toggles.SET_GRAD, True)
 
 
 def _leave(recorder: Recorder, original: Action, block: Any, *raised: Any) -> None:
     with recorder.silence():
         original(block, *raised)
-    _put_back(recorder, block)
+    _restore(recorder, block)
 
 
 def _make_by_value(recorder: Recorder, original: Action, block: Any, *args: Any, **kwargs: Any) -> None:
-    # It switches as soon as it is made; called as a function, without `with`, nothing puts the mode back.
+    # It switches the mode on construction; called as a function, without `with`, nothing restores it.
     with recorder.silence():
         original(block, *args, **kwargs)
-    _ask(recorder, block)
+    _query(recorder, block)
     recorder.set_grad(block.mode)
 
 
@@ -196,33 +197,32 @@ def _enter_by_value(recorder: Recorder, original: Action, block: Any) -> None:
 def _decorate_by_value(recorder: Recorder, original: Action, block: Any, function: Any) -> Any:
     with recorder.silence():
         decorated = original(block, function)
-    _put_back(recorder, block)
+    _restore(recorder, block)
     return decorated
 
 
-def _ask(recorder: Recorder, block: Any) -> None:
-    asked = recorder.write(toggles.IS_GRAD_ENABLED)
-    if asked is not None:
-        recorder.handles[block] = asked
+def _query(recorder: Recorder, block: Any) -> None:
+    query = recorder.write(toggles.IS_GRAD_ENABLED)
+    if query is not None:
+        recorder.handles[block] = query
 
 
-def _put_back(recorder: Recorder, block: Any) -> None:
-    asked = recorder.handles.get(block)
-    if asked is not None:
-        recorder.write(toggles.SET_GRAD, asked)
-    else:  # The block was made before the trace, and has kept the value that it found then.
+def _restore(recorder: Recorder, block: Any) -> None:
+    query = recorder.handles.get(block)
+    if query is not None:
+        recorder.write(toggles.SET_GRAD, query)
+    else:  # The block was constructed before the trace, with the mode that it found then.
         recorder.set_grad(block.prev)
 
 
-# Inference blocks of a model that is being traced: written as toggles, and traced without gradients instead.
-#
-# Torch's tracer does not see such a block at all, and inside one it cannot make the tensors that it works with.
+def inference_block_patches() -> list[Patch]:
+    """Patches the guard that every inference block constructs, in Python and in generated code.
 
-
-def inference_block_swaps() -> list[Patch]:
-    """The guard that every inference block makes, in Python and in generated code."""
+    Torch's tracer does not see such a block, and cannot create its tensors inside one. So the block is written as
+    toggles, and its operators are traced without gradients.
+    """
     for toggle in (toggles.ENTER_INFERENCE, toggles.EXIT_INFERENCE):
-        # Else torch takes them out of the bodies of operators, since nobody reads what they return.
+        # Otherwise dead-code elimination removes them from the bodies of operators, since their results are unused.
         has_side_effect(toggle)
     guard = torch._C._InferenceMode
 
@@ -234,7 +234,7 @@ def inference_block_swaps() -> list[Patch]:
 
 
 class _RecordedGuard:
-    """Stands in for torch's guard while a model is traced."""
+    """Replaces torch's guard while a model is traced."""
 
     def __init__(self, recorder: Recorder, mode: bool) -> None:  # noqa: FBT001
         self._recorder, self._mode = recorder, mode
@@ -256,7 +256,7 @@ class _RecordedGuard:
         self._set_grad(self._grad_before)
 
     def __del__(self) -> None:
-        # Torch's guard puts the modes back when it goes, left or not.
+        # Torch's guard restores the modes when it is destroyed, exited or not.
         if self._handle is not None:
             self.__exit__()
 

@@ -1,7 +1,7 @@
-"""torch.export with our own pass where its region passes are, and with a recorder of the model's mode blocks.
+"""torch.export with a recorder of the model's mode blocks, and with our own pass in place of its region passes.
 
-What is swapped in torch is swapped for the whole process, one capture at a time; exports in other threads find that
-they are not recorded, and get torch's own passes.
+The patches of torch apply to the whole process, so a lock admits one capture at a time; exports in other threads are
+not recorded, and run torch's own passes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_map_only
 from partita._torch import toggles
 from partita._torch.modes import fresh_modes
 from partita.capture._torch.caller_modes import mode_query_patches
-from partita.capture._torch.hooks import hook_swaps
+from partita.capture._torch.hooks import hook_patches
 from partita.capture._torch.mode_blocks import (
-    autocast_block_swaps,
-    bare_toggle_swaps,
-    grad_block_swaps,
-    inference_block_swaps,
+    autocast_block_patches,
+    grad_block_patches,
+    inference_block_patches,
+    unscoped_toggle_patches,
 )
-from partita.capture._torch.patching import Patch, checkpoint_swaps, fill_tables, node_swaps, patched
+from partita.capture._torch.patching import Patch, checkpoint_patches, fill_tables, node_patches, patched
 from partita.capture._torch.recorder import Recorder, current_recorder, recording
 
 __all__ = ["RegionPass", "export_recorded"]
@@ -51,9 +51,12 @@ def export_recorded(
     region_pass: RegionPass,
     grad: bool,
 ) -> ExportedProgram:
-    """Exports a model, traced with gradients on or off and under no other mode, whatever the caller's modes are."""
+    """Exports a model, traced with gradients on or off and under no other mode, whatever the caller's modes are.
+
+    Constants that the trace has mutated are restored.
+    """
     named = None if kwargs is None else dict(kwargs)
-    with _LOCK, _swapped_in(model, recorder, region_pass), fresh_modes(grad=grad):
+    with _LOCK, _patched_torch(model, recorder, region_pass), fresh_modes(grad=grad):
         args, named = tree_map_only(torch.Tensor, _as_normal_tensor, (args, named))
         try:
             with recording(recorder):
@@ -63,38 +66,38 @@ def export_recorded(
 
 
 def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that a trace with gradients can use; an inference tensor cannot be one."""
+    """A copy of an inference tensor, which a trace with gradients cannot use; other tensors as they are."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
 @contextmanager
-def _swapped_in(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> Iterator[None]:
+def _patched_torch(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> Iterator[None]:
     fill_tables()
-    with patched(_swaps(model, recorder, region_pass)):
+    with patched(_all_patches(model, recorder, region_pass)):
         yield
 
 
-def _swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:
+def _all_patches(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:
     return [
-        *_pass_swaps(model, recorder, region_pass),
-        *grad_block_swaps(),
-        *autocast_block_swaps(),
-        *inference_block_swaps(),
-        *bare_toggle_swaps(),
-        *checkpoint_swaps(),
-        *hook_swaps(),
-        *node_swaps(),
+        *_pass_patches(model, recorder, region_pass),
+        *grad_block_patches(),
+        *autocast_block_patches(),
+        *inference_block_patches(),
+        *unscoped_toggle_patches(),
+        *checkpoint_patches(),
+        *hook_patches(),
+        *node_patches(),
         *mode_query_patches(),
     ]
 
 
-def _pass_swaps(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:
-    """Torch looks its two passes up by name, at every export: the first becomes ours, the second does nothing."""
+def _pass_patches(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:
+    """Torch looks up its two passes by name at every export: the first is replaced by ours, the second by nothing."""
 
     def ours(graph_module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, ExportGraphSignature]:
-        _drop_unread_questions(graph_module)
+        _drop_unused_queries(graph_module)
         _let_dtypes_follow_the_caller(graph_module, recorder)
-        _remember_modules(model)
+        _restore_module_hierarchy(model)
         return region_pass(graph_module, signature)
 
     def nothing(graph_module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, ExportGraphSignature]:
@@ -117,8 +120,8 @@ def _only_when_recorded(owner: Any, name: str, replacement: Callable[..., Any], 
     return Patch(owner, name, region_pass)
 
 
-def _drop_unread_questions(graph_module: GraphModule) -> None:
-    """Takes out the questions for the grad mode whose answer nothing puts back, in bodies too."""
+def _drop_unused_queries(graph_module: GraphModule) -> None:
+    """Removes queries of the grad mode whose result is unused, in bodies too."""
     graphs = [module.graph for module in graph_module.modules() if isinstance(module, GraphModule)]
     for graph in graphs:
         for node in graph.find_nodes(op="call_function", target=toggles.IS_GRAD_ENABLED):
@@ -127,10 +130,10 @@ def _drop_unread_questions(graph_module: GraphModule) -> None:
 
 
 def _let_dtypes_follow_the_caller(graph_module: GraphModule, recorder: Recorder) -> None:
-    """Takes the dtype out of the checks that torch puts before casts: a caller's autocast may well change it.
+    """Removes the dtype from the metadata checks that torch inserts before casts: the caller's autocast may change it.
 
-    The checks are there for decompositions, which turn a cast that did nothing in the trace into nothing. Inputs have
-    the same dtype under every autocast.
+    The checks are there for decompositions, which remove a cast that was an identity in the trace. Inputs have the same
+    dtype under every autocast.
     """
     check = torch.ops.aten._assert_tensor_metadata.default
     for node in graph_module.graph.find_nodes(op="call_function", target=check):
@@ -138,10 +141,10 @@ def _let_dtypes_follow_the_caller(graph_module: GraphModule, recorder: Recorder)
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}
 
 
-def _remember_modules(model: torch.nn.Module) -> None:
-    """Tells torch once more which modules it exports: it keeps them in a global, which every export clears at its end.
+def _restore_module_hierarchy(model: torch.nn.Module) -> None:
+    """Sets torch's global record of the exported modules again, which every export clears at its end.
 
-    Seen in torch 2.13, where an export that begins and ends in another thread during this one makes this one fail.
+    Otherwise an export that begins and ends in another thread during this one makes this one fail (torch 2.13).
     """
     trace: Any = importlib.import_module("torch.export._trace")
     if getattr(trace, "_EXPORT_MODULE_HIERARCHY", model) is None:

@@ -1,4 +1,8 @@
-"""The recorder of one export: toggles, modes per node, lifted constants."""
+"""The recorder of one export: it writes toggles into the traced graph, and records modes, mode queries and constants.
+
+Torch's tracer records that the grad mode was set to True, not that a block was left and restored the previous mode. So
+each context manager reports to the recorder, which writes the toggles that say what it means.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +30,9 @@ from partita._torch.tensors import version_of
 __all__ = ["Constants", "Recorder", "Seen", "current_recorder", "is_only_traced", "listening_recorder", "recording"]
 
 
-# The recorder of one trace: writes toggles into the graph that is being traced, and remembers what it saw.
-#
-# Torch's tracer notes that the grad mode was set to True, not that a block was left and put back what was there. So
-# the context managers are told apart while they run, and each writes the toggles that say what it means.
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The modes of the thread when a node was written, as torch itself tells them."""
+    """The modes of the thread when a node was written, as torch reports them."""
 
     grad: bool
     inference: bool
@@ -42,20 +40,20 @@ class Seen:
 
 
 class Recorder:
-    """What one trace of a model has shown so far; `says_autocast` is what a model is told of its caller's autocast."""
+    """The record of one trace; `reports_autocast` is the answer when the model queries the autocast of its caller."""
 
-    def __init__(self, *, says_autocast: bool = False) -> None:
-        self.says_autocast = says_autocast
-        #: Whether the model asks for modes of its caller.
-        self.asks_for_grad = False
-        self.asks_for_autocast = False
-        #: Whether the model sets the grad mode to values, which it may have from its caller.
+    def __init__(self, *, reports_autocast: bool = False) -> None:
+        self.reports_autocast = reports_autocast
+        #: Whether the model queries modes of its caller.
+        self.queries_grad = False
+        self.queries_autocast = False
+        #: Whether the model sets the grad mode to a value, which may come from its caller.
         self.sets_grad_by_value = False
         #: The modes that each node was written under.
         self.seen: dict[Node, Seen] = {}
-        #: What cannot be written down.
+        #: What no graph can express.
         self.problems: list[str] = []
-        #: By block: the node that asks what was there before, or the one that entered it.
+        #: By block: the node that queries the previous mode, or the one that entered the block.
         self.handles: WeakKeyDictionary[Any, Node] = WeakKeyDictionary()
         #: How many autocast blocks are open, by device, and the modes of the open inference blocks.
         self.open_autocasts: Counter[str] = Counter()
@@ -65,14 +63,14 @@ class Recorder:
         self._silent = False
 
     @property
-    def hangs_on_callers_grad(self) -> bool:
-        """Whether the model may do something else if its caller has gradients off."""
-        return self.asks_for_grad or self.sets_grad_by_value
+    def depends_on_callers_grad(self) -> bool:
+        """Whether the model may behave differently if its caller has gradients off."""
+        return self.queries_grad or self.sets_grad_by_value
 
     @property
-    def hangs_on_caller(self) -> bool:
-        """Whether the model may do something else under other modes of its caller."""
-        return self.asks_for_autocast or self.hangs_on_callers_grad
+    def depends_on_caller(self) -> bool:
+        """Whether the model may behave differently under other modes of its caller."""
+        return self.queries_autocast or self.depends_on_callers_grad
 
     @property
     def is_listening(self) -> bool:
@@ -81,7 +79,7 @@ class Recorder:
 
     @contextmanager
     def silence(self) -> Iterator[None]:
-        """Inside, modes are switched for real, with no toggle for it in the graph."""
+        """Inside, modes are switched without writing a toggle."""
         was_silent, self._silent = self._silent, True
         try:
             with torch._C.DisableTorchFunction():
@@ -95,7 +93,7 @@ class Recorder:
         if tracer is None:
             self.problems.append("a block that the model enters is left after the model has returned")
             return None
-        if any(isinstance(given, Node) and given.graph is not tracer.graph for given in arguments):
+        if any(isinstance(argument, Node) and argument.graph is not tracer.graph for argument in arguments):
             self.problems.append("a block is entered outside the body of an operator and left inside it")
             return None
         node: Node = tracer.create_node("call_function", toggle, arguments, {})
@@ -119,14 +117,14 @@ def current_recorder() -> Recorder | None:
 
 
 def listening_recorder() -> Recorder | None:
-    """The recorder that wants to know of a switch made here and now; None in other threads and outside of traces."""
+    """The recorder to report a mode switch to; None in other threads and outside of traces."""
     recorder = _CURRENT.get()
     return recorder if recorder is not None and recorder.is_listening else None
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Inside, in this thread, `recorder` hears of every switch."""
+    """Inside, in this thread, every mode switch is reported to `recorder`."""
     token = _CURRENT.set(recorder)
     try:
         yield
@@ -142,65 +140,63 @@ def _tracer() -> Any:
     return None if mode is None else mode.tracer
 
 
-# Real tensors that a trace comes upon: those that are neither arguments nor in the state of the model.
-#
-# The tracer works on stand-ins for arguments and state, but computes with the tensors themselves where it finds
-# others, so that a model which writes to one has changed it when the trace is over.
-
-
 class Constants:
-    """The tensors that one trace has come upon, with what was in those that it may have written to."""
+    """The real tensors that a trace reads: those that are neither arguments nor in the state of the model.
+
+    The tracer replaces arguments and state by fake tensors, but computes with these themselves. So a model that mutates
+    one has done so when the trace is over, unless it is restored.
+    """
 
     def __init__(self) -> None:
         self.found: dict[int, _Found] = {}
         #: Whether one of them has gradients: a program has such tensors without.
         self.has_lost_gradients = False
-        #: By node that may give one of them, or a view of it: which.
-        self._given: dict[Node, tuple[_Found, ...]] = {}
+        #: By node that may return some of them, or views of them: which.
+        self._aliased: dict[Node, tuple[_Found, ...]] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """In the order in which they were met."""
+        """In the order in which they were first read."""
         return [found.tensor for found in self.found.values()]
 
-    def meet(self, node: Node, constant: Any) -> None:
-        """Takes note of a tensor that a node reads."""
-        # Subclasses are stand-ins of the tracer, or wrap one.
+    def on_constant(self, node: Node, constant: Any) -> None:
+        """Records a tensor that a node reads."""
+        # Subclasses are fake tensors of the tracer, or wrap one.
         if type(constant) not in (Tensor, Parameter) or is_wrapped(constant):
             return
         self.has_lost_gradients |= constant.requires_grad and torch.is_grad_enabled()
         found = self.found.setdefault(id(constant), _Found(constant, version_of(constant)))
-        self._given[node] = (found,)
+        self._aliased[node] = (found,)
 
-    def pass_on(self, node: Node) -> None:
-        """Takes note of an operator that is about to run: it may write to what it is given, or give a view of it."""
-        if not self._given or node.op != "call_function":
+    def on_operator(self, node: Node) -> None:
+        """Records an operator that is about to run: it may mutate its arguments, or return views of them."""
+        if not self._aliased or node.op != "call_function":
             return
-        written, shared = _written_and_shared(node)
-        for found in self._reached(written):
-            found.keep()
-        given = self._reached(shared)
-        if given:
-            self._given[node] = given
+        mutated, viewed = _mutated_and_viewed(node)
+        for found in self._reached(mutated):
+            found.back_up()
+        aliased = self._reached(viewed)
+        if aliased:
+            self._aliased[node] = aliased
 
     def restore(self) -> None:
-        """Puts back what was in the tensors that the trace has written to."""
+        """Restores the tensors that the trace has mutated."""
         for found in self.found.values():
             found.restore()
 
     def _reached(self, nodes: Iterable[Node]) -> tuple[_Found, ...]:
-        return tuple(found for node in nodes for found in self._given.get(node, ()))
+        return tuple(found for node in nodes for found in self._aliased.get(node, ()))
 
 
 @dataclass(slots=True)
 class _Found:
-    """One tensor; it may be large, so it is copied only if something is about to write to it."""
+    """One tensor; it may be large, so it is copied only when an operator is about to mutate it."""
 
     tensor: Tensor
     version: int | None
     before: Tensor | None = None
 
-    def keep(self) -> None:
+    def back_up(self) -> None:
         from torch.utils._python_dispatch import _disable_current_modes
 
         if self.before is None:
@@ -212,33 +208,29 @@ class _Found:
             self.tensor.detach().copy_(self.before)
 
 
-def _written_and_shared(node: Node) -> tuple[list[Node], list[Node]]:
-    """The inputs that an operator writes to, and those that its result may be a view of."""
+def _mutated_and_viewed(node: Node) -> tuple[list[Node], list[Node]]:
+    """The inputs that an operator mutates, and those that its result may be a view of."""
     signatures = signatures_of(node.target)
     if node.target is operator.getitem or not signatures:
-        # An item is part of what it is taken from; what operators with bodies do is not declared.
+        # An item aliases its container; operators with bodies declare no effects.
         return [] if node.target is operator.getitem else node.all_input_nodes, node.all_input_nodes
-    written: list[Node] = []
-    shared: list[Node] = []
+    mutated: list[Node] = []
+    viewed: list[Node] = []
     for argument in signatures[0].arguments:
-        given = _nodes_in(_given(node, argument))
-        written += given if argument.written else ()
-        shared += given if argument.shared else ()
-    return written, shared
+        nodes = [leaf for leaf in tree_leaves(_value_of(node, argument)) if isinstance(leaf, Node)]
+        mutated += nodes if argument.mutated else ()
+        viewed += nodes if argument.aliased else ()
+    return mutated, viewed
 
 
-def _given(node: Node, argument: Argument) -> Any:
+def _value_of(node: Node, argument: Argument) -> Any:
     if 0 <= argument.position < len(node.args):
         return node.args[argument.position]
     return node.kwargs.get(argument.name)
 
 
-def _nodes_in(value: Any) -> list[Node]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
-
-
 def is_only_traced(tensors: Iterable[object]) -> bool:
-    """Whether any of these tensors has no values, or belongs to a transform of torch.func that is over."""
+    """Whether any of these tensors is fake, or belongs to a transform of torch.func that has ended."""
     return any(
         isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and is_wrapped(tensor)) for tensor in tensors
     )

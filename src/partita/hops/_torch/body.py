@@ -29,23 +29,20 @@ from torch.fx.traceback import has_preserved_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._thunk import Thunk
 
-from partita._torch.fx.lazy_graph_module import keep_unread_nodes
+from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.operators.schemas import nodes_by_target
 from partita.hops._torch.node_tags import TaggedInterpreter
 
 __all__ = ["KeptCall", "run_body", "trace_call"]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
-
-
-# Calls in a trace: the body as a graph of its own beside the graph that calls it, closed over nothing.
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCall:
-    """A call as the graph keeps it: the operator, what comes before the body, keywords, and metadata of the body."""
+    """A call in a graph: the operator, its arguments before the body, keywords, and metadata of the body."""
 
     operator: Any
     mode: Sequence[Any]
@@ -62,19 +59,20 @@ def trace_call(
     operands: tuple[Any, ...],
     keywords: Mapping[str, Any],
 ) -> Any:
-    """What `body` gives, with one call of the operator in the graph of `tracer`.
+    """The result of `body`, with one call of the operator in the graph of `tracer`.
 
-    The body runs once. In the graph its inputs and outputs are flat and without constants: a body can then be saved,
-    inlined and called whatever containers the caller used. Tensors and sizes that it found outside become inputs too.
+    The body runs once, and becomes a graph of its own that closes over nothing: tensors and sizes that it captured
+    become inputs. Its inputs and outputs are flat and without constants, so that it can be saved, inlined and called
+    whatever containers the caller used.
     """
     flat = _FlatBody(body, operands, keywords, tracer)
     with scope:
         traced: GraphModule = reenter_make_fx(flat)(*flat.inputs)
     inputs = (*flat.inputs, *flat.symbols.used, *lift_tensors(traced, tracer))
-    outputs = flat.outputs if flat.has_outputs else _give_an_input(traced, inputs)
+    outputs = flat.outputs if flat.has_outputs else _return_an_input(traced, inputs)
     traced.recompile()
-    keep_unread_nodes(traced.graph)
-    _note_missing_values(traced)
+    exempt_from_dce(traced.graph)
+    _fill_missing_values(traced)
     traced.meta.update(kept.metadata)
     operator = kept.operator
     name = tracer.get_fresh_qualname(f"{operator.name()}_body_")
@@ -82,7 +80,7 @@ def trace_call(
     args = pytree.tree_map(tracer.unwrap_proxy, (*kept.mode, traced, *inputs))
     call = tracer.create_proxy("call_function", operator, args, dict(kept.keywords), name=operator.name())
     if flat.has_outputs:
-        _announce_symbols(traced, outputs)
+        _bind_unbacked_symbols(traced, outputs)
         track_tensor_tree(outputs, call, constant=None, tracer=tracer)
     else:
         set_meta(call, outputs)
@@ -90,7 +88,7 @@ def trace_call(
 
 
 class _FlatBody:
-    """A body as a function from the traced leaves of its arguments to those of its result, which it keeps."""
+    """A body as a function from the traced leaves of its arguments to those of its result; keeps the result."""
 
     def __init__(
         self, body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any], outer: Any
@@ -109,8 +107,8 @@ class _FlatBody:
 
     def __call__(self, *inputs: Any) -> Any:
         self.symbols.offer(self._outer)
-        given = iter(inputs)
-        leaves = [next(given) if _is_traced(leaf) else leaf for leaf in self._leaves]
+        remaining = iter(inputs)
+        leaves = [next(remaining) if _is_traced(leaf) else leaf for leaf in self._leaves]
         operands, keywords = pytree.tree_unflatten(leaves, self._structure)
         self.result = run(self._body, operands, keywords)
         self.outputs = self.result
@@ -123,23 +121,23 @@ def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, _TRACED)
 
 
-def _give_an_input(traced: GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Makes a body that only writes return a tensor that it is given: torch 2.13 cannot load a call without outputs."""
+def _return_an_input(traced: GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Makes a body without results return one of its inputs: torch 2.13 cannot load a call without outputs."""
     placeholders = traced.graph.find_nodes(op="placeholder")
     pairs = [pair for pair in zip(placeholders, inputs, strict=True) if isinstance(pair[1], Tensor)][:1]
     traced.graph.output_node().args = (tuple(node for node, _ in pairs),)
     return tuple(tensor for _, tensor in pairs)
 
 
-def _note_missing_values(traced: GraphModule) -> None:
-    """Gives every call a traced value: torch does so for a whole program, but not in bodies (vmap and jvp, 2.13)."""
+def _fill_missing_values(traced: GraphModule) -> None:
+    """Sets `val` on calls that lack it: torch does so at top level, but not in bodies (vmap and jvp, 2.13)."""
     for node in traced.graph.nodes:
         if node.op == "call_function" and not isinstance(node.target, OpOverload):
             node.meta.setdefault("val", None)
 
 
-def _announce_symbols(traced: GraphModule, outputs: Any) -> None:
-    """Lets the call bind the data-dependent sizes that its body gives out, as their first owner in this graph."""
+def _bind_unbacked_symbols(traced: GraphModule, outputs: Any) -> None:
+    """Lets the call bind the unbacked symbols in the outputs of its body, as their first owner in this graph."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -148,24 +146,21 @@ def _announce_symbols(traced: GraphModule, outputs: Any) -> None:
         return
     bound = {symbol for node in traced.graph.nodes for symbol in node.meta.get("unbacked_bindings") or ()}
     if bound:
-        given = free_unbacked_symbols(pytree.tree_leaves(outputs))
-        env.pending_fresh_unbacked_symbols.extend(sorted(bound & given, key=str))
+        returned = free_unbacked_symbols(pytree.tree_leaves(outputs))
+        env.pending_fresh_unbacked_symbols.extend(sorted(bound & returned, key=str))
 
 
 _TRACED = (Tensor, *py_sym_types, torch.ScriptObject, FakeScriptObject)
 
 
-# What a traced body finds outside of itself, tensors and symbolic sizes, as inputs of it.
-
-
 class FreeSymbols:
-    """The symbolic sizes of an outer trace that a body uses though none of its operands has them, in order of use."""
+    """The symbolic sizes of the outer trace that a body uses but none of its operands has, in order of use."""
 
     def __init__(self) -> None:
         self.used: list[Any] = []
 
     def offer(self, outer: Any) -> None:
-        """Lets the trace that is running now take any size that `outer` knows; it becomes an input once it is used."""
+        """Makes all sizes that `outer` knows available to the current trace; a size becomes an input on first use."""
         tracing = get_proxy_mode()
         if tracing is None:
             return
@@ -183,7 +178,7 @@ class FreeSymbols:
 
 
 def lift_tensors(traced: GraphModule, outer: Any) -> list[Tensor]:
-    """Makes inputs of the tensors that `traced` holds, and returns them as the outer trace knows them."""
+    """Turns the tensor attributes of `traced` into inputs, and returns these tensors."""
     lifted: dict[str, Node] = {}
     tensors: list[Tensor] = []
     for node in traced.graph.find_nodes(op="get_attr"):
@@ -211,7 +206,7 @@ def _append_input(graph: Graph, name: str) -> Node:
 
 
 def _describe(placeholder: Node, attribute: Node, held: Tensor, outer: Any) -> None:
-    """Gives the input what is known of the tensor: by its own trace, by the outer one, or by the fake mode in force."""
+    """Copies metadata to a new input: from its own trace, from the outer one, or from the active fake mode."""
     placeholder.meta.update(attribute.meta)
     known = get_proxy_slot(held, outer, None)
     value = _fake(held) if known is None else known.proxy.node.meta.get("val")
@@ -227,10 +222,7 @@ def _fake(tensor: Tensor) -> Tensor | None:
     return fake
 
 
-# Running a body: in its scope, with the modes put back that a failing body has left switched.
-
-
-#: Functions of Python that run no code of a user's, given tensors and numbers.
+#: Python functions that call no user code when their arguments are tensors and numbers.
 _PLAIN_FUNCTIONS = frozenset(
     getattr(module, name) for module in (operator, math) for name in dir(module) if callable(getattr(module, name))
 ) - {operator.call}
@@ -242,12 +234,12 @@ def run_body(
     operands: tuple[Any, ...],
     keywords: Mapping[str, Any],
 ) -> Any:
-    """What `body` gives in `scope`; when it raises, all modes are as they were before."""
+    """The result of `body` in `scope`; if it raises, all modes are restored."""
     if _switches_nothing(body):
         with scope:
             return run(body, operands, keywords)
     with scope:
-        # Inside: a mode that the body left switched was entered under the scope, and is left under it.
+        # Inside the scope: a mode that the body has left switched must be restored before the scope is exited.
         ambient = read_ambient()
         try:
             return run(body, operands, keywords)
@@ -257,14 +249,14 @@ def run_body(
 
 
 def run(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """What `body` gives; node by node where a tracer copies the metadata of each node, as torch does for the graph."""
+    """The result of `body`; runs it node by node where a tracer copies node metadata, as torch does at top level."""
     if has_preserved_node_meta() and not keywords and _is_plain_graph(body):
         return TaggedInterpreter(cast(GraphModule, body)).run(*operands)
     return body(*operands, **keywords)
 
 
 def _switches_nothing(body: Any) -> bool:
-    """Whether the graph of `body` shows that no node in it can leave a mode switched."""
+    """Whether `body` is a graph in which no node can leave a mode switched."""
     return _is_plain_graph(body) and all(
         op in ("placeholder", "get_attr", "output") or (op == "call_function" and _is_plain(target)) or not nodes
         for (op, target), nodes in nodes_by_target(body.graph).items()
@@ -272,7 +264,7 @@ def _switches_nothing(body: Any) -> bool:
 
 
 def _is_plain(target: Any) -> bool:
-    """Whether a function is one of torch's kernels or of Python's; any other may run Python code, or a body."""
+    """Whether a function is an ATen or Python builtin; any other may run Python code, or a body."""
     return target.namespace in ("aten", "prims") if isinstance(target, OpOverload) else target in _PLAIN_FUNCTIONS
 
 

@@ -1,4 +1,7 @@
-"""How Dynamo traces our operators, registered on import of Dynamo."""
+"""How Dynamo traces our operators: as their meaning in plain Python, or as calls with a traced body.
+
+The rules are registered without importing Dynamo: at once if it is imported already, otherwise when it is.
+"""
 
 from __future__ import annotations
 
@@ -15,38 +18,35 @@ from typing import Any, Protocol
 
 from partita.errors import OptionError
 
-__all__ = ["tell_dynamo"]
+__all__ = ["register_with_dynamo"]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
-
-
-# Telling Dynamo about operators without importing it: at once if it is there, else in the moment that it is.
 
 
 _VARIABLES = "torch._dynamo.variables.higher_order_ops"
 
 
 class TracedByRule(Protocol):
-    """An operator that says by which of the rules Dynamo traces a call of it."""
+    """An operator that names the rule by which Dynamo traces its calls."""
 
     __name__: str
     dynamo_rule: str
 
 
-def tell_dynamo(operators: Iterable[TracedByRule]) -> None:
-    """Dynamo traces a call of each of these operators by the operator's own rule.
+def register_with_dynamo(operators: Iterable[TracedByRule]) -> None:
+    """Registers the rules by which Dynamo traces calls of these operators.
 
-    An operator that Dynamo does not know ends its graph. Where torch has no table of them, this changes nothing.
+    A call of an unknown operator is a graph break. If torch has no table of operators, nothing happens.
     """
     if _VARIABLES in sys.modules:
         _register(importlib.import_module(_VARIABLES), operators)  # Waits for a thread that is importing it.
     else:
-        sys.meta_path.insert(0, _Awaiting(operators))
+        sys.meta_path.insert(0, _RegisterOnImport(operators))
 
 
-class _Awaiting(MetaPathFinder, Loader):
-    """Stands before the finders until the module is imported, registers the operators in it, and is gone."""
+class _RegisterOnImport(MetaPathFinder, Loader):
+    """A finder that registers the operators when Dynamo's module is imported, and removes itself."""
 
     def __init__(self, operators: Iterable[TracedByRule]) -> None:
         self._operators = tuple(operators)
@@ -57,7 +57,7 @@ class _Awaiting(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname != _VARIABLES:
             return None
-        # A new list: other threads may be walking the old one.
+        # A new list: other threads may be iterating over the old one.
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
         spec = find_spec(fullname)
         if spec is not None:
@@ -89,9 +89,6 @@ def _register(module: Any, operators: Iterable[TracedByRule]) -> None:
             table[operator.__name__] = made[name]
 
 
-# How Dynamo traces calls of our operators: as what they mean in plain Python, or as calls with a traced body.
-
-
 def _inlined(module: Any) -> type | None:
     """A call is traced as the operator's meaning."""
     base = getattr(module, "TorchHigherOrderOperatorVariable", None)
@@ -99,7 +96,7 @@ def _inlined(module: Any) -> type | None:
         return None
 
     class InlinedOperator(base):  # type: ignore[misc, valid-type]
-        """An operator of which Dynamo sees what it does."""
+        """An operator that Dynamo inlines."""
 
         _HOP_NAME = "partita.hops"
 
@@ -113,17 +110,17 @@ def _inlined(module: Any) -> type | None:
                 mode = [arg.realize().as_python_constant() for arg in args[: operator.mode_count]]
                 operator.check(*mode)
             except (NotImplementedError, OptionError):
-                return super()._call_function(tx, args, kwargs)  # Ends the graph: the call itself says what is wrong.
+                return super()._call_function(tx, args, kwargs)  # A graph break: the call itself raises the error.
             with operator.meaning(*mode) as meaning:
                 return UserFunctionVariable(meaning).call_function(tx, args, kwargs)
 
     return InlinedOperator
 
 
-def _staying(base_name: str, *, unneeded: tuple[str, ...] = ()) -> Callable[[Any], type | None]:
-    """A call stays a call, of a body that Dynamo has traced; tensors that the body finds outside become operands.
+def _kept_as_call(base_name: str, *, unneeded: tuple[str, ...] = ()) -> Callable[[Any], type | None]:
+    """A call is kept, with the body that Dynamo has traced; tensors that the body closes over become operands.
 
-    All but the `unneeded` of its keywords are kept at the call, as torch does for its own operators.
+    The call keeps all keywords but the `unneeded` ones, as torch does for its own operators.
     """
 
     def rule(module: Any) -> type | None:
@@ -132,8 +129,8 @@ def _staying(base_name: str, *, unneeded: tuple[str, ...] = ()) -> Callable[[Any
         if base is None or outermost is None:
             return None
 
-        class StayingOperator(base):  # type: ignore[misc, valid-type]
-            """An operator that is in the graph."""
+        class KeptOperator(base):  # type: ignore[misc, valid-type]
+            """An operator whose calls Dynamo keeps in the graph."""
 
             _HOP_NAME = "partita.hops"
 
@@ -143,35 +140,35 @@ def _staying(base_name: str, *, unneeded: tuple[str, ...] = ()) -> Callable[[Any
                 try:
                     args, kwargs = operator.bound(args, kwargs)
                 except OptionError:
-                    # Ends the graph: the call says what is wrong.
+                    # A graph break: the call itself raises the error.
                     return outermost._call_function(self, tx, args, kwargs)
                 kept = {name: value for name, value in kwargs.items() if name not in unneeded}
                 _finish_graph(tx.output, operator)
                 return super()._call_function(tx, args, kept)
 
-        return StayingOperator
+        return KeptOperator
 
     return rule
 
 
 def _finish_graph(output: Any, operator: Any) -> None:
-    """Shows the operator the graph once it is complete; export has no use for what compilers are told."""
+    """Lets the operator annotate the complete graph for compilers; export does not need that."""
     finish = getattr(operator, "finish_graph", None)
     if finish is not None and not output.export and finish not in output.register_finalizer_fns:
         output.add_graph_finalizer(finish)
 
 
-#: By the name that an operator gives of its rule: from Dynamo's module of operators to a class for its table.
+#: By name of the rule: from Dynamo's module of higher-order operators to the class for its table.
 RULES: Mapping[str, Callable[[Any], type | None]] = {
     "inlined": _inlined,
-    "wrapped": _staying("WrapHigherOrderVariable"),
-    # Never reentrant, whatever it says.
-    "checkpoint": _staying("CheckpointHigherOrderVariable", unneeded=("use_reentrant",)),
+    "wrapped": _kept_as_call("WrapHigherOrderVariable"),
+    # Never reentrant, whatever the keyword says.
+    "checkpoint": _kept_as_call("CheckpointHigherOrderVariable", unneeded=("use_reentrant",)),
 }
 
 
 def _skip_own_code() -> None:
-    """Keeps Dynamo from compiling what runs around a body, where a break in the body has ended the graph.
+    """Keeps Dynamo from compiling the code that runs around a body after a graph break inside it.
 
     That is the code of all modules that set `DYNAMO_SKIPS`.
     """

@@ -1,4 +1,4 @@
-"""Tags for the nodes that a tracer writes down while a body runs: what a partitioner of joint graphs reads."""
+"""Tags for the nodes that are traced while a body runs, for partitioners of joint graphs: what to save or recompute."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["SAVED", "TaggedInterpreter", "next_graph_id", "node_tags", "saving", "tagging"]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
 
 
-#: The tag of what is saved for the backward.
+#: The tag of nodes whose results are saved for backward.
 SAVED = {"recompute": CheckpointPolicy.MUST_SAVE}
 
 _TAGS: ContextVar[Mapping[str, Any] | None] = ContextVar("node_tags", default=None)
@@ -26,21 +26,21 @@ _SAVED: ContextVar[Collection[Node]] = ContextVar("saved_nodes", default=())
 
 
 def next_graph_id() -> int:
-    """A number for a region, larger than every one before: torch compares them, and draws its own from here too."""
+    """A number for a region, larger than all before: torch compares them, and takes its own from the same counter."""
     return int(next(wrap.uid))
 
 
 def node_tags() -> Mapping[str, Any] | None:
-    """The tags for what is traced now; None where nothing is tagged."""
+    """The tags of the nodes that are traced now; None where nodes are not tagged."""
     return _TAGS.get()
 
 
 @contextmanager
 def tagging(tags: Mapping[str, Any]) -> Iterator[None]:
-    """Nodes that are traced inside carry these tags, beside those from around."""
+    """Nodes that are traced inside carry these tags, in addition to the outer ones."""
     token = _TAGS.set({**(_TAGS.get() or {}), **tags})
     try:
-        with fx_traceback.preserve_node_meta():  # What it puts back is a copy from before the tags.
+        with fx_traceback.preserve_node_meta():  # It restores a copy from before the tags.
             fx_traceback.get_current_meta().update(tags)
             yield
     finally:
@@ -49,7 +49,7 @@ def tagging(tags: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def saving(nodes: Collection[Node]) -> Iterator[None]:
-    """Where a graph with these nodes runs inside, what is traced for them is saved."""
+    """Inside, what is traced for these nodes of a graph is tagged as saved for backward."""
     token = _SAVED.set(nodes)
     try:
         yield
@@ -58,7 +58,7 @@ def saving(nodes: Collection[Node]) -> Iterator[None]:
 
 
 class TaggedInterpreter(Interpreter):
-    """Runs a graph node by node; what a tracer writes down for a node has its metadata and the tags."""
+    """Runs a graph node by node; what is traced for a node gets its metadata and the tags."""
 
     def run_node(self, n: Node) -> Any:
         with tagging(SAVED) if n in _SAVED.get() else nullcontext():
@@ -78,7 +78,7 @@ class TaggedInterpreter(Interpreter):
 
 
 def _tag_current() -> None:
-    """Adds the tags to what stands for the metadata of the node that runs: a copy, if the node has any."""
+    """Adds the tags to the current metadata, which is a copy of that of the running node, if it has any."""
     tags = _TAGS.get()
     if tags:
         fx_traceback.get_current_meta().update(tags)

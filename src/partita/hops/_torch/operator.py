@@ -1,4 +1,4 @@
-"""BodyOperator: dispatch, pickling, purity of our higher-order operators."""
+"""BodyOperator, the base of our higher-order operators: dispatch, tracing, pickling and dead-code elimination."""
 
 from __future__ import annotations
 
@@ -19,30 +19,27 @@ from torch.overrides import handle_torch_function
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita.errors import OptionError
 from partita.hops._torch.body import KeptCall, run_body, trace_call
-from partita.hops._torch.hop_rules import tell_dynamo
+from partita.hops._torch.hop_rules import register_with_dynamo
 
 __all__ = ["BodyOperator", "registered"]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
-
-
-# Operators that run a body under a mode: what dispatcher, tracers, dead-code elimination and pickle need of them.
 
 
 _Operator = TypeVar("_Operator", bound="BodyOperator")
 
 
 class BodyOperator(HigherOrderOperator):
-    """An operator that takes the arguments of its mode, a body, and what the body is called with.
+    """An operator that takes the arguments of its mode, a body, and the arguments of the body.
 
-    A trace before dispatch keeps the call, with the body traced beside it. Everywhere else the body just runs, so that
-    autograd, transforms and every other tracer meet the operators in it and need no rule for this one.
+    A pre-dispatch trace keeps the call, with the body as a subgraph. Everywhere else the body just runs, so that
+    autograd, transforms and all other tracers see the operators in it and need no rule for this one.
     """
 
-    #: A call in eager mode traces nothing, as `scan` of torch does.
+    #: A call in eager mode does not trace its body, unlike one of `scan` of torch.
     only_runs_body: ClassVar[bool] = True
-    #: What the arguments up to the body are called, where a caller names them.
+    #: The names of the arguments up to the body.
     parameters: ClassVar[tuple[str, ...]] = ("body",)
     #: How Dynamo traces a call: "inlined" by its meaning, "wrapped" as a call of a traced body, or as a "checkpoint".
     dynamo_rule = "inlined"
@@ -59,16 +56,16 @@ class BodyOperator(HigherOrderOperator):
         """An operator that torch's table knows as `name`, or by the name of its class, numbered if that is taken.
 
         `home` is a module and the name that it exports the operator by. `twin` is torch's operator of that name: the
-        two are equal, so who looks for calls of one of them in a graph finds those of both.
+        two are equal, so a search of a graph for calls of one finds those of both.
         """
         self._home, self._twin = home, twin
         named = _free_name(type(self).__name__.lower()) if name is None else name
         super().__init__(named, cacheable=cacheable, **options)  # type: ignore[no-untyped-call]
         self.__doc__ = type(self).__doc__
         self.py_impl(ProxyTorchDispatchMode)(self._keep_call)
-        keep_unread_calls(self)
+        keep_unused_calls(self)
         if home is None:
-            tell_dynamo((self,))
+            register_with_dynamo((self,))
 
     @property
     def mode_count(self) -> int:
@@ -76,14 +73,14 @@ class BodyOperator(HigherOrderOperator):
         return len(self.parameters) - 1
 
     def bound(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, those up to the body by position; every keyword that is left is the body's."""
-        given, rest = list(args), dict(keywords)
-        for parameter in self.parameters[len(given) :]:
+        """The arguments of a call, those up to the body by position; all other keywords are passed to the body."""
+        positional, rest = list(args), dict(keywords)
+        for parameter in self.parameters[len(positional) :]:
             if parameter not in rest:
                 takes = ", ".join(self.parameters)
                 raise OptionError(f"{self._shown()} is called without {parameter!r}; it takes {takes} and more")
-            given.append(rest.pop(parameter))
-        return tuple(given), rest
+            positional.append(rest.pop(parameter))
+        return tuple(positional), rest
 
     def __eq__(self, other: object) -> bool:
         return other is self or (self._twin is not None and other is self._twin)
@@ -103,7 +100,7 @@ class BodyOperator(HigherOrderOperator):
         raise NotImplementedError
 
     def enact(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What a call does, by who is watching."""
+        """Runs a call, or hands it to the tracer that keeps it."""
         args, keywords = self.bound(args, keywords)
         mode, body, operands = args[: self.mode_count], args[self.mode_count], args[self.mode_count + 1 :]
         proxy = _first_proxy((args, keywords))
@@ -120,15 +117,15 @@ class BodyOperator(HigherOrderOperator):
         return self.run(mode, body, operands, keywords)
 
     def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What a call gives where no tracer keeps it."""
+        """The result of a call that no tracer keeps."""
         return run_body(self.scope(*mode, tracing=tracing_now()), body, operands, keywords)
 
     def own_keywords(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The keywords that are the operator's, which a kept call has too, and those that are the body's."""
+        """The keywords of the operator, which a kept call has too, and those of the body."""
         return {}, keywords
 
     def body_metadata(self, body: Any, own: dict[str, Any]) -> dict[str, Any]:
-        """What the traced body of a kept call carries of `body` and of the operator's keywords; takes it from `own`."""
+        """Metadata for the traced body of a kept call; keywords that it replaces are removed from `own`."""
         return {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -141,9 +138,9 @@ class BodyOperator(HigherOrderOperator):
         return self._home[1] if self._home else self.__name__
 
     def _is_kept(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Whether the next to see the call is a tracer before dispatch, and nothing that changes what it would see.
+        """Whether a pre-dispatch tracer is the next to handle the call, and no other dispatch key comes before it.
 
-        Under functionalization the body runs in the open there, since its writes must become values of the outer graph.
+        Under functionalization the body is inlined instead: its mutations must become values of the outer graph.
         """
         if not torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch):
             return False
@@ -163,13 +160,13 @@ class BodyOperator(HigherOrderOperator):
 
 
 def registered(kind: type[_Operator], name: str, *, home: tuple[str, str], twin: Any = None) -> _Operator:
-    """The operator `name`, made once however often its module is loaded: graphs hold the first one."""
+    """The operator `name`, created once even if its module is reloaded: graphs refer to the first one."""
     known = _higher_order_ops.get(name)
     return cast(_Operator, known) if isinstance(known, BodyOperator) else kind(name, home=home, twin=twin)
 
 
 def _imported(module: str, name: str) -> Any:
-    """What unpickling an operator gives: the one of this process, its module imported first."""
+    """Unpickles an operator: imports its module, and returns the operator of this process."""
     if module == "torch.ops.higher_order":
         return getattr(torch.ops.higher_order, name)
     return getattr(importlib.import_module(module), name)
@@ -197,18 +194,15 @@ def _first_proxy(value: Any) -> Proxy | None:
     return None
 
 
-# Telling dead-code elimination that a call matters though nobody reads its result.
+def keep_unused_calls(operator: Any) -> None:
+    """Marks an operator as impure, so that `Graph.eliminate_dead_code` keeps unused calls of it.
 
-
-def keep_unread_calls(operator: Any) -> None:
-    """Calls of `operator` survive `Graph.eliminate_dead_code`.
-
-    torch asks about the operator and not about the call, so this holds for calls whose body only computes as well.
+    torch decides by the operator and not by the call, so calls whose body has no side effects are kept as well.
     """
     has_side_effect(operator)
     if not Graph().call_function(operator).is_impure():
-        # torch 2.11 heeds that list for functions and plain operators only. The registry of effects it heeds, and the
-        # tokens that come with an effect are made where an operator is dispatched, which these never are.
+        # torch 2.11 consults that list for functions and plain operators only, but it does consult the registry of
+        # effects. Effect tokens are created where an operator is dispatched, which these never are.
         from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
         _register_effectful_op(operator, _EffectType.ORDERED)

@@ -1,4 +1,7 @@
-"""Flat, stateless copies of bodies for a compiler."""
+"""Flat, stateless copies of bodies for a compiler, which may change them.
+
+The tensors of modules become inputs, and containers are flattened.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,6 @@ from partita.lowering._torch.containers import Container, Leaf, Shape, assembled
 __all__ = ["body_for_compiler"]
 
 
-# Bodies for a compiler: copies that it may change, with nothing but tensors and numbers as inputs and outputs.
-#
-# Modules in them take their tensors as inputs, and containers are taken apart.
-
-
 def body_for_compiler(
     body: GraphModule,
     slots: Sequence[HasPlace],
@@ -32,14 +30,14 @@ def body_for_compiler(
 ) -> GraphModule:
     """A copy of `body` with one more input for each of `slots`, behind its own.
 
-    `outputs` are the names of nodes and the keys by which something is read from what they give; without them, the copy
-    gives what the body gives. Traced values are left out: their symbols belong to another trace.
+    `outputs` are the names of nodes and the keys by which leaves are read from their results; without them, the copy
+    returns what the body returns. Traced values are excluded: their symbols belong to another trace.
     """
     modules = {
         target: Stateless(body.get_submodule(target), target, [slot for slot in slots if _is_in(slot.path, target)])
         for target in {str(node.target): None for node in body.graph.find_nodes(op="call_module")}
     }
-    graph = _Copying(body.graph, modules).graph(slots, inputs, outputs)
+    graph = _BodyCopy(body.graph, modules).graph(slots, inputs, outputs)
     held: dict[str, Any] = dict(modules)
     for node in graph.find_nodes(op="get_attr"):
         held[str(node.target)] = _copied_body(body, node)
@@ -51,7 +49,7 @@ def _is_in(path: str, target: str) -> bool:
 
 
 def _copied_body(body: GraphModule, node: Node) -> nn.Module:
-    """The body that an operator is given; one with tensors of its own cannot take them as inputs."""
+    """A copy of the body of a higher-order operator; raises for one that holds tensors."""
     inner = body.get_submodule(str(node.target))
     if any(isinstance(value, Tensor) for module in inner.modules() for value in _held_by(module)):
         raise BrokenGraphError(f"the body {node.target!r} that node {node.name!r} reads holds tensors; pass them to it")
@@ -63,8 +61,8 @@ def _held_by(module: nn.Module) -> list[Any]:
 
 
 @final
-class _Copying:
-    """One copy while it is written."""
+class _BodyCopy:
+    """Writes one copy."""
 
     def __init__(self, source: Graph, modules: Mapping[str, Stateless]) -> None:
         self.source, self.modules = source, modules
@@ -83,8 +81,8 @@ class _Copying:
         leaves = [self._copy_input(node, shape) for node, shape in zip(nodes, inputs, strict=False)]
         for slot in slots:
             self.states[slot] = self._write_input(f"{slot.path}_{slot.name}")
-        for node, shape, given in zip(nodes, inputs, leaves, strict=False):
-            self.env[node] = assembled(shape, iter(given), self._make)
+        for node, shape, nodes_of_leaves in zip(nodes, inputs, leaves, strict=False):
+            self.env[node] = assembled(shape, iter(nodes_of_leaves), self._make)
         for node in nodes[len(inputs) : -1]:
             self._copy(node)
         self._write_output(nodes[-1], outputs)
@@ -121,8 +119,8 @@ class _Copying:
         for key in _TRACED:
             copied.meta.pop(key, None)
         if node.op == "call_module":
-            given = [self.states[slot] for slot in self.modules[str(node.target)].slots]
-            copied.args = (*given, *copied.args)
+            state = [self.states[slot] for slot in self.modules[str(node.target)].slots]
+            copied.args = (*state, *copied.args)
         self.env[node] = copied
 
     def _write_output(self, node: Node, outputs: Sequence[tuple[str, tuple[Any, ...]]] | None) -> None:
@@ -142,9 +140,6 @@ class _Copying:
 _TRACED = ("val", "example_value", "tensor_meta", "unbacked_bindings")
 
 
-# Modules without state: they take the tensors that they would hold as their first arguments.
-
-
 class HasPlace(Protocol):
     """Where a module in a body holds a tensor."""
 
@@ -158,7 +153,7 @@ class HasPlace(Protocol):
 
 @final
 class Stateless(nn.Module):
-    """A module that gets the tensors of `module` as its first arguments; threads may call it side by side."""
+    """A module that gets the tensors of `module` as its first arguments; it is thread-safe."""
 
     def __init__(self, module: nn.Module, target: str, slots: Sequence[HasPlace]) -> None:
         super().__init__()
@@ -166,14 +161,14 @@ class Stateless(nn.Module):
         self.training = module.training
         self._bare = _Bare(module, [(slot.path[len(target) + 1 :], slot.table, slot.name) for slot in slots])
 
-    def forward(self, *given: Any, **named: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         count = len(self.slots)
-        return self._bare.with_tensors(given[:count])(*given[count:], **named)
+        return self._bare.with_tensors(args[:count])(*args[count:], **kwargs)
 
 
 @final
 class _Bare:
-    """A module and all below it without their tensors; no submodule of anyone, so that nobody looks for state in it."""
+    """A module tree without its tensors; not an `nn.Module`, so that its state is not found as that of a parent."""
 
     def __init__(self, module: nn.Module, places: Sequence[tuple[str, str, str]]) -> None:
         paths = dict(module.named_modules(remove_duplicate=False))
@@ -186,7 +181,7 @@ class _Bare:
         self._places = [(number[id(paths[path])], table, name) for path, table, name in places]
 
     def with_tensors(self, tensors: Sequence[Any]) -> nn.Module:
-        """New modules that hold these tensors; those that were there before stay as they are."""
+        """New modules that hold these tensors; earlier ones are unchanged."""
         copies = [_shallow(module) for module in self._modules]
         for module, children in zip(copies, self._children, strict=True):
             module._modules.update({name: copies[at] for name, at in children})
@@ -200,14 +195,14 @@ class _Bare:
 
 
 def _list_weights(module: nn.RNNBase) -> None:
-    """Lists the weights of a recurrent module, as it does itself, with references to see whether they have changed."""
+    """Sets the weight list of a recurrent module, as the module does itself, with weak references to detect changes."""
     weights = [getattr(module, name, None) for name in module._flat_weights_names]
     references = [None if weight is None else ref(weight) for weight in weights]
     module.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:
-    """A copy that keeps nothing of the model alive that it comes from: no tensors, no submodules, no hooks."""
+    """A copy that keeps nothing of its model alive: no tensors, no submodules, no hooks."""
     bare = _shallow(module)
     bare._modules.update(dict.fromkeys(bare._modules))
     vars(bare).update({name: table for name, table in vars(nn.Module()).items() if name.endswith("_hooks")})

@@ -1,6 +1,6 @@
-"""Conditions of a compiled function: what its symbols must satisfy, as data that closures check.
+"""Shape guards of a compiled function, as data that closures check.
 
-A compiler asks the shape environment of its fake inputs questions, and its code rests on the answers.
+A compiler adds guards to the shape environment of its fake inputs, and its code is only valid where they hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partita.program._torch.guards import functions_of_conditions, symbolic_expr
 __all__ = ["Check", "Place", "check_from", "conditions_of", "symbolic_places"]
 
 
-#: Tells whether a compiled function may be used for these inputs.
+#: Whether a compiled function may be used for these inputs.
 Check: TypeAlias = Callable[[Sequence[Any]], bool]
 
 #: Where a number is among the inputs of a call, and the symbolic number that was there for the compiler.
@@ -25,7 +25,7 @@ Place: TypeAlias = tuple[Read, torch.SymInt]
 
 
 def symbolic_places(inputs: Sequence[Any]) -> list[Place]:
-    """Every symbolic number of fake inputs, sizes and integers first; ask before a compiler has had them."""
+    """Every symbolic number of fake inputs, sizes and integers first; call it before compilation."""
     found: list[Place] = []
     for place, value in enumerate(inputs):
         if isinstance(value, Tensor):
@@ -39,7 +39,7 @@ def symbolic_places(inputs: Sequence[Any]) -> list[Place]:
 
 
 def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] | None:
-    """What makes symbolic numbers what they were taken for; None where there are none."""
+    """The guards on symbolic numbers, as conditions on inputs; None where there are no symbols."""
     places: dict[str, Read] = {}
     conditions: dict[Expression, None] = {}
     derived: list[Place] = []
@@ -57,7 +57,7 @@ def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] |
         )
         conditions |= dict.fromkeys(_on_places(guard.expr, places) for guard in env.guards)
     except ExpressionError:
-        # What cannot be asked again holds for the sizes that it was asked about.
+        # A guard that cannot be expressed is known to hold for the sizes of this call only.
         exact = [(places[symbol], value) for symbol, value in _values(env) if symbol in places]
         exact += [(found, expected.node.hint) for found, expected in derived if expected.node.hint is not None]
         conditions |= dict.fromkeys(Operation("==", (found, int(value))) for found, value in exact)
@@ -66,7 +66,7 @@ def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] |
 
 
 def check_from(conditions: Sequence[Expression]) -> Check:
-    """The check of what `conditions_of` gave."""
+    """A function that checks the conditions of `conditions_of`."""
     return evaluator(Operation("and", tuple(conditions)), functions_of_conditions())
 
 
@@ -75,7 +75,7 @@ def _symbolic(numbers: Iterable[Any]) -> Iterator[tuple[int, torch.SymInt]]:
 
 
 def _on_places(expression: Any, places: dict[str, Read]) -> Expression:
-    """A condition on the inputs; raises where it is about a symbol that is at no place."""
+    """A condition on the inputs; raises where a symbol belongs to no input."""
 
     def found(part: Symbol | Read) -> Expression:
         if isinstance(part, Symbol) and part.name not in places:

@@ -1,6 +1,6 @@
-"""Containers that cross a border whole, as programs without traced values have them: taken apart for a compiler.
+"""Containers among the inputs and outputs of a body, flattened for a compiler, which takes and returns leaves only.
 
-A compiler takes and gives tensors and numbers. What is in a container goes as inputs and outputs of their own.
+They occur in programs without traced values.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 @final
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value that is passed on."""
+    """A value that is passed as an argument or a result."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A value that is the same in every call, so that nobody needs to pass it on."""
+    """A value that is the same in every call, so that it need not be passed."""
 
     value: Any
 
@@ -64,24 +64,24 @@ LEAF = Leaf()
 
 
 def shape_of(value: Any, *, is_output: bool = False) -> Shape:
-    """How a value is made up of containers.
+    """The container structure of a value.
 
-    In an output, what is neither one nor tensor nor symbol is fixed; where that may hold tensors, or be changed by
-    whoever gets it, a `BackendError` is raised.
+    In an output, what is neither container nor tensor nor symbol is fixed; where it may hold tensors, or is mutable, a
+    `BackendError` is raised.
     """
-    kind = _container_kind(value)
+    kind = _container_type(value)
     if kind is None or (kind is OrderedDict and not is_output):
-        return _fixed(value) if is_output and not isinstance(value, _PASSED_ON) else LEAF
+        return _fixed(value) if is_output and not isinstance(value, _LEAF_TYPES) else LEAF
     keys = tuple(value) if issubclass(kind, dict) else None
     items = value if keys is None else value.values()
     return Container(kind, tuple(shape_of(item, is_output=is_output) for item in items), keys)
 
 
-_PASSED_ON = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_LEAF_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def _container_kind(value: Any) -> type | None:
-    """What makes such a container again out of its items; None for what is none, or holds more than items."""
+def _container_type(value: Any) -> type | None:
+    """The type that rebuilds a container from its items; None for what is none, or holds more than items."""
     kind = type(value)
     if kind in _LITERALS:
         return _LITERALS[kind]
@@ -93,7 +93,7 @@ def _container_kind(value: Any) -> type | None:
     return kind if is_named and not getattr(value, "__dict__", None) else None
 
 
-#: What an interpreter has for the lists and dicts that are written in a graph: code that runs has plain ones.
+#: The types of list and dict literals in a graph under an interpreter: generated code has plain ones.
 _LITERALS: dict[type, type] = {immutable_list: list, immutable_dict: dict}
 
 
@@ -107,7 +107,7 @@ def _fixed(value: Any) -> Fixed:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value holds no tensor or symbol, and nobody can change it."""
+    """Whether a value is immutable and holds no tensor or symbol."""
     if isinstance(value, slice):
         return all(map(_is_constant, (value.start, value.stop, value.step)))
     if type(value) in (tuple, frozenset):
@@ -120,7 +120,7 @@ _CONSTANTS = frozenset((*_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.lay
 
 
 def leaves_of(value: Any, shape: Shape) -> Iterator[Any]:
-    """What is passed on of a value of this shape."""
+    """The leaves of a value of this shape."""
     if isinstance(shape, Container):
         for key, inner in items_of(shape):
             yield from leaves_of(value[key], inner)
@@ -143,7 +143,7 @@ def read_leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def leaf_count(shape: Shape) -> int:
-    """How much is passed on of a value of this shape."""
+    """The number of leaves of a value of this shape."""
     if isinstance(shape, Container):
         return sum(map(leaf_count, shape.items))
     return int(isinstance(shape, Leaf))
@@ -160,7 +160,7 @@ def items_of(shape: Container) -> Iterator[tuple[Any, Shape]]:
 
 
 def assembled(shape: Shape, leaves: Iterator[Any], make: Callable[..., Any] = operator.call) -> Any:
-    """A value of this shape, with the next of `leaves` for each leaf; `make(type, *given)` makes containers."""
+    """A value of this shape, with the next of `leaves` for each leaf; `make(type, *arguments)` builds containers."""
     if isinstance(shape, Leaf):
         return next(leaves)
     if isinstance(shape, Fixed):

@@ -1,4 +1,4 @@
-"""Running a body on fake inputs, and seeing what each of its nodes gives."""
+"""Runs a body on fake inputs and records the result of each node."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["BodyRun", "run_on_fakes"]
 
 @final
 class BodyRun(NamedTuple):
-    """What each node of a body gave; `fresh` are its leaves when it was new, and the keys by which they were read."""
+    """The result of each node of a body; `fresh` are its leaves before any mutation, with the keys that read them."""
 
     results: dict[Node, Any]
     fresh: dict[Node, list[tuple[tuple[Any, ...], Any]]]
-    #: Whether gradients were on before and off after, or the other way round.
+    #: Whether the body left gradients enabled or disabled otherwise than it found them.
     switched_gradients: bool
-    #: The ids of tensors that a later node gave another shape, in place: `v.t_()`, `v.unsqueeze_(0)`.
+    #: The ids of tensors that a later node reshapes in place: `v.t_()`, `v.unsqueeze_(0)`.
     reshaped: frozenset[int] = frozenset()
 
     def has_changed(self, node: Node) -> bool:
-        """Whether a list or dict that the node gave holds something else now."""
+        """Whether a list or dict among the results of the node was mutated since."""
         now = list(read_leaves(self.results[node]))
         then = self.fresh[node]
         return len(now) != len(then) or any(
@@ -35,10 +35,10 @@ class BodyRun(NamedTuple):
 
 
 def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun:
-    """What each node of `body` gives for fake inputs."""
+    """The result of each node of `body` for fake inputs."""
     from torch._guards import TracingContext, tracing
 
-    # Python's versions of operators are left out: they copy where plain torch gives the same tensor back.
+    # Without the Python dispatcher: its decompositions copy where eager mode returns its input.
     found = torch.is_grad_enabled()
     with (
         tracing(TracingContext(mode)),
@@ -46,14 +46,14 @@ def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun
         mode,
         torch.set_grad_enabled(found),
     ):
-        interpreter = _Noting(body, garbage_collect_values=False)
+        interpreter = _RecordingInterpreter(body, garbage_collect_values=False)
         interpreter.run(*inputs)
         left = torch.is_grad_enabled()
     return BodyRun(interpreter.env, interpreter.fresh, found is not left, frozenset(interpreter.reshaped))
 
 
-class _Noting(Interpreter):
-    """Runs a body and notes what is in each result before anybody changes it, and whose shape is changed."""
+class _RecordingInterpreter(Interpreter):
+    """Records the leaves of each result before any mutation, and which tensors are reshaped in place."""
 
     def __init__(self, body: GraphModule, *, garbage_collect_values: bool) -> None:
         super().__init__(body, garbage_collect_values=garbage_collect_values)
@@ -61,16 +61,16 @@ class _Noting(Interpreter):
         self.reshaped: set[int] = set()
 
     def run_node(self, n: Node) -> Any:
-        given = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
-        before = list(map(_layout, given))
+        arguments = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
+        before = list(map(_layout, arguments))
         result = super().run_node(n)
         self.fresh[n] = list(read_leaves(result))
-        self.reshaped.update(id(leaf) for leaf, then in zip(given, before, strict=True) if _layout(leaf) != then)
+        self.reshaped.update(id(leaf) for leaf, then in zip(arguments, before, strict=True) if _layout(leaf) != then)
         return result
 
 
 def _layout(value: Any) -> object:
-    """How a tensor lies in memory, as text: to compare symbols themselves would be to assume something of them."""
+    """The layout of a tensor in memory, as text: a comparison of symbols would add guards."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
         return None
     return str((value.shape, value.stride(), value.storage_offset()))

@@ -1,7 +1,7 @@
-"""Gradients of compiled code: which inputs those of each output flow to, read from the history of a run of the body.
+"""Gradients of compiled code: which inputs the gradient of each output flows to, read from the autograd graph.
 
-Compiled code has one backward for all outputs, and gives zeros to an input that only an unused output depends on. Plain
-torch gives such an input nothing, and an optimizer can tell.
+Compiled code has one backward for all outputs, and returns zeros for an input that only an unused output depends on.
+Eager mode leaves the gradient of such an input None, and optimizers treat the two differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ __all__ = [
     "Edge",
     "NoGradView",
     "UnusedGradients",
-    "ask_for_gradients",
     "autograd_base",
     "edges_of",
     "has_history",
@@ -28,11 +27,12 @@ __all__ = [
     "links_between",
     "links_of",
     "no_grad_views",
+    "require_gradients",
 ]
 
 
 def history_of(inputs: Sequence[Any]) -> list[Any]:
-    """What each input that requires a gradient is known by in a history; a write gives it another, so ask before."""
+    """The `grad_fn` of each input that requires a gradient, or a leaf itself; mutation replaces it."""
     return [
         (value if value.grad_fn is None else value.grad_fn)
         if isinstance(value, Tensor) and value.requires_grad
@@ -42,7 +42,7 @@ def history_of(inputs: Sequence[Any]) -> list[Any]:
 
 
 def has_history(value: Tensor) -> bool:
-    """Whether gradients would flow from a result; not from one that autograd refuses to tell of."""
+    """Whether a result has a `grad_fn`; not where autograd refuses to return it."""
     try:
         return value.grad_fn is not None
     except RuntimeError:
@@ -50,7 +50,7 @@ def has_history(value: Tensor) -> bool:
 
 
 def hides_history(value: Any) -> bool:
-    """Whether autograd refuses to tell of an input: one of several views from one call, whose base was written."""
+    """Whether autograd refuses to return the `grad_fn`: one of several views from one call, whose base was mutated."""
     if not isinstance(value, Tensor) or not value.requires_grad:
         return False
     try:
@@ -65,8 +65,8 @@ def autograd_base(value: Any) -> Any:
     return value._base if isinstance(value, Tensor) and value._is_view() else value
 
 
-def ask_for_gradients(inputs: Sequence[Any], *, but: Collection[int]) -> None:
-    """Makes every fake input that can have a gradient ask for one, but for those at some places."""
+def require_gradients(inputs: Sequence[Any], *, but: Collection[int]) -> None:
+    """Makes every fake input that can have a gradient require one, except for those at the places in `but`."""
     for place, value in enumerate(inputs):
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and place not in but:
             value.requires_grad_()
@@ -79,12 +79,12 @@ def links_of(histories: Sequence[Any], results: Iterable[Any]) -> tuple[frozense
 
 
 def _reached(result: Any) -> set[int]:
-    """The ids of the functions, and of the tensors without one, that a backward pass from `result` would come to."""
+    """The ids of the autograd functions, and of the leaf tensors, that a backward pass from `result` would reach."""
     if not isinstance(result, Tensor) or not result.requires_grad:
         return set()
     if not has_history(result):
         return {id(result)}
-    # The objects that stand for functions live as long as somebody holds them.
+    # The Python objects of autograd functions only live as long as they are referenced, and ids are reused.
     held: dict[int, Any] = {}
     reached: set[int] = set()
     waiting: list[Any] = [result.grad_fn]
@@ -101,14 +101,14 @@ def _reached(result: Any) -> set[int]:
 
 
 def is_locked_view(value: Tensor) -> bool:
-    """Whether a result is a view that was made inside of one function of autograd, so that nobody may write to it."""
+    """Whether a result is a view made inside of a custom autograd function, which must not be mutated."""
     return value._is_view() and isinstance(value.grad_fn, BackwardCFunction)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class NoGradView:
-    """An output that is a view made under `no_grad`, or a view of such: it requires a gradient, and passes none on.
+    """An output that is a view made under `no_grad`, or a view of such: it requires grad, but no gradient flows on.
 
     AOTAutograd (torch 2.13) makes such an output a view like any other, through which gradients flow.
     """
@@ -117,7 +117,7 @@ class NoGradView:
     is_leaf: bool
 
     def of(self, value: Tensor) -> Tensor:
-        """What compiled code gave, as such a view."""
+        """An output of compiled code as such a view."""
         base = value if value.requires_grad else value.detach().requires_grad_()
         with torch.no_grad():
             view = base.view_as(base)
@@ -140,7 +140,7 @@ def no_grad_views(inputs: Iterable[Any], results: Sequence[Any]) -> tuple[NoGrad
 def _is_no_grad_view(value: Any, known: Collection[int]) -> bool:
     if not isinstance(value, Tensor) or not value._is_view() or not value.requires_grad or id(value) in known:
         return False
-    # Where a gradient ends at such a view, the history tells of nothing: of no input, and of no other tensor.
+    # The autograd graph of such a view reaches no input, and no other leaf.
     held: dict[int, Any] = {}
     waiting: list[Any] = [value.grad_fn] if has_history(value) else []
     while waiting:
@@ -153,20 +153,20 @@ def _is_no_grad_view(value: Any, known: Collection[int]) -> bool:
     return True
 
 
-#: What an input is known by in a history, and as which result; None for an input that requires no gradient.
+#: The autograd identity of an input and its output number; the identity is None for an input without gradient.
 Edge: TypeAlias = tuple[Any, int]
 
 
 def edges_of(inputs: Sequence[Any]) -> list[Edge]:
-    """Where the gradient of each input flows on to; two results of one function differ in their numbers."""
+    """The autograd edge of each input; two results of one function differ in their numbers."""
     pairs = zip(history_of(inputs), inputs, strict=True)
     return [(history, 0 if history is None else value.output_nr) for history, value in pairs]
 
 
 def links_between(edges: Sequence[Edge], results: Sequence[Any]) -> tuple[frozenset[int], ...]:
-    """For each result, the places of the inputs, of these edges, that its gradient comes to first.
+    """For each result, the places of the inputs, of these edges, that its gradient reaches first.
 
-    Unlike `links_of` it takes inputs that are computed from one another, which must not have been written since.
+    Unlike `links_of` it allows inputs that are computed from one another; they must not have been mutated since.
     """
     known = {(id(history), number): place for place, (history, number) in enumerate(edges) if history is not None}
     return tuple(frozenset(_first_reached(known, value)) for value in results)
@@ -192,57 +192,59 @@ def _first_reached(known: Mapping[tuple[int, int], int], result: Any) -> set[int
 
 
 class UnusedGradients:
-    """Takes the gradients of inputs that no used output depends on out of what one backward for all outputs gives.
+    """Removes the gradients of inputs that no used output depends on from the results of a joint backward.
 
-    `links` are the places of the inputs that each output depends on; `written` are the places of inputs that are
-    written, with the places of the inputs that the new value depends on.
+    `links` are the places of the inputs that each output depends on; `mutated` are the places of mutated inputs, each
+    with the places of the inputs that its new value depends on.
     """
 
-    def __init__(self, links: Sequence[frozenset[int]], written: Mapping[int, frozenset[int]]) -> None:
-        self._links, self._written = links, written
-        #: By the place of a gradient: the input that it is for. It is always the same, and found in the first call that
-        #: gives no tensor twice.
+    def __init__(self, links: Sequence[frozenset[int]], mutated: Mapping[int, frozenset[int]]) -> None:
+        self._links, self._mutated = links, mutated
+        #: By the place of a gradient, its input. It is the same in all calls, and determined in the first call that
+        #: passes no tensor twice.
         self._inputs: dict[int, frozenset[int]] | None = None
 
     def before(self, inputs: Sequence[Any]) -> list[Edge]:
-        """What must be known of the inputs of a call before they are written."""
-        if self._inputs is not None and not self._written:
+        """The edges of the inputs of a call before they are mutated."""
+        if self._inputs is not None and not self._mutated:
             return []
         return edges_of(inputs)
 
-    def watch(self, edges: Sequence[Edge], outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Sees to the backward of a call that gave `outputs` for `inputs`, of which this was known before."""
+    def hook_backward(self, edges: Sequence[Edge], outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Registers a hook on the backward of a call with these inputs, their edges before it, and its outputs."""
         made = [(_made_by(value), self._links[place]) for place, value in enumerate(outputs)]
-        made += [(_written_by(inputs[place], edges[place]), link) for place, link in self._written.items()]
-        function: Any = next((told[0] for told, _ in made if told is not None), None)
+        made += [(_mutated_by(inputs[place], edges[place]), link) for place, link in self._mutated.items()]
+        function: Any = next((producer[0] for producer, _ in made if producer is not None), None)
         if function is None:
             return
         places = _inputs_of(function, edges) if self._inputs is None else self._inputs
         if all(len(inputs_of_one) == 1 for inputs_of_one in places.values()):
-            self._inputs = places  # In a call that gives one tensor twice, nobody can tell.
-        # What another output is a view of, and what was written to a view, are results of the function too.
-        hidden = frozenset[int]().union(*(link for told, link in made if told is None or told[0] is not function))
-        known = {told[1]: link for told, link in made if told is not None and told[0] is function}
+            self._inputs = places  # A call that passes one tensor twice is ambiguous.
+        # Bases of views, and values copied into views, are results of the function too.
+        hidden = frozenset[int]().union(
+            *(link for producer, link in made if producer is None or producer[0] is not function)
+        )
+        known = {producer[1]: link for producer, link in made if producer is not None and producer[0] is function}
 
-        def hook(given: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...]:
+        def hook(gradients: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...]:
             numbers = (number for number, gradient in enumerate(used) if gradient is not None)
             needed = frozenset[int]().union(*(known.get(number, hidden) for number in numbers))
             return tuple(
-                None if at in places and not places[at] & needed else gradient for at, gradient in enumerate(given)
+                None if at in places and not places[at] & needed else gradient for at, gradient in enumerate(gradients)
             )
 
         function.register_hook(hook)
 
 
 def _made_by(value: Any) -> tuple[Any, int] | None:
-    """The compiled function that gave a value, and as which of its results."""
+    """The compiled function that returned a value, and the number of the result."""
     if isinstance(value, Tensor) and isinstance(value.grad_fn, BackwardCFunction):
         return value.grad_fn, value.output_nr
     return None
 
 
-def _written_by(value: Tensor, before: Edge) -> tuple[Any, int] | None:
-    """The compiled function that gave what was copied into `value`, and as which of its results."""
+def _mutated_by(value: Tensor, before: Edge) -> tuple[Any, int] | None:
+    """The compiled function that returned what was copied into `value`, and the number of the result."""
     copying = value.grad_fn if has_history(value) else None
     if copying is None or copying is before[0] or not copying.next_functions:
         return None
@@ -251,7 +253,7 @@ def _written_by(value: Tensor, before: Edge) -> tuple[Any, int] | None:
 
 
 def _inputs_of(function: Any, edges: Sequence[Edge]) -> dict[int, frozenset[int]]:
-    """The places of the input that each gradient which `function` gives is for; one tensor may be given twice."""
+    """For each gradient that `function` computes, the places of its input; one tensor may be passed twice."""
     known: dict[tuple[int, int], set[int]] = {}
     for place, (history, number) in enumerate(edges):
         if history is not None:

@@ -1,4 +1,7 @@
-"""Guards on tensors and on global state."""
+"""Guards on tensors and on global state.
+
+They are fast and conservative: a call that they reject may still be served, which a full lookup decides.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.modes import read_ambient
 
-__all__ = ["GlobalState", "Guard", "profiler_runs", "surroundings", "watched"]
-
-
-# Guards: whether a call is like the one that a compiled function was last used for, told in a microsecond.
-#
-# They are quick and strict: what they refuse may still fit, and is looked at again in full.
+__all__ = ["GlobalState", "Guard", "is_intercepted", "profiler_runs", "read_global_state"]
 
 
 try:
@@ -31,13 +29,13 @@ except ImportError:
     GlobalStateGuard = TensorGuards = None  # type: ignore[assignment, misc]
 
 
-#: The sizes and strides that an input must have; None where any will do.
+#: The sizes and strides that an input must have; None where they are dynamic.
 Dimensions = tuple[Sequence[int | None], Sequence[int | None]]
 
 
 @final
 class Guard:
-    """Takes inputs that look like `values`, in surroundings like those now, where `dimensions` may leave sizes open.
+    """Accepts inputs like `values`, in the current global state, except for sizes that are None in `dimensions`.
 
     `constants` are the places of inputs that must be equal to those in `values`, `integers` of those that need not be.
     """
@@ -51,8 +49,8 @@ class Guard:
         "_integers",
         "_is_able",
         "_leaves",
+        "_select_tensors",
         "_state",
-        "_take",
         "_tensors",
     )
 
@@ -67,7 +65,7 @@ class Guard:
     ) -> None:
         tensors = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
         chosen = [dimensions[place] or ((), ()) for place in tensors]
-        self._take = None if len(tensors) == len(values) else _taker(tensors)
+        self._select_tensors = None if len(tensors) == len(values) else _getter(tensors)
         self._count = len(values)
         self._constants = tuple((place, type(values[place]), _exact(values[place])) for place in constants)
         self._integers = tuple(integers)
@@ -85,7 +83,7 @@ class Guard:
             )
 
     def accepts(self, values: Sequence[Any]) -> bool:
-        """Whether what was compiled for such inputs fits these."""
+        """Whether the guarded function may be called with these values."""
         if (
             not self._is_able
             or len(values) != self._count
@@ -98,7 +96,7 @@ class Guard:
             return False
         if self._depth and default_device() != self._device:
             return False
-        if not self._tensors.check(*(values if self._take is None else self._take(values))):
+        if not self._tensors.check(*(values if self._select_tensors is None else self._select_tensors(values))):
             return False
         if torch.is_inference_mode_enabled() is not self._inference:
             return False
@@ -112,7 +110,7 @@ class Guard:
 
 
 def _is_leaf(value: Tensor) -> bool | None:
-    """Whether a tensor has no history; None where autograd refuses to tell."""
+    """Whether a tensor is a leaf; None where autograd refuses to return its `grad_fn`."""
     try:
         return value.is_leaf
     except RuntimeError:
@@ -120,25 +118,22 @@ def _is_leaf(value: Tensor) -> bool | None:
 
 
 def _exact(value: Any) -> Any:
-    """A constant as something that equals only itself; 0.0 and -0.0 are equal, and nan is not."""
+    """A constant in a form with exact equality: 0.0 equals -0.0, and nan does not equal itself."""
     return repr(value) if isinstance(value, float | complex) else value
 
 
-def _taker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple(values[place] for place in places)
 
 
-# The surroundings of a call: what compiled code must be made for, and when only the body itself will do.
-
-
-#: Whether a profiler wants to know what runs.
+#: Whether a profiler is active.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class GlobalState(NamedTuple):
-    """What decides, beside its inputs, what a body computes."""
+    """The global state that determines, with the inputs, what a body computes."""
 
     grad: bool
     inference: bool
@@ -149,12 +144,12 @@ class GlobalState(NamedTuple):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a result may have a history."""
+        """Whether a result may have a `grad_fn`."""
         return self.grad and not self.inference
 
 
-def surroundings() -> GlobalState:
-    """The surroundings now."""
+def read_global_state() -> GlobalState:
+    """The current global state."""
     found = read_ambient()
     return GlobalState(
         found.grad,
@@ -166,28 +161,24 @@ def surroundings() -> GlobalState:
     )
 
 
-def watched() -> bool:
-    """Whether somebody watches or replaces every operator: a tracer, torch.func, forward-mode AD, modes of the user."""
-    if _len_torch_dispatch_stack() > 0 and not all(map(_looks_elsewhere, _get_current_dispatch_mode_stack())):
+def is_intercepted() -> bool:
+    """Whether operators are intercepted: by a tracer, torch.func, forward-mode AD, or modes of the user."""
+    if _len_torch_dispatch_stack() > 0 and not all(map(_is_custom_op_analysis, _get_current_dispatch_mode_stack())):
         return True
     if _len_torch_function_stack() > 0 and default_device() is None:
         return True
     if torch._C._is_tracing() or forward_ad._current_level >= 0:
         return True
-    return _functorch_level() is not None or tracing_now() is not Tracing.NOT
+    return torch._C._functorch.peek_interpreter_stack() is not None or tracing_now() is not Tracing.NOT
 
 
-def _looks_elsewhere(mode: object) -> bool:
-    """Whether a mode is the one of AOTAutograd that looks at custom operators in the first call of compiled code."""
+def _is_custom_op_analysis(mode: object) -> bool:
+    """Whether a mode is the one with which AOTAutograd checks custom operators in the first call of compiled code."""
     return type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode" and type(mode).__module__.startswith("torch.")
 
 
 def default_device() -> torch.device | None:
-    """The device of new tensors; None where other modes than those that choose it may change what functions do."""
+    """The device of new tensors; None where function modes other than `DeviceContext` are active."""
     if not all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack()):
         return None
     return torch.get_default_device()
-
-
-def _functorch_level() -> Any:
-    return torch._C._functorch.peek_interpreter_stack()

@@ -1,7 +1,7 @@
-"""Views outside of compiled code: outputs that only look at an input, or at another output, in another way.
+"""Outputs that are views of inputs or of other outputs, recomputed outside of compiled code.
 
-A view that plain torch makes has the history, the version counter and the flags that the body's own would have.
-AOTAutograd (torch 2.13) makes views anew from what it noted of them, and loses some of that.
+A view that eager mode makes has the `grad_fn`, the version counter and the flags that the body's own would have.
+AOTAutograd (torch 2.13) regenerates views from metadata, and loses some of that.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from partita.lowering._torch.dry_run import BodyRun
 __all__ = ["Readable", "Reading", "numbers_for", "readable_from", "views_module"]
 
 
-#: A node and the keys by which a leaf is read from what it gives.
+#: A node and the keys by which a leaf is read from its result.
 Reading: TypeAlias = tuple[Node, tuple[Any, ...]]
 
 
 @final
 @dataclass(slots=True)
 class Readable:
-    """What can be had outside of compiled code, from the values of the `roots`."""
+    """What can be computed outside of compiled code, from the values of the `roots`."""
 
     roots: Sequence[Node]
     #: How each tensor is read, by its id: from a root, or from a step.
     readings: dict[int, Reading] = field(default_factory=dict)
-    #: The nodes that are run again, in the order of the body: they give views of roots, or sizes of such.
+    #: The nodes that are recomputed, in the order of the body: views of roots, or sizes of such.
     steps: dict[Node, None] = field(default_factory=dict)
-    #: Nodes that give a tensor which was there before, and nodes that give nothing but numbers and the like.
+    #: Nodes that return an existing tensor, and nodes that return constants.
     same: dict[Node, Reading] = field(default_factory=dict)
     constants: dict[Node, Any] = field(default_factory=dict)
-    #: Nodes that give a number which only the body knows, as one that is read from memory: it may be written since.
+    #: Nodes that return a number which only the body knows, as one read from memory that may be mutated since.
     numbers: dict[Node, None] = field(default_factory=dict)
 
     def reading_of(self, value: Any) -> Reading | None:
-        """How this very tensor is read; None where only compiled code has it."""
+        """How this tensor object is read; None where only compiled code has it."""
         return self.readings.get(id(value)) if isinstance(value, Tensor) else None
 
 
 def readable_from(roots: Sequence[Node], run: BodyRun, is_quiet: Callable[[Node], bool]) -> Readable:
-    """What can be read from `roots` of all that a run of the body gave.
+    """The results of a run of the body that can be computed from `roots`.
 
-    Nodes that are not quiet do more than compute, so they cannot run a second time. A list that was changed gives its
-    items as it was when it was made; an item that is taken out later is known by what it is, not by its place. What was
-    given another shape in place is left to the compiled code: a view that is made again would have the first one.
+    Nodes that are not quiet have side effects, so they cannot run twice. A list that was mutated is read as it was when
+    it was made; an item that is read later is known by its identity, not by its place. Tensors that were reshaped in
+    place are left to the compiled code: a recomputed view would have the first shape.
     """
     results = run.results
     found = Readable(roots)
@@ -96,7 +96,7 @@ def numbers_for(readable: Readable, readings: Sequence[Reading]) -> list[Node]:
 
 
 def views_module(readable: Readable, readings: Sequence[Reading]) -> GraphModule:
-    """A module that gives these leaves, each a view of a root, for the values of the roots and the numbers for them."""
+    """A module that computes these leaves, each a view of a root, from the roots and the numbers for them."""
     needed = _needed(readable, [node for node, _ in readings])
     writer = GraphWriter()
     writer.names.reserve(node.name for node in needed)
@@ -125,12 +125,12 @@ def _are_in(memory: set[int], leaves: Iterable[tuple[Any, Any]]) -> bool:
 
 
 def _reads_contents(node: Node, run: BodyRun) -> bool:
-    """Whether a number, or the place of a view, comes out of a tensor's memory; fakes have a new symbol for it."""
-    given = [run.results[read] for read in input_nodes(node)]
-    tensors = sum(isinstance(value, Tensor) for value in given)
-    known = {symbol for value in given for symbol in symbols_in(value)}
+    """Whether a number, or the offset of a view, is read from a tensor's memory; fakes have a new symbol for it."""
+    arguments = [run.results[read] for read in input_nodes(node)]
+    tensors = sum(isinstance(value, Tensor) for value in arguments)
+    known = {symbol for value in arguments for symbol in symbols_in(value)}
     if tensors <= 1 and any(map(is_unbacked, known)):
-        return False  # What is new then follows from numbers that are known.
+        return False  # New symbols then follow from known numbers.
     found = (symbol for _, leaf in run.fresh[node] for symbol in symbols_in(leaf))
     return any(is_unbacked(symbol) and symbol not in known for symbol in found)
 
@@ -146,7 +146,7 @@ _CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.l
 
 
 def _needed(readable: Readable, wanted: Iterable[Node]) -> set[Node]:
-    """The nodes between the roots and those that are wanted."""
+    """The nodes from the roots to the wanted ones."""
     found: set[Node] = set(readable.roots)
     waiting = list(wanted)
     while waiting:

@@ -1,4 +1,4 @@
-"""Input guards of exported programs as picklable code."""
+"""Input guards of exported programs, as picklable data that closures evaluate: no code is generated for them."""
 
 from __future__ import annotations
 
@@ -38,24 +38,21 @@ __all__ = [
 ]
 
 
-# Checks of the inputs of an exported program, as data that closures evaluate: no code is generated for them.
-
-
-#: What must hold of the inputs, and how a message says it.
+#: A condition on the inputs, and its text in the error message.
 Condition = tuple[Expression, str]
 
 
 @final
 class InputGuards(nn.Module):
-    """Called with the inputs of a program, raises an AssertionError where they are not what it was exported for.
+    """Called with the inputs of a program, raises an AssertionError if they violate the guards of its export.
 
-    torch's own module for it holds a generated function, which is lost to a pickle. This one holds conditions.
+    torch's own module holds a generated function, which cannot be pickled. This one holds conditions.
     """
 
-    #: `Graph.eliminate_dead_code` asks for this name: nobody reads what a check gives.
+    #: `Graph.eliminate_dead_code` reads this name, and keeps the call although its result is unused.
     _is_impure = True
 
-    #: Calls of it only raise, as the analysis of effects reads here.
+    #: Read by the analysis of effects: calls have no effect but to raise.
     only_checks_inputs = True
 
     def __init__(self, conditions: Sequence[Condition]) -> None:
@@ -66,7 +63,7 @@ class InputGuards(nn.Module):
     def forward(self, *args: Any) -> None:
         for value in args:
             if isinstance(value, Proxy):
-                # Conditions that compare, as `max` does, cannot be traced, so what is traced calls this module too.
+                # Conditions that compare, as `max` does, cannot be traced, so the trace calls this module.
                 tracer: Any = value.tracer
                 tracer.create_proxy("call_module", tracer.path_of_module(self), args, {})
                 return
@@ -82,35 +79,35 @@ class InputGuards(nn.Module):
 
 
 def check_inputs(module: GraphModule, exported: ExportedProgram) -> None:
-    """Lets the module of an exported program check its inputs first, by a node as `ExportedProgram.module` has it.
+    """Adds a node to the module of an exported program that checks its inputs first, as `ExportedProgram.module` does.
 
-    The conditions are torch's, and those on ranks, types and forms of sizes that torch checks elsewhere if anywhere.
+    The conditions are torch's guards, and ranks, types and forms of sizes, which torch checks elsewhere or not at all.
     """
     inputs = module.graph.find_nodes(op="placeholder")
     if not inputs:
         return
-    # The name tells the hook that torch puts on such modules to leave sizes and numbers to this.
+    # By this name, the input hook of torch skips its own checks of sizes and numbers.
     module.add_module("_guards_fn", InputGuards(_conditions(exported, inputs)))
     with module.graph.inserting_after(inputs[-1]):
         module.graph.call_module("_guards_fn", tuple(inputs))
 
 
 def callers_take_guards() -> bool:
-    """Whether whoever asks for a module takes one that calls a check; torch knows some libraries that do not."""
+    """Whether the caller supports a module with a guard call; torch lists some libraries that do not."""
     from torch.export._unlift import _ok_to_generate_guards_fn
 
     return bool(_ok_to_generate_guards_fn())
 
 
 def functions_of_conditions() -> Mapping[str, Callable[..., Any]]:
-    """All functions that conditions of torch use."""
+    """The functions that may occur in torch's guards, by name."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     return {**FUNCTIONS, **{name: value for name, value in SYMPY_INTERP.items() if callable(value)}}
 
 
 def symbolic_expression(expression: Any) -> Expression:
-    """The data of an expression of sympy, in which symbols go by their names."""
+    """A sympy expression as data, with symbols by name."""
     from torch.utils._sympy.printers import PythonPrinter
 
     return parsed(PythonPrinter().doprint(expression))
@@ -125,7 +122,7 @@ def _conditions(exported: ExportedProgram, inputs: Sequence[Node]) -> list[Condi
     paths = _input_paths(exported, len(inputs))
     names = [_argument_name(path) for path in paths]
     values = [node.meta.get("val", _UNKNOWN) for node in inputs]
-    found = [condition for place, value in enumerate(values) for condition in _on_kind(place, value)]
+    found = [condition for place, value in enumerate(values) for condition in _on_type(place, value)]
     found += _on_sizes(values, exported.range_constraints)
     found += _traced(guards_of(exported), paths)
     found += [condition for place, value in enumerate(values) for condition in _on_form(place, value)]
@@ -142,17 +139,17 @@ def _message(condition: Expression, names: Sequence[str]) -> str:
     return text
 
 
-# Where the inputs are --------------------------------------------------------------------------------------------
+# Input paths ---------------------------------------------------------------------------------------------------
 
 
 def _input_paths(exported: ExportedProgram, count: int) -> list[InputPath]:
-    """How a condition names each input: by argument, and by key inside of it, as pytree names keys."""
+    """The path of each input in conditions: its argument, and the pytree keys inside of it."""
     in_spec = exported.call_spec.in_spec
     if in_spec is None or in_spec.num_leaves != count or in_spec.type is not tuple or in_spec.num_children != 2:
         return [InputPath((f"args_{place}",), (True,)) for place in range(count)]
     try:
         args, kwargs = pytree.tree_unflatten(range(count), in_spec)
-    except Exception:  # A registered class may take nothing but tensors.
+    except Exception:  # A registered class may accept nothing but tensors.
         args, kwargs = exported.example_inputs or ((), {})
     signature = exported.module_call_graph[0].signature
     named = list(signature.forward_arg_names or ()) if signature is not None else []
@@ -180,15 +177,15 @@ def _argument_name(path: InputPath) -> str:
     return str(first) + printed(Read(InputPath(path.keys[1:], path.is_item[1:]))).removeprefix("L")
 
 
-# What must hold --------------------------------------------------------------------------------------------------
+# Conditions -----------------------------------------------------------------------------------------------------
 
 #: The value of an input that has no metadata.
 _UNKNOWN = object()
 _TYPES = {bool: "is_bool", int: "is_int", float: "is_float", str: "is_str"}
 
 
-def _on_kind(place: int, value: Any) -> Iterator[Expression]:
-    """That a tensor has its rank and a constant its type and value, which torch writes wrongly for text with quotes."""
+def _on_type(place: int, value: Any) -> Iterator[Expression]:
+    """The rank of a tensor; the type and value of a constant, which torch quotes wrongly for strings with quotes."""
     if isinstance(value, Tensor):
         yield Operation("==", (Read(place, "dim"), value.dim()))
     elif value is None:
@@ -202,7 +199,7 @@ def _on_kind(place: int, value: Any) -> Iterator[Expression]:
 
 
 def _on_sizes(values: Sequence[Any], ranges: Mapping[Any, Any]) -> Iterator[Expression]:
-    """That fixed sizes are as they were, open ones in their range, and those that were one size still are."""
+    """That static sizes are equal, dynamic sizes in range, and sizes that share a symbol equal to each other."""
     first: dict[Any, Read] = {}
     for place, value in enumerate(values):
         for read, size in _numbers(place, value):
@@ -228,7 +225,7 @@ def _numbers(place: int, value: Any) -> Iterator[tuple[Read, Any]]:
 def _in_range(read: Read, allowed: Any) -> Iterator[Expression]:
     if allowed is None:
         return
-    # torch traces with sizes from 2 on, and lets 0 and 1 pass.
+    # torch traces with sizes of at least 2, and accepts 0 and 1.
     if allowed.lower.is_Integer and allowed.lower > 2:
         yield Operation(">=", (read, int(allowed.lower)))
     if allowed.upper.is_Integer:
@@ -236,9 +233,9 @@ def _in_range(read: Read, allowed: Any) -> Iterator[Expression]:
 
 
 def _on_derived_sizes(first: Mapping[Any, Read]) -> Iterator[Expression]:
-    """That a size such as 2 * n + 1 fits the others that are told by n.
+    """That a derived size such as 2 * n + 1 agrees with the other sizes that depend on n.
 
-    Where n itself is the size of no input, it is what the first such size says.
+    If no input has the size n itself, the first such size determines it.
     """
     known: dict[Any, Expression] = {key: read for key, read in first.items() if key.is_symbol}
     for expression, read in first.items():
@@ -259,7 +256,7 @@ def _found(by_name: Mapping[str, Expression], part: Symbol | Read) -> Expression
 
 
 def _on_form(place: int, value: Any) -> Iterator[Expression]:
-    """That sizes have the form that they were exported in: 2 * n + 1, say, is odd."""
+    """That sizes have the form of their export: 2 * n + 1, for example, is odd."""
     for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
         expression: Any = size.node.expr if isinstance(size, torch.SymInt) else None
         form = None if expression is None else _linear_form(expression)
@@ -269,7 +266,7 @@ def _on_form(place: int, value: Any) -> Iterator[Expression]:
 
 
 def _linear_form(expression: Any) -> tuple[Any, int, int] | None:
-    """The symbol, the factor and the rest of an expression such as 2 * n + 1."""
+    """The symbol, the factor and the constant of an expression such as 2 * n + 1."""
     if len(expression.free_symbols) != 1:
         return None
     (symbol,) = expression.free_symbols
@@ -279,7 +276,7 @@ def _linear_form(expression: Any) -> tuple[Any, int, int] | None:
 
 
 def _traced(guards: Sequence[str], paths: Sequence[InputPath]) -> Iterator[Expression]:
-    """The conditions that torch found while it traced, on the inputs of the program."""
+    """The guards that torch found during tracing, on the inputs of the program."""
     places = {path.keys: place for place, path in enumerate(paths)}
     functions = functions_of_conditions()
     for guard in guards:
@@ -295,15 +292,15 @@ def _traced(guards: Sequence[str], paths: Sequence[InputPath]) -> Iterator[Expre
 
 
 def _placed(part: Symbol | Read, places: Mapping[tuple[str | int, ...], int]) -> Expression:
-    """What is read, by the number of the input; torch also numbers inputs, and names those of `*xs` in two ways."""
+    """A read by the number of the input; torch also numbers inputs, and names those of `*xs` in two ways."""
     if isinstance(part, Symbol):
-        raise ExpressionError(f"the symbol {part.name!r} is of no input")
+        raise ExpressionError(f"the symbol {part.name!r} belongs to no input")
     assert isinstance(part.input, InputPath)
     keys = part.input.keys
     if keys[0] == "flat_args" and len(keys) == 2 and isinstance(keys[1], int) and keys[1] in places.values():
         return Read(keys[1], part.query, part.axis)
     spellings = [keys, (f"{keys[0]}_{keys[1]}", *keys[2:])] if len(keys) > 1 else [keys]
-    if all(known[0] != keys[0] for known in places):  # `**kwargs` is no argument of the program, what is in it is.
+    if all(known[0] != keys[0] for known in places):  # `**kwargs` is no argument of the program, but its entries are.
         spellings.append(keys[1:])
     for spelled in spellings:
         if spelled in places:
@@ -311,15 +308,12 @@ def _placed(part: Symbol | Read, places: Mapping[tuple[str | int, ...], int]) ->
     raise ExpressionError(f"{printed(part)} is no input of the program")
 
 
-# The conditions on sizes that torch.export checks when a program is called, beside the ranges of its symbols.
-
-
 def guards_of(exported: Any) -> tuple[str, ...]:
-    """The conditions as source text; a torch that has none gives none."""
+    """The conditions that torch.export checks on a call beside symbol ranges, as source text; older torch has none."""
     return tuple(getattr(exported, "_guards_code", ()))
 
 
 def set_guards(exported: Any, guards: Collection[str]) -> None:
-    """Lets a program check these conditions: torch finds them in what was traced, but not in what was loaded."""
+    """Sets the conditions that a program checks: torch derives them when it traces, but not when it loads."""
     if guards:
         exported._guards_code = list(guards)

@@ -1,4 +1,4 @@
-"""Archives that are trusted: torch loads them, with what its loader gets wrong put right."""
+"""Loading trusted archives with torch's own loader, with its bugs worked around."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["load_trusted"]
 
 
 def load_trusted(file: Path) -> ExportedProgram:
-    """The exported program in a file, which can run any code while it is loaded."""
+    """The exported program in a file, which can run arbitrary code while it is loaded."""
     try:
         with _quiet(logging.getLogger("torch._export.serde.serialize")):
             return _tied(torch.export.load(file))
@@ -39,7 +39,7 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 def _tied(exported: ExportedProgram) -> ExportedProgram:
-    """The program with one parameter again where several names share one memory; torch makes one for each name."""
+    """The program with tied parameters restored: torch makes one parameter for each name that shares a storage."""
     state: dict[str, Any] = exported.state_dict
     known: dict[Hashable, nn.Parameter] = {}
     for name, tensor in state.items():

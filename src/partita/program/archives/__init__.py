@@ -1,4 +1,4 @@
-"""Archives: exported programs from `.pt2` files, which are taken as data."""
+"""Archives: exported programs from `.pt2` files, read as untrusted data."""
 
 from partita.program.archives.container import Kind
 from partita.program.archives.loading import inspect_archive, load_exported

@@ -1,4 +1,4 @@
-"""The zip container of a `.pt2` archive: what is inside, and the bytes of a member."""
+"""The zip container of a `.pt2` archive: its members and their bytes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from partita.errors import ArchiveError
 __all__ = ["Archive", "Kind", "kind_of", "open_archive", "open_file"]
 
 
-#: More members than any program has, and more text than any graph: a file beyond is made to exhaust its reader.
+#: More members than any program has, and more text than any graph: a larger file is an attempt to exhaust memory.
 MOST_MEMBERS = 200_000
 MOST_TEXT_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 24
 
 
-#: What Python's reader of zip files raises for one that is damaged.
+#: What `zipfile` raises for a damaged file.
 _ZIP_ERRORS = (zipfile.BadZipFile, EOFError, KeyError, RuntimeError, ValueError, NotImplementedError, struct.error)
 
 
@@ -49,7 +49,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An open archive: the sizes of its members by name, and what is odd about the container."""
+    """An open archive: the sizes of its members by name, and irregularities of the container."""
 
     path: Path
     sizes: Mapping[str, int]
@@ -58,11 +58,11 @@ class Archive:
     _root: str
 
     def read(self, name: str) -> bytearray:
-        """The bytes of a member, which are checked against its checksum, in memory of their own."""
+        """A copy of the bytes of a member, verified against its checksum."""
         if name not in self.sizes:
             raise ArchiveError(f"{self.path} has no member {name!r}, which it needs; save the program again")
         why = dict(self.odd).get(name)
-        if why is not None:  # A few compressed bytes may become any number.
+        if why is not None:  # A few compressed bytes may expand without limit.
             raise ArchiveError(f"member {name!r} of {self.path} is not read: {why}")
         found = bytearray()
         with _damage(lambda why: self._damaged(name, why)), self._zip.open(f"{self._root}/{name}") as member:
@@ -73,7 +73,7 @@ class Archive:
         return found
 
     def read_text(self, name: str) -> bytes:
-        """The bytes of a member that will be parsed, which has a bound on its size."""
+        """The bytes of a member to be parsed, whose size is bounded."""
         if self.sizes.get(name, 0) > MOST_TEXT_BYTES:
             raise ArchiveError(f"member {name!r} of {self.path} has {self.sizes[name]} bytes, which no graph needs")
         return bytes(self.read(name))
@@ -96,7 +96,7 @@ def open_archive(path: Path) -> Iterator[Archive]:
 def open_file(path: Path) -> BinaryIO:
     """The file at `path`; a pipe or a device, which may never end, is refused."""
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
+        # Without O_NONBLOCK, opening a pipe would block until it has a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError as error:
         raise ArchiveError(f"there is no file {path}") from error
@@ -117,13 +117,13 @@ def _opened(path: Path, file: BinaryIO) -> zipfile.ZipFile:
 
 @contextmanager
 def _damage(said: Callable[[Exception], ArchiveError]) -> Iterator[None]:
-    """Turns what Python's reader of zip files raises for a damaged one into an error of ours."""
+    """Converts the errors of `zipfile` for a damaged file to an ArchiveError."""
     try:
         yield
     except _ZIP_ERRORS as error:
         raise said(error) from error
     except OSError as error:
-        if error.errno not in (None, errno.EINVAL):  # These two say that the directory points to nowhere.
+        if error.errno not in (None, errno.EINVAL):  # These mean that the directory has an invalid offset.
             raise
         raise said(error) from error
 
@@ -152,12 +152,12 @@ def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:
 
 
 def _without(root: str, name: str) -> str:
-    """The name of a member inside the folder of the archive; one outside keeps its whole name, and a slash in front."""
+    """The name of a member relative to the root folder; one outside of it keeps its full name with a leading slash."""
     return name.removeprefix(f"{root}/") if name.startswith(f"{root}/") else f"/{name}"
 
 
 def _oddity(info: zipfile.ZipInfo, root: str) -> str | None:
-    """What torch never writes about a member."""
+    """Why a member is irregular: torch never writes one like it."""
     name = info.filename
     if not name.startswith(f"{root}/"):
         return f"it is not in the folder {root!r} of the archive"

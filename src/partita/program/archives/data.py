@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for, read value by value: each has the type and the form that is asked for."""
+"""Untrusted JSON, read value by value: each read checks the type and the form of its value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["LONGEST_NAME", "MOST_DOTS", "Data", "MalformedError", "NotDataError"
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
 MOST_VALUES = 20_000_000
 _MOST_LETTERS = 100_000
-#: To normalize a text takes time that grows like the square of its length.
+#: Unicode normalization takes time quadratic in the length of a string.
 LONGEST_NAME = 1_000
-#: Of the path of a module, and so of modules around one.
+#: The most dots in the path of a module, which bounds the nesting of modules.
 MOST_DOTS = 100
 
 
 class RefusedError(Exception):
-    """What is wrong with a file, and the member that has it, if that is another one than the text being read."""
+    """What is wrong with a file, and the member concerned if it is not the text being read."""
 
     def __init__(self, what: str, member: str | None = None) -> None:
         super().__init__(what)
@@ -36,16 +36,16 @@ class RefusedError(Exception):
 
 
 class MalformedError(RefusedError):
-    """Something that torch does not write: the file is damaged, or from elsewhere."""
+    """Something that torch never writes: the file is damaged, or was not written by torch."""
 
 
 class NotDataError(RefusedError):
-    """Something that is more than data, or that could be: only a file that is trusted may have it."""
+    """Something that is or could be more than data: only a trusted file may have it."""
 
 
 @final
 class Data:
-    """A value of a JSON text, and where it stands."""
+    """A value of a JSON text, and its path in the text."""
 
     __slots__ = ("_key", "_owner", "value")
 
@@ -56,7 +56,7 @@ class Data:
 
     @classmethod
     def of(cls, text: bytes | str, owner: Data | None = None, key: str | int = "") -> Self:
-        """What a JSON text holds."""
+        """The value of a JSON text."""
         here = cls(text, owner, key)
         data = text.encode() if isinstance(text, str) else text
         if sum(data.count(sign) for sign in b",[{") > MOST_VALUES:
@@ -80,11 +80,11 @@ class Data:
         return "".join(reversed(keys)).removeprefix(".") + ": " if keys else ""
 
     def _as(self, kind: str, *, fits: bool) -> Any:
-        """The value, which must be of this kind."""
+        """The value if it `fits`; else raises an error that it is not of this kind."""
         return self.value if fits else self.malformed(f"{repr(self.value)[:100]} is no {kind}")
 
     def _text_if(self, fits: object, otherwise: str) -> str:
-        """The text, of which something else must not be true."""
+        """The string if it `fits`; else raises an error with the reason `otherwise`."""
         return self.text() if fits else self.refuse(f"{self.text()[:100]!r} {otherwise}")
 
     # Containers --------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Data:
         return found
 
     def get(self, key: str) -> Data | None:
-        """What a mapping has under a key; None where that is missing or null."""
+        """The value of a key of a mapping; None if it is missing or null."""
         found = self._mapping().get(key)
         return None if found is None else Data(found, self, key)
 
@@ -117,7 +117,7 @@ class Data:
         return kind, Data(value, self, kind)
 
     def nested(self) -> Data:
-        """What a text holds that is JSON once more; it is as long as it likes."""
+        """The value of a string that is itself JSON, of any length."""
         text = self._as("text", fits=isinstance(self.value, str))
         return Data.of(text.encode(errors="replace"), self._owner, self._key)
 
@@ -128,7 +128,7 @@ class Data:
         return int(self._as("integer of 64 bits", fits=is_integer))
 
     def number(self) -> float:
-        """A float; torch writes infinities and NaN as texts."""
+        """A float; torch writes infinities and NaN as strings."""
         is_word = self.value in ("Infinity", "-Infinity", "NaN")
         is_number = type(self.value) in (int, float) and not _LARGEST < abs(self.value) < math.inf
         return float(self._as("number", fits=is_word or is_number))
@@ -137,17 +137,17 @@ class Data:
         return bool(self._as("truth value", fits=isinstance(self.value, bool)))
 
     def text(self) -> str:
-        """Any text; most of them are asked for in one of the forms below."""
+        """Any string; most are read in one of the stricter forms below."""
         is_text = isinstance(self.value, str) and len(self.value) <= _MOST_LETTERS and not _SURROGATE.search(self.value)
         return str(self._as("text", fits=is_text))
 
     def plain_text(self) -> str:
-        """A text without anything that could end a string: a key, a constant, the argument of an operator."""
+        """A string without characters that could end a literal: a key, a constant, the argument of an operator."""
         is_plain = _PLAIN.fullmatch(self.text())
         return self._text_if(is_plain, "has quotes, braces or signs that cannot be printed")
 
     def plain(self, *, words: bool = False) -> Any:
-        """The value as it is, when all texts in it are plain, or words."""
+        """The value unchanged, if all strings in it are plain, or words."""
         if isinstance(self.value, str):
             self.words() if words else self.plain_text()
         elif isinstance(self.value, list):
@@ -160,42 +160,42 @@ class Data:
         return self.value
 
     def words(self) -> str:
-        """A text that chooses between variants, such as "mean" or "ij,jk->ik": compilers may paste it into code."""
+        """A string that selects a variant, such as "mean" or "ij,jk->ik": compilers may paste it into code."""
         return self._text_if(_WORDS.fullmatch(self.text()), "chooses between no variants of an operator")
 
     def message(self) -> str:
-        """A text for people, with a sign of its own for all that could end a string: compilers paste it into code."""
+        """A message for users, without characters that could end a string literal: compilers paste it into code."""
         return _UNREADABLE.sub("`", self.text())
 
     def normal_text(self) -> str:
-        """A plain text that Python would not take for another one, should it become a name."""
+        """A plain string that stays the same under the normalization that Python applies to identifiers."""
         found = self.plain_text()
         is_normal = found.isascii() or (len(found) <= LONGEST_NAME and normalize("NFKC", found) == found)
         return self._text_if(is_normal, "is another name for Python")
 
     def name(self) -> str:
-        """A name of Python, of a node or an argument: it becomes a variable of the code that torch.fx generates."""
+        """A Python identifier, of a node or an argument: it becomes a variable of the code that torch.fx generates."""
         found = self.text()
         is_name = len(found) <= LONGEST_NAME and found.isidentifier() and not keyword.iskeyword(found)
-        # Python takes names that normalize alike for one name.
+        # Python treats names with the same normal form as one name.
         self._text_if(is_name and normalize("NFKC", found) == found, "is no name of Python")
         is_free = found not in _OF_GENERATED_CODE
         return self._text_if(is_free, "means something else in the code that torch.fx generates")
 
     def attribute(self) -> str:
-        """The name of a graph, which becomes an attribute of a module that has no such attribute."""
+        """The name of a graph, which becomes an attribute of a module and must not shadow another."""
         is_free = not self.name().startswith("__") and self.value not in _ATTRIBUTES
         return self._text_if(is_free, "is another attribute of modules")
 
     def module_path(self) -> str:
-        """The dotted path of a module, or nothing."""
+        """The dotted path of a module, or the empty string."""
         found = self.text()
         is_path = found.count(".") <= MOST_DOTS and all(map(_PART.fullmatch, found.split(".")))
         is_normal = is_path and normalize("NFKC", found) == found
         return self._text_if(is_normal or not found, "is no path of a parameter or module")
 
     def state_path(self) -> str:
-        """The dotted path of a parameter, buffer or constant; no part of it is something else on a module."""
+        """The dotted path of a parameter, buffer or constant; no component shadows an attribute of modules."""
         first, *others = self.module_path().split(".")
         is_free = first not in ("", "self") and first not in _ATTRIBUTES and _OF_MODULES.isdisjoint(others)
         return self._text_if(is_free, "is no path of a parameter or buffer")
@@ -205,13 +205,13 @@ _WORDS = re.compile(r"[\w ,.:>\-]{0,500}", re.ASCII)
 _UNREADABLE = re.compile(r"[^\w ><=!.+\-*/()\[\],:;%&|]", re.ASCII)
 _LARGEST = 1.7976931348623157e308
 _SURROGATE = re.compile("[\ud800-\udfff]")
-#: Some write files of that name.
+#: A component of a path; compilers may write files with such a name.
 _PART = re.compile(r"(?!__|/)[\w \-+/:@<>=]{1,500}")
-#: What the code that torch.fx generates calls things by.
+#: Names with a meaning in the code that torch.fx generates.
 _OF_GENERATED_CODE = frozenset(
     ("self", "torch", "math", "_operator", "builtins", "pytree", "_pytree", "fx_pytree", "__debug__")
 )
 _OF_MODULES = frozenset(dir(nn.Module()))
-#: What modules with graphs have, also those that torch.export makes of a program.
+#: Attributes of graph modules, also of those that torch.export makes.
 _ATTRIBUTES = ADDED_BY_EXPORT.union(dir(GraphModule(nn.Module(), Graph())))
 _PLAIN = re.compile(r"[^'\"\\{}\x00-\x1f\x7f-\x9f\u2028\u2029]*")

@@ -1,4 +1,4 @@
-"""Loading an exported program from a `.pt2` file: as data from anyone, and as torch loads it from those you trust."""
+"""Loading an exported program from a `.pt2` file: as untrusted data, or with torch's loader if it is trusted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["inspect_archive", "load_exported"]
 
 
 _SHOWN = 5
-#: torch's own loader knows one load at a time.
+#: torch's own loader is not thread-safe.
 _LOCK = threading.RLock()
 
 
@@ -31,12 +31,12 @@ def load_exported(
 ) -> ExportedProgram:
     """The exported program in a `.pt2` file.
 
-    Without `trusted` the file is taken as data: what is more than data is left out or refused. `operators` are
+    Without `trusted`, the file is read as data: what is more than data is excluded or refused. `operators` are
     namespaces of operators, or operators `namespace::name`, that it may name beside those of torch. With `trusted`,
-    `torch.export.load` has its way, which can run any code in the file.
+    `torch.export.load` loads it, which can run arbitrary code in the file.
     """
     file, allowed = _path(path), _allowed(operators)
-    # What is loaded under inference mode could never be written or trained.
+    # Tensors loaded under inference mode could never be mutated or trained.
     with _LOCK, fresh_modes(grad=True):
         if trusted:
             open_file(file).close()
@@ -52,7 +52,7 @@ def load_exported(
 
 
 def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = ()) -> ArchiveReport:
-    """What a `.pt2` file holds and what keeps it from being loaded; its weights are not read."""
+    """The contents of a `.pt2` file and what prevents loading it; its weights are not read."""
     file, allowed = _path(path), _allowed(operators)
     with _LOCK, fresh_modes(grad=True), open_archive(file) as archive:
         reading = _Reading(archive, allowed, is_read=False)
@@ -86,7 +86,7 @@ def _allowed(operators: Collection[str]) -> frozenset[str]:
 
 
 class _Reading:
-    """One look at an archive: what was found so far, and what is wrong with it."""
+    """Reads one archive, and collects its problems."""
 
     def __init__(self, archive: Archive, allowed: frozenset[str], *, is_read: bool = True) -> None:
         self._archive = archive
@@ -97,7 +97,7 @@ class _Reading:
         self.problems: list[Problem] = []
 
     def check_container(self) -> None:
-        """Looks for what torch does not write into an archive, or what is more than data whatever it says."""
+        """Finds members that torch never writes, and members that are more than data whatever their content."""
         archive = self._archive
         self.problems += [Problem(name, why) for name, why in archive.odd]
         odd = {name for name, _ in archive.odd}
@@ -110,7 +110,7 @@ class _Reading:
         self.problems += [Problem(name, _UNWANTED[kind]) for name, kind in kinds.items() if kind in _UNWANTED]
 
     def exported(self) -> ExportedProgram | None:
-        """The program called "model", as torch.export.save calls it, or the only one; None where that is a problem."""
+        """The program called "model", as torch.export.save names it, or the only one; None if there is a problem."""
         # These modules import half of torch.export.
         from partita.program.archives._torch.program import SavedProgram
         from partita.program.archives._torch.weights import Weights
@@ -121,9 +121,9 @@ class _Reading:
             if not names:
                 raise MalformedError("the archive holds no exported program")
             if name != "model" and len(names) > 1:
-                told = ", ".join(map(repr, names))
+                listed = ", ".join(map(repr, names))
                 raise MalformedError(
-                    f"it holds several programs, {told}, and none called 'model'; save each on its own"
+                    f"it holds several programs, {listed}, and none called 'model'; save each on its own"
                 )
             member = f"models/{name}.json"
             saved = SavedProgram(Data.of(self._archive.read_text(member)))
@@ -143,9 +143,9 @@ class _Reading:
         except (MemoryError, torch.OutOfMemoryError, OSError):
             raise  # The file is not to blame.
         except Exception as error:
-            # torch's verifier and shape environment raise all kinds of errors for what makes no sense.
-            told = f"{type(error).__name__}: {_last_line(error)}"
-            self._note(member, f"torch {torch.__version__} makes no program of it: {told}")
+            # torch's verifier and shape environment may raise any error for an inconsistent program.
+            reason = f"{type(error).__name__}: {_last_line(error)}"
+            self._note(member, f"torch {torch.__version__} cannot build a program from it: {reason}")
         return None
 
     def _note(self, member: str, what: str, *, is_danger: bool = False) -> None:
@@ -155,22 +155,22 @@ class _Reading:
 _UNWANTED = {
     Kind.NATIVE_CODE: "it is code of AOTInductor or another backend, which would be run as it is",
     Kind.CUSTOM_OBJECT: "it is a custom object, which a pickle rebuilds by code of its own",
-    Kind.UNKNOWN: "nothing is known of such a member",
+    Kind.UNKNOWN: "it is an unknown kind of member",
 }
 
 
 def _refuse(archive: Archive, problems: list[Problem]) -> None:
-    """Raises where the reading found something."""
+    """Raises if there are problems."""
     dangers = [problem for problem in problems if problem.is_danger]
     shown = dangers or problems
-    told = "; ".join(map(str, shown[:_SHOWN])) + (f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+    reasons = "; ".join(map(str, shown[:_SHOWN])) + (f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
     if dangers:
         raise UntrustedArchiveError(
-            f"{archive.path} is not loaded, because it is more than data: {told}. Nothing of it was run. If you trust "
-            "whoever made the file, load it with trusted=True"
+            f"{archive.path} is not loaded, because it is more than data: {reasons}. Nothing of it was run. If you "
+            "trust its source, load it with trusted=True"
         )
     if problems:
-        raise ArchiveError(f"{archive.path} cannot be loaded: {told}")
+        raise ArchiveError(f"{archive.path} cannot be loaded: {reasons}")
 
 
 def _programs(archive: Archive) -> list[str]:

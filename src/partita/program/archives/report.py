@@ -1,4 +1,4 @@
-"""What an archive holds and what keeps it from being loaded, as data that prints."""
+"""Reports on archives: their contents, and what prevents loading them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ArchiveReport", "Member", "Problem"]
 
 
 def shown(text: str) -> str:
-    """A text of a file as it is, or in quotes where a terminal would act on it."""
+    """A string from a file, quoted if it has control characters that a terminal would interpret."""
     return text if text.isprintable() else repr(text)
 
 
@@ -31,7 +31,7 @@ class Member:
 class Problem:
     """Why an archive is not loaded: the member, and what is wrong with it.
 
-    One that `is_danger` is more than data; the others keep a file from being read at all, trusted or not.
+    A problem that `is_danger` is more than data; the others prevent reading the file at all, trusted or not.
     """
 
     member: str
@@ -45,7 +45,7 @@ class Problem:
 @final
 @dataclass(frozen=True, slots=True)
 class ArchiveReport:
-    """What an archive holds; `problems` is empty where it can be loaded without being trusted."""
+    """The contents of an archive; `problems` is empty if it can be loaded without trust."""
 
     path: str
     programs: tuple[str, ...]
@@ -57,12 +57,12 @@ class ArchiveReport:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing in the archive needs trust, or keeps it from being read."""
+        """Whether nothing in the archive needs trust or prevents reading it."""
         return not self.problems
 
     @property
     def unread(self) -> tuple[Member, ...]:
-        """The members that are left out when the archive is loaded without being trusted."""
+        """The members that are excluded when the archive is loaded without trust."""
         return tuple(member for member in self.members if member.kind in (Kind.SAMPLE_INPUTS, Kind.EXTRA))
 
     def of_kind(self, kind: Kind | str) -> tuple[Member, ...]:
@@ -82,6 +82,6 @@ class ArchiveReport:
                 yield f"  {kind:<14} {len(members):>4}  {sum(member.bytes for member in members):>10,} bytes  {names}"
         yield f"  {len(self.operators)} operators"
         if self.unread:
-            yield f"  left out: {', '.join(shown(member.name) for member in self.unread)}"
+            yield f"  excluded: {', '.join(shown(member.name) for member in self.unread)}"
         for problem in self.problems:
             yield f"  ! {problem}"

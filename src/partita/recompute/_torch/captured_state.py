@@ -1,4 +1,8 @@
-"""Module state and free variables between the two runs."""
+"""State that a body reads beside its arguments, checked and restored between its two runs.
+
+These are captured tensors of a function (free variables, bound arguments), parameters and buffers of modules, and
+generators.
+"""
 
 from __future__ import annotations
 
@@ -19,62 +23,59 @@ from partita.program._torch.saved_tensors import around_hooks
 
 __all__ = [
     "BodyState",
+    "CapturedLeaves",
     "GradientFlags",
-    "OutsideLeaves",
     "TensorWatch",
-    "condition_of",
-    "found_outside",
+    "captured_tensors",
     "holding",
     "listed",
-    "refuse_by_hand",
     "refuse_generators",
-    "refuse_writes",
+    "refuse_mutations",
+    "refuse_unrepeatable",
+    "snapshot_of",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
 
 
-# What a function reaches without being given it: tensors that it closes over, modules with theirs, generators.
+def refuse_unrepeatable(function: Any, arguments: Iterable[Any]) -> None:
+    """Raises where a module that is no graph has a norm in training mode, or a generator is captured or passed.
 
-
-def refuse_by_hand(function: Any, arguments: Iterable[Any]) -> None:
-    """Raises where a module that runs as a whole has a norm in training, or anything is given a generator of its own.
-
-    torch does not count what norms write, and only the default generators are put back.
+    Version counters miss the updates of norms, and only the state of default generators is restored.
     """
     module = function
     while isinstance(module, partial):
         module = module.func
     if isinstance(module, nn.Module):
-        refuse_writes(BodyState(module).statistics, is_graph=False)
+        refuse_mutations(BodyState(module).statistics, is_graph=False)
         for path, inner in module.named_modules():
-            for key, held in vars(inner).items():
-                _refuse_generator(f"{path}.{key}".strip("."), held)
-    for name, value in _closed_over(function):
+            for key, value in vars(inner).items():
+                _refuse_generator(f"{path}.{key}".strip("."), value)
+    for name, value in _captured_values(function):
         _refuse_generator(name, value)
     refuse_generators(arguments)
 
 
 def refuse_generators(arguments: Iterable[Any]) -> None:
-    """Raises where a body is given a generator."""
-    for place, given in enumerate(arguments):
-        _refuse_generator(f"argument {place}", given)
+    """Raises where a generator is passed to a body."""
+    for place, value in enumerate(arguments):
+        _refuse_generator(f"argument {place}", value)
 
 
 def _refuse_generator(name: str, value: Any) -> None:
     if isinstance(value, torch.Generator):
         raise RecomputeError(
-            f"the body draws from a generator of its own, {name!r}, which would draw other numbers when it is "
-            "recomputed; draw from the default generator, or outside of the region"
+            f"the body uses its own random number generator, {name!r}, which would give other numbers when it is "
+            "recomputed; use the default generator, or generate the numbers outside of the region"
         )
 
 
-def found_outside(function: Any, arguments: Iterable[Any] = ()) -> dict[str, Tensor]:
-    """The tensors that a function reaches by what it closes over, is bound to, or finds in modules that it is given."""
+def captured_tensors(function: Any, arguments: Iterable[Any] = ()) -> dict[str, Tensor]:
+    """The tensors that a function captures by closure or binding, and those of modules that are passed to it."""
     found: dict[str, Tensor] = {}
-    modules = ((f"argument {place}", given) for place, given in enumerate(arguments) if isinstance(given, nn.Module))
-    for name, value in (*_closed_over(function), *modules):
+    modules = ((f"argument {place}", value) for place, value in enumerate(arguments) if isinstance(value, nn.Module))
+    for name, value in (*_captured_values(function), *modules):
         if isinstance(value, Tensor):
             found.setdefault(name, value)
         elif isinstance(value, nn.Module):
@@ -83,60 +84,60 @@ def found_outside(function: Any, arguments: Iterable[Any] = ()) -> dict[str, Ten
     return found
 
 
-class OutsideLeaves:
-    """The tensors without history that autograd wanted to save in the first run, which must be the same in the second.
+class CapturedLeaves:
+    """Leaves that autograd saves in the first run and that are no arguments; they must be unmutated in the second.
 
-    Autograd itself would notice if one of them were written. Weights of which the function has not been told are among
-    them; results of the function that nobody else holds are not there any more when it is asked.
+    Plain autograd would raise if one of them were mutated. They include weights that the function captures. They are
+    held weakly: results of the function that are unused elsewhere are gone by then.
     """
 
     def __init__(self, function: Any, arguments: Iterable[Tensor]) -> None:
         self._function = function
-        self._arguments = {id(_whole(tensor)) for tensor in arguments}
+        self._arguments = {id(_base_of(tensor)) for tensor in arguments}
         self._seen: list[tuple[weakref.ref[Tensor], int | None]] = []
-        reached = found_outside(function).values()
-        self._flags = GradientFlags(tensor for tensor in reached if isinstance(tensor, nn.Parameter))
+        captured = captured_tensors(function).values()
+        self._flags = GradientFlags(tensor for tensor in captured if isinstance(tensor, nn.Parameter))
 
-    def noting(self) -> AbstractContextManager[Any]:
-        """While the first run lasts."""
-        return around_hooks(self._note)
+    def recording(self) -> AbstractContextManager[Any]:
+        """The context of the first run."""
+        return around_hooks(self._record)
 
     def unchanged(self) -> AbstractContextManager[Any]:
-        """While the second run lasts: what the function reaches wants gradients if it did; raises if it was written."""
-        for told, version in self._seen:
-            tensor = told()
+        """The context of the second run, which restores `requires_grad`; raises if a tensor was mutated."""
+        for reference, version in self._seen:
+            tensor = reference()
             if tensor is not None and version_of(tensor) != version:
                 raise RecomputeError(
-                    f"{self._name(tensor)} changed in place between forward and backward, so the function that reads "
+                    f"{self._name(tensor)} was mutated between forward and backward, so the function that reads "
                     "it would be recomputed with other values; run backward before you update what it needs"
                 )
         return self._flags.restored()
 
-    def _note(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        whole = _whole(tensor)
-        if whole.is_leaf and id(whole) not in self._arguments:
-            self._seen.append((weakref.ref(whole), version_of(whole)))
+    def _record(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        base = _base_of(tensor)
+        if base.is_leaf and id(base) not in self._arguments:
+            self._seen.append((weakref.ref(base), version_of(base)))
         return pack(tensor)
 
     def _name(self, tensor: Tensor) -> str:
-        for name, value in found_outside(self._function).items():
+        for name, value in captured_tensors(self._function).items():
             if value is tensor:
                 return repr(name)
         return f"a tensor of shape {tuple(tensor.shape)} that is no argument"
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of: a product saves its weight transposed."""
+def _base_of(tensor: Tensor) -> Tensor:
+    """The base of a view, or the tensor itself: a product saves its weight transposed."""
     return tensor if tensor._base is None else tensor._base
 
 
-def _closed_over(function: Any) -> Iterator[tuple[str, Any]]:
+def _captured_values(function: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(function, partial):
         yield from ((f"argument {place}", value) for place, value in enumerate(function.args))
         yield from function.keywords.items()
         if isinstance(function.func, nn.Module):
             yield "function", function.func
-        yield from _closed_over(function.func)
+        yield from _captured_values(function.func)
         return
     owner = getattr(function, "__self__", None)
     if owner is not None:
@@ -149,12 +150,9 @@ def _closed_over(function: Any) -> Iterator[tuple[str, Any]]:
             continue
 
 
-# The tensors that the modules of a body hold: watched between its runs, and put back for the second one.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Where a module of a body holds a tensor."""
+    """A parameter, buffer or attribute of a module that is a tensor."""
 
     name: str
     table: dict[str, Any]
@@ -169,9 +167,9 @@ class Slot:
 
 
 class BodyState:
-    """All places in the modules of a body that hold a tensor, and the names of buffers that its norms will write.
+    """All tensors that the modules of a body hold, and the names of buffers that its norms will update.
 
-    Which these are depends on how the norms are set now; torch does not count all of these writes.
+    The latter depend on the current flags of the norms; version counters miss some of these updates.
     """
 
     def __init__(self, body: Any) -> None:
@@ -186,16 +184,16 @@ class BodyState:
                     if isinstance(tensor, Tensor):
                         self.slots.append(Slot(start + key, table, key, tensor))
             if isinstance(module, _NORMS):
-                held = (key for key in _statistics(module) if getattr(module, key) is not None)
-                self.statistics.extend(start + key for key in held)
+                keys = (key for key in _statistics(module) if getattr(module, key) is not None)
+                self.statistics.extend(start + key for key in keys)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is held, by name."""
+        """The tensors, by name."""
         return {slot.name: slot.tensor for slot in self.slots}
 
     @contextmanager
     def training_restored(self) -> Iterator[None]:
-        """Inside, the modules are in training or not as they were: dropout knows no other way."""
+        """Inside, the modules are in the training mode of the first run: dropout reads it."""
         other = [module for module, was_training in self._training if module.training != was_training]
         for module in other:
             module.training = not module.training
@@ -220,38 +218,38 @@ def holding(tensors: Mapping[Slot, Tensor]) -> Iterator[None]:
 
 
 class TensorWatch:
-    """Tensors by name, which are looked at again later."""
+    """Tensors by name, with their version, shape and storage, to detect mutations."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
-        self._before = list(map(condition_of, tensors.values()))
+        self._before = list(map(snapshot_of, tensors.values()))
 
     def changed(self) -> list[str]:
-        """The names of those that are not what they were."""
+        """The names of those that were mutated."""
         if not self._before:
             return []
-        now = map(condition_of, self.tensors.values())
+        now = map(snapshot_of, self.tensors.values())
         return [name for name, before, after in zip(self.tensors, self._before, now, strict=True) if before != after]
 
     def check(self) -> None:
-        """Raises where a tensor that must stay as it is has changed since the forward."""
+        """Raises where a tensor was mutated since the forward."""
         changed = self.changed()
         if changed:
             raise RecomputeError(
-                f"{listed(changed)} changed in place between forward and backward, so the region that reads it would "
+                f"{listed(changed)} was mutated between forward and backward, so the region that reads it would "
                 "be recomputed with other values; run backward before you update what it needs"
             )
 
 
 class GradientFlags:
-    """Which leaves wanted gradients when a body ran first; a second run needs the same, whatever was set since."""
+    """Which leaves required gradients in the first run of a body; a second run needs the same."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._flags = [(tensor, wanted) for tensor in tensors for wanted in [wants_gradients(tensor)]]
+        self._flags = [(tensor, wants_gradients(tensor)) for tensor in tensors]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the leaves want gradients if they did."""
+        """Inside, the leaves require gradients as in the first run."""
         other = [(tensor, flag) for tensor, flag in self._flags if wants_gradients(tensor) != flag]
         for tensor, flag in other:
             tensor.requires_grad_(flag)
@@ -262,8 +260,8 @@ class GradientFlags:
                 tensor.requires_grad_(not flag)
 
 
-def refuse_writes(names: Sequence[str], *, is_graph: bool, is_planned: bool = False) -> None:
-    """Raises if anything was written, or will be, of which there is no copy."""
+def refuse_mutations(names: Sequence[str], *, is_graph: bool, is_planned: bool = False) -> None:
+    """Raises if anything was mutated, or will be, of which there is no copy."""
     if not names:
         return
     if is_planned:
@@ -272,31 +270,31 @@ def refuse_writes(names: Sequence[str], *, is_graph: bool, is_planned: bool = Fa
             "that it waits for"
         )
     elif is_graph:
-        way = "recompute it by a plan, which knows what a graph writes"
+        way = "recompute it by a plan, which knows what a graph mutates"
     else:
-        way = "trace it into a graph, so that writes to what it is given and to its buffers can be undone"
+        way = "trace it into a graph, so that mutations of its arguments and buffers can be undone"
     raise RecomputeError(
-        f"the body writes to {listed(names)}, which recomputing it would do again; {way}, or leave what writes out of "
+        f"the body mutates {listed(names)}, and recomputing it would do so again; {way}, or leave the mutation out of "
         "the region"
     )
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of these names, and how many there are beside."""
+    """The first three names, and the number of the others."""
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def condition_of(tensor: Tensor) -> tuple[object, ...]:
-    """What tells whether a tensor is what it was: how often it has been written, its shape, its memory."""
+def snapshot_of(tensor: Tensor) -> tuple[object, ...]:
+    """The version, shape and storage of a tensor, which a mutation changes."""
     return version_of(tensor), tensor.shape, storage_key(tensor)
 
 
 def _statistics(module: Any) -> tuple[str, ...]:
-    """The buffers that a norm writes, as its flags are now."""
+    """The buffers that a norm updates with its current flags."""
     if isinstance(module, nn.modules.instancenorm._InstanceNorm):
         return ("running_mean", "running_var") if module.training or not module.track_running_stats else ()
-    writes = module.training and module.track_running_stats
-    return ("running_mean", "running_var", "num_batches_tracked") if writes else ()
+    updates = module.training and module.track_running_stats
+    return ("running_mean", "running_var", "num_batches_tracked") if updates else ()
 
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)

@@ -1,4 +1,4 @@
-"""Inputs as they were before the first run."""
+"""The inputs of a body for its first run and for recomputation: copies of what is mutated, and the rest as saved."""
 
 from __future__ import annotations
 
@@ -19,29 +19,26 @@ from partita.recompute._torch.captured_state import (
     BodyState,
     GradientFlags,
     TensorWatch,
-    condition_of,
     holding,
     listed,
-    refuse_writes,
+    refuse_mutations,
+    snapshot_of,
 )
 
 __all__ = ["RunInputs", "is_trained", "named_tensors"]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
 
 
-# What a body is given when it runs first, and when it runs again: its inputs as they were before.
-
-
 def named_tensors(operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All tensors in arguments, by the names that messages have for them."""
+    """All tensors in arguments, by their names in error messages."""
     found: dict[str, Tensor] = {}
-    for given, value in (*enumerate(operands), *keywords.items()):
+    for key, value in (*enumerate(operands), *keywords.items()):
         leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                found[f"argument {given}" if len(leaves) == 1 else f"argument {given}, item {place}"] = leaf
+                found[f"argument {key}" if len(leaves) == 1 else f"argument {key}, item {place}"] = leaf
     return found
 
 
@@ -49,68 +46,68 @@ def named_tensors(operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
 class RunInputs:
     """The arguments of a body and the tensors that its modules hold, for its first run and for those after it.
 
-    What is written is copied. Where somebody packs what autograd saves, since he recomputes around it or offloads, all
-    this is handed over to him, else it is held here. Its history is not: where a body writes to its input, that leads
-    back to whoever holds this.
+    What is mutated is copied. Under saved-tensor hooks (an enclosing checkpoint, offloading) all of it is saved through
+    these, else it is held here. Autograd history is never held: where a body mutates its input, the history refers back
+    to this object.
     """
 
     def __init__(
-        self, state: BodyState, facts: BodyEffects | None, operands: tuple[Any, ...], keywords: Mapping[str, Any]
+        self, state: BodyState, effects: BodyEffects | None, operands: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
         arguments = named_tensors(operands, keywords)
-        #: A body may write to containers, so that the first run gets those of the caller; then nobody holds them.
+        #: A body may mutate containers, so the first run gets those of the caller; afterwards they are released.
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (operands, dict(keywords))
         leaves, self._structure = pytree.tree_flatten(self._first)
         self._leaves = [_Number(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._state = state
-        self._is_graph = facts is not None
-        self._is_planned = facts is not None and facts.knows_written
-        self._copies = InputCopies(facts, state, arguments, operands)
-        self._given: dict[int, UnmutatedInput] = {}
+        self._is_graph = effects is not None
+        self._is_planned = effects is not None and effects.knows_written
+        self._copies = InputCopies(effects, state, arguments, operands)
+        self._unmutated: dict[int, UnmutatedInput] = {}
         self._is_handed_over = False
         self._hold(arguments)
 
     @property
     def has_copies(self) -> bool:
-        """Whether anything is written, or may be."""
+        """Whether anything is mutated, or may be."""
         return len(self._copies) > 0
 
     def hand_over(self) -> list[Tensor]:
-        """What whoever packs what autograd saves is to save, if anybody does; `again` is given it back, in order."""
+        """The tensors to be saved through the active saved-tensor hooks, if any; `again` gets them in this order."""
         self._is_handed_over = hooks_at_work() is not None
         if not self._is_handed_over:
             return []
-        given = [given.hand_over() for given in self._given.values() if given.can_be_saved]
-        return [*self._copies.hand_over(), *given]
+        unmutated = [value.hand_over() for value in self._unmutated.values() if value.can_be_saved]
+        return [*self._copies.hand_over(), *unmutated]
 
     def first(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments themselves, once."""
         assert self._first is not None
-        given, self._first = self._first, None
-        return given
+        arguments, self._first = self._first, None
+        return arguments
 
-    def settle(self, before: TensorWatch) -> None:
-        """The first run is over; `before` is how everything was that it could write."""
-        changed = before.changed()
-        uncopied = [name for name in changed if not self._copies.have(before.tensors[name])]
-        refuse_writes(uncopied, is_graph=self._is_graph, is_planned=self._is_planned)
-        if self._is_handed_over or self._copies.are_all_told:
+    def after_first_run(self, before: TensorWatch) -> None:
+        """Refuses mutations without copies, and releases needless copies; `before` watches what could be mutated."""
+        mutated = before.changed()
+        uncopied = [name for name in mutated if not self._copies.have(before.tensors[name])]
+        refuse_mutations(uncopied, is_graph=self._is_graph, is_planned=self._is_planned)
+        if self._is_handed_over or self._copies.are_all_needed:
             return
-        self._copies.let_go(before.tensors.values(), [before.tensors[name] for name in changed])
+        self._copies.release_unmutated(before.tensors.values(), [before.tensors[name] for name in mutated])
         self._hold(before.tensors)
 
     @contextmanager
     def again(self, saved: Sequence[Tensor]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments for a later run; while it lasts, the body's modules hold what they should hold."""
+        """The arguments for a later run; inside, the state of the body's modules is that of the first run."""
         self._watch.check()
         fresh = self._copies.fresh(saved)
         rest = iter(saved[len(self._copies) :])
-        given = {
-            number: given.tensor(next(rest) if self._is_handed_over and given.can_be_saved else None)
-            for number, given in self._given.items()
+        unmutated = {
+            number: value.tensor(next(rest) if self._is_handed_over and value.can_be_saved else None)
+            for number, value in self._unmutated.items()
         }
-        made = {**given, **fresh}
-        leaves = [made[leaf] if isinstance(leaf, _Number) else leaf for leaf in self._leaves]
+        tensors = {**unmutated, **fresh}
+        leaves = [tensors[leaf] if isinstance(leaf, _Number) else leaf for leaf in self._leaves]
         slots = {slot: fresh.get(id(slot.tensor), slot.tensor) for slot in self._state.slots}
         with (
             self._flags.restored(),
@@ -120,66 +117,65 @@ class RunInputs:
             yield pytree.tree_unflatten(leaves, self._structure)
 
     def _hold(self, tensors: Mapping[str, Tensor]) -> None:
-        """Holds the arguments among these that have no copy as they are, and watches what modules hold."""
-        numbers = {leaf for leaf in self._leaves if isinstance(leaf, _Number)} - self._given.keys()
+        """Holds those of these arguments that have no copy, and watches the state of modules."""
+        numbers = {leaf for leaf in self._leaves if isinstance(leaf, _Number)} - self._unmutated.keys()
         for name, tensor in tensors.items():
             if id(tensor) in numbers and not self._copies.have(tensor):
-                self._given[id(tensor)] = UnmutatedInput(tensor, name)
+                self._unmutated[id(tensor)] = UnmutatedInput(tensor, name)
         slots = [slot for slot in self._state.slots if not self._copies.have(slot.tensor)]
         self._watch = TensorWatch({slot.name: slot.tensor for slot in slots})
-        leaves = [given.leaf for given in self._given.values() if given.leaf is not None]
+        leaves = [value.leaf for value in self._unmutated.values() if value.leaf is not None]
         self._flags = GradientFlags((*self._watch.tensors.values(), *leaves))
 
 
 class _Number(int):
-    """Stands for a tensor in arguments."""
-
-
-# The inputs of a body that are written, by itself or later, as they were before.
+    """The identity of a tensor, in its place in the arguments."""
 
 
 @final
 class InputCopies:
-    """Copies of the memory that is written, and of all that may be where nobody knows; tensors go by their identity.
+    """Copies of the memory that is mutated, or that may be where that is unknown; tensors go by their identity.
 
-    Storage by storage, so that tensors that are views of one another still are.
+    Copied storage by storage, so that aliases stay aliases.
     """
 
     def __init__(
-        self, facts: BodyEffects | None, state: BodyState, arguments: Mapping[str, Tensor], operands: tuple[Any, ...]
+        self, effects: BodyEffects | None, state: BodyState, arguments: Mapping[str, Tensor], operands: tuple[Any, ...]
     ) -> None:
-        self._told = _told(facts, state, operands)
-        is_known = facts is None or facts.knows_written or not facts.writers
-        groups = {} if is_known and not self._told else by_storage((*arguments.values(), *state.tensors().values()))
+        self._known_mutated = _known_mutated(effects, state, operands)
+        is_known = effects is None or effects.knows_written or not effects.writers
+        groups = (
+            {} if is_known and not self._known_mutated else by_storage((*arguments.values(), *state.tensors().values()))
+        )
         self._copies = {
             key: _copy(group, arguments)
             for key, group in groups.items()
-            if key in self._told or not (is_known or _is_not_copied(group))
+            if key in self._known_mutated or not (is_known or _is_not_copied(group))
         }
         self._places = {id(tensor): (key, place) for key in self._copies for place, tensor in enumerate(groups[key])}
 
     @property
-    def are_all_told(self) -> bool:
-        """Whether it was known that all of it is written."""
-        return self._told.issuperset(self._copies)
+    def are_all_needed(self) -> bool:
+        """Whether it was known that all of the copied memory is mutated."""
+        return self._known_mutated.issuperset(self._copies)
 
     def have(self, tensor: Tensor) -> bool:
-        """Whether a tensor that is alive since then is among what was copied."""
+        """Whether a tensor was copied; it must be alive since then."""
         return id(tensor) in self._places
 
     def hand_over(self) -> list[Tensor]:
-        """The copies, for somebody who saves them; they are not held here any more."""
+        """The copies, to be saved elsewhere; they are released here."""
         found = [copy.memory for copy in self._copies.values() if copy.memory is not None]
         for copy in self._copies.values():
             copy.memory = None
         return found
 
-    def let_go(self, tensors: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """Drops copies of memory that nobody has told of, none of `written` looks into, and that is as it was."""
-        rest = self._copies.keys() - self._told
-        rest -= {self._places[id(tensor)][0] for tensor in written if self.have(tensor)}
+    def release_unmutated(self, tensors: Iterable[Tensor], mutated: Iterable[Tensor]) -> None:
+        """Drops copies of memory that turned out not to be mutated."""
+        rest = self._copies.keys() - self._known_mutated
+        rest -= {self._places[id(tensor)][0] for tensor in mutated if self.have(tensor)}
         groups = self._groups(tensors)
-        # Nobody counts writes to inference tensors.
+        # Inference tensors have no version counters.
         dropped = {
             key for key in rest if not groups[key][0].is_inference() and not self._copies[key].differs(groups[key])
         }
@@ -187,15 +183,15 @@ class InputCopies:
         self._places = {number: place for number, place in self._places.items() if place[0] not in dropped}
 
     def fresh(self, memories: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Tensors over new memory in the place of those that were copied; `memories` are what was handed over."""
+        """Fresh tensors that replace those that were copied; `memories` are the copies that were handed over."""
         saved = iter(memories)
-        made = {
+        tensors = {
             key: copy.fresh(next(saved) if copy.memory is None else copy.memory) for key, copy in self._copies.items()
         }
-        return {number: made[key][place] for number, (key, place) in self._places.items()}
+        return {number: tensors[key][place] for number, (key, place) in self._places.items()}
 
     def _groups(self, tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-        """The tensors that are copied together, whatever memory they look into by now."""
+        """The tensors that were copied together, whatever storage they have by now."""
         alive = {id(tensor): tensor for tensor in tensors}
         groups: dict[int, list[Tensor]] = {}
         for number, (key, _) in self._places.items():
@@ -206,18 +202,18 @@ class InputCopies:
         return len(self._copies)
 
 
-def _told(facts: BodyEffects | None, state: BodyState, operands: tuple[Any, ...]) -> set[int]:
-    """The storages of which it is known that they are written; a function that is no graph may not write."""
-    if facts is None or not (facts.written or state.statistics):
+def _known_mutated(effects: BodyEffects | None, state: BodyState, operands: tuple[Any, ...]) -> set[int]:
+    """The storages that are known to be mutated; a function that is no graph must not mutate."""
+    if effects is None or not (effects.written or state.statistics):
         return set()
-    names = {*facts.written, *state.statistics}
-    given = pytree.tree_leaves([operands[place] for place in facts.written if isinstance(place, int)])
-    held = [slot.tensor for slot in state.slots if slot.name in names]
-    return {storage_key(leaf) for leaf in (*given, *held) if isinstance(leaf, Tensor)}
+    names = {*effects.written, *state.statistics}
+    arguments = pytree.tree_leaves([operands[place] for place in effects.written if isinstance(place, int)])
+    state_tensors = [slot.tensor for slot in state.slots if slot.name in names]
+    return {storage_key(leaf) for leaf in (*arguments, *state_tensors) if isinstance(leaf, Tensor)}
 
 
 def _is_not_copied(group: Sequence[Tensor]) -> bool:
-    """Parameters are rarely written, and large; of what is no view of one storage there are no copies."""
+    """Parameters are large and rarely mutated; tensors without a storage cannot be copied."""
     return all(isinstance(tensor, nn.Parameter) for tensor in group) or not all(map(has_memory, group))
 
 
@@ -226,35 +222,32 @@ def _copy(group: Sequence[Tensor], arguments: Mapping[str, Tensor]) -> StorageCo
         return StorageCopy(group)
     names = [name for name, tensor in arguments.items() if any(tensor is other for other in group)]
     raise RecomputeError(
-        f"{listed(names)} is written, but is sparse or opaque, and of such memory there are no copies to recompute the "
-        "region with; leave what reads or writes it out of the region"
+        f"{listed(names)} is mutated, but is sparse or opaque, and such tensors cannot be copied for recomputing the "
+        "region; leave what reads or mutates it out of the region"
     )
-
-
-# An argument of a body that nobody writes, until the body runs again.
 
 
 @final
 class UnmutatedInput:
-    """The values of an argument and whether it wants gradients, without its history; they are not copied."""
+    """An argument that is not mutated, without its history: held or saved until the body runs again, not copied."""
 
-    __slots__ = ("_before", "_held", "_name", "_wants_gradients", "can_be_saved", "leaf")
+    __slots__ = ("_before", "_held", "_name", "_requires_grad", "can_be_saved", "leaf")
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         self._name = name
-        self._wants_gradients = wants_gradients(tensor)
+        self._requires_grad = wants_gradients(tensor)
         self.can_be_saved = not tensor.is_inference()
-        #: The argument itself, if it is a weight, say, which is alive anyway; autocast remembers what it cast of it.
+        #: The argument itself if it is a leaf such as a weight, which is alive anyway; autocast caches its casts.
         self.leaf = tensor if is_trained(tensor) else None
         self._held: Tensor | None = None
         if self.leaf is not None:
-            self._before: object = condition_of(tensor)
+            self._before: object = snapshot_of(tensor)
         else:
             self._before = version_of(tensor)
             self._held = tensor.detach() if self.can_be_saved else tensor
 
     def hand_over(self) -> Tensor:
-        """What somebody else is to save, and to give back; it is not held here any more."""
+        """The tensor, to be saved elsewhere; it is released here."""
         held, self._held = self._held, None
         if held is None:
             assert self.leaf is not None
@@ -262,39 +255,39 @@ class UnmutatedInput:
         return held
 
     def tensor(self, saved: Tensor | None) -> Tensor:
-        """The argument once more, from what somebody else has saved of it, if anybody has.
+        """The argument for another run, from what was saved elsewhere, if it was handed over.
 
-        He gives back what he was given, whatever happened to it since; else it must be what it was.
+        The saver returns the tensor it was given, even if it was mutated since; one held here must be unmutated.
         """
         if self.leaf is not None:
-            if condition_of(self.leaf) == self._before:
+            if snapshot_of(self.leaf) == self._before:
                 return self.leaf
             if saved is None:
                 raise RecomputeError(
-                    f"{self._name!r} changed in place between forward and backward, so the region that reads it would "
+                    f"{self._name!r} was mutated between forward and backward, so the region that reads it would "
                     "be recomputed with other values; run backward before you update what it needs"
                 )
         if saved is None:
             saved = self._unchanged()
-        return _wanting_gradients(saved) if self._wants_gradients else saved
+        return _requiring_gradients(saved) if self._requires_grad else saved
 
     def _unchanged(self) -> Tensor:
         assert self._held is not None
         if version_of(self._held) != self._before:
             raise RecomputeError(
-                f"{self._name!r} changed in place between the region and its backward, so the region would be "
-                "recomputed with other values; write to a copy, or leave what reads it out of the region"
+                f"{self._name!r} was mutated between the region and its backward, so the region would be "
+                "recomputed with other values; mutate a copy, or leave what reads it out of the region"
             )
         return self._held if self._held.is_inference() else self._held.detach()
 
 
 def is_trained(tensor: Tensor) -> bool:
-    """Whether a tensor is a leaf that needs gradients."""
+    """Whether a tensor is a leaf that requires gradients."""
     return wants_gradients(tensor) and tensor.is_leaf
 
 
-def _wanting_gradients(tensor: Tensor) -> Tensor:
-    """The same values, for which gradients are wanted; no leaf, of which autocast would remember what it casts."""
+def _requiring_gradients(tensor: Tensor) -> Tensor:
+    """The same values, requiring gradients; not a leaf, since autocast would cache its casts."""
     leaf = tensor.detach().requires_grad_()
     if leaf.layout is not torch.strided:
         return leaf

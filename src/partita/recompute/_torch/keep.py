@@ -1,4 +1,7 @@
-"""Kept segments of a recomputed body."""
+"""Kept segments of a recomputed body: recorded operator by operator in the first run, and replayed in later ones.
+
+This happens below autograd: a later run builds the same history, but the kernels of kept operators do not run.
+"""
 
 from __future__ import annotations
 
@@ -16,94 +19,88 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita.errors import RecomputeError
 from partita.recompute._torch.keep_records import (
     AutocastCasts,
-    KeptDraws,
+    MutationCopies,
     OperatorRecord,
-    WriteCopies,
+    RngStates,
     allocates_result,
     cast_by,
-    generators_put_back,
     may_be_autocast,
+    mutated_by,
+    rng_state_restored,
     tensors_in,
-    was_remembered,
-    written_by,
+    was_cached,
 )
 
 __all__ = ["KeptResults", "keep_scope"]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
 
-
-# Results that a recomputed body keeps: noted while it first runs, and given back when it runs again.
-#
-# All of it below autograd: the second run builds the same history, but the kernels of what is kept do not run.
-
-
-#: What a kept part runs in where a body is running now; each thread runs its own.
+#: The scope of kept segments in the body that is running in this thread.
 _RUNNING = threading.local()
 
-_PartScope = Callable[[], AbstractContextManager[None]]
+_SegmentScope = Callable[[], AbstractContextManager[None]]
 
 
 def keep_scope() -> AbstractContextManager[Any]:
-    """Where results are kept if a body is running that will be recomputed; elsewhere it changes nothing.
+    """The context in which the results of a recomputed body are kept; trivial where no such body is running.
 
-    Inference tensors are never saved; a view of another tensor would lose its history there, in front of a mode.
+    Inference tensors are never saved; a view would lose its history under a dispatch mode in inference mode.
     """
-    scope: _PartScope | None = getattr(_RUNNING, "scope", None)
+    scope: _SegmentScope | None = getattr(_RUNNING, "scope", None)
     return nullcontext() if scope is None or torch.is_inference_mode_enabled() else scope()
 
 
 @final
 class KeptResults:
-    """What one run of a body keeps, part by part."""
+    """What one run of a body keeps, segment by segment."""
 
     def __init__(self) -> None:
-        self._parts: list[KeptPart] = []
+        self._segments: list[KeptSegment] = []
 
-    def noting(self) -> AbstractContextManager[None]:
-        """While the body runs for the first time."""
-        return _running(self._note_part)
+    def recording(self) -> AbstractContextManager[None]:
+        """The context of the first run of the body."""
+        return _running(self._record_segment)
 
     @contextmanager
-    def returning(self) -> Iterator[None]:
-        """While it runs again. The random state of the caller is what it was before, whoever preserves it or not."""
-        parts = iter(self._parts)
-        devices = dict.fromkeys(device for part in self._parts for device in part.drawn_on())
+    def replaying(self) -> Iterator[None]:
+        """The context of later runs. They leave the RNG state of the caller unchanged."""
+        segments = iter(self._segments)
+        devices = dict.fromkeys(device for segment in self._segments for device in segment.rng_devices())
         try:
-            with generators_put_back(devices), _running(lambda: _given_back(next(parts, KeptPart()))):
+            with rng_state_restored(devices), _running(lambda: _replayed(next(segments, KeptSegment()))):
                 yield
         finally:
-            # Behind the last result that the backward needs there may be parts that nobody has asked for.
-            for part in self._parts:
-                _let_go_if_over(part)
+            # A run stops at the last result that the backward needs, so it may not reach all segments.
+            for segment in self._segments:
+                _release_unless_retained(segment)
 
     @contextmanager
-    def _note_part(self) -> Iterator[None]:
-        part = KeptPart()
-        self._parts.append(part)
-        # Parts inside of a part are kept with it.
-        with _running(None), part.noting():
+    def _record_segment(self) -> Iterator[None]:
+        segment = KeptSegment()
+        self._segments.append(segment)
+        # Nested segments are kept with the outer one.
+        with _running(None), segment.recording():
             yield
 
 
 @contextmanager
-def _given_back(part: KeptPart) -> Iterator[None]:
+def _replayed(segment: KeptSegment) -> Iterator[None]:
     try:
-        with _running(None), part.returning():
+        with _running(None), segment.replaying():
             yield
     finally:
-        _let_go_if_over(part)
+        _release_unless_retained(segment)
 
 
-def _let_go_if_over(part: KeptPart) -> None:
-    """Nobody holds what the backward has got, unless its graph is retained for another one."""
+def _release_unless_retained(segment: KeptSegment) -> None:
+    """Releases what the backward has used, unless its graph is retained for another one."""
     if not torch._C._autograd._get_current_graph_task_keep_graph():
-        part.let_go()
+        segment.release()
 
 
 @contextmanager
-def _running(scope: _PartScope | None) -> Iterator[None]:
+def _running(scope: _SegmentScope | None) -> Iterator[None]:
     before = getattr(_RUNNING, "scope", None)
     _RUNNING.scope = scope
     try:
@@ -112,55 +109,52 @@ def _running(scope: _PartScope | None) -> Iterator[None]:
         _RUNNING.scope = before
 
 
-# One part of a body that is kept: noted operator by operator when it first runs, and given back when it runs again.
-
-
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @final
-class KeptPart:
-    """What one part of a body gave in its first run, until it is let go of.
+class KeptSegment:
+    """The results of one segment of a body in its first run, until they are released.
 
-    From then on it is computed again, from the same random numbers: a backward that does not retain its graph must not
-    hold what it has used, and another one may still come, from another result of the body.
+    From then on it is recomputed, with the same random numbers: a backward that does not retain its graph must release
+    what it has used, and another one may follow, from another result of the body.
     """
 
     def __init__(self) -> None:
-        self._entries: Sequence[OperatorRecord] | None = ()
-        self._draws = KeptDraws()
+        self._records: Sequence[OperatorRecord] | None = ()
+        self._rng = RngStates()
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """While the part runs for the first time."""
-        self._entries = None  # Where it raises there is nothing to give back, and it will raise again.
-        noting = _Noting(self._draws)
-        with noting:
+    def recording(self) -> Iterator[None]:
+        """The context of the first run."""
+        self._records = None  # Where it raises there is nothing to replay, and it will raise again.
+        recording = _Recording(self._rng)
+        with recording:
             yield
-        self._entries = noting.closed()
+        self._records = recording.closed()
 
     @contextmanager
-    def returning(self) -> Iterator[None]:
-        """While it runs again."""
-        if self._entries is None:
-            self._draws.make_again()
+    def replaying(self) -> Iterator[None]:
+        """The context of later runs."""
+        if self._records is None:
+            self._rng.rewind()
             yield
             return
-        with _Returning(self._entries):
+        with _Replaying(self._records):
             yield
-        self._draws.pass_over()
+        self._rng.skip()
 
-    def drawn_on(self) -> Iterable[torch.device]:
-        """The devices whose generators the part has moved."""
-        return self._draws.devices()
+    def rng_devices(self) -> Iterable[torch.device]:
+        """The devices whose RNG state the segment has advanced."""
+        return self._rng.devices()
 
-    def let_go(self) -> None:
-        """What was kept is held no more."""
-        self._entries = None
+    def release(self) -> None:
+        """Releases the kept results."""
+        self._records = None
 
 
-class _Keeping(TorchDispatchMode):
-    """Sees each operator of a part that is kept, in both runs the same."""
+class _KeepMode(TorchDispatchMode):
+    """Intercepts the operators of a kept segment, the same ones in both runs."""
 
     supports_higher_order_operators = True
 
@@ -170,91 +164,91 @@ class _Keeping(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # Dynamo is told of these files itself; torch would do so at each operator.
+        return False  # Dynamo already skips this module; torch would mark each operator.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Autograd takes composite operators apart, and inference tensors pass it by; copies of them do not.
+        # Autograd decomposes composite operators, but inference tensors bypass it, unlike the copies of a later run.
         if _is_composite(func) and any(tensor.is_inference() for tensor in tensors_in((args, kwargs))):
-            with self:  # By torch's own kernel: decompositions in Python draw other random numbers.
+            with self:  # By torch's own kernel: Python decompositions generate other random numbers.
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
-        return self.meet(func, args, kwargs)
+        return self.on_operator(func, args, kwargs)
 
-    def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
 
-class _Noting(_Keeping):
-    def __init__(self, draws: KeptDraws) -> None:
+class _Recording(_KeepMode):
+    def __init__(self, rng: RngStates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws, self._copies, self._casts = draws, WriteCopies(), AutocastCasts()
-        self._entries: list[OperatorRecord] = []
+        self._rng, self._copies, self._casts = rng, MutationCopies(), AutocastCasts()
+        self._records: list[OperatorRecord] = []
 
-    def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
-        written = written_by(func, args, kwargs)
-        if written:
-            _check_foreach(func, written)
-            self._casts.before_writes(written)
-        result = self._draws.noted(func, args, kwargs)
+    def on_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        mutated = mutated_by(func, args, kwargs)
+        if mutated:
+            _check_foreach(func, mutated)
+            self._casts.before_mutation(mutated)
+        result = self._rng.recorded(func, args, kwargs)
         if not allocates_result(func):
-            self._copies.note_reader()
+            self._copies.add_reader()
             return result
         self._casts.next_operator()
-        entry = OperatorRecord(func, args, result, self._copies.of(written))
-        self._entries.append(entry)
-        self._copies.note(entry, written)
-        if may_be_autocast(entry.cast):
-            self._casts.note(entry, args[0], partial(func, *args, **kwargs))
-            self._copies.note_reader()
+        record = OperatorRecord(func, args, result, self._copies.of(mutated))
+        self._records.append(record)
+        self._copies.add(record, mutated)
+        if may_be_autocast(record.cast):
+            self._casts.add(record, args[0], partial(func, *args, **kwargs))
+            self._copies.add_reader()
         else:
-            self._copies.note_kept(entry)
+            self._copies.add_kept(record)
         return result
 
     def closed(self) -> Sequence[OperatorRecord]:
-        """What is kept, when the part is over."""
-        for entry in self._entries:
-            entry.close()
-        return self._entries
+        """The records, at the end of the segment."""
+        for record in self._records:
+            record.close()
+        return self._records
 
 
-class _Returning(_Keeping):
-    def __init__(self, entries: Sequence[OperatorRecord]) -> None:
+class _Replaying(_KeepMode):
+    def __init__(self, records: Sequence[OperatorRecord]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._entries = entries
+        self._records = records
         self._next = 0
 
-    def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
-        entry = self._entry_for(func, args) if allocates_result(func) else None
-        if entry is None:
+    def on_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        record = self._record_for(func, args) if allocates_result(func) else None
+        if record is None:
             return func(*args, **kwargs)
-        return entry.given_back(written_by(func, args, kwargs))
+        return record.replay(mutated_by(func, args, kwargs))
 
-    def _entry_for(self, func: Any, args: Any) -> OperatorRecord | None:
-        """The entry of an operator, the next one; None where the operator runs again."""
-        cast, entry = cast_by(func, args), self._peek()
-        while cast is None and entry is not None and entry.is_made_again:
-            self._next += 1  # Autocast remembers the cast in this run.
-            entry = self._peek()
-        if was_remembered(cast, entry):
+    def _record_for(self, func: Any, args: Any) -> OperatorRecord | None:
+        """The next record, which must be of this operator; None where the operator is recomputed."""
+        cast, record = cast_by(func, args), self._peek()
+        while cast is None and record is not None and record.is_recomputed:
+            self._next += 1  # Autocast has the cast in its cache in this run.
+            record = self._peek()
+        if was_cached(cast, record):
             return None
-        if entry is None or entry.operator is not func:
+        if record is None or record.operator is not func:
             raise RecomputeError(
-                f"recomputation met {func} where the first run did not: the kept part of a body must do the same each "
-                "time it runs"
+                f"recomputation met {func} where the first run did not: a kept segment must run the same operators "
+                "each time"
             )
         self._next += 1
-        return None if entry.is_made_again else entry
+        return None if record.is_recomputed else record
 
     def _peek(self) -> OperatorRecord | None:
-        return self._entries[self._next] if self._next < len(self._entries) else None
+        return self._records[self._next] if self._next < len(self._records) else None
 
 
-def _check_foreach(func: Any, written: Iterable[Tensor]) -> None:
-    """Raises where torch would lose gradients: in front of a mode, views do not learn that a foreach has written."""
-    if "_foreach_" in str(func) and any(tensor._is_view() and tensor.requires_grad for tensor in written):
+def _check_foreach(func: Any, mutated: Iterable[Tensor]) -> None:
+    """Raises where torch would lose gradients: under a dispatch mode, a foreach does not update views it mutates."""
+    if "_foreach_" in str(func) and any(tensor._is_view() and tensor.requires_grad for tensor in mutated):
         raise RecomputeError(
-            f"{func} writes to a view inside of what is kept, and torch loses its gradients there; do not keep it, or "
-            "write to the tensors one by one"
+            f"{func} mutates a view in a kept segment, and torch loses its gradients there; do not keep it, or mutate "
+            "the tensors one by one"
         )
 
 

@@ -1,4 +1,4 @@
-"""One kept operator: results, writes, RNG state, casts."""
+"""What is recorded of the operators of a kept segment: results, mutations, RNG states, and casts by autocast."""
 
 from __future__ import annotations
 
@@ -23,78 +23,73 @@ from partita.recompute._torch.inputs import is_trained
 
 __all__ = [
     "AutocastCasts",
-    "KeptDraws",
+    "MutationCopies",
     "OperatorRecord",
-    "WriteCopies",
+    "RngStates",
     "allocates_result",
     "cast_by",
-    "generators_put_back",
     "may_be_autocast",
+    "mutated_by",
+    "rng_state_restored",
     "tensors_in",
-    "was_remembered",
-    "written_by",
+    "was_cached",
 ]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
-
-
-# Casts in a kept part: autocast remembers some, so that one run only has them; what it casts is cast again.
 
 
 @final
 class AutocastCasts:
-    """The casts of a part that autocast may have made, each for the operator that comes next.
+    """The casts of a segment that autocast may have inserted, each for the operator that comes next.
 
-    So the last operator of a part is kept. So is a cast of what the part writes to afterwards: it could not be made
-    again from what is there in the end.
+    Autocast caches some casts, which then occur in one run only, so casts are recomputed. The exceptions are the last
+    operator of a segment, and casts of tensors that the segment mutates afterwards: these are kept.
     """
 
     def __init__(self) -> None:
-        #: By the storage that they read, with a way to make them.
-        self._made: defaultdict[int, list[tuple[OperatorRecord, Callable[[], Tensor]]]] = defaultdict(list)
+        #: By the storage that they read, with a function that makes them.
+        self._casts: defaultdict[int, list[tuple[OperatorRecord, Callable[[], Tensor]]]] = defaultdict(list)
         self._last: OperatorRecord | None = None
 
-    def note(self, entry: OperatorRecord, source: Tensor, make: Callable[[], Tensor]) -> None:
-        """A cast of `source` has been made."""
-        self._made[storage_key(source)].append((entry, make))
-        self._last = entry
+    def add(self, record: OperatorRecord, source: Tensor, make: Callable[[], Tensor]) -> None:
+        """Adds a cast of `source`."""
+        self._casts[storage_key(source)].append((record, make))
+        self._last = record
 
-    def before_writes(self, written: Iterable[Tensor]) -> None:
-        """Somebody is going to write."""
-        for storage in {storage_key(tensor) for tensor in written}.intersection(self._made):
-            for entry, make in self._made.pop(storage):
-                entry.keep(make())
-                self._last = None if entry is self._last else self._last
+    def before_mutation(self, mutated: Iterable[Tensor]) -> None:
+        """Keeps the casts of tensors that are about to be mutated."""
+        for storage in {storage_key(tensor) for tensor in mutated}.intersection(self._casts):
+            for record, make in self._casts.pop(storage):
+                record.keep(make())
+                self._last = None if record is self._last else self._last
 
     def next_operator(self) -> None:
-        """Another operator has run."""
+        """Releases the last cast, since another operator has run."""
         if self._last is not None:
-            self._last.let_go()
+            self._last.release()
             self._last = None
 
 
 def may_be_autocast(cast: Cast | None) -> bool:
-    """Whether autocast may have made a cast; whether it is switched on cannot be seen below autograd."""
+    """Whether autocast may have inserted a cast; whether it is enabled cannot be queried below autograd."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0 and cast is not None
 
 
-def was_remembered(cast: Cast | None, entry: OperatorRecord | None) -> bool:
-    """Whether a cast was not made in the first run, where `entry` was the next: autocast remembers those of leaves."""
+def was_cached(cast: Cast | None, record: OperatorRecord | None) -> bool:
+    """Whether a cast did not run in the first run, where `record` was the next: autocast caches those of leaves."""
     if cast is None:
         return False
-    return entry is None or entry.cast is None or (cast is Cast.OF_LEAF and entry.cast is Cast.OF_RESULT)
-
-
-# The random state around what is kept: a draw that is not made again moves it, and a backward moves it for nobody.
+    return record is None or record.cast is None or (cast is Cast.OF_LEAF and record.cast is Cast.OF_RESULT)
 
 
 @final
-class KeptDraws:
-    """The states of the default generators before the first and after the last draw of a kept part, by device.
+class RngStates:
+    """The states of the default generators before and after a kept segment, by device.
 
-    What only may draw, such as attention without dropout, leaves nothing here.
+    Operators that are not run again must still advance the generators. Only devices whose state has changed are here:
+    attention without dropout changes none.
     """
 
     __slots__ = ("_after", "_before")
@@ -103,45 +98,45 @@ class KeptDraws:
         self._before: dict[torch.device, Tensor] = {}
         self._after: dict[torch.device, Tensor] = {}
 
-    def noted(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives that runs for the first time."""
-        if not _may_draw(operator):
+    def recorded(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator of the first run."""
+        if not _may_use_rng(operator):
             return operator(*args, **kwargs)
         before = _states(_devices(args, kwargs))
         result = operator(*args, **kwargs)
         after = _states(before)
         for device in before:
-            if not _same(before[device], after[device]):
+            if not _are_equal(before[device], after[device]):
                 self._before.setdefault(device, before[device])
                 self._after[device] = after[device]
         return result
 
     def devices(self) -> Iterable[torch.device]:
-        """Where the part has drawn."""
+        """Where the segment has advanced the RNG state."""
         return self._before
 
-    def make_again(self) -> None:
-        """What is drawn next is what the part has drawn."""
-        _set(self._before)
+    def rewind(self) -> None:
+        """Sets the state from before the segment, which is recomputed next."""
+        _set_states(self._before)
 
-    def pass_over(self) -> None:
-        """What is drawn next is what was drawn after the part."""
-        _set(self._after)
+    def skip(self) -> None:
+        """Sets the state from after the segment."""
+        _set_states(self._after)
 
 
 @contextmanager
-def generators_put_back(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Whatever is drawn or set meanwhile, the generators of these devices go on as if nothing had been."""
+def rng_state_restored(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restores the RNG states of these devices at the end."""
     before = _states(devices)
     try:
         yield
     finally:
-        _set(before)
+        _set_states(before)
 
 
 @cache
-def _may_draw(operator: Any) -> bool:
-    """Whether an operator may move a default generator; one of somebody else's, or one with a body, need not say so."""
+def _may_use_rng(operator: Any) -> bool:
+    """Whether an operator may use a default generator; custom and higher-order operators need not declare it."""
     if not isinstance(operator, OpOverload) or operator.namespace not in ("aten", "prims"):
         return True
     return torch.Tag.nondeterministic_seeded in operator.tags
@@ -158,12 +153,12 @@ def _states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
     return {device: _module_of(device).get_rng_state(*_index_of(device)) for device in devices}
 
 
-def _set(states: Mapping[torch.device, Tensor]) -> None:
+def _set_states(states: Mapping[torch.device, Tensor]) -> None:
     for device, state in states.items():
         _module_of(device).set_rng_state(state, *_index_of(device))
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _are_equal(one: Tensor, other: Tensor) -> bool:
     with no_dispatch():  # States are real, whatever the tensors of the body are.
         return torch.equal(one, other)
 
@@ -180,50 +175,45 @@ def _index_of(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type in ("cpu", "mps") else (device,)
 
 
-# Writes in a kept part: memory that is kept has its last value anyway, of other memory there are copies.
-
-
 @final
-class WriteCopies:
-    """What the operators of a part have written, as it was when each had run.
+class MutationCopies:
+    """Copies of what the operators of a segment have mutated, as it was after each of them.
 
-    Of memory that is written again and again the last copy will do, unless somebody reads it in between.
+    Results that are kept need no copies. Of memory that is mutated repeatedly the last copy suffices, unless a
+    recomputed operator reads it in between.
     """
 
     def __init__(self) -> None:
         self._kept: set[int] = set()
-        #: The entry and the place in it of the last copy, by the geometry of the tensor that was written.
+        #: The record of the last copy and its position there, by storage and layout of the mutated tensor.
         self._last: dict[tuple[object, ...], tuple[OperatorRecord, int]] = {}
 
-    def of(self, written: Sequence[Tensor]) -> list[Tensor | None]:
-        """Copies of what an operator has just written, None for memory that is kept."""
-        return [None if storage_key(tensor) in self._kept else tensor.clone() for tensor in written]
+    def of(self, mutated: Sequence[Tensor]) -> list[Tensor | None]:
+        """Copies of what an operator has just mutated, None for memory that is kept."""
+        return [None if storage_key(tensor) in self._kept else tensor.clone() for tensor in mutated]
 
-    def note(self, entry: OperatorRecord, written: Sequence[Tensor]) -> None:
-        """These copies are in the entry; older ones are not needed any more."""
-        for place, tensor in enumerate(written):
-            if entry.written[place] is None or tensor.layout is not torch.strided:
+    def add(self, record: OperatorRecord, mutated: Sequence[Tensor]) -> None:
+        """Adds the copies in a record, and drops older ones of the same memory."""
+        for place, tensor in enumerate(mutated):
+            if record.mutated[place] is None or tensor.layout is not torch.strided:
                 continue
             key = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
             if key in self._last:
                 older, its_place = self._last[key]
-                older.written[its_place] = None
-            self._last[key] = (entry, place)
+                older.mutated[its_place] = None
+            self._last[key] = (record, place)
 
-    def note_kept(self, entry: OperatorRecord) -> None:
-        """The results of the entry are kept, with whatever is written to them."""
-        self._kept.update(map(storage_key, tensors_in(entry.result)))
+    def add_kept(self, record: OperatorRecord) -> None:
+        """Adds a record whose results are kept, with later mutations of them."""
+        self._kept.update(map(storage_key, tensors_in(record.result)))
 
-    def note_reader(self) -> None:
-        """An operator that will run again may read what was written."""
+    def add_reader(self) -> None:
+        """Adds an operator that is recomputed and may read what was mutated."""
         self._last.clear()
 
 
-# What one kept operator gave and wrote, and how that is given back.
-
-
 class Cast(Enum):
-    """The casts that autocast makes of what needs gradients: it remembers those of leaves."""
+    """The casts that autocast inserts for tensors that require gradients: it caches those of leaves."""
 
     OF_LEAF = auto()
     OF_RESULT = auto()
@@ -231,13 +221,13 @@ class Cast(Enum):
 
 @final
 class OperatorRecord:
-    """The results of an operator, how often they had been written when the kept part was over, and what it wrote."""
+    """The results of an operator, their versions at the end of the kept segment, and copies of what it mutated."""
 
-    __slots__ = ("cast", "is_made_again", "operator", "result", "versions", "written")
+    __slots__ = ("cast", "is_recomputed", "mutated", "operator", "result", "versions")
 
-    def __init__(self, operator: Any, args: Any, result: Any, written: Sequence[Tensor | None]) -> None:
+    def __init__(self, operator: Any, args: Any, result: Any, mutated: Sequence[Tensor | None]) -> None:
         self.operator = operator
-        count = _returned_writes(operator)
+        count = _returned_arguments(operator)
         if isinstance(result, Tensor):
             self.result: Any = None if count else _without_history(result)
         else:
@@ -245,51 +235,51 @@ class OperatorRecord:
             leaves[:count] = [None] * count
             kept = [_without_history(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self.result = pytree.tree_unflatten(kept, structure)
-        #: Copies of what it wrote to, None where that is kept anyway or written once more.
-        self.written = list(written)
+        #: Copies of what it mutated, None where that is kept anyway or mutated once more.
+        self.mutated = list(mutated)
         self.versions: list[int | None] = []
         self.cast = cast_by(operator, args)
-        #: Whether it only stands for an operator that is computed again.
-        self.is_made_again = False
+        #: Whether the operator is recomputed, so that this is only a placeholder.
+        self.is_recomputed = False
 
     def close(self) -> None:
-        """The kept part is over: writes so far belong to it."""
+        """Takes the versions at the end of the kept segment: mutations so far belong to it."""
         self.versions = [version_of(leaf) for leaf in tensors_in(self.result)]
 
-    def let_go(self) -> None:
-        """The operator runs again."""
-        self.is_made_again, self.result = True, None
+    def release(self) -> None:
+        """Releases the result: the operator is recomputed."""
+        self.is_recomputed, self.result = True, None
 
     def keep(self, result: Tensor) -> None:
-        """It does not, after all."""
-        self.is_made_again, self.result = False, _without_history(result)
+        """Keeps a result after all."""
+        self.is_recomputed, self.result = False, _without_history(result)
 
-    def given_back(self, written: Sequence[Tensor]) -> Any:
-        """What the operator gives; `written` are the tensors that it was to write, and has written now."""
+    def replay(self, mutated: Sequence[Tensor]) -> Any:
+        """The results of the operator; mutates `mutated`, its arguments in this run, as it did."""
         if self.versions != [version_of(leaf) for leaf in tensors_in(self.result)]:
             raise RecomputeError(
-                f"a result of {self.operator} was kept for the backward and then changed in place, so it cannot be "
-                "used again; keep something else, or write to a copy"
+                f"a result of {self.operator} was kept for the backward and then mutated, so it cannot be used "
+                "again; keep something else, or mutate a copy"
             )
-        for tensor, value in zip(written, self.written, strict=True):
+        for tensor, value in zip(mutated, self.mutated, strict=True):
             if value is not None:
                 tensor.copy_(value)
-        # A new tensor each time: autograd writes its history into what it is given.
+        # A new tensor each time: autograd sets the history of a result in place.
         if isinstance(self.result, Tensor):
             return self.result.detach()
         leaves, structure = pytree.tree_flatten(self.result)
         found = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        count = _returned_writes(self.operator)
-        found[:count] = written[:count]
+        count = _returned_arguments(self.operator)
+        found[:count] = mutated[:count]
         return pytree.tree_unflatten(found, structure)
 
 
 @cache
 def allocates_result(func: Any) -> bool:
-    """Whether an operator gives something new, which can be kept.
+    """Whether an operator allocates its result, which can then be kept.
 
-    A view is made again, since it would keep what it looks at, and so are shapes changed in place (`t_`): the tensor
-    that stands for what is kept has the shape from before.
+    Views are recomputed, since keeping one would keep its base, and so are in-place changes of shape (`t_`): the tensor
+    that replaces a kept result has the shape from before.
     """
     if func in _NOT_KEPT or torch.Tag.inplace_view in getattr(func, "tags", ()):
         return False
@@ -298,23 +288,23 @@ def allocates_result(func: Any) -> bool:
 
 
 def cast_by(func: Any, args: Any) -> Cast | None:
-    """What kind of cast an operator is; None for other operators, and where no gradients are needed."""
+    """Which cast an operator is; None for other operators, and where no gradients are required."""
     if func is not torch.ops.aten._to_copy.default or not args[0].requires_grad:
         return None
     return Cast.OF_LEAF if is_trained(args[0]) else Cast.OF_RESULT
 
 
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operator writes, as far as its schema says."""
+def mutated_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator mutates according to its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = [
+    mutated = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return tensors_in(given)
+    return tensors_in(mutated)
 
 
 def tensors_in(result: Any) -> list[Tensor]:
@@ -325,7 +315,7 @@ def tensors_in(result: Any) -> list[Tensor]:
 
 
 def _without_history(tensor: Tensor) -> Tensor:
-    """The same memory under another tensor; a write to one counts for both, which below autograd has to be said."""
+    """An alias with a shared version counter, which has to be requested explicitly below autograd."""
     if tensor.is_inference():
         return tensor.detach()
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -333,11 +323,11 @@ def _without_history(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _returned_writes(func: Any) -> int:
-    """How many of the first results of an operator are the tensors themselves that it wrote."""
+def _returned_arguments(func: Any) -> int:
+    """How many of the first results of an operator are the arguments that it mutates."""
     returns = getattr(getattr(func, "_schema", None), "returns", ())
     return sum(result.alias_info is not None and result.alias_info.is_write for result in returns)
 
 
-#: What autograd and its hooks call beside the operators of a body, and not equally often in each run.
+#: Operators that autograd and its hooks call in addition to those of a body, not equally often in each run.
 _NOT_KEPT: frozenset[Any] = frozenset(getattr(checkpoint, "SAC_IGNORED_OPS", ())) | {torch.ops.aten.detach.default}

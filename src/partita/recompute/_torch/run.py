@@ -1,4 +1,4 @@
-"""Checkpointed run: forward, recompute in backward."""
+"""Runs the body of a checkpoint: recomputed in the backward, or tagged for a partitioner while it is traced."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from partita.hops._torch.node_tags import SAVED, next_graph_id, node_tags, savin
 from partita.program._torch.saved_tensors import around_hooks, but_for_traces
 from partita.recompute._torch.captured_state import (
     BodyState,
-    OutsideLeaves,
+    CapturedLeaves,
     TensorWatch,
-    found_outside,
-    refuse_by_hand,
+    captured_tensors,
     refuse_generators,
+    refuse_unrepeatable,
 )
 from partita.recompute._torch.inputs import RunInputs, named_tensors
 from partita.recompute._torch.keep import KeptResults
@@ -37,11 +37,8 @@ from partita.recompute._torch.traced_steps import TracedStep, run_kept_in_step, 
 
 __all__ = ["CheckpointOptions", "run_kept_tagged", "run_recomputed", "run_tagged", "tag_nodes"]
 
-#: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
+#: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
-
-
-# Recomputed bodies where a tracer writes down their operators: tags on the nodes, which a partitioner acts on.
 
 
 def run_tagged(
@@ -52,21 +49,21 @@ def run_tagged(
     context_fn: ContextFunction | None,
     saved: Collection[Node],
 ) -> Any:
-    """What `body` gives; the nodes that are traced meanwhile say that they can be computed again, but for `saved`.
+    """Traces `body`; its nodes are tagged for a partitioner to be recomputed, except for `saved`.
 
-    A selective context function decides node by node. Where the backward is traced too, the body runs again there; a
-    compiler sees to that itself, later.
+    A selective context function decides node by node. Where the backward is traced too, the body runs again there;
+    otherwise the compiler recomputes it later.
     """
     is_saved = (node_tags() or {}).get("recompute") is CheckpointPolicy.MUST_SAVE
     if is_saved:
         return run_body(nullcontext(), body, operands, keywords)
-    if not _may_train(body, operands, keywords):
-        with saving(saved):  # Others may train on what the body has written.
+    if not _may_save(body, operands, keywords):
+        with saving(saved):  # Nodes after the body may save what it has mutated.
             return run_body(nullcontext(), body, operands, keywords)
     first, again = (None, None) if context_fn is None else context_fn()
     number = next_graph_id()
     run: Callable[[], Any] = partial(run_body, nullcontext(), body, operands, keywords)
-    if traces_whole_step() and not saves_as_always():
+    if traces_whole_step() and not _cannot_recompute():
         run = TracedStep(body, operands, keywords, again).first
     if first is None:
         with tagging({"ac_graph_id": number, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}), saving(saved):
@@ -77,22 +74,22 @@ def run_tagged(
         return run()
 
 
-def _may_train(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """Whether autograd may save anything: a compiler refuses what draws and is tagged, in graphs without a backward."""
+def _may_save(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+    """Whether autograd may save anything: compilers refuse tagged RNG operators in graphs without a backward."""
     state = body.parameters() if isinstance(body, nn.Module) else ()
-    given = (*tree_leaves((operands, dict(keywords))), *state)
-    return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)
+    leaves = (*tree_leaves((operands, dict(keywords))), *state)
+    return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def run_kept_tagged(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """What `body` gives; where nodes are tagged, these say that they are saved."""
+    """Runs `body`; inside a checkpoint that tags nodes, its nodes are tagged as saved."""
     is_recomputed = bool(node_tags())
     with tagging(SAVED) if is_recomputed else nullcontext():
         return run_kept_in_step(partial(run_body, nullcontext(), body, operands, keywords))
 
 
 def tag_nodes(gmod: Any, is_sac: bool) -> Any:  # noqa: FBT001  The signature is torch's.
-    """Tags every call of a graph, in place: a selective policy decides later what is recomputed, or all of it is."""
+    """Tags every call of a graph, in place: to be decided by a selective policy, or to be recomputed."""
     number = next_graph_id()
     for node in gmod.graph.nodes:
         if node.op in ("call_function", "call_method", "call_module"):
@@ -101,45 +98,44 @@ def tag_nodes(gmod: Any, is_sac: bool) -> Any:  # noqa: FBT001  The signature is
     return gmod
 
 
-# Running a body so that autograd keeps its inputs and chosen results, and computes the rest again in the backward.
-
-
-#: Gives the contexts of the first and of the second run.
+#: Returns the contexts of the first and of the second run.
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """How `torch.utils.checkpoint` is called, as far as the caller said."""
+    """The arguments for `torch.utils.checkpoint` that the caller passed."""
 
     preserve_rng_state: bool = True
     context_fn: ContextFunction | None = None
-    #: `determinism_check`, `debug` and `early_stop` where they were given.
+    #: `determinism_check`, `debug` and `early_stop` where they were passed.
     others: Mapping[str, Any] | None = None
 
 
 def run_recomputed(
     body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any], options: CheckpointOptions
 ) -> Any:
-    """What `body` gives; its intermediate results are computed again when the backward needs them."""
-    if not torch.is_grad_enabled() or saves_as_always():
+    """Runs `body`; its intermediate results are recomputed when the backward needs them."""
+    if not torch.is_grad_enabled() or _cannot_recompute():
         return run_body(nullcontext(), body, operands, keywords)
-    facts, state = effects_of_body(body), BodyState(body)
+    effects, state = effects_of_body(body), BodyState(body)
     arguments = named_tensors(operands, keywords)
     tensors = {**arguments, **state.tensors()}
-    if facts is None:
-        given = (*operands, *keywords.values())
-        refuse_by_hand(body, given)
-        tensors |= found_outside(body, given)
+    if effects is None:
+        values = (*operands, *keywords.values())
+        refuse_unrepeatable(body, values)
+        tensors |= captured_tensors(body, values)
     else:
         refuse_generators(operands)
-    inputs = RunInputs(state, facts, operands, keywords)
-    outside = None if facts is not None else OutsideLeaves(body, arguments.values())
-    runs = _Runs(body, facts, inputs, outside, options.context_fn)
-    before = TensorWatch(tensors) if runs.may_write else None
-    result = checkpoint(runs, *inputs.hand_over(), *_drawing(tensors.values()), **_arguments(options, facts, body))
+    inputs = RunInputs(state, effects, operands, keywords)
+    captured = None if effects is not None else CapturedLeaves(body, arguments.values())
+    runs = _Runs(body, effects, inputs, captured, options.context_fn)
+    before = TensorWatch(tensors) if runs.may_mutate else None
+    result = checkpoint(
+        runs, *inputs.hand_over(), *_device_markers(tensors.values()), **_checkpoint_arguments(options, effects, body)
+    )
     if before is not None:
-        inputs.settle(before)
+        inputs.after_first_run(before)
     return result
 
 
@@ -147,27 +143,27 @@ def run_recomputed(
 class _Runs:
     """The first run of a body, and those that follow it.
 
-    Contexts are entered here, not by torch: what prepares a run is none of their business, and with contexts torch
-    refuses to debug.
+    The user's contexts are entered here, not by torch: they must not see the preparation of a run, and with contexts
+    torch refuses `debug`.
     """
 
     def __init__(
         self,
         body: Callable[..., Any],
-        facts: BodyEffects | None,
+        effects: BodyEffects | None,
         inputs: RunInputs,
-        outside: OutsideLeaves | None,
+        captured: CapturedLeaves | None,
         context_fn: ContextFunction | None,
     ) -> None:
         self._body = body
         self._inputs = inputs
-        self._outside = outside
+        self._captured = captured
         self._kept = KeptResults()
-        self._theirs = (_NOTHING, _NOTHING) if context_fn is None else _pair_of(context_fn())
-        #: A body that nobody has looked into may write; norms in a graph do so once they are set to training.
-        self.may_write = facts is None or facts.needs_copies or inputs.has_copies
-        self._saves = SavesInOrder(facts) if self.may_write else None
-        self._may_trace = facts is None or facts.may_trace
+        self._contexts = (_NOTHING, _NOTHING) if context_fn is None else _pair_of(context_fn())
+        #: A body that was not analysed may mutate; norms in a graph do so in training mode.
+        self.may_mutate = effects is None or effects.needs_copies or inputs.has_copies
+        self._saves = SavedVersions(effects) if self.may_mutate else None
+        self._may_trace = effects is None or effects.may_trace
         self._has_begun = False
 
     def __call__(self, *saved: Tensor) -> Any:
@@ -176,24 +172,24 @@ class _Runs:
         self._has_begun = True
         operands, keywords = self._inputs.first()
         with (
-            _NOTHING if self._outside is None else self._outside.noting(),
+            _NOTHING if self._captured is None else self._captured.recording(),
             _NOTHING if self._saves is None else self._saves.first(),
             but_for_traces() if self._may_trace else _NOTHING,
-            self._kept.noting(),
-            self._theirs[0],
+            self._kept.recording(),
+            self._contexts[0],
         ):
             return run_body(_NOTHING, self._body, operands, keywords)
-        raise RecomputeError("a context of the context function swallows what the body raises; let it raise")
+        raise RecomputeError("a context of the context function suppresses an exception of the body; let it propagate")
 
     def _run_again(self, saved: tuple[Tensor, ...]) -> Any:
         with (
             _levels_of_backward(),
             self._inputs.again(saved) as (operands, keywords),
-            _NOTHING if self._outside is None else self._outside.unchanged(),
+            _NOTHING if self._captured is None else self._captured.unchanged(),
             _NOTHING if self._saves is None else self._saves.again(),
             but_for_traces() if self._may_trace else _NOTHING,
-            self._kept.returning(),
-            self._theirs[1],
+            self._kept.replaying(),
+            self._contexts[1],
         ):
             return run_body(_NOTHING, self._body, operands, keywords)
 
@@ -206,14 +202,14 @@ def _pair_of(contexts: Any) -> tuple[AbstractContextManager[Any], AbstractContex
         first, second = contexts
         return first, second
     raise OptionError(
-        f"context_fn gives two contexts, for the first and for the second run, not {type(contexts).__name__!r}"
+        f"context_fn returns two contexts, for the first and for the second run, not {type(contexts).__name__!r}"
     )
 
 
-def saves_as_always() -> bool:
-    """Whether nothing can be computed again: a transform of torch.func or forward-mode AD is at work.
+def _cannot_recompute() -> bool:
+    """Whether nothing can be recomputed: a torch.func transform or forward-mode AD is active.
 
-    Some let nobody say how tensors are saved. Of others, the levels and tangents are gone when the backward runs.
+    Some transforms disable saved-tensor hooks. Of others, the levels and tangents are gone when the backward runs.
     """
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():
         return True
@@ -224,19 +220,19 @@ def saves_as_always() -> bool:
 
 
 def _levels_now() -> tuple[int, int]:
-    """How many transforms of torch.func are at work that wrap tensors, and the level of forward-mode AD."""
+    """How many active torch.func transforms wrap tensors, and the level of forward-mode AD."""
     stack = () if torch._C._functorch.peek_interpreter_stack() is None else torch._C._functorch.get_interpreter_stack()
     wrapping = [level for level in stack or () if level.key() != TransformType.Functionalize]
     return len(wrapping), forward_ad._current_level
 
 
-#: The levels around a backward that computes a body again: they are not the body's own, which ran without them.
+#: The levels around a backward that recomputes a body: the first run of the body was outside of them.
 _LEVELS: ContextVar[tuple[int, int]] = ContextVar("levels around a backward", default=(0, -1))
 
 
 @contextmanager
 def _levels_of_backward() -> Iterator[None]:
-    """Inside, a checkpoint in a body that runs again goes on as in the first run."""
+    """Inside, a nested checkpoint in a recomputed body behaves as in the first run."""
     token = _LEVELS.set(_levels_now())
     try:
         yield
@@ -244,37 +240,36 @@ def _levels_of_backward() -> Iterator[None]:
         _LEVELS.reset(token)
 
 
-def _drawing(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _device_markers(tensors: Iterable[Tensor]) -> list[Tensor]:
     """An empty tensor on each accelerator that holds one of these.
 
-    A checkpoint preserves the generators of the devices on which it is given tensors, and of no others.
+    A checkpoint only preserves the RNG state of the devices of its arguments.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     return [torch.empty(0, device=device) for device in sorted(devices, key=str)]
 
 
-def _arguments(options: CheckpointOptions, facts: BodyEffects | None, body: Any) -> dict[str, Any]:
-    may_use_rng = facts is None or facts.may_use_rng
+def _checkpoint_arguments(options: CheckpointOptions, effects: BodyEffects | None, body: Any) -> dict[str, Any]:
+    may_use_rng = effects is None or effects.may_use_rng
     others = dict(options.others or {})
     if (
-        facts.saves_before_mutation
-        if facts is not None
+        effects.saves_before_mutation
+        if effects is not None
         else isinstance(body, nn.Module) and saves_before_mutation(body)
     ):
         others.setdefault("early_stop", False)
     return {"use_reentrant": False, "preserve_rng_state": options.preserve_rng_state and may_use_rng, **others}
 
 
-# What autograd saves of a body that writes: refused where it is needed and was written since, as plain autograd does.
-#
-# A checkpoint keeps what the second run saves without looking. It is told apart by its order, the same in both runs.
+class SavedVersions:
+    """The version counters of the tensors that a body saves, when the second run saved them.
 
+    A tensor that was mutated since is refused, as by plain autograd; torch's checkpoint does not check what the second
+    run saves. Tensors are matched by their order, which is the same in both runs.
+    """
 
-class SavesInOrder:
-    """How often each tensor that a body saves had been written when the second run saved it."""
-
-    def __init__(self, facts: BodyEffects | None) -> None:
-        self._facts = facts
+    def __init__(self, effects: BodyEffects | None) -> None:
+        self._effects = effects
         self._count = 0
         self._versions: list[int | None] = []
 
@@ -285,22 +280,22 @@ class SavesInOrder:
     def again(self) -> AbstractContextManager[Any]:
         """While it runs again."""
         self._versions = []
-        return around_hooks(self._note)
+        return around_hooks(self._record)
 
     def _number(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> tuple[int, Any]:
         self._count += 1
         return self._count - 1, pack(tensor)
 
-    def _note(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    def _record(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         self._versions.append(version_of(tensor))
         return pack(tensor)
 
     def _checked(self, unpack: Callable[[Any], Tensor], numbered: tuple[int, Any]) -> Tensor:
         place, packed = numbered
-        tensor = unpack(packed)  # The first of these runs the body again.
+        tensor = unpack(packed)  # The first of these recomputes the body.
         if self._versions[place : place + 1] in ([], [version_of(tensor)]):
             return tensor
-        who = "the body" if self._facts is None else f"one of the nodes {', '.join(self._facts.writers[:5])}"
+        mutator = "the body" if self._effects is None else f"one of the nodes {', '.join(self._effects.writers[:5])}"
         raise RecomputeError(
-            f"{who} writes to a tensor that the backward needs as it was; plain autograd refuses that too"
+            f"{mutator} mutates a tensor that the backward needs as it was; plain autograd refuses that too"
         )

@@ -21,7 +21,7 @@ from partita.plans import Plan, plan
 from partita.policies import ByLabel
 from partita.program.program import Program
 from partita.recompute.keep import keepable
-from partita.recompute.recompute import draws_from_own_generator
+from partita.recompute.recompute import uses_own_generator
 from partita.regions import Partition, Region
 from partita.testing.generator.build import dump
 from partita.testing.generator.draft import Case
@@ -85,7 +85,7 @@ def random_partition(program: Program, source: Random, seed: int) -> Partition:
 
 def _refused(program: Program) -> Iterator[Node]:
     for number, node in enumerate(program.index.nodes):
-        if number in program.effects.barriers or draws_from_own_generator(node):
+        if number in program.effects.barriers or uses_own_generator(node):
             yield node
 
 

@@ -1,4 +1,7 @@
-"""Other backends by name, tracing contexts, sources of inputs."""
+"""Dynamo's part of a backend: other backends by name, tracing contexts, sources of inputs.
+
+Dynamo is only imported when one of these functions runs, so that `import partita` stays quick.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,6 @@ from torch.fx import GraphModule, Node
 from partita._torch.operators.schemas import storage_key
 
 __all__ = ["adopt_origin", "backend_names", "find_backend", "own_tracing_context", "sources_of"]
-
-
-# What a compiler backend needs from Dynamo: other backends by name, and a tracing context for each of its graphs.
-#
-# Dynamo is only imported when one of these functions runs, so that `import partita` stays quick.
 
 
 def find_backend(name: str) -> Callable[..., Any] | None:
@@ -41,39 +39,36 @@ def backend_names() -> list[str]:
 
 @contextmanager
 def own_tracing_context(mode: Any) -> Iterator[None]:
-    """A tracing context like the one in force, but for what AOTAutograd writes on it.
+    """A copy of the current tracing context, so that what AOTAutograd records on it is not shared.
 
-    A backward is compiled when it first runs, from the context that its forward was compiled in. Were the context
-    shared, the pieces of one graph would find the records of the last of them there.
+    A backward is compiled when it first runs, from the context that its forward was compiled in. With a shared context
+    every piece of a graph would find the records of the last piece.
     """
     from torch._guards import TracingContext, tracing
 
-    found = TracingContext.try_get()
-    context = TracingContext(mode) if found is None else copy.copy(found)
+    current = TracingContext.try_get()
+    context = TracingContext(mode) if current is None else copy.copy(current)
     context.fake_mode = mode
     with tracing(context):
         yield
 
 
-# Origin: what Dynamo notes on its graph, beside the metadata, about where the graph and its inputs come from.
-
-
 def sources_of(root: GraphModule) -> list[Any]:
-    """Where in the user's frame each input of Dynamo's graph is found; None where that is unknown."""
+    """The Dynamo source of each input of the graph, its place in the user's frame; None where that is unknown."""
     placeholders: list[Node] = root.graph.find_nodes(op="placeholder")
     return [getattr(node, "_dynamo_source", None) for node in placeholders]
 
 
 def adopt_origin(body: GraphModule, root: GraphModule, *, sources: Sequence[Any], args: Sequence[Any]) -> None:
-    """Marks `body` as a part of Dynamo's graph `root`; its compiler then sees which inputs never move.
+    """Marks `body` as a part of Dynamo's graph `root`; its compiler then knows which inputs have static addresses.
 
-    Sources are left out where they could do harm: torch 2.13 fails on written arguments that are one tensor (the dedupe
-    wrapper of AOTAutograd), and without sources it guards overlaps by sizes. They must be complete, so a body that has
-    state of its own goes without them.
+    Sources are omitted where they could do harm: torch 2.13 fails on mutated arguments that are one tensor (the dedupe
+    wrapper of AOTAutograd), and without sources it guards overlaps by sizes. They must be complete, so a body with
+    state of its own gets none.
     """
     body.meta.update(root.meta)
     has_state = any(True for _ in (*body.parameters(), *body.buffers()))
-    if has_state or not hasattr(root, "_param_name_to_source") or _may_share_memory(args):
+    if has_state or not hasattr(root, "_param_name_to_source") or _may_alias(args):
         return
     body._param_name_to_source = root._param_name_to_source
     placeholders: list[Any] = body.graph.find_nodes(op="placeholder")
@@ -81,6 +76,6 @@ def adopt_origin(body: GraphModule, root: GraphModule, *, sources: Sequence[Any]
         node._dynamo_source = source
 
 
-def _may_share_memory(args: Sequence[Any]) -> bool:
+def _may_alias(args: Sequence[Any]) -> bool:
     keys = [storage_key(arg) for arg in args if isinstance(arg, torch.Tensor)]
     return len(set(keys)) < len(keys)

@@ -1,4 +1,4 @@
-"""The graph of a saved program: nodes, arguments and values, from data; nothing that the file names is called."""
+"""The graph of a saved program, built from data: nodes, arguments and values. Nothing that the file names is called."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
 _DEEPEST = 40
 #: How an argument is passed.
 _POSITIONAL, _KEYWORD = 1, 2
-#: The operators that call others have two arguments of their own, of which the one called is one.
+#: Operators that call another have two arguments of their own, one of which is the operator called.
 _FIRST_OF_CALLED = 2
-#: How many values in lists and outputs each node may have on average: torch.fx writes all of them down as code.
+#: How many values in lists and outputs each node may have on average: torch.fx generates code for all of them.
 _VALUES_OF_NODE = 64
 
 
 class GraphReader:
-    """Reads one graph, and by readers of their own the graphs that operators in it run."""
+    """Reads one graph; the graphs that its operators run have readers of their own."""
 
     def __init__(self, symbols: Symbols, operators: Collection[str], *, depth: int = _DEEPEST) -> None:
         self._symbols = symbols
@@ -46,14 +46,14 @@ class GraphReader:
         self.bodies: dict[str, Any] = {}
         self._nodes: dict[str, Node] = {}
         self._values: dict[str, tuple[Callable[[Data], Any], Data]] = {}
-        #: What nodes would like to be called that nothing refers to.
+        #: The preferred names of nodes, which hold unless the file refers to a node by another.
         self._wanted: dict[Node, str] = {}
         self._levels: list[str] = []
-        #: Every operator that was met, as the file spells it.
+        #: Every operator of the graph, as the file spells it.
         self.met: dict[str, None] = {}
 
     def read(self, data: Data, constant_names: Mapping[int, str]) -> GraphModule:
-        """The graph as a module; inputs that are constants go by these names."""
+        """The graph as a module; constant inputs have these names."""
         pending, self._symbols.pending = self._symbols.pending, set()
         for table, read in (
             ("tensor_values", self._symbols.tensor),
@@ -109,7 +109,7 @@ class GraphReader:
             is_single.malformed("the graph has other outputs than one tensor")
 
     def _bind_unbacked(self, data: Data) -> None:
-        """Notes at each node which unbacked symbols it gives first."""
+        """Records at each node which unbacked symbols it binds."""
         pending = self._symbols.pending
         for node in self._graph.nodes if pending else ():
             value = node.meta.get("val")
@@ -139,7 +139,7 @@ class GraphReader:
             self._note_level(data["target"])
         for given in (*args, *kwargs.values()):
             if isinstance(given, Node) and given.op == "get_attr":
-                given.meta.update(metadata)  # Graphs have none of their own in the file.
+                given.meta.update(metadata)  # Graphs have no metadata of their own in the file.
         name = data["name"].name() if data.value.get("name") else None
         node = self._create("call_function", target, tuple(args), kwargs, wanted=name)
         self._add_values(node, data, metadata)
@@ -147,13 +147,13 @@ class GraphReader:
         self._note_assertion(node)
 
     def _of_schema(self, target: OpOverload, inputs: Data) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments in the order of the schema, by position or by name as the file has it."""
+        """The arguments in schema order, by position or by name as in the file."""
         given = {data["name"].text(): data for data in inputs}
         args, kwargs, is_in_order = list[Any](), dict[str, Any](), True
         for argument in target._schema.arguments:
             data = given.pop(argument.name, None)
             if data is None:
-                is_in_order = False  # What follows goes by name.
+                is_in_order = False  # The following arguments are passed by name.
                 if not argument.has_default_value():
                     inputs.malformed(f"{target} is given no {argument.name!r}")
                 continue
@@ -168,7 +168,7 @@ class GraphReader:
         return args, kwargs
 
     def _of_argument(self, target: OpOverload, argument: Any, given: Data) -> Any:
-        """An argument of the type that the schema has: torch itself takes any integer for a dtype, and crashes."""
+        """An argument, checked against its schema type: torch itself accepts any integer as a dtype, and crashes."""
         kind, content = given.choice()
         if kind not in _kinds_for(str(argument.real_type)):
             what = "text" if kind in _TEXTS else kind.removeprefix("as_").replace("_", " ")
@@ -178,11 +178,11 @@ class GraphReader:
         if kind == "as_string" and argument.name in ("assert_msg", "msg", "api_name"):
             return content.message()
         if kind == "as_string" and target.namespace not in NAMESPACES:
-            return content.text()  # Whoever allowed the operator knows what it does with texts.
+            return content.text()  # The user who allowed the operator knows how it handles strings.
         return self._argument(given)
 
     def _as_given(self, target: Callable[..., Any], inputs: Data) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of an operator without a schema; what it calls is a graph of the file, or an operator."""
+        """The arguments of an operator without a schema; callables among them are graphs of the file, or operators."""
         bodies, operators = called_by(target)
         args, kwargs = list[Any](), dict[str, Any]()
         by_name, called = list[Data](), None
@@ -198,7 +198,7 @@ class GraphReader:
                 args.append(called)
             else:
                 args.append(self._passed_on(called, place - _FIRST_OF_CALLED, given))
-        for data in by_name:  # Only now it is known what they are given to.
+        for data in by_name:  # The operator that receives them is known only now.
             keyword = _keyword(data["name"])
             kwargs[keyword] = self._passed_on(called, keyword, data["arg"])
         if len(args) <= max((*bodies, *operators), default=-1):
@@ -208,7 +208,7 @@ class GraphReader:
         return args, kwargs
 
     def _passed_on(self, called: OpOverload | None, which: str | int, given: Data) -> Any:
-        """An argument of an operator without a schema, which may be one of the operator that it calls."""
+        """An argument of an operator without a schema, which may be forwarded to the operator that it calls."""
         if called is not None:
             for place, argument in enumerate(called._schema.arguments):
                 if which in (place, argument.name):
@@ -216,7 +216,7 @@ class GraphReader:
         return self._argument(given)
 
     def _of_item(self, inputs: Data) -> list[Any]:
-        """The container and the place of what is taken out of it."""
+        """The container and the index of the item."""
         args = [self._argument(given["arg"]) for given in inputs]
         is_container = (
             len(args) == 2 and isinstance(args[0], Node) and isinstance(args[0].meta.get("val"), tuple | list)
@@ -227,7 +227,7 @@ class GraphReader:
         return self._argument(given) if given.choice()[0] in _SCALARS else given.refuse("it is no number")
 
     def _note_level(self, target: Data) -> None:
-        """Checks that the levels of vmap and jvp are left as they were entered: one left open would outlive a call."""
+        """Checks that the levels of vmap and jvp are properly nested: one left open would outlive a call."""
         name = target.value.rpartition(".")[2]
         if name in LEVELS:
             self._levels.append(name)
@@ -235,7 +235,7 @@ class GraphReader:
             target.refuse(f"{name!r} leaves a level that was not entered")
 
     def _note_assertion(self, node: Node) -> None:
-        """Tells the shape environment what the program asserts."""
+        """Passes the assertions of the program to the shape environment."""
         value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
         if (
             node.target is torch.ops.aten._assert_scalar.default
@@ -246,7 +246,7 @@ class GraphReader:
         elif node.target is torch.ops.aten.sym_constrain_range_for_size.default and isinstance(value, torch.SymInt):
             self._symbols.env._constrain_range_for_size(value.node.expr)
 
-    # What nodes give ---------------------------------------------------------------------------------------------
+    # Results -----------------------------------------------------------------------------------------------------
 
     def _add_values(self, node: Node, data: Data, metadata: Mapping[str, Any]) -> None:
         outputs = list(data["outputs"])
@@ -266,7 +266,7 @@ class GraphReader:
             self._nodes.setdefault(self._wanted[node], node)
 
     def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
-        """The values of what a node gives, with a node that takes each of them."""
+        """The values of the items of a result, each with a node that takes it."""
         self._symbols.spend(len(outputs), outputs[0] if outputs else Data(None))
         for place, given in enumerate(outputs):
             kind = given.choice()[0] if depth else given.malformed(f"outputs are nested more than {_DEEPEST} deep")
@@ -289,13 +289,13 @@ class GraphReader:
         *,
         wanted: str | None = None,
     ) -> Node:
-        """A node that gets its name in the end: torch.fx looks for free names in a time that a file could make long."""
+        """A node that is named at the end: a file could make the search of torch.fx for free names take very long."""
         node = self._graph.create_node(op, target, args, kwargs, "node")
         self._wanted[node] = wanted or self._graph._target_to_str(target)
         return node
 
     def _name_nodes(self) -> None:
-        """Gives what the file refers to the names that it has there, and the others free ones."""
+        """Names the nodes that the file refers to as in the file, and the others by free names."""
         fixed = {node: name for name, node in self._nodes.items()}
         used, counts = set(self._nodes), dict[str, int]()
         for node in self._graph.nodes:
@@ -311,7 +311,7 @@ class GraphReader:
             self._graph._graph_namespace._rename_object(node, name)
 
     def _define(self, given: Data, node: Node) -> None:
-        """Gives a node its name and its value."""
+        """Sets the name and the value of a node."""
         name = value_name(given)
         if name in self._nodes or name not in self._values:
             given.malformed(f"{name!r} is given twice" if name in self._nodes else f"nothing is said of {name!r}")
@@ -342,7 +342,7 @@ class GraphReader:
         return self._node(data["name"], (Tensor,))
 
     def _number(self, data: Data) -> Any:
-        """A symbolic number by name, or a number as it is."""
+        """A symbolic number by name, or a plain number."""
         kind, content = data.choice()
         if kind == "as_name":
             return self._node(content, _NUMBERS)
@@ -383,9 +383,9 @@ def value_name(given: Data) -> str:
 
 @cache
 def _kinds_for(written: str) -> frozenset[str]:
-    """The kinds of values that an argument of a type of schemas takes; no text where a type is not known.
+    """The kinds of values that an argument of a schema type accepts; no strings for an unknown type.
 
-    Numbers become tensors, and numbers of other kinds, and lists of one number, as schemas have it.
+    Numbers convert to tensors, to other kinds of numbers and to lists, as in schemas.
     """
     match = _TYPE.fullmatch(written)
     if match is None:
@@ -400,16 +400,16 @@ def _kinds_for(written: str) -> frozenset[str]:
 
 
 def _has_length(argument: Any, length: int) -> bool:
-    """Whether a list has as many numbers as kernels read from it; one stands for all, and none for the default.
+    """Whether a list has as many numbers as kernels read from it; one is broadcast, and none is the default.
 
-    The strides of a pool are those of its kernel by default, for which its backward has no default.
+    The strides of a pool default to its kernel size, but its backward declares no default for them.
     """
     is_default = length == 0 and (argument.has_default_value() or argument.name == "stride")
     return is_default or argument.N == 1 or length in (1, argument.N)
 
 
 def _keyword(name: Data) -> str:
-    """A keyword of an operator that runs graphs; some are functions that it calls."""
+    """A keyword of an operator that runs graphs; functions that it would call are refused."""
     return name.refuse("it is a function that is called") if name.name().endswith("_fn") else name.name()
 
 
@@ -419,7 +419,7 @@ def _of_kind(given: Data, wanted: str) -> Data:
 
 
 def _listed(given: Data) -> list[Data]:
-    """The parts of a value that is a list of values of one kind, each as one of that kind."""
+    """The items of a list of values of one kind, each as a value of that kind."""
     kind, content = given.choice()
     if kind.removesuffix("s") not in NAMED:
         given.malformed("no output of this kind is known")
@@ -427,7 +427,7 @@ def _listed(given: Data) -> list[Data]:
 
 
 def _metadata(data: Data | None) -> dict[str, Any]:
-    """The modules that a node came from, and annotations; texts for people are left out."""
+    """The modules that a node came from, and annotations; text meant for users is excluded."""
     modules = data.get("nn_module_stack") if data is not None else None
     custom = data.get("custom") if data is not None else None
     entries = modules.text().split(";") if modules is not None and modules.value else ()
@@ -438,9 +438,9 @@ def _metadata(data: Data | None) -> dict[str, Any]:
 
 
 def annotations_of(custom: Data) -> Any:
-    """What `torch.fx.traceback.annotate` noted: words and numbers, under keys that no compiler of torch reads.
+    """The annotations of `torch.fx.traceback.annotate`: words and numbers, under keys that no compiler of torch reads.
 
-    Inductor pastes some of it into code (a stream), and takes options from it, which can name programs to run.
+    Inductor pastes some into code (a stream), and takes options from others, which can name programs to run.
     """
     found = custom.nested()
     for key in _READ_BY_COMPILERS:
@@ -456,8 +456,8 @@ _READ_BY_COMPILERS = ("stream", "fallback_to_eager", "nested_region_config", "_r
 
 
 def _module(entry: Data) -> tuple[str, tuple[str, str]]:
-    """A key, the path of a module and the name of its class, between commas that stand in no brackets."""
-    # Parts of a program are called by the modules that they came from.
+    """A key, the path of a module and the name of its class, separated by commas outside of brackets."""
+    # Parts of a program are named after the modules that they came from.
     Data(entry.value.replace("L['self']", ""), entry, "entry").normal_text()
     commas, depth, least = [-1], 0, 0
     for place, letter in enumerate(entry.value):
@@ -486,7 +486,7 @@ def _each(read: Reader) -> Reader:
 
 def _complex(data: Data) -> complex:
     found = complex(data["real"].number(), data["imag"].number())
-    # The code that torch.fx generates for others cannot be read again.
+    # torch.fx generates invalid code for others.
     return found if cmath.isfinite(found) else data.malformed(f"{found} is no complex number that code can hold")
 
 
@@ -507,7 +507,7 @@ _NUMBERED = re.compile(r"_\d+$", re.ASCII)
 _SCALARS = frozenset(("as_int", "as_float", "as_bool", "as_sym_int", "as_sym_float", "as_sym_bool"))
 _TEXTS = frozenset(("as_string", "as_strings"))
 _NUMERALS = _SCALARS | {"as_complex"}
-#: The kinds of values that each type of schemas takes.
+#: The kinds of values that each schema type accepts.
 _TAKEN: dict[str, frozenset[str]] = {
     "Tensor": _NUMERALS | {"as_tensor"},
     **dict.fromkeys(("number", "int", "float", "bool", "complex"), _NUMERALS),

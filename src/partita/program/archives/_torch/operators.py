@@ -18,9 +18,9 @@ __all__ = ["LEVELS", "NAMESPACES", "SCALAR_FUNCTIONS", "called_by", "operator_of
 
 
 def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
-    """What the name of an operator in a file stands for; `allowed` are more namespaces, or operators `space::name`.
+    """The operator that a name in a file denotes; `allowed` are more namespaces, or operators `space::name`.
 
-    torch itself follows such a name from `torch` on to anything that can be called, `torch.os.system` for one.
+    torch itself resolves such a name from `torch` on to any callable, even `torch.os.system`.
     """
     name = data.text()
     if name in _FUNCTIONS:
@@ -48,17 +48,17 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
 
 
 def called_by(target: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The places of the arguments that an operator runs as graphs, and of those that it calls as operators."""
+    """The positions of the arguments that an operator runs as graphs, and of those that it calls as operators."""
     name = target.name() if isinstance(target, HigherOrderOperator) else ""
     return _BODIES.get(name, ()), _OPERATORS.get(name, ())
 
 
 def _computes(found: OpOverload) -> bool:
-    """Whether it takes tensors, numbers and names of variants, and gives or checks tensors or numbers."""
+    """Whether it takes tensors, numbers and names of variants, and computes or checks tensors or numbers."""
     schema = found._schema
     types = [str(part.type) for part in (*schema.arguments, *schema.returns)]
-    gives = any("Tensor" in kind for kind in types) or schema.name in _ON_NUMBERS
-    return gives and schema.name not in _UNCHECKED and all(map(_is_plain, schema.arguments))
+    computes = any("Tensor" in kind for kind in types) or schema.name in _ON_NUMBERS
+    return computes and schema.name not in _UNCHECKED and all(map(_is_plain, schema.arguments))
 
 
 def _is_plain(argument: Any) -> bool:
@@ -76,7 +76,7 @@ NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed"))
 _PLAIN_TYPE = re.compile(
     r"(Optional\[|List\[)*(Tensor|number|int|float|bool|complex|Device|Generator|ScalarType|Layout|MemoryFormat)\]*"
 )
-#: The arguments in which a text chooses between variants of a computation; a file name is not among them.
+#: The arguments in which a string selects a variant of a computation; none of them is a file name.
 _NAMES_OF_VARIANTS = _words(
     """
     UPLO activation algorithm api_name approximate assert_msg driver equation indexing interpolation mode msg norm ord
@@ -84,9 +84,9 @@ _NAMES_OF_VARIANTS = _words(
     """
 )
 _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_constrain_range_for_size")
-#: Outside of a level, these read wherever a number says.
+#: Outside of a level, these read at unchecked positions.
 _UNCHECKED = _words("aten::_add_batch_dim aten::_remove_batch_dim")
-#: Operators that run graphs of the file, with the places of those.
+#: Operators that run graphs of the file, with the positions of these arguments.
 _BODIES = {
     **dict.fromkeys(_words("associative_scan hints_wrapper invoke_subgraph map_impl scan strict_mode"), (0,)),
     **dict.fromkeys(_words("tag_activation_checkpoint wrap wrap_activation_checkpoint"), (0,)),
@@ -97,7 +97,7 @@ _BODIES = {
     **dict.fromkeys(_words("partita_autocast wrap_with_autocast"), (4,)),
     "cond": (1, 2),
 }
-#: Operators that call an operator, with its place.
+#: Operators that call an operator, with the position of that argument.
 _OPERATORS = {"auto_functionalized": (0,), "auto_functionalized_v2": (0,), "out_dtype": (0,), "with_effects": (1,)}
 
 
@@ -112,9 +112,9 @@ SCALAR_FUNCTIONS = {
     **_functions(math, "math", "trunc floor ceil"),
     **_functions(torch, "torch", "sym_not sym_int sym_float sym_ite sym_max sym_min sym_sqrt _sym_sqrt _sym_log2"),
 }
-#: The same, taking an item, and the levels of vmap and jvp as exports before dispatch show them.
+#: Functions inside levels of vmap and jvp, as pre-dispatch exports have them.
 _IN_LEVELS = "_add_batch_dim _remove_batch_dim _make_dual _unpack_dual _unwrap_for_grad lazy_load_decompositions"
-#: What enters a level, and what leaves it.
+#: The functions that enter a level, and those that exit it.
 LEVELS = {
     "_vmap_increment_nesting": "_vmap_decrement_nesting",
     "_jvp_increment_nesting": "_jvp_decrement_nesting",

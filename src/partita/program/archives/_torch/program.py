@@ -1,4 +1,4 @@
-"""A saved program from data: its graph, signature, calling convention and conditions on its inputs."""
+"""A saved program built from data: its graph, signature, calling convention and guards."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = ["SavedProgram"]
 
 #: The version of torch's schema that torch 2.11 and later write.
 _MAJOR_VERSION = 8
-#: What torch looks through for mutations: all inputs and outputs for each of them.
+#: A bound on torch's work for mutations: it scans all inputs and outputs for each of them.
 _MOST_MUTATIONS = 20_000_000
-#: Of all conditions together.
+#: The most letters of all conditions together.
 _MOST_LETTERS = 400_000
 
 
 class SavedProgram:
-    """A program in an archive, as its JSON has it."""
+    """A program in an archive, as JSON."""
 
     def __init__(self, data: Data) -> None:
         self._data = data
@@ -52,7 +52,7 @@ class SavedProgram:
                 f"it has schema version {self.schema_version}, and {_MAJOR_VERSION}.x is read here; load it with the "
                 f"torch that saved it ({self.torch_version})"
             )
-        #: Every operator that the program names, once it was made.
+        #: Every operator that the program names; filled by `exported`.
         self.operators: dict[str, None] = {}
 
     def exported(
@@ -76,7 +76,7 @@ class SavedProgram:
         reader = GraphReader(symbols, operators)
         root = reader.read(data["graph"], names)
         self.operators = reader.met
-        for spec in inputs:  # A body is a module with attributes of its own.
+        for spec in inputs:  # A body is a module with its own attributes.
             if spec.target is not None and spec.target.partition(".")[0] in reader.bodies:
                 data["signature"].refuse(f"{spec.target[:100]!r} is no path of a parameter: the graph has such a body")
         if (metadata := data.get("metadata")) is not None and (custom := metadata.get("custom")) is not None:
@@ -90,7 +90,7 @@ class SavedProgram:
             module_call_graph=calls,
             example_inputs=None,
             constants=constants,
-            verifiers=list(dict.fromkeys(map(_verifier, self._data["verifiers"]))),  # Each looks at the whole graph.
+            verifiers=list(dict.fromkeys(map(_verifier, self._data["verifiers"]))),  # Each walks the whole graph.
         )
         set_guards(made, guards)
         return made
@@ -122,17 +122,17 @@ def _input_spec(data: Data) -> InputSpec:
 
 
 def _check_leaves(call: ModuleCallSignature, inputs: list[InputSpec], outputs: list[OutputSpec], data: Data) -> None:
-    """Raises where a call would give or take other numbers of values than the graph has."""
-    given = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
-    taken = sum(spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT) for spec in outputs)
-    if (call.in_spec.num_leaves, call.out_spec.num_leaves) != (given, taken):
+    """Raises if a call has other numbers of arguments or results than the graph has inputs or outputs."""
+    arguments = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
+    results = sum(spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT) for spec in outputs)
+    if (call.in_spec.num_leaves, call.out_spec.num_leaves) != (arguments, results):
         data.malformed(
-            f"it has {given} inputs and {taken} outputs, and the trees of a call have other numbers of leaves"
+            f"it has {arguments} inputs and {results} outputs, and the trees of a call have other numbers of leaves"
         )
 
 
 def _check_paths(paths: list[str], data: Data) -> None:
-    """Raises where a parameter would have to be a module, too, or has far too many modules around it."""
+    """Raises if a parameter would also have to be a module, or has far too many modules around it."""
     known, owners = set(paths), set[str]()
     for path in paths:
         owner = path.rpartition(".")[0]
@@ -203,20 +203,20 @@ _CONSTANTS: Mapping[str, Callable[[Data], Any]] = {
 
 
 def _module_call(data: Data) -> ModuleCallEntry:
-    """A module of the model by its path; only the model itself keeps how it is called."""
+    """The entry of a module by its path; only the model itself keeps its signature."""
     path, signature = data["fqn"].module_path(), data.get("signature")
     if path or signature is None:
         return ModuleCallEntry(path, None)
     in_spec, names = read_tree(signature["in_spec"]), signature.get("forward_arg_names")
     if in_spec.type is not tuple or [part.type for part in in_spec.children()] != [tuple, dict]:
         signature.malformed("the inputs are not those of a call")
-    for key in in_spec.children()[1].context:  # They become arguments of the code that torch.fx generates.
+    for key in in_spec.children()[1].context:  # They become parameters of the code that torch.fx generates.
         Data(key, signature, "in_spec").name()
-    inputs, outputs = ([_argument(given) for given in signature[key]] for key in ("inputs", "outputs"))
-    out_spec, given_names = read_tree(signature["out_spec"]), None if names is None else [name.name() for name in names]
-    if given_names is not None and len(set(given_names)) < len(given_names):
+    inputs, outputs = ([_argument(argument) for argument in signature[key]] for key in ("inputs", "outputs"))
+    out_spec, arg_names = read_tree(signature["out_spec"]), None if names is None else [name.name() for name in names]
+    if arg_names is not None and len(set(arg_names)) < len(arg_names):
         signature.malformed("two of its arguments have one name")
-    return ModuleCallEntry(path, ModuleCallSignature(inputs, outputs, in_spec, out_spec, given_names))
+    return ModuleCallEntry(path, ModuleCallSignature(inputs, outputs, in_spec, out_spec, arg_names))
 
 
 # Conditions ------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def _conditions(data: Data | None) -> list[str]:
 
 
 def _condition(data: Data) -> str:
-    """A condition on the inputs, written anew from what was understood of it."""
+    """A condition on the inputs, parsed and printed again."""
     try:
         condition = parsed(data.text(), letters=4_000, operations=120)
         _check(condition, data)
@@ -240,7 +240,7 @@ def _condition(data: Data) -> str:
 
 
 def _check(condition: Expression, data: Data) -> None:
-    """Raises unless it is arithmetic on single numbers of the inputs, which stays small."""
+    """Raises unless it is bounded arithmetic on single numbers of the inputs."""
     match condition:
         case Operation("**", (base, 2 | 3 | 4)) if not isinstance(base, Operation):
             _check(base, data)

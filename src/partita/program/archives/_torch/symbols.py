@@ -1,4 +1,4 @@
-"""Sizes and tensors of a saved program, with symbols: read by a small grammar, at a cost that is bounded."""
+"""Symbolic sizes and fake tensors of a saved program: parsed by a small grammar, at bounded cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from partita.program.archives.data import Data
 __all__ = ["Symbols", "read_device", "read_dtype", "stays_small"]
 
 
-#: No size is written in more letters or operations, or has more terms once its products are multiplied out.
+#: The most letters and operations of a size, and the most terms after expansion.
 _MOST_LETTERS = 4_000
 _MOST_OPERATIONS = 120
 _MOST_TERMS = 256
@@ -38,7 +38,7 @@ _MOST_RANGES = 100_000
 
 
 class Symbols:
-    """The symbols of one program, and the shape environment and fake tensors in which its values live."""
+    """The symbols of one program, its shape environment and its fake tensor mode."""
 
     def __init__(self, ranges: Data | None) -> None:
         self.env = ShapeEnv(assume_static_by_default=True)
@@ -55,11 +55,11 @@ class Symbols:
             ranges.malformed(f"it has more than {_MOST_RANGES} ranges, which no graph needs")
         self._ranges = {key: _range(data) for key, data in known.items()}
         self._in_range: dict[str, sympy.Basic] = {}
-        #: Ranges of expressions that have not come up yet.
+        #: Ranges of expressions that have not occurred yet.
         self._awaited = {key for key in self._ranges if not _SYMBOL.fullmatch(key)}
-        #: Unbacked symbols that no node is known to give yet.
+        #: Unbacked symbols that no node binds yet.
         self.pending: set[sympy.Symbol] = set()
-        # Unbacked symbols that are made later must have other names.
+        # Unbacked symbols that are created later must have other names.
         for prefix, counter in (("zuf", "unbacked_symfloat_counter"), ("u", "unbacked_symint_counter")):
             found = [int(key.removeprefix(prefix)) for key in self._ranges if re.fullmatch(rf"{prefix}\d{{1,6}}", key)]
             setattr(self.env, counter, max(found, default=-1) + 1)
@@ -71,7 +71,7 @@ class Symbols:
             data.malformed("the graph has more values in lists, inputs and outputs than its nodes need")
 
     def ranges(self) -> dict[Any, ValueRanges[Any]]:
-        """The ranges of those symbols and expressions that came up."""
+        """The ranges of the symbols and expressions that occurred."""
         return {self._in_range[key]: allowed for key, allowed in self._ranges.items() if key in self._in_range}
 
     def integer(self, data: Data) -> Any:
@@ -87,7 +87,7 @@ class Symbols:
         return content.boolean() if kind == "as_bool" else make(self._expression(data, "as_bool")["sym"])
 
     def tensor(self, data: Data) -> Tensor:
-        """A fake tensor like this."""
+        """A fake tensor with these sizes, strides, device and dtype."""
         sizes, strides = ([self.integer(number) for number in data[key]] for key in ("sizes", "strides"))
         if len(sizes) != len(strides) or len(sizes) > 64:
             data.malformed(f"it has {len(sizes)} sizes and {len(strides)} strides")
@@ -99,13 +99,13 @@ class Symbols:
             )
 
     def _expression(self, data: Data, hint_kind: str) -> dict[str, Any]:
-        written, given = data["as_expr"]["expr_str"], data["as_expr"].get("hint")
+        written, hinted = data["as_expr"]["expr_str"], data["as_expr"].get("hint")
         expression = self._sympy(written)
         if isinstance(expression, _TRUTHS) != (hint_kind == "as_bool") and not isinstance(expression, sympy.Symbol):
             written.refuse(f"{written.value[:100]!r} is no {'truth value' if hint_kind == 'as_bool' else 'number'}")
-        if given is None:
+        if hinted is None:
             return {"sym": expression, "hint": None}
-        hint = given[hint_kind].integer() if hint_kind == "as_int" else given[hint_kind].number()
+        hint = hinted[hint_kind].integer() if hint_kind == "as_int" else hinted[hint_kind].number()
         values = self.env.backed_var_to_val if hasattr(self.env, "backed_var_to_val") else self.env.var_to_val
         if isinstance(hint, int) and expression not in values:
             values[expression] = sympy.Integer(hint)
@@ -126,11 +126,11 @@ class Symbols:
         return made
 
     def _charge_shape(self, sizes: list[Any], strides: list[Any], data: Data) -> None:
-        """Counts what it takes to look at a shape: torch multiplies its sizes with each other and with its strides."""
+        """Charges the cost of a shape: torch multiplies its sizes with each other and with its strides."""
         shape = f"{data['sizes'].value} {data['strides'].value}"
         terms = list(zip(map(self._terms_of, sizes), map(self._terms_of, strides), strict=True))
         pairs = [size * stride for size, stride in terms if size * stride > 1]
-        # A shape that is known costs little, unless it has more dimensions than tensors of models have.
+        # A known shape costs little, unless it has more dimensions than tensors of models have.
         work = 2 * max(0, len(pairs) - _USUAL_DIMENSIONS)
         if pairs and shape not in self._shapes:
             self._shapes.add(shape)
@@ -149,7 +149,7 @@ class Symbols:
             raise ExpressionError("the sizes of the program are too many or too complex to look at all of them")
 
     def _restrict(self, expression: sympy.Basic) -> None:
-        """Tells the shape environment the ranges of an expression and its parts; they go by the text of sympy."""
+        """Passes the ranges of an expression and its parts, keyed by sympy's text, to the shape environment."""
         parts = {expression, *expression.free_symbols}
         if self._awaited:
             parts.update(sympy.preorder_traversal(expression))
@@ -159,10 +159,10 @@ class Symbols:
                 self._awaited.discard(key)
                 self.env.constrain_symbol_range(part, compiler_min=allowed.lower, compiler_max=allowed.upper)
 
-    # Making expressions ------------------------------------------------------------------------------------------
+    # Expressions -------------------------------------------------------------------------------------------------
 
     def _made(self, expression: Expression) -> tuple[Any, int]:
-        """The expression in sympy, and how many terms it has once its products are multiplied out."""
+        """The expression in sympy, and its number of terms after expansion."""
         match expression:
             case bool():
                 return sympy.true if expression else sympy.false, 1
@@ -212,9 +212,9 @@ class Symbols:
 
 
 def stays_small(condition: sympy.Basic) -> bool:
-    """Whether what torch concludes from a condition makes no size longer than was counted.
+    """Whether the substitutions that torch derives from a condition keep sizes within their charged cost.
 
-    It puts the one side of an equality in the place of the other: a number, or one symbol times and plus numbers.
+    It replaces one side of an equality by the other: that must be a number, or linear in one symbol.
     """
     equalities = condition.atoms(sympy.Eq)
     return all(_is_short(side) for equality in equalities for side in equality.args)
@@ -228,7 +228,7 @@ def _is_short(side: sympy.Basic) -> bool:
 
 
 def _terms_of_symbol(name: str) -> int:
-    """Two, since torch puts an offset to each before it multiplies out; three, since an equality may replace it."""
+    """Two, since torch adds an offset to each symbol before expansion; three if an equality may replace the symbol."""
     return 3 if name.startswith(("u", "zuf")) else 2
 
 
@@ -240,10 +240,10 @@ def _float(written: str) -> sympy.Float:
 
 
 def _terms(expression: Operation, counts: list[int], last: sympy.Basic) -> int:
-    """A bound on the terms, by those of the operands: sympy and torch multiply out, so products grow like powers.
+    """A bound on the terms, by those of the operands: sympy and torch expand products, so they grow like powers.
 
-    A function counts for what is in it, since torch may find later that it gives just that, as FloorDiv(a + b, 1) does,
-    and quotients like products, since torch multiplies the denominators of one in another.
+    A function counts as its operands, since torch may simplify it to one, as in FloorDiv(a + b, 1), and a quotient as a
+    product, since torch multiplies nested denominators.
     """
     terms = max(counts)
     if expression.name in _SUMS:
@@ -262,7 +262,7 @@ def _terms(expression: Operation, counts: list[int], last: sympy.Basic) -> int:
 
 
 def _has_power(base: Expression) -> bool:
-    """Whether a base is a number or holds a power: sympy multiplies both out, so that torch never writes them."""
+    """Whether a base is a number or has a power in it: sympy evaluates both, so torch never writes them."""
     if not isinstance(base, Operation):
         return isinstance(base, int | float)
     return base.name in ("Integer", "Float", "Rational", *_POWERS) or any(
@@ -293,7 +293,7 @@ def _of_torch(count: int, names: str) -> dict[str, tuple[int, int, Callable[...,
     return {name: (count, count, getattr(functions, name)) for name in names.split() if hasattr(functions, name)}
 
 
-#: What sizes are computed by: the least and the most operands, and how sympy has it.
+#: The functions in sizes: the least and the most operands, and the sympy function.
 _FUNCTIONS = {
     **_entries(2, _MOST_TERMS, Add=sympy.Add, Mul=sympy.Mul),
     **_entries(2, 12, Max=functions.Max, Min=functions.Min, max=functions.Max, min=functions.Min),
@@ -308,7 +308,7 @@ _FUNCTIONS = {
     **_of_torch(2, "FloorDiv CleanDiv CeilDiv Mod PythonMod IntTrueDiv FloatTrueDiv PowByNatural RoundDecimal"),
     **_of_torch(2, "FloatPow BitwiseFn_bitwise_and BitwiseFn_bitwise_or BitwiseFn_bitwise_xor"),
 }
-#: The numbers that torch has for dtypes in such files; those between are of quantized types, which it does not save.
+#: torch's numbers of dtypes in archives; the gaps are quantized dtypes, which it does not save.
 _DTYPES = dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1))
 _DTYPES |= dict(enumerate(["complex32", "complex64", "complex128", "bool", "bfloat16"], 9))
 _DTYPES |= dict(enumerate(["uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"], 28))

@@ -1,4 +1,4 @@
-"""Containers of inputs and outputs in a saved program: trees of known types, made from data."""
+"""Pytree specs of a saved program, built from data: containers of known types only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEEPEST = 100
 
 
 def read_tree(data: Data) -> pytree.TreeSpec:
-    """The tree that a text of the file describes; `torch.utils._pytree.treespec_loads` imports what it names."""
+    """The tree spec in a string of the file; `torch.utils._pytree.treespec_loads` would import what it names."""
     version, *roots = data.nested()
     if version.value != 1 or len(roots) != 1:
         data.malformed("it is no tree of version 1")
@@ -56,7 +56,7 @@ def _keys(_: Any, context: Data) -> list[Any]:
 
 
 def _key(key: Data) -> Any:
-    """A text, a number, or a member of an Enum; of those only what is imported is looked at, and nothing is called."""
+    """A string, a number, or a member of an Enum that is already imported; nothing is called."""
     if isinstance(key.value, str):
         return key.plain_text()
     if key.value is None or isinstance(key.value, bool | int | float):
@@ -68,7 +68,7 @@ def _key(key: Data) -> Any:
 
 @lru_cache(maxsize=64)
 def _enum(named: str) -> type[Enum]:
-    """The imported Enum of this name; Enum itself, which has no members, where there is none."""
+    """The imported Enum of this name; Enum itself, which has no members, if there is none."""
     waiting, seen = [Enum], set[type[Enum]]()
     while waiting:
         found = waiting.pop()
@@ -88,7 +88,7 @@ def _factory_and_keys(_: Any, context: Data) -> list[Any]:
 
 
 def _registered_context(container: Any, context: Data) -> Any:
-    """What a class that was registered here keeps of its containers, by the function that was registered with it."""
+    """The context of a registered class, by the function that was registered with it."""
     if container is namedtuple or hasattr(container, "_fields"):
         found = _registered(context)
         return found if hasattr(found, "_fields") else context.malformed("it is no named tuple")

@@ -18,7 +18,7 @@ from partita.program.archives.data import Data, MalformedError, NotDataError
 __all__ = ["Weights"]
 
 
-#: Tensors may share memory, and look larger than it is; all of them together may not look this much larger.
+#: Tensors may alias, so that together they seem larger than the file, but not by more than this.
 _MOST_TIMES = 16
 _MOST_BYTES_BEYOND = 1 << 28
 
@@ -26,7 +26,7 @@ _MOST_BYTES_BEYOND = 1 << 28
 @final
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """How a tensor lies in the bytes of a member."""
+    """The layout of a tensor in the bytes of a member."""
 
     member: str
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class _Tensor:
 
 
 class Weights:
-    """The tensors of an archive; the same bytes seen in the same way are one tensor."""
+    """The tensors of an archive; the same bytes with the same layout are one tensor."""
 
     def __init__(self, archive: Archive, *, is_read: bool = True) -> None:
         self._archive = archive
@@ -61,7 +61,7 @@ class Weights:
         self._bytes_left = _MOST_TIMES * sum(archive.sizes.values()) + _MOST_BYTES_BEYOND
 
     def of(self, folder: str, program: str) -> dict[str, Tensor]:
-        """The tensors in a folder that belong to a program; where nothing is to be read, on the device `meta`."""
+        """The tensors in a folder that belong to a program; on the meta device unless `is_read`."""
         old = f"data/{folder}/{program}.pt"
         if old in self._archive.sizes:
             raise NotDataError("it is a pickle, which only code can read; save the program again", old)
@@ -120,4 +120,4 @@ def _moved(data: Tensor, device: torch.device) -> Tensor:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        raise ArchiveError(f"its weights are on {device}, which is not to be had here: {error}") from error
+        raise ArchiveError(f"its weights are on {device}, which is not available here: {error}") from error
