@@ -13,15 +13,6 @@ from torch.fx import Graph, GraphModule, Node
 
 import partita
 from partita import Program, Region
-from partita.analysis.mutation import (
-    later_mutator,
-    later_mutators,
-    mutating_nodes,
-    mutators_of,
-    names_mutated,
-    names_mutated_outside,
-    reads_of_mutated_inputs,
-)
 from partita.lowering.lower import names_mutated_later
 from partita.plans.memory import saved_bytes_of
 from partita.policies import ByLabel
@@ -40,18 +31,18 @@ def test_a_new_program_of_an_edited_graph_sees_the_edit() -> None:
     times = graph.call_method("mul", (square, 3))
     graph.output(times)
     module = GraphModule(nn.Module(), graph)
-    Program.of(module)
-    assert names_mutated_outside([square]) == names_mutated([square]) == mutators_of(square) == frozenset()
-    assert (later_mutator(x, [square]), mutating_nodes(module)) == (None, ())
+    found = Program.of(module).mutations
+    assert found.names_mutated_outside([square]) == found.names_mutated([square]) == frozenset()
+    assert found.mutators_of(square) == found.mutating_nodes() == ()
+    assert found.later_mutators([x], [square]) == {}
     times.target = "mul_"
-    Program.of(module)
-    assert names_mutated_outside([square]) == names_mutated([square]) == {square.name}
-    assert mutators_of(square) == {times.name}
-    assert mutating_nodes(module) == (times.name,)
+    found = Program.of(module).mutations
+    assert found.names_mutated_outside([square]) == found.names_mutated([square]) == {square.name}
+    assert found.mutators_of(square) == found.mutating_nodes() == (times.name,)
     times.args = (x, 3)
-    Program.of(module)
-    assert names_mutated_outside([square]) == frozenset()
-    assert later_mutator(x, [square]) == times.name
+    found = Program.of(module).mutations
+    assert found.names_mutated_outside([square]) == frozenset()
+    assert found.later_mutators([x], [square]) == {x: times.name}
 
 
 def test_each_source_has_the_first_writer_behind_its_first_reader_that_is_outside() -> None:
@@ -66,15 +57,14 @@ def test_each_source_has_the_first_writer_behind_its_first_reader_that_is_outsid
     graph.call_function(ATEN.add_.Tensor, (b, 1), name="later")
     graph.output((read_a, read_c))
     module = GraphModule(nn.Module(), graph)
-    Program.of(module)
+    found = Program.of(module).mutations
     nodes = (read_c, inside, read_a)  # In any order.
-    assert later_mutators((a, b, c, d), nodes) == {b: "late"}
-    assert [later_mutator(source, nodes) for source in (a, b, c, d)] == [None, "late", None, None]
-    assert later_mutator(c, (read_a, inside)) is None  # Nobody reads it there.
-    assert names_mutated((a, d, inside)) == {"a", "inside"}
-    assert names_mutated_outside((inside, read_a)) == {"inside"}
-    assert reads_of_mutated_inputs((read_a, inside, read_c)) == [read_a]
-    assert mutating_nodes(module) == ("early", "inside", "before_c", "late", "later")
+    assert found.later_mutators((a, b, c, d), nodes) == {b: "late"}
+    assert found.later_mutators((c,), (read_a, inside)) == {}  # Nobody reads it there.
+    assert found.names_mutated((a, d, inside)) == {"a", "inside"}
+    assert found.names_mutated_outside((inside, read_a)) == {"inside"}
+    assert found.reads_of_mutated_inputs((read_a, inside, read_c)) == [read_a]
+    assert found.mutating_nodes() == ("early", "inside", "before_c", "late", "later")
     assert names_mutated_later(module, Region("r", nodes)) == {"b", "inside"}
 
 
@@ -108,12 +98,11 @@ class _Visits:
 
 def test_many_sources_are_looked_up_in_one_pass_over_their_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     module = _many_inputs(200)
-    Program.of(module)
-    region = Region("r", tuple(module.graph.find_nodes(op="call_function", target=ATEN.add.Tensor)))
-    sources = region.inputs()
-    mutating_nodes(module)
+    program = Program.of(module)
+    region = Region("r", tuple(module.graph.find_nodes(op="call_function", target=ATEN.add.Tensor))).of(program)
+    sources, mutations = region.inputs(), program.mutations
     visits = _Visits(monkeypatch)
-    assert len(later_mutators(sources, region.nodes)) == 200
+    assert len(mutations.later_mutators(sources, region.nodes)) == 200
     assert visits.count == 200
     names_mutated_later(module, region)
     assert visits.count == 200 + 2 * 200  # One pass for the inputs of the region, one for their writers.
@@ -157,12 +146,12 @@ def _asked_of_each_region(count: int) -> list[int]:
     plan = partita.plan(program, ByLabel(lambda node: labels[node.name]), Recompute())
     known = saved_tensors_of(program)
     assert known.reason is None
-    mutating_nodes(program.graph_module)  # From here on it is known who writes.
+    mutations = program.mutations  # From here on it is known who writes.
     region = plan.partition.regions[count // 2]
     return [
-        _lines_run(lambda: names_mutated(region.nodes)),
-        _lines_run(lambda: reads_of_mutated_inputs(region.nodes)),
-        _lines_run(lambda: names_mutated_outside(region.nodes)),
+        _lines_run(lambda: mutations.names_mutated(region.nodes)),
+        _lines_run(lambda: mutations.reads_of_mutated_inputs(region.nodes)),
+        _lines_run(lambda: mutations.names_mutated_outside(region.nodes)),
         _lines_run(lambda: saved_bytes_of(region, known)),
     ]
 

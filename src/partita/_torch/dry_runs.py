@@ -14,20 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.symbolic_shapes import hint_of
 
-__all__ = [
-    "Allowance",
-    "DryRunError",
-    "Guard",
-    "has_kernel_for_fakes",
-    "is_composite",
-    "is_loop",
-    "is_of_level",
-    "is_torchs",
-    "on_meta",
-    "refusal_of_call",
-]
-
-
 #: The operators that torch itself defines, and that compute on tensors.
 _NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed", "torch_nn"))
 

@@ -15,20 +15,6 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-__all__ = [
-    "FUNCTIONS",
-    "Expression",
-    "ExpressionError",
-    "InputPath",
-    "Operation",
-    "Read",
-    "Symbol",
-    "evaluator",
-    "parsed",
-    "printed",
-    "substituted",
-]
-
 
 class ExpressionError(ValueError):
     """A text that is not in the grammar, or a function that is not in the table."""

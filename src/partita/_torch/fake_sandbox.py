@@ -20,24 +20,6 @@ from torch.utils import _pytree as pytree
 from partita._torch.modes import fresh_modes, read_ambient, restore_after_error, restore_autocast
 from partita._torch.symbolic_shapes import hint_of
 
-__all__ = [
-    "FakeCopies",
-    "FakeSandbox",
-    "TensorMetadata",
-    "Tracing",
-    "ambient_kept",
-    "fake_mode_of",
-    "forget_memos",
-    "map_leaves",
-    "map_tensors",
-    "runs_fake",
-    "shared_fake_mode",
-    "tensors_in",
-    "to_fake",
-    "traces_after_dispatch",
-    "tracing_now",
-]
-
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
 

@@ -6,9 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["gc_paused"]
-
-
 #: How many objects may be made in pauses before a full collection.
 _MOST_UNSEEN = 1_000_000
 

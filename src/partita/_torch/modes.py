@@ -17,17 +17,6 @@ from torch.fx import Interpreter
 
 from partita._torch.operators.registry import close_levels, count_levels
 
-__all__ = [
-    "Ambient",
-    "can_autocast",
-    "fresh_modes",
-    "initial_modes",
-    "read_ambient",
-    "restore_after_error",
-    "restore_autocast",
-    "would_autocast",
-]
-
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
 

@@ -9,15 +9,6 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.modules import module as torch_module
 
-__all__ = [
-    "HOOKS_OF_ALL",
-    "StandsForBody",
-    "call_overrides",
-    "drop_fleeting_hooks",
-    "has_only_export_hooks",
-    "hooks_of",
-]
-
 
 def has_only_export_hooks(module: nn.Module) -> bool:
     """Whether the only call overrides of a module are the hooks by which torch.export checks its inputs."""

@@ -9,8 +9,6 @@ from typing import Any
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
-__all__ = ["Tree", "flatten", "keywords_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tree:

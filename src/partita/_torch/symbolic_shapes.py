@@ -11,9 +11,6 @@ import torch
 from torch.fx import Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-__all__ = ["NUMBER_FUNCTIONS", "hint_of", "is_unbacked", "symbol_of", "symbols_in", "write_number"]
-
-
 #: The functions by which exported programs compute with numbers; applied to numbers, they return numbers.
 NUMBER_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (

@@ -12,18 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from partita._torch.operators.schemas import storage_key
 from partita.errors import RecomputeError
 
-__all__ = [
-    "StorageCopy",
-    "base_of",
-    "by_storage",
-    "has_memory",
-    "inner_tensors",
-    "placements_of",
-    "plain_tensors",
-    "version_of",
-    "wants_gradients",
-]
-
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
 

@@ -6,17 +6,6 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd import grad_mode
 
-__all__ = [
-    "ENTER_AUTOCAST",
-    "ENTER_INFERENCE",
-    "EXIT_AUTOCAST",
-    "EXIT_INFERENCE",
-    "IS_GRAD_ENABLED",
-    "SET_GRAD",
-    "TOGGLES",
-]
-
-
 SET_GRAD = torch._C._set_grad_enabled
 IS_GRAD_ENABLED = torch.is_grad_enabled
 ENTER_AUTOCAST = _enter_autocast

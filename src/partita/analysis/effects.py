@@ -22,10 +22,9 @@ from torch.fx import GraphModule, Node
 from partita._torch.toggles import IS_GRAD_ENABLED, TOGGLES
 from partita.analysis.index import Index
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import CallEffects, OpEffects, Storages, mutated_classes, storages_of, tensors_of
+from partita.analysis.op_effects.calls import CallEffects, Storages, mutated_classes, storages_of, tensors_of
+from partita.analysis.op_effects.terms import OpEffects
 from partita.analysis.projections import projections_of
-
-__all__ = ["Effects", "effects_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from torch.fx import Graph, Node
 from partita._torch.operators.registry import ENDS_OF_LEVELS, STARTS_OF_LEVELS
 from partita._torch.operators.schemas import nodes_by_target
 
-__all__ = ["is_inside_transform", "transforms_found_once"]
-
 
 def is_inside_transform(node: Node) -> bool:
     """Whether the operands of `node` may be wrapped by a transform of torch.func."""

@@ -15,8 +15,6 @@ from partita._torch.fx.graph_writer import input_nodes
 from partita._torch.toggles import TOGGLES
 from partita.errors import BrokenGraphError
 
-__all__ = ["Index", "index_of_edited"]
-
 
 @final
 class Index:

@@ -8,19 +8,6 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = [
-    "AMBIENT",
-    "EVERY_SETTING",
-    "Autocast",
-    "Block",
-    "Grad",
-    "Inference",
-    "Mode",
-    "Setting",
-    "identifier_of",
-    "with_cache",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Grad:

@@ -22,20 +22,6 @@ from partita.analysis.mode import AMBIENT, EVERY_SETTING, Autocast, Block, Grad,
 from partita.analysis.nodes import find
 from partita.errors import ModeError
 
-__all__ = [
-    "AMBIENT",
-    "Autocast",
-    "Mode",
-    "Modes",
-    "bodies_of",
-    "check_bodies",
-    "has_toggles",
-    "modes_of",
-    "only_argument",
-    "traced_grad",
-]
-
-
 # Bodies that a graph calls, the modes that they leave switched, and the grad mode that they were traced under.
 
 

@@ -16,28 +16,6 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.nn_modules import call_overrides
 from partita.errors import MissingTargetError
 
-__all__ = [
-    "VALUE_KEYS",
-    "ModuleStack",
-    "Neighbours",
-    "attribute_of",
-    "bytes_of",
-    "bytes_of_value",
-    "common_stack",
-    "container_items",
-    "crossing_places",
-    "find",
-    "imported",
-    "imported_class",
-    "modules_in",
-    "neighbours_of",
-    "outermost_stack",
-    "runs_its_graph",
-    "settle_stacks",
-    "tensors_in",
-    "value_of",
-]
-
 
 def runs_its_graph(module: nn.Module) -> bool:
     """Whether a call runs the graph and nothing else: no hook, no `forward` of the instance, no compiled call."""

@@ -14,8 +14,6 @@ from partita._torch.operators.schemas import returns_container
 from partita.analysis.index import Index
 from partita.analysis.nodes import runs_its_graph, value_of
 
-__all__ = ["is_projection", "projections_of", "takes_item"]
-
 
 def projections_of(index: Index, root: nn.Module) -> tuple[int, ...]:
     """The projections of a graph by number, in graph order; other nodes are not visited."""

@@ -14,8 +14,6 @@ from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, is_unbacked, symbol
 from partita.analysis.index import Index
 from partita.analysis.nodes import value_of
 
-__all__ = ["Dimension", "Symbols", "symbolic_scalars_of"]
-
 
 def symbolic_scalars_of(index: Index) -> frozenset[int]:
     """The nodes, by number, that compute a boolean or float from symbolic numbers alone, the same in every mode."""

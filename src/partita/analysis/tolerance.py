@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from partita.errors import OptionError
 
-__all__ = ["EXACT", "Tolerance"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:

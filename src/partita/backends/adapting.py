@@ -19,8 +19,6 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from partita._torch.operators.registry import SYM_SIZE
 from partita.backends._torch.fake_inputs import SYMBOLIC, place_of_symbol, size_carrier, unnamed_sizes
 
-__all__ = ["CallingConvention", "CompiledBody", "adapt", "adapt_to_tensors"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -13,20 +13,6 @@ from torch.fx import GraphModule, Node
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError
 
-__all__ = [
-    "Backend",
-    "Compiled",
-    "Eager",
-    "backend_names",
-    "find_backend",
-    "is_backend",
-    "picks_kernels",
-    "takes_symbols",
-    "tolerance_of",
-    "trains",
-]
-
-
 #: A compiled function: it takes the body's inputs as positional arguments and returns the body's outputs.
 Compiled: TypeAlias = Callable[..., Sequence[Any]]
 

@@ -32,8 +32,6 @@ from partita.backends.backend import Compiled
 from partita.backends.refusals import refusal_by_inductor, refusal_by_tracing
 from partita.errors import BackendError, OptionError
 
-__all__ = ["AotEager", "AotInductor", "Inductor", "stored"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

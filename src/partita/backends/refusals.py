@@ -28,9 +28,6 @@ from partita.backends._torch.support import (
     value_depends_on_data,
 )
 
-__all__ = ["ALIASED_FOREACH", "refusal_by_inductor", "refusal_by_tracing"]
-
-
 NO_META_KERNEL = "no meta kernel"
 SIZE_DEPENDS_ON_DATA = "size depends on data"
 VALUE_DEPENDS_ON_DATA = "value depends on data"

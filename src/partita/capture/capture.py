@@ -25,8 +25,6 @@ from partita.errors import CaptureError, OptionError, PartitaError
 from partita.program.program import Program
 from partita.rewrite.inline import inline
 
-__all__ = ["capture", "check_options", "summary_of"]
-
 _LOG = logging.getLogger(__name__)
 
 

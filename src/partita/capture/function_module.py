@@ -11,8 +11,6 @@ from typing import Any, final
 
 from torch import nn
 
-__all__ = ["FunctionModule", "name_of"]
-
 
 @final
 class FunctionModule(nn.Module):

@@ -22,8 +22,6 @@ from partita.capture.function_module import FunctionModule, name_of
 from partita.errors import CaptureError
 from partita.program.program import Program
 
-__all__ = ["capture_joint"]
-
 
 def capture_joint(
     model: nn.Module | Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None

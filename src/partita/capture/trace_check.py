@@ -29,8 +29,6 @@ from partita.program.program import Program
 from partita.rewrite.mode_nodes import setting_of
 from partita.rewrite.wrap_modes import wrap_modes
 
-__all__ = ["StopAfterTrace", "TraceOnlyPass", "WrapModesPass"]
-
 
 @final
 class WrapModesPass:

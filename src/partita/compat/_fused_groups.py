@@ -18,20 +18,6 @@ from partita.regions.partition import cycle_error
 from partita.rewrite.fuse import names_module
 from partita.solvers.quotient import ALONE, NOWHERE, quotient
 
-__all__ = [
-    "FusionCycleError",
-    "FusionError",
-    "check_call",
-    "check_node",
-    "check_together",
-    "checked_module",
-    "checked_nodes",
-    "free_name",
-    "free_names",
-    "record_owned",
-]
-
-
 #: The key in `meta` of a fused module under which its own placeholders are listed. The call does not pass them:
 #: ExecuTorch's delegates, which hold their constants, get them by a signature of their own.
 _OWNED = "owned_placeholders"

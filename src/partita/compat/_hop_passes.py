@@ -19,9 +19,6 @@ from partita.program.mode_runs import ModeRun
 from partita.program.program import Program
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 
-__all__ = ["Signature", "replace_with_operators"]
-
-
 Signature: TypeAlias = ExportGraphSignature | None
 
 #: For each node of a graph, whether torch starts a new submodule there.

@@ -22,9 +22,6 @@ from partita.rewrite.bodies import BodyStyle
 from partita.rewrite.outline import OutlineStyle, outlined
 from partita.rewrite.state import MovedByPart, name_state, rewrite_in_place
 
-__all__ = ["Prepared", "commit", "prepare", "record_of"]
-
-
 #: The key of the record in the `meta` of a module with lowered regions.
 _KEY = "partita_lowering"
 

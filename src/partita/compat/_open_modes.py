@@ -10,9 +10,6 @@ from partita._torch import toggles
 from partita.analysis.modes import only_argument
 from partita.errors import ModeError
 
-__all__ = ["NOTHING_OPEN", "OpenModes"]
-
-
 _ENTERS = frozenset((toggles.ENTER_AUTOCAST, toggles.ENTER_INFERENCE))
 _EXITS = frozenset((toggles.EXIT_AUTOCAST, toggles.EXIT_INFERENCE))
 

@@ -24,8 +24,6 @@ from partita.program.program import Program
 from partita.solvers.few_parts import grown_parts
 from partita.solvers.relation import REFUSED, Relation, earliest_levels, latest_levels
 
-__all__ = ["NamedOperators", "bookends", "checked_names", "proposal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Proposed:

@@ -40,9 +40,6 @@ from partita.rewrite.mode_nodes import ModeWriter
 from partita.rewrite.state import module_like, share_state
 from partita.rewrite.traced_values import nodes_read, sandbox_for, value_read, write_beside
 
-__all__ = ["dissolve_autocast"]
-
-
 _TO = torch.ops.aten.to.dtype
 
 

@@ -24,8 +24,6 @@ from partita.program.program import Program
 from partita.rewrite.operator_calls import owned_inputs
 from partita.rewrite.traced_values import call_with, can_carry_gradients, nodes_read, value_read
 
-__all__ = ["AutocastDryRun", "CastArguments", "Decomposed", "Place", "Places", "Unchanged", "check_value"]
-
 
 class AutocastDryRun:
     """Runs nodes in graph order; `sandbox` must be open, and `close` must be called at the end."""

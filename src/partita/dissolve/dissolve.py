@@ -22,8 +22,6 @@ from partita.rewrite.inline import inline
 from partita.rewrite.mode_nodes import ModeWriter, setting_of
 from partita.rewrite.state import module_like, place, share_state, unique_names
 
-__all__ = ["dissolve"]
-
 
 @gc_paused()
 def dissolve(program: Program | GraphModule | ExportedProgram) -> Program:

@@ -18,8 +18,6 @@ from partita.program.exported import ExportRecord
 from partita.program.program import Program
 from partita.rewrite.wrap_modes import wrap_modes
 
-__all__ = ["decomposed_program", "exported_program"]
-
 
 def exported_program(program: Program) -> ExportedProgram:
     """The program as an ExportedProgram, which cannot hold toggles: these become operators."""

@@ -34,9 +34,6 @@ from partita.rewrite.traced_values import (
     write_beside,
 )
 
-__all__ = ["ReturnedArguments", "dissolve_grad", "records_gradients"]
-
-
 _DETACH = torch.ops.aten.detach.default
 
 

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 from partita._torch.modes import read_ambient, restore_autocast
 
-__all__ = ["RandomState", "Settings", "generators_of", "random_state", "read_settings", "restored_ambient"]
-
-
 #: torch has no type annotations for these settings.
 _DETERMINISTIC: Any = torch.utils.deterministic
 

@@ -19,8 +19,6 @@ from partita.equivalence.state import Pairing, paired, snapshot_of, storage_key
 from partita.equivalence.subject import Comparable, Subject, subject_of
 from partita.errors import OptionError, VerificationError
 
-__all__ = ["compare", "verify"]
-
 
 def compare(
     before: Comparable,

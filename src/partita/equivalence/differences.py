@@ -16,8 +16,6 @@ from partita.analysis.tolerance import EXACT, Tolerance
 from partita.equivalence.ambient import Settings
 from partita.equivalence.observe import Moment, Named, Observation, Raised, TensorRecord
 
-__all__ = ["Comparison", "Difference", "differences", "value_difference"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

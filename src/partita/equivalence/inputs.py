@@ -17,8 +17,6 @@ from partita._torch.tensors import plain_tensors
 from partita.analysis.nodes import value_of
 from partita.equivalence.state import storage_key, storage_of
 
-__all__ = ["Arguments", "Inputs", "arguments_of", "input_name", "resized"]
-
 _STEPS: tuple[Callable[[int], int], ...] = (lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1)
 
 

@@ -18,8 +18,6 @@ from partita.equivalence.inputs import Arguments, Inputs, input_name
 from partita.equivalence.state import Alias, Slot, Snapshot, aliases_of, detach_in_place, storage_key
 from partita.equivalence.subject import Subject
 
-__all__ = ["Call", "Moment", "Named", "Observation", "Raised", "Start", "TensorRecord", "Watched", "run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

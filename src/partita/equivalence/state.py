@@ -18,21 +18,6 @@ from torch.utils import swap_tensors
 from partita._torch.pytrees import flatten
 from partita._torch.tensors import base_of, inner_tensors, plain_tensors
 
-__all__ = [
-    "Alias",
-    "Pairing",
-    "Slot",
-    "Snapshot",
-    "aliases_of",
-    "detach_in_place",
-    "paired",
-    "slots_of",
-    "snapshot_of",
-    "storage_key",
-    "storage_of",
-]
-
-
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 
 

@@ -20,9 +20,6 @@ from partita.equivalence.state import Slot, slots_of, storage_key
 from partita.errors import OptionError, PartitaError
 from partita.program.program import Program
 
-__all__ = ["Comparable", "Subject", "subject_of"]
-
-
 Comparable: TypeAlias = Program | Module | Callable[..., object]
 
 

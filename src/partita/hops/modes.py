@@ -18,17 +18,6 @@ from partita._torch.operators import registry as torch_operators
 from partita.errors import OptionError
 from partita.hops._torch.operator import BodyOperator, registered
 
-__all__ = [
-    "Wrap",
-    "WrapWithAutocast",
-    "WrapWithSetGradEnabled",
-    "call",
-    "wrap",
-    "wrap_with_autocast",
-    "wrap_with_inference_mode",
-    "wrap_with_set_grad_enabled",
-]
-
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
 

@@ -18,9 +18,7 @@ from partita.lowering._torch.gradients import require_gradients
 from partita.lowering.dry_run import DryRun, dry_run
 from partita.lowering.signature import Place, Signature, Slot, TensorSpec
 from partita.lowering.variant import Fit, Variant, dimensions_of
-from partita.program.body_effects import EffectfulNodes
-
-__all__ = ["Compilation", "Compiler"]
+from partita.program.body_effects import BodyEffects
 
 
 class Compiler(Protocol):
@@ -42,7 +40,7 @@ class Compilation:
     slots: tuple[Slot, ...]
     signature: Signature
     values: Sequence[Any]
-    effects: EffectfulNodes
+    effects: BodyEffects
     #: The places of values that may be mutated.
     mutated: tuple[int, ...]
     #: The key of the symbol for each dynamic size.
@@ -59,7 +57,7 @@ class Compilation:
             dimensions = tuple(map(dimensions_of, inputs))
             outputs = None if observed is None else observed.compiled
             body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes, outputs=outputs)
-            computes = outputs is None or outputs or self.effects.acting
+            computes = outputs is None or outputs or self.effects.effectful
             function = self._compiled(body, inputs) if computes else _no_outputs
         dynamic_integers = frozenset(number for number, axis in self.dynamic_sizes if axis is None)
         fit = Fit(self.signature, dimensions, dynamic_integers, conditions_of(places, fakes.env))

@@ -12,9 +12,7 @@ from torch.fx import GraphModule
 from partita.lowering.signature import DynamicSizes
 from partita.lowering.variant import Cause
 from partita.plans.failures import Failure, Failures, report
-from partita.program.body_effects import EffectfulNodes
-
-__all__ = ["Lowering", "ModeScope"]
+from partita.program.body_effects import BodyEffects
 
 
 @final
@@ -30,10 +28,8 @@ class Lowering:
     picks_kernels: bool = False
     #: The modes that the body runs under; None for those of the caller.
     scope: ModeScope | None = None
-    #: The places of the inputs that the body mutates.
-    mutated: tuple[int, ...] = ()
-    effects: EffectfulNodes = field(default_factory=EffectfulNodes)
-    #: The key of the modules for which `mutated` and `effects` were computed.
+    effects: BodyEffects = field(default_factory=BodyEffects)
+    #: The key of the modules for which `effects` was computed.
     modules: tuple[Hashable, ...] = ()
     dynamic_sizes: DynamicSizes = field(default_factory=DynamicSizes)
     strict: bool = False
@@ -49,12 +45,14 @@ class Lowering:
             return self
         inputs = [node.name for node in body.graph.find_nodes(op="placeholder")]
         called = [node.name for node in body.graph.find_nodes(op="call_module")]
-        effects = EffectfulNodes(
-            self.effects.acting.union(called),
-            self.effects.draws.union(called),
-            self.effects.written_later.difference(inputs),
+        effects = replace(
+            self.effects,
+            effectful=self.effects.effectful.union(called),
+            rng=self.effects.rng.union(called),
+            mutated_inputs=tuple(range(len(inputs))),
+            mutated_later=self.effects.mutated_later.difference(inputs),
         )
-        return replace(self, mutated=tuple(range(len(inputs))), effects=effects)
+        return replace(self, effects=effects)
 
     def report(self, cause: Cause, error: Exception | None = None) -> None:
         """Records that the region runs eagerly, or raises."""

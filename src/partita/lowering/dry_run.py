@@ -26,10 +26,7 @@ from partita.lowering._torch.gradients import (
     no_grad_views,
 )
 from partita.lowering._torch.views import Reading, numbers_for, readable_from, views_module
-from partita.program.body_effects import EffectfulNodes
-
-__all__ = ["DryRun", "copy_of", "dry_run", "memory_of", "outputs_to_copy", "unaliased_outputs"]
-
+from partita.program.body_effects import BodyEffects
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +76,7 @@ class DryRun:
 
 
 def dry_run(
-    body: GraphModule, inputs: Sequence[Any], mode: Any, effects: EffectfulNodes, *, has_gradients: bool
+    body: GraphModule, inputs: Sequence[Any], mode: Any, effects: BodyEffects, *, has_gradients: bool
 ) -> DryRun | None:
     """The dry run of `body` on fake inputs, which it may mutate; None where it fails.
 
@@ -114,14 +111,14 @@ class _Leaf(NamedTuple):
 class _OutputAnalysis:
     """Determines the source of each leaf: a compiled output, a view, or an input."""
 
-    def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, effects: EffectfulNodes) -> None:
+    def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, effects: BodyEffects) -> None:
         self.body, self.inputs, self.run, self.results, self.effects = body, inputs, run, run.results, effects
         (output,) = body.graph.find_nodes(op="output")
         self.shape = shape_of(run.results[output], is_output=True)
         self.leaves = list(_leaves(output.args[0], run.results[output], self.shape))
         self.bases = self._found_bases()
         roots = [*body.graph.find_nodes(op="placeholder"), *(base.node for base in self.bases)]
-        self.readable = readable_from(roots, run, lambda node: node.name not in effects.acting)
+        self.readable = readable_from(roots, run, lambda node: node.name not in effects.effectful)
         self.compiled: list[_Leaf] = list(self.bases)
         self.views: list[Reading] = []
 
@@ -138,7 +135,7 @@ class _OutputAnalysis:
         mutated = links_of(histories, [self.inputs[place] for place in changed])
         names = (node.name for node in self.body.graph.find_nodes(op="placeholder"))
         named_inputs = dict(zip(names, self.inputs, strict=True))
-        copies = inputs_to_copy(named_inputs, values, self.effects.written_later) if any((*links, *mutated)) else ()
+        copies = inputs_to_copy(named_inputs, values, self.effects.mutated_later) if any((*links, *mutated)) else ()
         return DryRun(
             output=self.shape,
             sources=tuple(starts[origin] + place for origin, place in sources),
@@ -217,13 +214,13 @@ class _OutputAnalysis:
         """
         held, visible = set(map(memory_of, self.inputs)), self._visible_nodes()
         for node in self.body.graph.nodes:
-            if node.name in self.effects.draws and node not in visible:
+            if node.name in self.effects.rng and node not in visible:
                 value = self.results[node]
                 random_leaves = _leaves(node, value, shape_of(value, is_output=True))
                 self.compiled += [leaf for leaf in random_leaves if memory_of(leaf.value) not in held]
 
     def _mutated_later(self) -> Iterator[int]:
-        held = {memory_of(self.results[node]) for node in self.results if node.name in self.effects.written_later}
+        held = {memory_of(self.results[node]) for node in self.results if node.name in self.effects.mutated_later}
         return (place for place, leaf in enumerate(self.compiled) if memory_of(leaf.value) in held)
 
     def _visible_nodes(self) -> set[Node]:

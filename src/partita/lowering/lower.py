@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 from partita._torch.fx.structural_hash import body_key, modules_key
 from partita.analysis.mode import AMBIENT
 from partita.analysis.mode import Mode as GraphMode
-from partita.analysis.mutation import later_mutators, names_mutated_outside
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.backends.backend import Backend, find_backend, picks_kernels, takes_symbols, tolerance_of, trains
 from partita.errors import OptionError
@@ -23,12 +22,10 @@ from partita.lowering.signature import DynamicSizes
 from partita.lowering.variant_cache import variants_for
 from partita.plans.failures import Failure, Failures, report
 from partita.plans.treatment import Site
-from partita.program.body_effects import effectful_nodes, traced_symbols, written_inputs
+from partita.program.body_effects import body_effects, traced_symbols
 from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.bodies import bare_body
-
-__all__ = ["Lower", "names_mutated_later"]
 
 
 @final
@@ -123,8 +120,7 @@ class Lower:
             trains=trains(backend),
             picks_kernels=picks_kernels(backend),
             scope=_scope_of(bare.mode),
-            mutated=written_inputs(body),
-            effects=effectful_nodes(body, mutated_later),
+            effects=body_effects(body, mutated_later),
             modules=modules_key(bare.module),
             dynamic_sizes=DynamicSizes(traced_symbols(body), dynamic),
             strict=self.strict,
@@ -178,8 +174,9 @@ def names_mutated_later(body: GraphModule, region: Region) -> frozenset[str]:
 
     A compiler may save an output or an input for backward where eager mode saves another tensor.
     """
-    computed, sources = names_mutated_outside(region.nodes), region.inputs()
-    mutated = later_mutators(sources, region.nodes)
+    mutations, sources = region.surroundings().mutations, region.inputs()
+    computed = mutations.names_mutated_outside(region.nodes)
+    mutated = mutations.later_mutators(sources, region.nodes)
     if not mutated:
         return computed
     inputs = {node.name for node in body.graph.find_nodes(op="placeholder")}

@@ -31,9 +31,7 @@ from partita.lowering.signature import (
 )
 from partita.lowering.variant import Cause, Fit, Variant, WrongOutputsError
 from partita.lowering.variant_cache import LruTable, Variants
-from partita.program.body_effects import EffectfulNodes
-
-__all__ = ["Lowered"]
+from partita.program.body_effects import BodyEffects
 
 
 @final
@@ -188,9 +186,9 @@ class Dispatcher:
         global_state, lowering = read_global_state(), self._lowering
         if call.modules is not None:
             lowering = lowering.for_modules(call.modules.state.key, self._body)
-        if any(not isinstance(call.shapes[place], Leaf) for place in lowering.mutated):
+        if any(not isinstance(call.shapes[place], Leaf) for place in lowering.effects.mutated_inputs):
             return None  # A mutation of a container would only reach its copy.
-        mutated = (*call.places_of(lowering.mutated), *call.mutable_state())
+        mutated = (*call.places_of(lowering.effects.mutated_inputs), *call.mutable_state())
         if (
             not global_state.inference
             and (global_state.grad or mutated)
@@ -221,7 +219,7 @@ class Dispatcher:
         signature: Signature,
         call: Call,
         mutated: tuple[int, ...],
-        effects: EffectfulNodes,
+        effects: BodyEffects,
         dynamic_sizes: DynamicSizes,
     ) -> Variant | _Trial:
         lowering = self._lowering

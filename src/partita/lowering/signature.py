@@ -22,20 +22,6 @@ from partita.lowering._torch.containers import Shape, leaf_count
 from partita.lowering._torch.guards import GlobalState
 from partita.program.body_effects import TracedSymbols
 
-__all__ = [
-    "Call",
-    "DynamicSizes",
-    "ModuleSnapshot",
-    "ModuleState",
-    "Place",
-    "Signature",
-    "Slot",
-    "TensorSpec",
-    "signature_of",
-    "unfit_reason",
-]
-
-
 #: A size by input and axis; the axis of an integer is None.
 Place: TypeAlias = tuple[int, int | None]
 

@@ -18,9 +18,6 @@ from partita.lowering._torch.guards import Guard
 from partita.lowering.dry_run import DryRun, copy_of, outputs_to_copy
 from partita.lowering.signature import Signature, TensorSpec
 
-__all__ = ["Cause", "Fit", "Variant", "WrongOutputsError", "check_outputs", "dimensions_of"]
-
-
 #: The sizes and strides of an input; None where they are dynamic.
 Dimensions: TypeAlias = tuple[tuple[int | None, ...], tuple[int | None, ...]]
 

@@ -17,8 +17,6 @@ from partita.lowering.dry_run import DryRun
 from partita.lowering.signature import Signature
 from partita.lowering.variant import Cause, Fit, Variant
 
-__all__ = ["LruTable", "Variants", "variants_for"]
-
 log = logging.getLogger(__name__)
 
 #: Variants by body and options: equal bodies are compiled once in a process.

@@ -10,8 +10,6 @@ from typing import final
 
 from partita.errors import LoweringError
 
-__all__ = ["Failure", "Failures", "report"]
-
 log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from partita.rewrite.inline import inline
 from partita.rewrite.mode_nodes import runs_body, setting_of
 from partita.rewrite.wrap_modes import wrap_modes
 
-__all__ = ["ModeTree", "mode_tree"]
-
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

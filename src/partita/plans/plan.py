@@ -41,8 +41,6 @@ from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall, call_throug
 from partita.rewrite.outline import CallModes, add_marks, marked, outlined
 from partita.rewrite.state import MovedByPart, StateNaming, name_state
 
-__all__ = ["Plan", "Policy", "plan"]
-
 #: A policy reads a program and returns its regions.
 Policy = Callable[[Program], Partition]
 

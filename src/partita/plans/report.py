@@ -20,8 +20,6 @@ from partita.regions.borders import Crossing, Item
 from partita.regions.region import ONLY_SWITCHES, Reason, ReasonKind
 from partita.solvers.quotient import ALONE, NOWHERE
 
-__all__ = ["Excluded", "Explanation", "excluded", "explanation", "table"]
-
 #: How many operators a line about excluded nodes names.
 _SHOWN = 6
 

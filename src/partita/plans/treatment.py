@@ -18,22 +18,6 @@ from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.operator_calls import OperatorCall
 
-__all__ = [
-    "Called",
-    "Marks",
-    "Site",
-    "Treatment",
-    "Treats",
-    "allows_mixed_modes",
-    "annotation_suffices",
-    "is_treatment",
-    "marks_of",
-    "node_marks_of",
-    "puts_back_modes",
-    "tolerance_of",
-    "treated",
-]
-
 T = TypeVar("T")
 V = TypeVar("V")
 

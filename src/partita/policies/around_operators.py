@@ -12,15 +12,13 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.analysis.modes import Mode
+from partita.analysis.mode import Mode
 from partita.errors import CycleError, OptionError
 from partita.policies.constraints import TrivialNodes, check_flags
 from partita.policies.legalize import Piece, assignable, legal_partition, partition_of, settled, unassigned
 from partita.program.operator_choice import Chosen, Operator, checked_operators, plain_name
 from partita.program.program import Program
 from partita.regions import Partition
-
-__all__ = ["AroundOperators"]
 
 
 @final

@@ -37,8 +37,6 @@ from partita.solvers.few_parts import (
 )
 from partita.solvers.relation import REFUSED, earliest_levels, latest_levels
 
-__all__ = ["ByCapability"]
-
 #: Up to this many nodes that can move, the earliest levels are tried as a start as well as the latest.
 _MANY_FREE = 250_000
 

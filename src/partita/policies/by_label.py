@@ -14,8 +14,6 @@ from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.regions.joint_forward import forward_part
 
-__all__ = ["ByAnnotation", "ByLabel", "InForward"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

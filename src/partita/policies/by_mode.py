@@ -17,8 +17,6 @@ from partita.program.mode_runs import mode_runs
 from partita.program.program import Program
 from partita.regions import Partition, Region
 
-__all__ = ["ByMode"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,6 @@ from partita.policies.legalize import Piece, assignable, call_user_function, leg
 from partita.program.program import Program
 from partita.regions import Partition
 
-__all__ = ["ByModule"]
-
 #: torch.export writes this where it adds nodes of its own.
 _EMPTY_STACK = "_empty_nn_module_stack"
 

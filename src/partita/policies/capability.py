@@ -20,8 +20,6 @@ from partita.program.program import Program
 from partita.regions.region import Reason
 from partita.solvers.relation import NO_UNIT, REFUSED, Relation, relation
 
-__all__ = ["Capability", "Units", "checked_capabilities", "name_of", "units_of", "waiting_for_symbols"]
-
 
 @runtime_checkable
 class Supports(Protocol):

@@ -20,19 +20,6 @@ from partita.program.program import Program
 from partita.regions import Region
 from partita.solvers.quotient import ALONE, NOWHERE, quotient
 
-__all__ = [
-    "Apart",
-    "KeptApart",
-    "Together",
-    "TrivialNodes",
-    "Worthwhile",
-    "check_flags",
-    "checked_together",
-    "group_nodes",
-    "order_of_units",
-    "worthwhile_nodes",
-]
-
 #: A function of a node; nodes with different results never share a region.
 Apart: TypeAlias = Callable[[Node], Hashable]
 

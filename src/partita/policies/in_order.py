@@ -16,8 +16,6 @@ from partita.policies.legalize import Piece, assignable, call_user_function, leg
 from partita.program.program import Program
 from partita.regions import Partition
 
-__all__ = ["BySize", "Sequential"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

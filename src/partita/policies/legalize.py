@@ -25,19 +25,6 @@ from partita.regions.borders import settle_projections
 from partita.regions.region import ONLY_SWITCHES
 from partita.solvers.quotient import ALONE, NOWHERE
 
-__all__ = [
-    "NO_REASON",
-    "Piece",
-    "assignable",
-    "call_user_function",
-    "distinct_names",
-    "legal_partition",
-    "partition_of",
-    "settled",
-    "unassigned",
-    "user_label",
-]
-
 #: Stands for a reason that is an empty string.
 NO_REASON = "no reason given"
 

@@ -9,22 +9,10 @@ import torch
 from torch.fx import Node
 
 from partita._torch.symbolic_shapes import symbol_of
-from partita.analysis.mutation import mutating_nodes
 from partita.analysis.nodes import value_of
 from partita.analysis.op_effects.calls import CallEffects, storages_of
 from partita.analysis.op_effects.modules import may_use_rng
 from partita.program.program import Program
-
-__all__ = [
-    "EffectfulNodes",
-    "TracedSymbols",
-    "effectful_nodes",
-    "may_write",
-    "seen_once",
-    "traced_symbols",
-    "written_inputs",
-]
-
 
 #: For each input of a body the symbols of its sizes, or its own symbol, by name; None for what was traced as static.
 TracedSymbols: TypeAlias = tuple[tuple[str | None, ...] | str | None, ...]
@@ -32,23 +20,51 @@ TracedSymbols: TypeAlias = tuple[tuple[str | None, ...] | str | None, ...]
 
 @final
 @dataclass(frozen=True, slots=True)
-class EffectfulNodes:
-    """The nodes of a body, by name, that have side effects, and those that use or may use the RNG."""
+class BodyEffects:
+    """The effects of a body, by the names of its nodes and the positions of its inputs, so that they can be pickled."""
 
-    acting: frozenset[str] = frozenset()
-    draws: frozenset[str] = frozenset()
-    #: Nodes, inputs among them, whose storage is mutated after the body has run.
-    written_later: frozenset[str] = frozenset()
+    #: Nodes that mutate, use the RNG, communicate, or have another side effect.
+    effectful: frozenset[str] = frozenset()
+    #: Nodes that use the RNG, or do so when a module is set to training.
+    rng: frozenset[str] = frozenset()
+    #: Nodes that mutate, or do so when a module is set to training, in order.
+    mutating: tuple[str, ...] = ()
+    #: The positions of inputs that are mutated; all of them if an unknown function is called.
+    mutated_inputs: tuple[int, ...] = ()
+    #: Nodes, inputs among them, whose storage other code mutates after the body has run, where the call site is known.
+    mutated_later: frozenset[str] = frozenset()
 
 
-def written_inputs(program: Program) -> tuple[int, ...]:
+def body_effects(program: Program, mutated_later: frozenset[str] = frozenset()) -> BodyEffects:
+    """The effects of the body that is this program."""
+    nodes, effects = program.index.nodes, program.effects
+    # A module that is set to training later may use the RNG then, and update its buffers.
+    calls = program.graph.find_nodes(op="call_module")
+    modules = {node.name: program.graph_module.get_submodule(str(node.target)) for node in calls}
+    updating = (name for name, module in modules.items() if next(module.buffers(), None) is not None)
+    return BodyEffects(
+        effectful=frozenset(nodes[number].name for number in effects.effectful),
+        rng=frozenset(
+            (
+                *(nodes[number].name for number in effects.rng_nodes),
+                *(name for name, module in modules.items() if may_use_rng(module)),
+            )
+        ),
+        mutating=tuple(dict.fromkeys((*program.mutations.mutating_nodes(), *updating))),
+        mutated_inputs=mutated_inputs(program),
+        # An input that the body itself mutates must not be a copy.
+        mutated_later=mutated_later.difference(nodes[number].name for number in effects.mutated_inputs),
+    )
+
+
+def mutated_inputs(program: Program) -> tuple[int, ...]:
     """The positions of inputs that the body mutates; all of them if it calls an unknown function."""
     places = {node: place for place, node in enumerate(program.graph.find_nodes(op="placeholder"))}
     mutated = (program.index.nodes[number] for number in program.effects.mutated_inputs)
     return tuple(sorted(places[node] for node in mutated if node in places))
 
 
-def seen_once(program: Program) -> tuple[int, ...]:
+def inputs_read_once(program: Program) -> tuple[int, ...]:
     """The positions of inputs whose storage only one node of the body reads, such as the statistics of a batch norm."""
     index, calls = program.index, CallEffects(program.graph_module, program.pure)
     storages = storages_of(index, calls, calls.effectful(program.graph))
@@ -57,30 +73,6 @@ def seen_once(program: Program) -> tuple[int, ...]:
         readers.setdefault(storages.find(i), set()).update(node.users)
     inputs = enumerate(program.graph.find_nodes(op="placeholder"))
     return tuple(place for place, node in inputs if len(readers[storages.find(index.number[node])]) <= 1)
-
-
-def may_write(program: Program) -> tuple[str, ...]:
-    """The names of the nodes of a body that mutate, or may do so when a module is set to training."""
-    calls = program.graph.find_nodes(op="call_module")
-    modules = (
-        node.name
-        for node in calls
-        if next(program.graph_module.get_submodule(str(node.target)).buffers(), None) is not None
-    )
-    return tuple(dict.fromkeys((*mutating_nodes(program.graph_module), *modules)))
-
-
-def effectful_nodes(program: Program, written_later: frozenset[str]) -> EffectfulNodes:
-    """The effectful nodes of a body; `written_later` are the nodes whose storage is mutated after it has run."""
-    nodes, effects = program.index.nodes, program.effects
-    # A module that is set to training later may use the RNG then.
-    calls = program.graph.find_nodes(op="call_module")
-    modules = (node.name for node in calls if may_use_rng(program.graph_module.get_submodule(str(node.target))))
-    draws = (nodes[number].name for number in effects.rng_nodes)
-    acting = frozenset(nodes[number].name for number in effects.effectful)
-    # An input that the body itself mutates must not be a copy.
-    mutated = (nodes[number].name for number in effects.mutated_inputs)
-    return EffectfulNodes(acting, frozenset((*draws, *modules)), written_later.difference(mutated))
 
 
 def traced_symbols(program: Program) -> TracedSymbols:

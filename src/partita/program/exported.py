@@ -22,8 +22,6 @@ from partita.analysis.nodes import ModuleStack, attribute_of, settle_stacks
 from partita.errors import SignatureError
 from partita.program._torch.guards import callers_take_guards, check_inputs, guards_of, set_guards
 
-__all__ = ["ExportRecord", "ModeKeepingProgram", "check_signature", "exported_graph", "following"]
-
 
 class ModeKeepingProgram(ExportedProgram):
     """An exported program that keeps its modes when decomposed, and whose module checks inputs without generated code.

@@ -20,8 +20,6 @@ from partita.analysis.nodes import container_items, value_of
 from partita.analysis.projections import takes_item
 from partita.program.program import Program
 
-__all__ = ["fingerprint"]
-
 
 def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
     """A short hash that identifies a program up to legal reordering and renaming."""

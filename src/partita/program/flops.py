@@ -16,8 +16,6 @@ from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.program._torch.saved_tensors import flops_of_call
 
-__all__ = ["Flops", "base_name", "without_memory"]
-
 
 class Flops:
     """The FLOPs of nodes; equal operators on equal shapes are counted once.

@@ -12,8 +12,6 @@ from partita._torch.operators.schemas import registers_hook
 from partita.analysis.index import Index
 from partita.analysis.op_effects.calls import CallEffects, storages_of
 
-__all__ = ["HookedTensor", "hooked_tensors"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

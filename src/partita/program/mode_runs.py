@@ -19,8 +19,6 @@ from partita.analysis.mode import AMBIENT, EVERY_SETTING, Block, Grad, Inference
 from partita.errors import ModeError
 from partita.program.program import Program
 
-__all__ = ["ModeRun", "mode_runs", "nested_mode_runs", "openers_of"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,6 @@ from partita._torch.operators.schemas import is_higher_order, signatures_of, sig
 from partita.analysis.nodes import find, imported
 from partita.errors import OptionError
 
-__all__ = ["Chosen", "Operator", "checked_operators", "plain_name"]
-
-
 #: An operator or overload, a Python function, a module class, or a name: "aten.mm", "vllm.unified_attention",
 #: "package.function", the name of a tensor method or of a module class.
 Operator: TypeAlias = Callable[..., Any] | type[nn.Module] | str

@@ -7,31 +7,32 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any, Never, final
+from typing import Any, Never, TypeVar, final
 
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis._torch.body_effects import propagate_effects
 from partita.analysis.effects import Effects, effects_of
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.modes import Modes, check_bodies, modes_of
-from partita.analysis.mutation import forget_mutations
+from partita.analysis.mutation import LaterUses, Mutations, mutations_before, mutations_of
 from partita.analysis.nodes import Neighbours, neighbours_of
-from partita.analysis.op_effects.calls import CallEffects, OpEffects
+from partita.analysis.op_effects.calls import CallEffects
+from partita.analysis.op_effects.terms import OpEffects
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError, UnknownNodeError
+from partita.program.annotations import propagate_annotations
 from partita.program.archives import load_exported
 from partita.program.exported import ExportRecord
 from partita.program.hooks import HookedTensor, hooked_tensors
 from partita.program.joint import Joint, checked_count, joint_of
 from partita.program.state_keys import UNMOVED, StateKeys
 
-__all__ = ["Program", "program_being_edited"]
+T = TypeVar("T")
 
 
 @final
@@ -72,7 +73,7 @@ class Program:
         self.is_body = body_of is not None
         #: The effects of calling each body; a program shares the table with its bodies.
         self._known_modules: dict[nn.Module, OpEffects] = {} if body_of is None else body_of._known_modules
-        forget_mutations(graph_module)
+        self._analyses: dict[Callable[[Program], Any], Any] = {}
 
     @classmethod
     def of(
@@ -130,7 +131,7 @@ class Program:
 
         With `knows_bodies`, the bodies are unchanged, and their known effects are reused.
         """
-        propagate_effects(self._graph_module, graph_module)
+        propagate_annotations(self._graph_module, graph_module)
         made = Program(
             graph_module,
             pure=self.pure | _trusted(pure),
@@ -163,7 +164,7 @@ class Program:
 
     def look_into(self, body: GraphModule) -> None:
         """Computes the effects of calling a body; called innermost first, deep nests need no deep recursion."""
-        CallEffects(self._graph_module, self.pure, self._known_modules).of_module(body)
+        self._calls().of_module(body)
 
     @property
     def graph(self) -> Graph:
@@ -239,6 +240,25 @@ class Program:
     def effects(self) -> Effects:
         """The order that side effects impose beyond data flow."""
         return effects_of(self.index, self._graph_module, pure=self.pure, known_modules=self._known_modules)
+
+    @cached_property
+    def mutations(self) -> Mutations:
+        """Which values are mutated, by which nodes."""
+        return mutations_of(self.index, self._calls())
+
+    def mutations_before(self, later: LaterUses) -> Mutations:
+        """The same for a body whose inputs are used after it has run."""
+        return mutations_before(self.index, self._calls(), later) if any(later) else self.mutations
+
+    def once(self, analysis: Callable[[Program], T]) -> T:
+        """The result of an analysis of this program, computed at the first request."""
+        if analysis not in self._analyses:
+            self._analyses[analysis] = analysis(self)
+        found: T = self._analyses[analysis]
+        return found
+
+    def _calls(self) -> CallEffects:
+        return CallEffects(self._graph_module, self.pure, self._known_modules)
 
     @cached_property
     def hooked_tensors(self) -> tuple[HookedTensor, ...]:

@@ -13,9 +13,6 @@ from partita.analysis.op_effects.calls import tensors_of
 from partita.analysis.tolerance import Tolerance
 from partita.program.program import Program
 
-__all__ = ["Followers", "effect_successors", "summation_tolerance", "uses_autocast"]
-
-
 #: The effect successors of each node.
 Followers: TypeAlias = Mapping[Node, Sequence[Node]]
 

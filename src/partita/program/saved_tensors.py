@@ -36,8 +36,6 @@ from partita.program._torch.saved_tensors import (
 from partita.program.flops import without_memory
 from partita.program.program import Program
 
-__all__ = ["Memory", "Origin", "SavedTensors", "SavingTrials", "bytes_in", "saved_tensors_of"]
-
 
 class Origin(Enum):
     """Where a storage comes from."""

@@ -6,9 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["UNMOVED", "StateKeys"]
-
-
 T = TypeVar("T")
 
 

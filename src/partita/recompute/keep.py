@@ -10,10 +10,9 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeAlias, final
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from partita._torch.dry_runs import Allowance
@@ -21,12 +20,12 @@ from partita._torch.operators.registry import OPERATORS, operator_names
 from partita._torch.operators.schemas import signatures_of
 from partita._torch.symbolic_shapes import hint_of
 from partita._torch.toggles import TOGGLES
-from partita.analysis.mutation import names_mutated
 from partita.analysis.nodes import imported, value_of
 from partita.errors import OptionError, RecomputeError
 from partita.program._torch.saved_tensors import allocated_tensors
 from partita.program.flops import Flops
 from partita.program.operator_choice import Chosen, Operator, checked_operators
+from partita.program.program import Program
 from partita.program.saved_tensors import SavingTrials
 from partita.regions import Region
 
@@ -105,8 +104,14 @@ class KeepNodes:
     def __call__(self, region: Region) -> Iterable[Node]:
         kept = [node for node in region.nodes if node.name in self._wanted]
         if len(kept) < len(self._wanted):
-            _check_node_names(self._wanted, region.nodes[0].graph)
+            region.surroundings().once(self._check_names)
         return kept
+
+    def _check_names(self, program: Program) -> None:
+        """Raises where the program has no node of that name: a misspelled one would silently keep nothing."""
+        names = {node.name for node in program.graph.nodes}
+        for name in sorted(self._wanted - names):
+            raise RecomputeError(f"no node is called {name!r}, so it cannot be kept{_hint(name, names)}")
 
     def __repr__(self) -> str:
         return f"KeepNodes({', '.join(map(repr, self.names))})"
@@ -157,7 +162,7 @@ class KeepAtMost:
 
 def keepable(region: Region) -> list[Node]:
     """The nodes of a region whose results can be kept: tensors that are not mutated."""
-    mutated = names_mutated(region.nodes)
+    mutated = region.surroundings().mutations.names_mutated(region.nodes)
     return [
         node
         for node in region.nodes
@@ -182,18 +187,6 @@ def _shown(operator: Operator) -> str:
     return repr(operator) if isinstance(operator, str) else str(getattr(operator, "__name__", operator))
 
 
-def _check_node_names(wanted: frozenset[str], graph: Graph) -> None:
-    """Raises where the graph has no node of that name: a misspelled one would silently keep nothing."""
-    key = (wanted, len(graph.nodes))
-    checked = _CHECKED_NAMES.setdefault(graph, set())
-    if key in checked:
-        return
-    names = {node.name for node in graph.nodes}
-    for name in sorted(wanted - names):
-        raise RecomputeError(f"no node is called {name!r}, so it cannot be kept{_hint(name, names)}")
-    checked.add(key)
-
-
 def _check_operator_names(names: Iterable[str]) -> None:
     """Raises where a name is in torch's own namespaces and does not exist.
 
@@ -207,10 +200,6 @@ def _check_operator_names(names: Iterable[str]) -> None:
         if module.split(".")[0] == "torch" and module in sys.modules and imported(plain) is None:
             near = (f"{module}.{known}" for known in dir(sys.modules[module]))
             raise OptionError(f"{module!r} has no {function!r}, so it cannot be kept{_hint(plain, near)}")
-
-
-#: The names that were found in a graph of so many nodes, checked once for all regions of a plan.
-_CHECKED_NAMES: WeakKeyDictionary[Graph, set[tuple[frozenset[str], int]]] = WeakKeyDictionary()
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -235,10 +224,7 @@ def _worth_keeping(region: Region, nodes: Iterable[Node]) -> dict[Node, _Savings
     A second run ends with the last tensor that autograd saves in the region: what comes later, and what is unused, is
     not recomputed for its own sake.
     """
-    graph = region.nodes[0].graph
-    known = _COSTS.get(graph)
-    if known is None:
-        known = _COSTS[graph] = _OperatorCosts(Flops(), _KeptBytes(), SavingTrials())
+    known = region.surroundings().once(_OperatorCosts.of)
     found = {
         node: _Savings(flops, known.bytes.of(node)) for node in nodes if node.users and (flops := known.flops.of(node))
     }
@@ -255,8 +241,9 @@ class _OperatorCosts(NamedTuple):
     bytes: _KeptBytes
     trials: SavingTrials
 
-
-_COSTS: WeakKeyDictionary[Graph, _OperatorCosts] = WeakKeyDictionary()
+    @staticmethod
+    def of(_: Program) -> _OperatorCosts:
+        return _OperatorCosts(Flops(), _KeptBytes(), SavingTrials())
 
 
 def _not_recomputed(region: Region, trials: SavingTrials) -> set[Node]:

@@ -18,20 +18,13 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from partita._torch.fake_sandbox import Tracing, tracing_now
-from partita.analysis.mutation import LaterUses, later_uses, saved_when_compiled
+from partita.analysis.mutation import LaterUses
 from partita.analysis.nodes import find
 from partita.errors import OptionError
 from partita.hops._torch.operator import BodyOperator, registered
+from partita.program.program import Program
 from partita.recompute._torch.keep import keep_scope
 from partita.recompute._torch.run import CheckpointOptions, run_kept_tagged, run_recomputed, run_tagged, tag_nodes
-
-__all__ = [
-    "TagActivationCheckpoint",
-    "WrapActivationCheckpoint",
-    "keep",
-    "tag_activation_checkpoint",
-    "wrap_activation_checkpoint",
-]
 
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
@@ -140,7 +133,8 @@ def _saved(body: Any) -> frozenset[Node]:
     """What a compiler must not recompute, since the inputs of the body are mutated, by itself or after it."""
     if not isinstance(body, GraphModule):
         return frozenset()
-    return frozenset(saved_when_compiled(tuple(body.graph.nodes), body.meta.get(_LATER, LaterUses())))
+    found = Program(body).mutations_before(body.meta.get(_LATER, LaterUses()))
+    return frozenset(node for node in body.graph.nodes if node.name in found.saved_when_compiled)
 
 
 def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
@@ -148,7 +142,10 @@ def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
 
     The body of a checkpoint is annotated with later uses of its inputs, since it tags its own nodes when it runs.
     """
-    for node in saved_when_compiled(tuple(gm.graph.nodes), later):
+    mutations = Program(gm).mutations_before(later)
+    for node in gm.graph.nodes:
+        if node.name not in mutations.saved_when_compiled:
+            continue
         operator = node.target
         if not isinstance(operator, BodyOperator):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -159,10 +156,10 @@ def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
             continue
         inputs = [placeholder.name for placeholder in body.graph.find_nodes(op="placeholder")]
         sources = {name: _nodes_in(operand) for name, operand in zip(inputs, operands, strict=False)}
-        uses = later_uses(node, sources, later)
+        uses = mutations.later_uses(node, sources)
         if isinstance(operator, _Checkpoint):
             known: LaterUses = body.meta.get(_LATER, LaterUses())  # Of another call of the same body.
-            body.meta[_LATER] = LaterUses(known.written | uses.written, known.read | uses.read)
+            body.meta[_LATER] = LaterUses(known.mutated | uses.mutated, known.read | uses.read)
         else:
             _tag_saved(body, uses)
 

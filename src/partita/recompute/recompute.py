@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, final
-from weakref import WeakKeyDictionary
+from typing import ClassVar, final
 
 import torch
 from torch import nn
@@ -18,36 +17,25 @@ from torch.fx import GraphModule, Node
 import partita.hops as hops
 from partita._torch.operators.schemas import Signature, registers_hook, signatures_of, signatures_of_method
 from partita._torch.toggles import ENTER_INFERENCE
-from partita.analysis._torch.body_effects import BodyEffects, annotate_effects, may_trace, saves_before_mutation
 from partita.analysis.functorch import is_inside_transform
 from partita.analysis.mode import Autocast
-from partita.analysis.mutation import (
-    later_mutators,
-    mutators_of,
-    names_mutated,
-    reads_of_mutated_inputs,
-    saved_when_compiled,
-    statistics_read_outside,
-)
+from partita.analysis.mutation import Mutations
 from partita.analysis.nodes import find, value_of
-from partita.analysis.op_effects.calls import CallEffects, mutated_classes, storages_of
-from partita.analysis.op_effects.modules import may_use_rng
 from partita.analysis.projections import takes_item
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.node_tags import next_graph_id
 from partita.plans.memory import SavedBytes, saved_bytes_of
 from partita.plans.treatment import Called, Site
-from partita.program.body_effects import effectful_nodes, may_write, written_inputs
+from partita.program.body_effects import body_effects
 from partita.program.program import Program
 from partita.program.saved_tensors import SavedTensors
+from partita.recompute._torch.checkpoint_plan import annotate_plan, checkpoint_plan
 from partita.recompute.keep import Keep, KeepNothing, gives_tensors, keepable
 from partita.recompute.operators import keep, wrap_activation_checkpoint
 from partita.regions import Partition, Region
 from partita.rewrite.operator_calls import OperatorCall, call_through
 from partita.rewrite.outline import CallModes, outlined
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
-
-__all__ = ["Recompute", "uses_own_generator"]
 
 _CHECKPOINT = OperatorCall(wrap_activation_checkpoint)
 #: Dynamo cannot trace autocast toggles in a subgraph of its graph, but it can trace operators.
@@ -85,16 +73,17 @@ class Recompute:
                     f"{_named(self.keep)} keeps {name!r}, which is not in region {region.name!r}; it may only "
                     "keep nodes of the region passed to it"
                 )
-        mutated = names_mutated(kept)
+        mutations = region.surroundings().mutations
+        mutated = mutations.names_mutated(kept)
         for node in kept:
             if node.name in mutated:
                 raise RecomputeError(
-                    f"{_named(self.keep)} keeps {node.name!r}, but {_mutation(node)}; keep another node, or mutate a "
-                    "copy"
+                    f"{_named(self.keep)} keeps {node.name!r}, but {_mutation(node, mutations)}; keep another "
+                    "node, or mutate a copy"
                 )
         # A compiler would recompute these from memory that was mutated in between.
-        needed = set(reads_of_mutated_inputs(region.nodes)).intersection(keepable(region))
-        return frozenset((*filter(gives_tensors, kept), *needed, *statistics_read_outside(region.nodes)))
+        needed = set(mutations.reads_of_mutated_inputs(region.nodes)).intersection(keepable(region))
+        return frozenset((*filter(gives_tensors, kept), *needed, *mutations.statistics_read_outside(region.nodes)))
 
     def treat_at(self, body: GraphModule, site: Site) -> Called:
         return self._treated(body, {node.name for node in self.kept(site.region)}, site)
@@ -114,7 +103,8 @@ class Recompute:
         The last may be nodes outside: a partitioner that recomputes a region chooses more nodes itself.
         """
         inside, everything = set(region.nodes), dict.fromkeys(region.nodes[0].graph.nodes)
-        must_save = saved_when_compiled(everything)
+        names = region.surroundings().mutations.saved_when_compiled
+        must_save = [node for node in everything if node.name in names]
         saved = (*self.kept(region), *region.outputs(), *(node for node in must_save if node in inside))
         outside = [node for node in must_save if node not in inside]
         mark = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE}
@@ -128,7 +118,6 @@ class Recompute:
         pure = () if site.program is None else site.program.pure
         program = Program(body, caller=site.caller, pure=pure)
         _check_body(program, site.region)
-        effectful = effectful_nodes(program, frozenset())
         # The body has no node for items of containers made elsewhere, and inference tensors are never saved.
         modes, number = program.modes, program.index.number
         kept = {
@@ -138,21 +127,18 @@ class Recompute:
         }
         module = _wrap_kept(program, kept) if kept else body
         module = wrap_modes(Program(module, caller=site.caller, pure=pure), _WRAPPED).graph_module
-        mutated: tuple[int | str, ...] = (
-            *written_inputs(program),
-            *_inputs_mutated_later(body, site.region, site.program),
-            *_mutated_state(module, program if site.program is None else site.program),
+        effects = body_effects(program)
+        plan = checkpoint_plan(
+            module,
+            effects,
+            mutated_inputs=(
+                *effects.mutated_inputs,
+                *_inputs_mutated_later(body, site.region, site.program),
+            ),
+            mutated_state=tuple(_mutated_state(module, program if site.program is None else site.program)),
+            is_complete=True,
         )
-        uses_rng = bool(effectful.draws) or _may_use_rng_in_training(module)
-        effects = BodyEffects(
-            may_write(program),
-            uses_rng,
-            mutated,
-            knows_written=True,
-            saves_before_mutation=saves_before_mutation(module),
-            may_trace=may_trace(module),
-        )
-        annotate_effects(module, effects)
+        annotate_plan(module, plan)
         return Called(module, _CHECKPOINT)
 
 
@@ -201,18 +187,8 @@ def _loses_history_when_kept(call: Node, root: GraphModule) -> bool:
     return any(target in (ENTER_INFERENCE, hops.wrap_with_inference_mode) for target in (call.target, *inside))
 
 
-def _may_use_rng_in_training(body: GraphModule) -> bool:
-    """Whether a module called in a body, or in a body that its operators run, uses an RNG in training mode."""
-    for part in body.modules():
-        for node in part.graph.find_nodes(op="call_module") if isinstance(part, GraphModule) else ():
-            module = part.get_submodule(str(node.target))
-            if not isinstance(module, GraphModule) and may_use_rng(module):
-                return True
-    return False
-
-
-def _mutation(node: Node) -> str:
-    names = mutators_of(node)
+def _mutation(node: Node, mutations: Mutations) -> str:
+    names = mutations.mutators_of(node)
     return f"{min(names)!r} mutates its memory" if names else "that node is an in-place operation"
 
 
@@ -245,7 +221,11 @@ def _wrap_kept(body: Program, kept: Collection[str]) -> GraphModule:
 def _inputs_mutated_later(body: GraphModule, region: Region, program: Program | None) -> tuple[int, ...]:
     """The positions of inputs of the body that may be mutated after the region has read them: these need copies."""
     sources = region.inputs()
-    mutated = {*later_mutators(sources, region.nodes), *_possible_aliases_mutated_later(region, sources, program)}
+    mutations = region.surroundings().mutations
+    mutated = {
+        *mutations.later_mutators(sources, region.nodes),
+        *_possible_aliases_mutated_later(region, sources, program),
+    }
     if not mutated:
         return ()
     names = {node.name for node in mutated}
@@ -258,64 +238,41 @@ def _inputs_mutated_later(body: GraphModule, region: Region, program: Program | 
 
 def _mutated_state(body: GraphModule, program: Program) -> Iterator[str]:
     """The names of parameters and buffers in the body that any node of the program may mutate."""
-    if program not in _MUTATED_STATE:
-        _MUTATED_STATE[program] = frozenset(map(id, program.effects.mutated_state))
-    mutated = _MUTATED_STATE[program]
+    mutated = program.once(_identities_of_mutated_state)
     for name, tensor in (*body.named_parameters(), *body.named_buffers()) if mutated else ():
         if id(tensor) in mutated:
             yield name
 
 
-#: The identities of mutated parameters and buffers, computed once for all regions of a program.
-_MUTATED_STATE: WeakKeyDictionary[Program, frozenset[int]] = WeakKeyDictionary()
+def _identities_of_mutated_state(program: Program) -> frozenset[int]:
+    return frozenset(map(id, program.effects.mutated_state))
 
 
 def _possible_aliases_mutated_later(
     region: Region, sources: tuple[Node, ...], program: Program | None
 ) -> Iterator[Node]:
     """Sources that may alias an input that is mutated later, since a caller may pass one tensor twice."""
-    found = None if program is None else _input_memory(program)
-    if program is None or found is None:
+    memory = frozenset[int]() if program is None else program.once(_caller_memory)
+    if program is None or not memory:
         return
-    inside, number = set(region.nodes), program.index.number
-    last = next((number[writer] for writer in reversed(found.writers) if writer not in inside), -1)
+    inside, places, classes = set(region.nodes), program.mutations.places, program.mutations.classes
+    names = {node.name for node in inside}
+    mutators = [found for one in memory if (found := program.mutations.mutators.get(one))]
+    last = max((place for found in mutators if (place := found.last_place(without=names)) is not None), default=-1)
     for source in sources:
-        if source in found.views:
-            readers = (number[node] for node in source.users if node in inside)
+        if classes[source.name] in memory:
+            readers = (places[node.name] for node in source.users if node in inside)
             if min(readers) < last:
                 yield source
 
 
-class _InputMemory(NamedTuple):
-    """The nodes that may be views of the caller's tensors, and those that mutate such memory, in order."""
-
-    views: frozenset[Node]
-    writers: tuple[Node, ...]
-
-
-#: Computed once for all regions of a program; None where no input is mutated.
-_INPUT_MEMORY: WeakKeyDictionary[Program, _InputMemory | None] = WeakKeyDictionary()
-
-
-def _input_memory(program: Program) -> _InputMemory | None:
-    if program not in _INPUT_MEMORY:
-        inputs = list(_user_inputs(program))
-        mutated = {program.index.nodes[number] for number in program.effects.mutated_inputs}
-        is_shared = len(inputs) > 1 and not mutated.isdisjoint(inputs)
-        _INPUT_MEMORY[program] = _memory_of(program, inputs) if is_shared else None
-    return _INPUT_MEMORY[program]
-
-
-def _memory_of(program: Program, inputs: list[Node]) -> _InputMemory:
-    index, effects = program.index, CallEffects(program.graph_module, program.pure)
-    acting = effects.effectful(index.graph)
-    storages = storages_of(index, effects, acting)
-    memory = {storages.find(index.number[node]) for node in inputs}
-    mutations = mutated_classes(index, storages, acting)
-    return _InputMemory(
-        frozenset(node for number, node in enumerate(index.nodes) if storages.find(number) in memory),
-        tuple(index.nodes[number] for number in sorted(mutations) if not memory.isdisjoint(mutations[number])),
-    )
+def _caller_memory(program: Program) -> frozenset[int]:
+    """The storage classes of the caller's tensors, if one of several is mutated."""
+    inputs = list(_user_inputs(program))
+    mutated = {program.index.nodes[number] for number in program.effects.mutated_inputs}
+    if len(inputs) < 2 or mutated.isdisjoint(inputs):
+        return frozenset()
+    return frozenset(program.mutations.classes[node.name] for node in inputs)
 
 
 def _user_inputs(program: Program) -> Iterator[Node]:

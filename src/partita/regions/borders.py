@@ -24,18 +24,6 @@ from partita.analysis.symbols import Dimension, Symbols
 from partita.program.program import Program
 from partita.solvers.quotient import ALONE, NOWHERE
 
-__all__ = [
-    "Border",
-    "Borders",
-    "Copies",
-    "Crossing",
-    "Item",
-    "borders_of",
-    "item_taken",
-    "settle_projections",
-    "settle_scalars",
-]
-
 
 class Item(NamedTuple):
     """One item of the container that a node returns."""

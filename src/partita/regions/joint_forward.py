@@ -16,8 +16,6 @@ from partita.program.program import Program
 from partita.regions.partition import Partition
 from partita.regions.region import Region
 
-__all__ = ["forward_alone", "forward_part"]
-
 
 def forward_alone(partition: Partition) -> tuple[Partition, Mapping[Node, Node]] | None:
     """The same regions in a program of the forward, and the original of each of its nodes.

@@ -16,8 +16,6 @@ from partita.regions.borders import Borders, Copies, borders_of, settle_projecti
 from partita.regions.region import Region
 from partita.solvers.quotient import ALONE, NOWHERE, Quotient, quotient
 
-__all__ = ["Partition", "cycle_error"]
-
 
 @final
 class Partition:
@@ -44,7 +42,7 @@ class Partition:
         keeps_item_regions: bool = False,
     ) -> None:
         self.program = program
-        self.regions = tuple(regions)
+        self.regions = tuple(region.of(program) for region in regions)
         self.reasons: Mapping[Node, str] = MappingProxyType(dict(reasons or {}))
         self.owner = _owners(program, self.regions)
         self.kept = settle_projections(self.owner, program, keeps_alone=keeps_item_regions)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self, TypeAlias, final
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from partita.errors import RegionError
-
-__all__ = ["ONLY_SWITCHES", "Reason", "ReasonKind", "Region"]
+from partita.program.program import Program
 
 #: Why a mode toggle is in no region.
 ONLY_SWITCHES = "it only switches a mode"
@@ -30,6 +29,8 @@ class Region:
     name: str
     nodes: tuple[Node, ...]
     label: Hashable = None
+    #: The program that a partition cuts into this and other regions; None for a region on its own.
+    program: Program | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         # torch.fx writes the name unescaped between quotes into the generated code.
@@ -55,6 +56,28 @@ class Region:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def of(self, program: Program) -> Region:
+        """The same region, of this program."""
+        if self.program is program:
+            return self
+        # Its name and nodes are known to be valid.
+        region = object.__new__(Region)
+        for name, value in (("name", self.name), ("nodes", self.nodes), ("label", self.label), ("program", program)):
+            object.__setattr__(region, name, value)
+        return region
+
+    def surroundings(self) -> Program:
+        """The program that it is a region of; for a region on its own, one made of its graph."""
+        if self.program is not None:
+            return self.program
+        owner = self.nodes[0].graph.owning_module
+        if not isinstance(owner, GraphModule):
+            raise RegionError(
+                f"region {self.name!r} is of a graph without a module; make a GraphModule of the graph, and a program "
+                "of that with Program.of"
+            )
+        return Program(owner)
 
     def inputs(self) -> tuple[Node, ...]:
         """The nodes outside whose values the region reads, in order of first use."""

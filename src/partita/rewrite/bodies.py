@@ -24,18 +24,6 @@ from partita.regions.partition import Partition
 from partita.rewrite.mode_nodes import ModeWriter
 from partita.rewrite.state import place
 
-__all__ = [
-    "PLAIN_BODY",
-    "Body",
-    "BodyStyle",
-    "bare_body",
-    "copy_mutated_inputs",
-    "meta_of_crossing",
-    "name_of_crossing",
-    "rebuilt",
-    "write_body",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class BodyStyle:

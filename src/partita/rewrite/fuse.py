@@ -26,8 +26,6 @@ from partita.rewrite.mode_nodes import ModeWriter
 from partita.rewrite.state import is_persistent, place
 from partita.solvers.quotient import ALONE, fused_order
 
-__all__ = ["FusedStyle", "fuse", "fused_body", "is_trivial", "mode_of_call", "names_module", "values_of_call"]
-
 
 @dataclass(frozen=True, slots=True)
 class FusedBody:

@@ -25,8 +25,6 @@ from partita.rewrite.fuse import values_of_call
 from partita.rewrite.inline import bound_arguments, returned_value
 from partita.rewrite.state import place, share_state
 
-__all__ = ["inline_call", "insert_call"]
-
 
 class InlineError(OptionError, AssertionError):
     """The node is no call of a body that can be inlined."""

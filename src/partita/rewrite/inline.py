@@ -26,8 +26,6 @@ from partita.rewrite.mode_nodes import ModeWriter, runs_body, setting_of
 from partita.rewrite.outline import with_bodies
 from partita.rewrite.state import is_persistent, module_like, place, share_state
 
-__all__ = ["bound_arguments", "inline", "returned_value"]
-
 
 def inline(program: Program | GraphModule | ExportedProgram, calls: Collection[str] | str | None = None) -> Program:
     """A new program with the bodies of these calls, by node name, in their place; of all bodies, at any depth, if None.

@@ -18,8 +18,6 @@ from partita.analysis.modes import only_argument
 from partita.errors import ModeError
 from partita.rewrite.operator_calls import OperatorCall
 
-__all__ = ["ModeWriter", "OperatorFamily", "operator_for", "runs_body", "setting_of"]
-
 #: Whose operators are written: Partita's, or torch's own, for programs that must load without Partita.
 OperatorFamily: TypeAlias = Literal["partita", "torch"]
 _BODY_POSITIONS: dict[Callable[..., Any], int] = {

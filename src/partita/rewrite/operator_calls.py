@@ -18,8 +18,6 @@ from partita.program._torch.guards import check_inputs
 from partita.program.program import Program
 from partita.rewrite.state import module_like, share_state
 
-__all__ = ["PLAIN_CALL", "OperatorCall", "call_through", "calling_modules", "only_call", "owned_inputs"]
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:

@@ -26,19 +26,6 @@ from partita.rewrite.mode_nodes import ModeWriter
 from partita.rewrite.operator_calls import PLAIN_CALL, call_through
 from partita.rewrite.state import is_persistent, module_like, place, share_state, unique_names
 
-__all__ = [
-    "EXPORT_STYLE",
-    "CallModes",
-    "OutlineStyle",
-    "Outlined",
-    "add_marks",
-    "gather",
-    "marked",
-    "outline",
-    "outlined",
-    "with_bodies",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OutlineStyle:

@@ -19,18 +19,6 @@ from partita.analysis.nodes import find
 from partita.errors import OptionError
 from partita.program.state_keys import StateKeys
 
-__all__ = [
-    "MovedByPart",
-    "StateNaming",
-    "is_persistent",
-    "module_like",
-    "name_state",
-    "place",
-    "rewrite_in_place",
-    "share_state",
-    "unique_names",
-]
-
 StateNaming = Literal["split", "original"]
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 _OWN_KEYS = frozenset(nn.Module().__dict__) | {

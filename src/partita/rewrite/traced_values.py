@@ -15,8 +15,6 @@ from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program
 
-__all__ = ["call_with", "can_carry_gradients", "has_value", "nodes_read", "sandbox_for", "value_read", "write_beside"]
-
 
 def sandbox_for(program: Program) -> FakeSandbox:
     """A sandbox for the nodes of `program`."""

@@ -24,8 +24,6 @@ from partita.rewrite.operator_calls import call_through
 from partita.rewrite.outline import EXPORT_STYLE, CallModes, outlined, with_bodies
 from partita.rewrite.state import MovedByPart, unique_names
 
-__all__ = ["WrapStyle", "wrap_modes"]
-
 #: Nests of more blocks than that are cut in half.
 _DEEP = 16
 

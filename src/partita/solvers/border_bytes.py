@@ -12,8 +12,6 @@ from typing import final
 from partita.solvers.few_parts import Steps
 from partita.solvers.relation import REFUSED, Relation
 
-__all__ = ["border_bytes", "moved_for_bytes"]
-
 _SWEEPS = 6
 #: The most units that are visited in all, so that a graph of a million takes seconds.
 _MOST_VISITS = 300_000

@@ -14,8 +14,6 @@ from typing import final
 
 from partita.solvers.relation import REFUSED, Relation, components, relation
 
-__all__ = ["Steps", "connected_parts", "cut_in_order", "deep_order", "few_steps", "grown_parts", "kept_parts"]
-
 #: How many vertices a search may visit for each unit, on average, before it is given up.
 _VISITS_PER_UNIT = 50
 _VISITS_ANYWAY = 2_000_000

@@ -10,8 +10,6 @@ from itertools import chain
 
 from partita.solvers.relation import components
 
-__all__ = ["ALONE", "NOWHERE", "Quotient", "fused_order", "quotient"]
-
 #: The owner of a node is a group (0 and up), `ALONE` (a vertex of its own) or `NOWHERE` (no vertex at all).
 ALONE, NOWHERE = -1, -2
 

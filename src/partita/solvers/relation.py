@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["NO_UNIT", "REFUSED", "Relation", "components", "earliest_levels", "latest_levels", "relation"]
-
 #: The unit of a node that is in none.
 NO_UNIT = -1
 

@@ -15,9 +15,6 @@ from torch.nn import functional
 
 from partita.testing.generator.state import ramp
 
-__all__ = ["BODIES", "Body"]
-
-
 #: The inputs of a body, by how many rows their tensors have.
 Inputs: TypeAlias = Callable[[int], tuple[Any, ...]]
 

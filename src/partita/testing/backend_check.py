@@ -31,8 +31,6 @@ from partita.testing.generator.draft import Case
 from partita.testing.laws.core import LawError
 from partita.treatments import Lower
 
-__all__ = ["BackendReport", "BrokenLaw", "check_backend"]
-
 
 def check_backend(
     backend: str | Backend, *, programs: int | Iterable[Case] = 5, bodies: Iterable[str] | None = None

@@ -15,9 +15,6 @@ from torch.nn import functional
 from partita.testing.generator.draft import Case
 from partita.testing.generator.state import ramp
 
-__all__ = ["CAPTURES", "Attention", "Buffered", "Casting", "Frozen", "Mixer", "Structured", "captured_case"]
-
-
 #: From a model and its arguments to a graph and the arguments of the graph.
 Route: TypeAlias = Callable[[nn.Module, tuple[Any, ...]], tuple[GraphModule, tuple[Any, ...]]]
 

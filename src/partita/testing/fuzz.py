@@ -31,9 +31,6 @@ from partita.testing.laws.mode_oracle import leaves_modes
 from partita.testing.laws.modes import EXPORTABLE, check_export_laws, check_mode_laws
 from partita.testing.laws.recompute import check_recompute_laws
 
-__all__ = ["Tally", "fuzz", "main"]
-
-
 _CHUNK = 50
 #: From this many programs on, the share of legal partitions, or of nests that are not refused, is significant.
 _ENOUGH = 200

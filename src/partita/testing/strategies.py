@@ -15,9 +15,6 @@ from partita.testing.generator.recipe import ALL, LARGEST_PICK, METADATA, Featur
 from partita.testing.generator.regions import LABEL_STYLES, Labelling, Labels, label
 from partita.testing.generator.steps.table import families_of, kinds_in
 
-__all__ = ["captured_programs", "labelled_programs", "labellings", "nests", "programs", "recipes"]
-
-
 _MOST_INPUTS = 5
 
 

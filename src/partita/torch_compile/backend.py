@@ -24,8 +24,6 @@ from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
 
-__all__ = ["backend", "digest_of_marks"]
-
 log = logging.getLogger(__name__)
 
 

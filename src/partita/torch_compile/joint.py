@@ -33,8 +33,6 @@ from partita.regions.joint_forward import forward_part
 from partita.rewrite.outline import marked
 from partita.torch_compile.joint_mutations import check_mutations, is_functionalized, not_partitioned
 
-__all__ = ["identity_of", "joint_partition"]
-
 #: From a joint graph, its inputs and torch's options, `num_fwd_outputs` among them, to a forward and a backward.
 Partitioner: TypeAlias = Callable[..., tuple[GraphModule, GraphModule]]
 

@@ -13,12 +13,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import viewed_node
-from partita.analysis.mutation import mutators_of
 from partita.analysis.op_effects.calls import CallEffects
 from partita.errors import RecomputeError
 from partita.program.program import Program
-
-__all__ = ["check_mutations", "is_functionalized", "not_partitioned"]
 
 
 def is_functionalized(program: Program) -> bool:
@@ -58,11 +55,8 @@ class _Halves:
         self.halves = (_positions(forward), _positions(backward))
         #: The numbers of the nodes that may mutate the memory of each node, in graph order.
         number = {node.name: place for place, node in enumerate(program.index.nodes)}
-        self._writes = {
-            node: sorted(number[name] for name in mutators_of(node))
-            for node in program.index.nodes
-            if mutators_of(node)
-        }
+        mutators = ((node, program.mutations.mutators_of(node)) for node in program.index.nodes)
+        self._writes = {node: sorted(map(number.__getitem__, names)) for node, names in mutators if names}
 
     def misplaced_mutations(self) -> Iterator[str]:
         """Every mutation happens once, in its own half."""

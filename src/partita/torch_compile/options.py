@@ -17,9 +17,6 @@ from partita.regions import Partition, Region
 from partita.torch_compile._torch.backends import backend_names, find_backend
 from partita.treatments import Call
 
-__all__ = ["BackendOptions", "Inner", "whole"]
-
-
 #: Compiles one part: from its graph and fake example inputs to a function with the graph's inputs and outputs.
 Inner: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 

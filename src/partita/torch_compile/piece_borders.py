@@ -19,8 +19,6 @@ from partita._torch.tensors import version_of
 from partita.lowering._torch.gradients import Edge, NoGradView, UnusedGradients, edges_of, links_between, no_grad_views
 from partita.lowering.dry_run import copy_of, memory_of, outputs_to_copy, unaliased_outputs
 
-__all__ = ["AliasedMutationError", "Border", "Bordered", "PieceCall", "border_of_graph", "edges_before", "snapshots_of"]
-
 
 class AliasedMutationError(Exception):
     """A piece mutates aliased memory, which copies cannot reproduce; the text says which."""
@@ -155,15 +153,15 @@ class PieceCall:
         """The same, for a piece that was compiled after its run, with a border for its own mutations."""
         return replace(self, compiled=snapshots_of((*self.args, *self.outputs)), own=own)
 
-    def own_mutations(self, *, seen_once: Collection[int]) -> Border:
-        """The border for arguments that the piece itself mutates; those at `seen_once` have no other reader."""
+    def own_mutations(self, *, read_once: Collection[int]) -> Border:
+        """The border for arguments that the piece itself mutates; those at `read_once` have no other reader."""
         places = self._mutated()
         holders = Counter(map(memory_of, self.args))
         for place in places:
             if holders[memory_of(self.args[place])] > 1:
                 raise AliasedMutationError(f"mutates argument {place}, which shares memory with another")
         unrecorded = [place for place in places if not self._is_recorded(place)]
-        alone = set(unrecorded).intersection(seen_once if self._needs_backward() else places)
+        alone = set(unrecorded).intersection(read_once if self._needs_backward() else places)
         mutated = tuple(place for place in places if place not in alone)
         for place in mutated:
             self._check_unaliased(place)

@@ -31,7 +31,7 @@ from partita.plans.treatment import (
     annotation_suffices,
     tolerance_of,
 )
-from partita.program.body_effects import seen_once, written_inputs
+from partita.program.body_effects import inputs_read_once, mutated_inputs
 from partita.program.program import Program
 from partita.rewrite.bodies import copy_mutated_inputs
 from partita.torch_compile._torch.backends import adopt_origin, own_tracing_context, sources_of
@@ -44,8 +44,6 @@ from partita.torch_compile.piece_borders import (
     edges_before,
     snapshots_of,
 )
-
-__all__ = ["DeferredTreatment", "compile_pieces"]
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ class _PieceCompiler(Interpreter):
             self._leave_uncompiled(str(n.target), body, reason or "has inputs made in inference mode")
             return self._run_piece(n, piece, args).outputs
         needs_backward = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if needs_backward and written_inputs(program := Program(body)):
+        if needs_backward and mutated_inputs(program := Program(body)):
             return self._run_and_compile(n, piece, program, args).outputs
         self._compile(n, body, args)
         forget_memos(self._mode)
@@ -110,13 +108,13 @@ class _PieceCompiler(Interpreter):
 
     def _run_and_compile(self, node: Node, piece: Piece, program: Program, args: list[Any]) -> PieceCall:
         """Runs a piece before compiling it, since the arguments it mutates decide how it is compiled."""
-        body, mutated = program.graph_module, written_inputs(program)
+        body, mutated = program.graph_module, mutated_inputs(program)
         with runs_fake(self._mode):
             before = [arg.clone() if place in mutated else arg for place, arg in enumerate(args)]
         call = self._run_piece(node, piece, args)
         forget_memos(self._mode)
         try:
-            own = call.own_mutations(seen_once=seen_once(program))
+            own = call.own_mutations(read_once=inputs_read_once(program))
             self._check_copies(own)
         except AliasedMutationError as error:
             self._leave_uncompiled(call.name, body, str(error))

@@ -18,8 +18,6 @@ from partita.rewrite.mode_nodes import OperatorFamily
 from partita.rewrite.operator_calls import only_call
 from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 
-__all__ = ["Call", "Mark", "Mode"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,6 @@ from torch.fx.node import map_arg
 
 from partita._torch.operators.registry import has_process_lifetime
 
-__all__ = ["ADDED_BY_EXPORT", "GraphWriter", "Names", "copy_meta", "identifier", "input_nodes", "map_nodes"]
-
-
 # Without these the public functions are used, which are slower.
 _NodeBase: Any = getattr(torch._C, "_NodeBase", None)
 _fx_map_arg: Callable[[Any, Callable[[Node], Any]], Any] | None = getattr(torch._C, "_fx_map_arg", None)

@@ -37,18 +37,6 @@ from partita._torch.operators.registry import (
     is_dual_level_open,
 )
 
-__all__ = [
-    "LazyModule",
-    "blank_module",
-    "exempt_from_dce",
-    "generate_code",
-    "lazy_module",
-    "make_lazy_again",
-    "restore_levels",
-    "take_inputs_in_a_list",
-]
-
-
 # Boxed calls, as by AOTAutograd: a graph takes its inputs in one list, which it clears, so that each input can be freed
 # after its last use.
 

@@ -20,8 +20,6 @@ from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.nn_modules import call_overrides
 from partita._torch.operators.registry import has_process_lifetime
 
-__all__ = ["body_key", "digest_of_body", "modules_key", "settings_of"]
-
 
 def body_key(body: GraphModule) -> Hashable | None:
     """The key, equal for bodies with the same code; None for a body that holds something that cannot be compared.

@@ -14,9 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita._torch.dry_runs import Allowance
 from partita._torch.fake_sandbox import TensorMetadata, fake_mode_of, map_tensors, tensors_in
 
-__all__ = ["Label", "OperatorRecorder", "RecordedCall", "Step", "labels_in"]
-
-
 _CAST = torch.ops.aten._to_copy.default
 _DETACH = torch.ops.aten.detach.default
 

@@ -14,24 +14,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph
 from torch.fx.node import _get_qualified_name, has_side_effect
 
-__all__ = [
-    "ENDS_OF_LEVELS",
-    "OPERATORS",
-    "STARTS_OF_LEVELS",
-    "SYM_SIZE",
-    "WRAP_WITH_SET_GRAD_ENABLED",
-    "Entered",
-    "close_dual_level",
-    "close_levels",
-    "count_levels",
-    "entered_by",
-    "entered_by_any",
-    "has_process_lifetime",
-    "is_dual_level_open",
-    "operator_names",
-    "qualified_names",
-]
-
 #: Dynamo leaves the code of this module to Python: it runs around bodies, of which a break has ended the graph.
 DYNAMO_SKIPS = True
 

@@ -18,25 +18,6 @@ from torch.jit._builtins import _find_builtin
 
 from partita._torch.operators.registry import has_process_lifetime
 
-__all__ = [
-    "HARMLESS",
-    "NO_DEFAULT",
-    "Argument",
-    "Signature",
-    "flattens_inputs",
-    "has_keywords",
-    "has_registered_effect",
-    "is_higher_order",
-    "may_return_container",
-    "mutated_nodes",
-    "nodes_by_target",
-    "returns_container",
-    "signatures_of",
-    "signatures_of_method",
-    "storage_key",
-    "viewed_node",
-]
-
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
 

@@ -23,7 +23,8 @@ from partita._torch.operators.schemas import (
 )
 from partita._torch.toggles import TOGGLES
 from partita.analysis.index import Index
-from partita.analysis.modes import AMBIENT, modes_of
+from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import modes_of
 from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
 from partita.analysis.op_effects.functions import rule_of_function, rule_of_method
 from partita.analysis.op_effects.modules import is_check, op_effects_of_module
@@ -42,8 +43,6 @@ from partita.analysis.op_effects.terms import (
     nodes_in_slots,
 )
 from partita.errors import MissingTargetError
-
-__all__ = ["CallEffects", "OpEffects", "Storages", "mutated_classes", "op_effects_of", "storages_of", "tensors_of"]
 
 
 def op_effects_of(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> OpEffects:
@@ -168,7 +167,7 @@ def _also_impure(rule: Rule) -> Rule:
 
 def _may_have_effects(rule: Rule, nodes: Iterable[Node]) -> bool:
     return not rule.is_quiet and (
-        rule.usual.is_effectful or rule.by_call is not None or (rule.out is not None and has_keywords(nodes))
+        rule.usual.is_effectful or rule.by_call is not None or bool(rule.out and has_keywords(nodes))
     )
 
 
@@ -176,7 +175,7 @@ def _may_alias(rule: Rule, nodes: Iterable[Node]) -> bool:
     return (
         bool(rule.usual.aliases or rule.usual.shares_state)
         or rule.by_call is not None
-        or (rule.out is not None and has_keywords(nodes))
+        or bool(rule.out and has_keywords(nodes))
     )
 
 

@@ -36,9 +36,6 @@ from partita.analysis.op_effects.terms import (
     argument,
 )
 
-__all__ = ["rule_of_function", "rule_of_method"]
-
-
 # Methods, which a graph knows by name only.
 
 
@@ -58,7 +55,7 @@ def rule_of_method(name: str) -> Rule:
     if not signatures:
         return Rule(UNKNOWN)
     # Tensor methods take no `out`.
-    rule = replace(rule_of_operator(signatures), out=None)
+    rule = replace(rule_of_operator(signatures), out=())
     return replace(rule, is_quiet=rule.by_call is None and not rule.usual.is_effectful)
 
 

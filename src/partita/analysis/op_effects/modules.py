@@ -11,8 +11,6 @@ from torch.nn import functional
 
 from partita.analysis.op_effects.terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, OpEffects, merged
 
-__all__ = ["is_check", "may_use_rng", "op_effects_of_module"]
-
 
 def op_effects_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> OpEffects:
     """The effects of a call of `module`, children included; `pure` may hold modules or their classes."""

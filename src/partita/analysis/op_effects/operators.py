@@ -10,18 +10,16 @@ from torch.fx import Node
 from partita._torch.operators.schemas import NO_DEFAULT, Argument, Signature
 from partita.analysis.op_effects.terms import EVERY, FIRST, OpEffects, Rule, Slot, argument, merged
 
-__all__ = ["rule_of_operator"]
-
 
 def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
     """The rule for a target that reaches one of these overloads."""
     # Where there is a choice, `out` overloads are reached by keyword only, which a rule sees call by call.
     plain = [s for s in signatures if not s.is_out] or signatures if len(signatures) > 1 else signatures
     usual = merged(map(_effects_of, plain))
-    out = "out" if len(signatures) > 1 else None
+    out = _out_keywords(signatures) if len(signatures) > 1 else ()
     switches = [_switches(signature) for signature in plain]
     if not usual.is_effectful or not all(switches):
-        return Rule(usual, is_quiet=not usual.is_effectful and out is None, out=out)
+        return Rule(usual, is_quiet=not usual.is_effectful and not out, out=out)
     off = _switched_off(usual, plain[0].name)
 
     def by_call(node: Node) -> OpEffects:
@@ -30,6 +28,13 @@ def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
         return _without_absent_statistics(usual, node)
 
     return Rule(usual, by_call, out=out)
+
+
+def _out_keywords(signatures: Sequence[Signature]) -> tuple[str, ...]:
+    """`out`, and the names that `out` overloads have for single results, such as `values` and `indices`."""
+    plain = {a.name for signature in signatures if not signature.is_out for a in signature.arguments}
+    written = [a.name for signature in signatures if signature.is_out for a in signature.arguments if a.mutated]
+    return tuple(dict.fromkeys(("out", *(name for name in written if name not in plain))))
 
 
 def _effects_of(signature: Signature) -> OpEffects:

@@ -9,26 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-__all__ = [
-    "ALIASES",
-    "ALIASING",
-    "EVERY",
-    "FENCES",
-    "FIRST",
-    "IMPURE",
-    "PURE",
-    "QUIET",
-    "UNKNOWN",
-    "OpEffects",
-    "Rule",
-    "Slot",
-    "argument",
-    "merged",
-    "nodes_in",
-    "nodes_in_slots",
-]
-
-
 #: An argument: its position (-1 where only a keyword reaches it) and its name.
 Slot = tuple[int, str]
 
@@ -80,15 +60,15 @@ class Rule:
     by_call: Callable[[Node], OpEffects] | None = None
     #: It has no effects, whatever its arguments are.
     is_quiet: bool = False
-    #: The keyword for a tensor to write the result into.
-    out: str | None = None
+    #: The keywords for tensors to write the result into.
+    out: tuple[str, ...] = ()
 
     def of(self, node: Node) -> OpEffects:
         """The effects of the call `node`."""
         effects = self.usual if self.by_call is None else self.by_call(node)
-        if self.out is not None and node.kwargs.get(self.out) is not None:
-            slot = (-1, self.out)
-            return replace(effects, mutates=(*effects.mutates, slot), aliases=(*effects.aliases, slot))
+        slots = [(-1, name) for name in self.out if node.kwargs.get(name) is not None] if node.kwargs else ()
+        if slots:
+            return replace(effects, mutates=(*effects.mutates, *slots), aliases=(*effects.aliases, *slots))
         return effects
 
 

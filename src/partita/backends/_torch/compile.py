@@ -15,19 +15,6 @@ from torch.fx import GraphModule, Node
 from partita.backends._torch.fake_inputs import compiling
 from partita.backends._torch.joint_partitioners import drop_forward_effects, plain_partition
 
-__all__ = [
-    "compile_ahead",
-    "compile_with_inductor",
-    "function_from_bytes",
-    "function_of_package",
-    "function_to_bytes",
-    "inductor_options",
-    "instructions",
-    "package_of",
-    "vectors",
-    "vectors_of_inductor",
-]
-
 
 def package_of(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> bytes:
     """AOTInductor's package of `body`, which takes and returns nothing but tensors."""

@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from partita._torch.modes import read_ambient, restore_after_error, restore_autocast
 from partita.errors import BackendError
 
-__all__ = ["LostDropout", "compiler_scope", "drops_all", "loses_dropout"]
-
 
 @contextmanager
 def compiler_scope() -> Iterator[None]:

@@ -9,19 +9,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = [
-    "SYMBOLIC",
-    "FakeInputs",
-    "compiling",
-    "mode_of",
-    "place_of_symbol",
-    "size_carrier",
-    "stand_ins",
-    "strides_of",
-    "unnamed_sizes",
-]
-
-
 #: The classes of symbolic numbers.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

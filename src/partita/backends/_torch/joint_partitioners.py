@@ -9,8 +9,6 @@ from torch.fx import GraphModule, Node
 
 from partita.backends._torch.support import is_random
 
-__all__ = ["drop_forward_effects", "is_any_recomputed", "let_inductor_take", "min_cut_partition", "plain_partition"]
-
 
 def min_cut_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
     """A forward and a backward that recomputes what is marked and what is cheap, to save few bytes for backward."""

@@ -18,17 +18,6 @@ from partita.backends._torch.compile_context import LostDropout, drops_all
 from partita.backends._torch.fake_inputs import mode_of
 from partita.errors import BackendError
 
-__all__ = [
-    "check_random_operators",
-    "has_meta_kernel",
-    "is_operator",
-    "is_random",
-    "name_of_operator",
-    "size_depends_on_data",
-    "value_depends_on_data",
-]
-
-
 log = logging.getLogger(__name__)
 
 

@@ -26,9 +26,6 @@ from partita._torch import toggles
 from partita.capture._torch.patching import Patch
 from partita.capture._torch.recorder import Recorder, Seen, current_recorder, listening_recorder
 
-__all__ = ["GradSwitch", "GradTrace", "follow_callers_grad", "mode_query_patches"]
-
-
 #: From the recorder, the actual mode and the arguments of the query, to the answer for the model.
 _Answer: TypeAlias = Callable[..., Any]
 

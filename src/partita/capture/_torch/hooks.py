@@ -13,8 +13,6 @@ from partita.capture._torch.patching import Patch
 from partita.capture._torch.recorder import listening_recorder
 from partita.errors import CaptureError
 
-__all__ = ["hook_patches"]
-
 
 def hook_patches() -> list[Patch]:
     """Patches of the methods that register a hook, which raise inside a model that is being captured."""

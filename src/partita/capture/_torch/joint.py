@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_map_only
 from partita._torch.modes import fresh_modes
 from partita.backends._torch.compile_context import LostDropout, compiler_scope
 
-__all__ = ["Arguments", "TracedJoint", "copy_outputs", "join_tied_state", "register_constants", "trace_joint"]
-
 
 @final
 class Arguments:

@@ -19,8 +19,6 @@ from partita._torch import toggles
 from partita.capture._torch.patching import Action, Patch, recorded_patch
 from partita.capture._torch.recorder import Recorder, listening_recorder
 
-__all__ = ["autocast_block_patches", "grad_block_patches", "inference_block_patches", "unscoped_toggle_patches"]
-
 
 def autocast_block_patches() -> list[Patch]:
     """Patches of the methods of autocast.

@@ -18,9 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita._torch.modes import read_ambient
 from partita.capture._torch.recorder import Seen, current_recorder, listening_recorder
 
-__all__ = ["Action", "Patch", "checkpoint_patches", "fill_tables", "node_patches", "patched", "recorded_patch"]
-
-
 _ABSENT = object()
 
 

@@ -32,9 +32,6 @@ from partita.capture._torch.mode_blocks import (
 from partita.capture._torch.patching import Patch, checkpoint_patches, fill_tables, node_patches, patched
 from partita.capture._torch.recorder import Recorder, current_recorder, recording
 
-__all__ = ["RegionPass", "export_recorded"]
-
-
 #: From a graph as it was traced, with toggles in it, and its signature, to those that torch's verifier accepts.
 RegionPass: TypeAlias = Callable[[GraphModule, ExportGraphSignature], tuple[GraphModule, ExportGraphSignature]]
 

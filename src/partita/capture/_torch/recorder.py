@@ -27,8 +27,6 @@ from partita._torch import toggles
 from partita._torch.operators.schemas import Argument, signatures_of
 from partita._torch.tensors import version_of
 
-__all__ = ["Constants", "Recorder", "Seen", "current_recorder", "is_only_traced", "listening_recorder", "recording"]
-
 
 @dataclass(frozen=True, slots=True)
 class Seen:

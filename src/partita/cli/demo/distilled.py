@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Distilled", "seeded"]
-
-
 WIDTH, CLASSES = 32, 10
 
 

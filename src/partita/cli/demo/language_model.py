@@ -12,9 +12,6 @@ from torch.fx import Node
 from partita.backends import Inductor
 from partita.cli.demo.model import WORDS, Decoder
 
-__all__ = ["seeded", "small_chip"]
-
-
 #: Operators without a kernel on the chip.
 _MISSING = {"scaled_dot_product_attention": "no kernel for attention", "rsqrt": "no table of roots"}
 _COMPILER = Inductor()

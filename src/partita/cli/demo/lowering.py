@@ -12,9 +12,6 @@ from partita.cli.demo.language_model import seeded, small_chip
 from partita.policies import ByCapability
 from partita.treatments import Lower
 
-__all__ = ["TITLE", "show"]
-
-
 TITLE = "A language model, compiled as far as a chip supports it"
 
 #: Where a C++ compiler is slow, or used for the first time, Inductor may take longer than a demo should.

@@ -6,9 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Decoder"]
-
-
 WORDS, WIDTH, HEADS = 97, 32, 4
 
 

@@ -22,9 +22,6 @@ from partita.cli.demo.distilled import seeded
 from partita.policies import ByMode
 from partita.treatments import Mode
 
-__all__ = ["TITLE", "show"]
-
-
 TITLE = "Nested no_grad and autocast blocks, out and back"
 
 

@@ -12,9 +12,6 @@ from partita.cli.demo.model import WORDS, Decoder
 from partita.policies import ByModule
 from partita.treatments import Recompute
 
-__all__ = ["TITLE", "show"]
-
-
 TITLE = "The transformer, trained with its blocks recomputed"
 
 _STEPS = 3

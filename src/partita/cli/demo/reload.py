@@ -7,8 +7,6 @@ import sys
 import partita
 from partita.cli.demo.distilled import seeded
 
-__all__ = ["main"]
-
 
 def main(path: str) -> int:
     """Compares the saved program with the model itself; the status is 1 if they differ."""

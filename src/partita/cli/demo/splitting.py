@@ -11,9 +11,6 @@ from partita.cli.demo.model import WORDS, Decoder
 from partita.policies import AroundOperators
 from partita.treatments import Call
 
-__all__ = ["TITLE", "show"]
-
-
 TITLE = "A transformer, cut around its attention"
 
 

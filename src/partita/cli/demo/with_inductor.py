@@ -12,8 +12,6 @@ from partita.cli.demo.language_model import seeded, small_chip
 from partita.policies import ByCapability
 from partita.treatments import Lower
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Compares the lowered model with the original; the status is 1 if they differ."""

@@ -12,9 +12,6 @@ from torch.fx.passes.split_module import split_module as torch_split
 from partita._torch.toggles import SET_GRAD
 from partita.compat.split_module import split_module
 
-__all__ = ["TITLE", "show"]
-
-
 TITLE = "Three graphs that torch's split_module gets wrong, silently"
 
 

@@ -11,8 +11,6 @@ from torch.fx import GraphModule
 
 from partita._torch.modes import read_ambient
 
-__all__ = ["cacheable", "is_cached", "modes_of_compiled_graphs"]
-
 
 def is_cached() -> bool:
     """Whether AOTAutograd will store what its compilers return, in its cache or in a file."""

@@ -34,8 +34,6 @@ from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.operators.schemas import nodes_by_target
 from partita.hops._torch.node_tags import TaggedInterpreter
 
-__all__ = ["KeptCall", "run_body", "trace_call"]
-
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
 

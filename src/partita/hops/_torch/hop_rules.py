@@ -18,8 +18,6 @@ from typing import Any, Protocol
 
 from partita.errors import OptionError
 
-__all__ = ["register_with_dynamo"]
-
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
 

@@ -12,8 +12,6 @@ from torch._higher_order_ops import wrap
 from torch.fx import Interpreter, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["SAVED", "TaggedInterpreter", "next_graph_id", "node_tags", "saving", "tagging"]
-
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
 

@@ -21,8 +21,6 @@ from partita.errors import OptionError
 from partita.hops._torch.body import KeptCall, run_body, trace_call
 from partita.hops._torch.hop_rules import register_with_dynamo
 
-__all__ = ["BodyOperator", "registered"]
-
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
 

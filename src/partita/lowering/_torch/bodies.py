@@ -18,8 +18,6 @@ from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita.errors import BrokenGraphError
 from partita.lowering._torch.containers import Container, Leaf, Shape, assembled
 
-__all__ = ["body_for_compiler"]
-
 
 def body_for_compiler(
     body: GraphModule,

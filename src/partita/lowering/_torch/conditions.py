@@ -14,9 +14,6 @@ from torch import Tensor
 from partita._torch.expressions import Expression, ExpressionError, Operation, Read, Symbol, evaluator, substituted
 from partita.program._torch.guards import functions_of_conditions, symbolic_expression
 
-__all__ = ["Check", "Place", "check_from", "conditions_of", "symbolic_places"]
-
-
 #: Whether a compiled function may be used for these inputs.
 Check: TypeAlias = Callable[[Sequence[Any]], bool]
 

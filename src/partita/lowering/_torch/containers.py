@@ -18,21 +18,6 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from partita.errors import BackendError
 
-__all__ = [
-    "LEAF",
-    "Container",
-    "Fixed",
-    "Leaf",
-    "Shape",
-    "assembled",
-    "has_tensors",
-    "items_of",
-    "leaf_count",
-    "leaves_of",
-    "read_leaves",
-    "shape_of",
-]
-
 
 @final
 @dataclass(frozen=True, slots=True)

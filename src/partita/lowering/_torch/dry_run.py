@@ -11,8 +11,6 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from partita.lowering._torch.containers import read_leaves
 
-__all__ = ["BodyRun", "run_on_fakes"]
-
 
 @final
 class BodyRun(NamedTuple):

@@ -14,22 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = [
-    "Edge",
-    "NoGradView",
-    "UnusedGradients",
-    "autograd_base",
-    "edges_of",
-    "has_history",
-    "hides_history",
-    "history_of",
-    "is_locked_view",
-    "links_between",
-    "links_of",
-    "no_grad_views",
-    "require_gradients",
-]
-
 
 def history_of(inputs: Sequence[Any]) -> list[Any]:
     """The `grad_fn` of each input that requires a gradient, or a leaf itself; mutation replaces it."""

@@ -20,9 +20,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.modes import read_ambient
 
-__all__ = ["GlobalState", "Guard", "is_intercepted", "profiler_runs", "read_global_state"]
-
-
 try:
     from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 except ImportError:

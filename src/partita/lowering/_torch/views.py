@@ -21,9 +21,6 @@ from partita._torch.operators.schemas import is_higher_order, storage_key
 from partita._torch.symbolic_shapes import is_unbacked, symbols_in
 from partita.lowering._torch.dry_run import BodyRun
 
-__all__ = ["Readable", "Reading", "numbers_for", "readable_from", "views_module"]
-
-
 #: A node and the keys by which a leaf is read from its result.
 Reading: TypeAlias = tuple[Node, tuple[Any, ...]]
 

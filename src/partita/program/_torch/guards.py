@@ -28,16 +28,6 @@ from partita._torch.expressions import (
 )
 from partita.errors import SignatureError
 
-__all__ = [
-    "callers_take_guards",
-    "check_inputs",
-    "functions_of_conditions",
-    "guards_of",
-    "set_guards",
-    "symbolic_expression",
-]
-
-
 #: A condition on the inputs, and its text in the error message.
 Condition = tuple[Expression, str]
 

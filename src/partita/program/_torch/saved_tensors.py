@@ -21,19 +21,6 @@ from partita._torch.modes import fresh_modes
 from partita._torch.operators.schemas import storage_key
 from partita._torch.symbolic_shapes import hint_of
 
-__all__ = [
-    "OperatorMonitor",
-    "allocated_tensors",
-    "around_hooks",
-    "but_for_traces",
-    "flops_of_call",
-    "flops_until_saved",
-    "hooks_at_work",
-    "intercept_saved_tensors",
-    "isolated_from_caller",
-    "returns_only_views",
-]
-
 #: Dynamo does not trace this module: its code runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
 

@@ -14,8 +14,6 @@ from torch.export import ExportedProgram
 
 from partita.errors import ArchiveError
 
-__all__ = ["load_trusted"]
-
 
 def load_trusted(file: Path) -> ExportedProgram:
     """The exported program in a file, which can run arbitrary code while it is loaded."""

@@ -19,9 +19,6 @@ from typing import BinaryIO
 
 from partita.errors import ArchiveError
 
-__all__ = ["Archive", "Kind", "kind_of", "open_archive", "open_file"]
-
-
 #: More members than any program has, and more text than any graph: a larger file is an attempt to exhaust memory.
 MOST_MEMBERS = 200_000
 MOST_TEXT_BYTES = 1 << 29

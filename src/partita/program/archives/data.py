@@ -15,9 +15,6 @@ from torch.fx import Graph, GraphModule
 
 from partita._torch.fx.graph_writer import ADDED_BY_EXPORT
 
-__all__ = ["LONGEST_NAME", "MOST_DOTS", "Data", "MalformedError", "NotDataError", "RefusedError"]
-
-
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
 MOST_VALUES = 20_000_000
 _MOST_LETTERS = 100_000

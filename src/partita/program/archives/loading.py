@@ -18,9 +18,6 @@ from partita.program.archives.container import Archive, Kind, kind_of, open_arch
 from partita.program.archives.data import Data, MalformedError, NotDataError, RefusedError
 from partita.program.archives.report import ArchiveReport, Member, Problem
 
-__all__ = ["inspect_archive", "load_exported"]
-
-
 _SHOWN = 5
 #: torch's own loader is not thread-safe.
 _LOCK = threading.RLock()

@@ -8,8 +8,6 @@ from typing import final
 
 from partita.program.archives.container import Kind
 
-__all__ = ["ArchiveReport", "Member", "Problem"]
-
 
 def shown(text: str) -> str:
     """A string from a file, quoted if it has control characters that a terminal would interpret."""

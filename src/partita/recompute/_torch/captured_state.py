@@ -21,20 +21,6 @@ from partita._torch.tensors import version_of, wants_gradients
 from partita.errors import RecomputeError
 from partita.program._torch.saved_tensors import around_hooks
 
-__all__ = [
-    "BodyState",
-    "CapturedLeaves",
-    "GradientFlags",
-    "TensorWatch",
-    "captured_tensors",
-    "holding",
-    "listed",
-    "refuse_generators",
-    "refuse_mutations",
-    "refuse_unrepeatable",
-    "snapshot_of",
-]
-
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
 

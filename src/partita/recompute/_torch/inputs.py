@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from partita._torch.operators.schemas import storage_key
 from partita._torch.tensors import StorageCopy, by_storage, has_memory, version_of, wants_gradients
-from partita.analysis._torch.body_effects import BodyEffects
 from partita.errors import RecomputeError
 from partita.program._torch.saved_tensors import hooks_at_work
 from partita.recompute._torch.captured_state import (
@@ -24,8 +23,7 @@ from partita.recompute._torch.captured_state import (
     refuse_mutations,
     snapshot_of,
 )
-
-__all__ = ["RunInputs", "is_trained", "named_tensors"]
+from partita.recompute._torch.checkpoint_plan import CheckpointPlan
 
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
@@ -52,7 +50,7 @@ class RunInputs:
     """
 
     def __init__(
-        self, state: BodyState, effects: BodyEffects | None, operands: tuple[Any, ...], keywords: Mapping[str, Any]
+        self, state: BodyState, plan: CheckpointPlan | None, operands: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
         arguments = named_tensors(operands, keywords)
         #: A body may mutate containers, so the first run gets those of the caller; afterwards they are released.
@@ -60,9 +58,9 @@ class RunInputs:
         leaves, self._structure = pytree.tree_flatten(self._first)
         self._leaves = [_Number(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._state = state
-        self._is_graph = effects is not None
-        self._is_planned = effects is not None and effects.knows_written
-        self._copies = InputCopies(effects, state, arguments, operands)
+        self._is_graph = plan is not None
+        self._is_planned = plan is not None and plan.is_complete
+        self._copies = InputCopies(plan, state, arguments, operands)
         self._unmutated: dict[int, UnmutatedInput] = {}
         self._is_handed_over = False
         self._hold(arguments)
@@ -140,10 +138,10 @@ class InputCopies:
     """
 
     def __init__(
-        self, effects: BodyEffects | None, state: BodyState, arguments: Mapping[str, Tensor], operands: tuple[Any, ...]
+        self, plan: CheckpointPlan | None, state: BodyState, arguments: Mapping[str, Tensor], operands: tuple[Any, ...]
     ) -> None:
-        self._known_mutated = _known_mutated(effects, state, operands)
-        is_known = effects is None or effects.knows_written or not effects.writers
+        self._known_mutated = _known_mutated(plan, state, operands)
+        is_known = plan is None or plan.is_complete or not plan.mutating
         groups = (
             {} if is_known and not self._known_mutated else by_storage((*arguments.values(), *state.tensors().values()))
         )
@@ -202,12 +200,12 @@ class InputCopies:
         return len(self._copies)
 
 
-def _known_mutated(effects: BodyEffects | None, state: BodyState, operands: tuple[Any, ...]) -> set[int]:
+def _known_mutated(plan: CheckpointPlan | None, state: BodyState, operands: tuple[Any, ...]) -> set[int]:
     """The storages that are known to be mutated; a function that is no graph must not mutate."""
-    if effects is None or not (effects.written or state.statistics):
+    if plan is None or not (plan.mutated_inputs or plan.mutated_state or state.statistics):
         return set()
-    names = {*effects.written, *state.statistics}
-    arguments = pytree.tree_leaves([operands[place] for place in effects.written if isinstance(place, int)])
+    names = {*plan.mutated_state, *state.statistics}
+    arguments = pytree.tree_leaves([operands[place] for place in plan.mutated_inputs])
     state_tensors = [slot.tensor for slot in state.slots if slot.name in names]
     return {storage_key(leaf) for leaf in (*arguments, *state_tensors) if isinstance(leaf, Tensor)}
 

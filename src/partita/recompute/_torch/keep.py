@@ -31,8 +31,6 @@ from partita.recompute._torch.keep_records import (
     was_cached,
 )
 
-__all__ = ["KeptResults", "keep_scope"]
-
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
 

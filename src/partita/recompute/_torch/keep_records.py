@@ -21,20 +21,6 @@ from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
 from partita.recompute._torch.inputs import is_trained
 
-__all__ = [
-    "AutocastCasts",
-    "MutationCopies",
-    "OperatorRecord",
-    "RngStates",
-    "allocates_result",
-    "cast_by",
-    "may_be_autocast",
-    "mutated_by",
-    "rng_state_restored",
-    "tensors_in",
-    "was_cached",
-]
-
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
 

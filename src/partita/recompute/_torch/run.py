@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from partita._torch.tensors import version_of
-from partita.analysis._torch.body_effects import BodyEffects, effects_of_body, saves_before_mutation
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.body import run_body
 from partita.hops._torch.node_tags import SAVED, next_graph_id, node_tags, saving, tagging
@@ -31,11 +30,10 @@ from partita.recompute._torch.captured_state import (
     refuse_generators,
     refuse_unrepeatable,
 )
+from partita.recompute._torch.checkpoint_plan import CheckpointPlan, plan_of_body, saves_before_mutation
 from partita.recompute._torch.inputs import RunInputs, named_tensors
 from partita.recompute._torch.keep import KeptResults
 from partita.recompute._torch.traced_steps import TracedStep, run_kept_in_step, traces_whole_step
-
-__all__ = ["CheckpointOptions", "run_kept_tagged", "run_recomputed", "run_tagged", "tag_nodes"]
 
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
@@ -118,21 +116,21 @@ def run_recomputed(
     """Runs `body`; its intermediate results are recomputed when the backward needs them."""
     if not torch.is_grad_enabled() or _cannot_recompute():
         return run_body(nullcontext(), body, operands, keywords)
-    effects, state = effects_of_body(body), BodyState(body)
+    plan, state = plan_of_body(body), BodyState(body)
     arguments = named_tensors(operands, keywords)
     tensors = {**arguments, **state.tensors()}
-    if effects is None:
+    if plan is None:
         values = (*operands, *keywords.values())
         refuse_unrepeatable(body, values)
         tensors |= captured_tensors(body, values)
     else:
         refuse_generators(operands)
-    inputs = RunInputs(state, effects, operands, keywords)
-    captured = None if effects is not None else CapturedLeaves(body, arguments.values())
-    runs = _Runs(body, effects, inputs, captured, options.context_fn)
+    inputs = RunInputs(state, plan, operands, keywords)
+    captured = None if plan is not None else CapturedLeaves(body, arguments.values())
+    runs = _Runs(body, plan, inputs, captured, options.context_fn)
     before = TensorWatch(tensors) if runs.may_mutate else None
     result = checkpoint(
-        runs, *inputs.hand_over(), *_device_markers(tensors.values()), **_checkpoint_arguments(options, effects, body)
+        runs, *inputs.hand_over(), *_device_markers(tensors.values()), **_checkpoint_arguments(options, plan, body)
     )
     if before is not None:
         inputs.after_first_run(before)
@@ -150,7 +148,7 @@ class _Runs:
     def __init__(
         self,
         body: Callable[..., Any],
-        effects: BodyEffects | None,
+        plan: CheckpointPlan | None,
         inputs: RunInputs,
         captured: CapturedLeaves | None,
         context_fn: ContextFunction | None,
@@ -161,9 +159,9 @@ class _Runs:
         self._kept = KeptResults()
         self._contexts = (_NOTHING, _NOTHING) if context_fn is None else _pair_of(context_fn())
         #: A body that was not analysed may mutate; norms in a graph do so in training mode.
-        self.may_mutate = effects is None or effects.needs_copies or inputs.has_copies
-        self._saves = SavedVersions(effects) if self.may_mutate else None
-        self._may_trace = effects is None or effects.may_trace
+        self.may_mutate = plan is None or plan.may_mutate or inputs.has_copies
+        self._saves = SavedVersions(plan) if self.may_mutate else None
+        self._may_trace = plan is None or plan.may_trace
         self._has_begun = False
 
     def __call__(self, *saved: Tensor) -> Any:
@@ -249,16 +247,12 @@ def _device_markers(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [torch.empty(0, device=device) for device in sorted(devices, key=str)]
 
 
-def _checkpoint_arguments(options: CheckpointOptions, effects: BodyEffects | None, body: Any) -> dict[str, Any]:
-    may_use_rng = effects is None or effects.may_use_rng
+def _checkpoint_arguments(options: CheckpointOptions, plan: CheckpointPlan | None, body: Any) -> dict[str, Any]:
+    preserves_rng = plan is None or plan.preserves_rng
     others = dict(options.others or {})
-    if (
-        effects.saves_before_mutation
-        if effects is not None
-        else isinstance(body, nn.Module) and saves_before_mutation(body)
-    ):
+    if plan.saves_before_mutation if plan is not None else isinstance(body, nn.Module) and saves_before_mutation(body):
         others.setdefault("early_stop", False)
-    return {"use_reentrant": False, "preserve_rng_state": options.preserve_rng_state and may_use_rng, **others}
+    return {"use_reentrant": False, "preserve_rng_state": options.preserve_rng_state and preserves_rng, **others}
 
 
 class SavedVersions:
@@ -268,8 +262,8 @@ class SavedVersions:
     run saves. Tensors are matched by their order, which is the same in both runs.
     """
 
-    def __init__(self, effects: BodyEffects | None) -> None:
-        self._effects = effects
+    def __init__(self, plan: CheckpointPlan | None) -> None:
+        self._plan = plan
         self._count = 0
         self._versions: list[int | None] = []
 
@@ -295,7 +289,7 @@ class SavedVersions:
         tensor = unpack(packed)  # The first of these recomputes the body.
         if self._versions[place : place + 1] in ([], [version_of(tensor)]):
             return tensor
-        mutator = "the body" if self._effects is None else f"one of the nodes {', '.join(self._effects.writers[:5])}"
+        mutator = "the body" if self._plan is None else f"one of the nodes {', '.join(self._plan.mutating[:5])}"
         raise RecomputeError(
             f"{mutator} mutates a tensor that the backward needs as it was; plain autograd refuses that too"
         )

@@ -26,8 +26,6 @@ from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
 from partita.hops._torch.body import run_body
 
-__all__ = ["TracedStep", "run_kept_in_step", "traces_whole_step"]
-
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
 

@@ -48,19 +48,6 @@ from partita.testing.generator.steps.table import (
     kinds_in,
 )
 
-__all__ = [
-    "NEST_KINDS",
-    "OUTPUT_KINDS",
-    "PLAIN_OUTPUT_KINDS",
-    "build",
-    "dump",
-    "random_case",
-    "random_crossing",
-    "random_nest",
-    "random_nest_recipe",
-    "random_recipe",
-]
-
 
 def random_case(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> Case:
     """The case of a seed, without hypothesis: some milliseconds each."""

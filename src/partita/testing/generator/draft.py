@@ -19,8 +19,6 @@ from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAS
 from partita.testing.generator.recipe import Picks
 from partita.testing.generator.state import ATTRIBUTES, State
 
-__all__ = ["EXITS", "Case", "Draft", "OpenBlock", "Steps", "UnfitError"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,6 @@ from partita.testing.generator.draft import Draft
 from partita.testing.generator.recipe import Input
 from partita.testing.generator.state import ramp
 
-__all__ = ["INPUT_KINDS", "PLAIN_INPUT_KINDS", "Arguments", "arguments_of", "in_order", "new_graph", "receive_inputs"]
-
-
 PLAIN_INPUT_KINDS = ("plain", "leaf")
 INPUT_KINDS = (
     *("plain", "leaf", "row", "same", "view", "leaf_view", "int", "float", "flag", "none"),

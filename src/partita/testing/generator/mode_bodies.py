@@ -23,8 +23,6 @@ from partita._torch.toggles import (
     SET_GRAD,
 )
 
-__all__ = ["MODE_BODIES"]
-
 
 def _body(write: Callable[[Graph, Node], Node], **modules: GraphModule) -> GraphModule:
     """A body that takes a matrix and returns one in a tuple; the graph can only be checked with its modules."""

@@ -8,20 +8,6 @@ from typing import TypeAlias, final
 
 from partita.errors import OptionError
 
-__all__ = [
-    "ALL",
-    "LARGEST_PICK",
-    "METADATA",
-    "Features",
-    "Input",
-    "Picks",
-    "Recipe",
-    "Step",
-    "random_pick",
-    "random_picks",
-]
-
-
 #: Small numbers with which a step chooses its operands and its form; 0 is the newest operand and the simplest form.
 Picks: TypeAlias = tuple[int, int, int, int]
 

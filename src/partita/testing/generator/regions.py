@@ -11,9 +11,6 @@ from torch.fx import Graph, Node
 
 from partita._torch.toggles import TOGGLES
 
-__all__ = ["LABEL_STYLES", "Labelling", "Labels", "label", "random_labelling", "random_labels"]
-
-
 #: For each node by name its region, or None where it is excluded.
 Labels: TypeAlias = dict[str, int | None]
 

@@ -14,23 +14,6 @@ from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.toggles import SET_GRAD
 from partita.testing.generator.mode_bodies import MODE_BODIES
 
-__all__ = [
-    "ATTRIBUTES",
-    "BUFFERS",
-    "State",
-    "branches",
-    "bump",
-    "clip_gradient",
-    "halve",
-    "halve_gradient",
-    "jitter",
-    "note",
-    "peel",
-    "ramp",
-    "replace_first",
-    "restore_persistence",
-]
-
 
 def ramp(*shape: int, phase: float = 0.0) -> Tensor:
     """Small values that differ from one another and need no random numbers."""

@@ -23,9 +23,6 @@ from partita.testing.generator.recipe import ALL
 from partita.testing.laws.core import LawError
 from partita.testing.laws.recompute import recomputed
 
-__all__ = ["COMPILABLE", "check_compiled_recompute_law"]
-
-
 #: What torch.compile takes in one graph, most of the time: no lists that are written, no numbers read from tensors (an
 #: operator's body cannot give them to others), no inference mode (torch fails at views there), nothing unknown.
 COMPILABLE = replace(ALL, containers=False, lists=False, items=False, inference=False, unknown=False, hooks=False)

@@ -28,8 +28,6 @@ from partita.testing.generator.draft import Case
 from partita.testing.generator.regions import Labels
 from partita.treatments import Call
 
-__all__ = ["LAWS", "LawError", "check_laws", "copies_of", "eliminate_dead_code", "equal", "hold"]
-
 
 class LawError(AssertionError):
     """A law does not hold for a case; the message says how to build the case."""

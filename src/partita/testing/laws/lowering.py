@@ -18,8 +18,6 @@ from partita.testing.generator.draft import Case
 from partita.testing.laws.core import LawError
 from partita.treatments import Lower
 
-__all__ = ["check_lower_laws", "is_allowed", "random_capability", "statistics_are_counted"]
-
 
 def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
     """Raises where the program differs once the backend has what `random_capability` gives it; else the plan.

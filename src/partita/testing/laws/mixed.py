@@ -19,8 +19,6 @@ from partita.testing.laws.mode_oracle import leaves_modes
 from partita.testing.laws.recompute import random_keep, random_partition
 from partita.treatments import Call, Lower, Mode, Recompute, Treatment
 
-__all__ = ["check_mixed_law", "random_mixture"]
-
 
 def check_mixed_law(case: Case, backend: str | Backend, seed: int) -> tuple[Plan, Program]:
     """Raises where the program differs once `random_mixture` is applied; else the plan and the result."""

@@ -31,20 +31,6 @@ from partita.program.program import Program
 from partita.testing.generator.draft import Case
 from partita.treatments import Mode
 
-__all__ = [
-    "ModeSubject",
-    "ObservedRun",
-    "bodies_of",
-    "bodies_of_call",
-    "graphs_in",
-    "leaves_modes",
-    "means_the_same",
-    "modes_seen",
-    "restoring_modes",
-    "text_of",
-    "wrapped",
-]
-
 
 @final
 @dataclass(frozen=True)

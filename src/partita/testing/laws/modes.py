@@ -47,9 +47,6 @@ from partita.testing.laws.mode_oracle import (
 )
 from partita.treatments import Mode
 
-__all__ = ["EXPORTABLE", "MODE_LAWS", "check_export_laws", "check_mode_laws"]
-
-
 #: What torch.export supports: no values that are read, no lists that are mutated, nothing unknown.
 EXPORTABLE = Features.only(
     *("overloads", "methods", "keywords", "modules", "attributes", "containers", "sizes", "views", "writes")

@@ -30,9 +30,6 @@ from partita.testing.laws.core import LawError
 from partita.testing.laws.lowering import is_allowed
 from partita.treatments import Call, Keep, KeepEverything, KeepExpensive, KeepNothing, Recompute, Treatment
 
-__all__ = ["check_recompute_laws", "random_keep", "random_partition", "random_recomputation", "recomputed"]
-
-
 #: How many roundings a sum in another order may be off, of the size of its largest gradient.
 _ROUNDINGS = 16
 

@@ -15,8 +15,6 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import storage_key
 
-__all__ = ["adopt_origin", "backend_names", "find_backend", "own_tracing_context", "sources_of"]
-
 
 def find_backend(name: str) -> Callable[..., Any] | None:
     """The backend that torch.compile knows under this name, or None."""

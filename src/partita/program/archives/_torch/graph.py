@@ -22,9 +22,6 @@ from partita.program.archives._torch.operators import LEVELS, NAMESPACES, SCALAR
 from partita.program.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
 from partita.program.archives.data import LONGEST_NAME, MOST_DOTS, Data
 
-__all__ = ["NAMED", "GraphReader", "annotations_of", "value_name"]
-
-
 _DEEPEST = 40
 #: How an argument is passed.
 _POSITIONAL, _KEYWORD = 1, 2

@@ -14,8 +14,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from partita.program.archives.data import Data
 
-__all__ = ["LEVELS", "NAMESPACES", "SCALAR_FUNCTIONS", "called_by", "operator_of"]
-
 
 def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
     """The operator that a name in a file denotes; `allowed` are more namespaces, or operators `space::name`.

@@ -28,9 +28,6 @@ from partita.program.archives._torch.trees import read_tree
 from partita.program.archives.data import Data
 from partita.program.exported import ModeKeepingProgram
 
-__all__ = ["SavedProgram"]
-
-
 #: The version of torch's schema that torch 2.11 and later write.
 _MAJOR_VERSION = 8
 #: A bound on torch's work for mutations: it scans all inputs and outputs for each of them.

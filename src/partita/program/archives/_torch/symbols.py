@@ -21,9 +21,6 @@ from torch.utils._traceback import CapturedTraceback
 from partita._torch.expressions import Expression, ExpressionError, Operation, Symbol, parsed
 from partita.program.archives.data import Data
 
-__all__ = ["Symbols", "read_device", "read_dtype", "stays_small"]
-
-
 #: The most letters and operations of a size, and the most terms after expansion.
 _MOST_LETTERS = 4_000
 _MOST_OPERATIONS = 120

@@ -12,9 +12,6 @@ from torch.utils import _pytree as pytree
 
 from partita.program.archives.data import Data
 
-__all__ = ["read_tree"]
-
-
 _DEEPEST = 100
 
 

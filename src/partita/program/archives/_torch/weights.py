@@ -15,9 +15,6 @@ from partita.program.archives._torch.symbols import read_device, read_dtype
 from partita.program.archives.container import Archive
 from partita.program.archives.data import Data, MalformedError, NotDataError
 
-__all__ = ["Weights"]
-
-
 #: Tensors may alias, so that together they seem larger than the file, but not by more than this.
 _MOST_TIMES = 16
 _MOST_BYTES_BEYOND = 1 << 28

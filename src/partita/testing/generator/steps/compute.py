@@ -12,9 +12,6 @@ from torch.nn import functional
 from partita.testing.generator.draft import Draft, Steps
 from partita.testing.generator.recipe import Picks
 
-__all__ = ["FUNCTIONS", "ITEMS", "KEYWORDS", "METHODS", "OVERLOADS", "SIZES"]
-
-
 aten = torch.ops.aten
 
 _UNARY: tuple[Callable[..., Any], ...] = (

@@ -11,9 +11,6 @@ from partita.testing.generator.draft import Draft, Steps
 from partita.testing.generator.recipe import Picks
 from partita.testing.generator.state import branches, replace_first
 
-__all__ = ["CONTAINERS", "LISTS"]
-
-
 aten = torch.ops.aten
 _getitem = operator.getitem
 

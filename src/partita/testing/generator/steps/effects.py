@@ -26,9 +26,6 @@ from partita.testing.generator.state import (
 )
 from partita.testing.generator.steps.memory import view_of
 
-__all__ = ["ATTRIBUTE_READS", "CHECKS", "HIGHER_ORDER", "HOOKS", "MODULES", "RANDOM", "UNKNOWN"]
-
-
 aten = torch.ops.aten
 
 

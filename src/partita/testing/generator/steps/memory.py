@@ -13,9 +13,6 @@ from partita.testing.generator.draft import Draft, Steps, UnfitError
 from partita.testing.generator.recipe import Picks
 from partita.testing.generator.state import BUFFERS
 
-__all__ = ["CROSSING_WRITES", "VIEWS", "WRITES", "view_of"]
-
-
 aten = torch.ops.aten
 
 

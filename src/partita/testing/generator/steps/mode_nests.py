@@ -25,9 +25,6 @@ from partita.testing.generator.recipe import LARGEST_PICK, Picks
 from partita.testing.generator.state import BUFFERS
 from partita.testing.generator.steps.memory import view_of
 
-__all__ = ["NESTED_WORK", "NESTS"]
-
-
 _DEEPEST = 8
 #: torch 2.13 warns of an absent cuda, but of none of these.
 _DEVICES = ("cpu", "cpu", "cpu", "xpu", "hpu")

@@ -10,9 +10,6 @@ from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAS
 from partita.testing.generator.draft import Draft, Steps, UnfitError
 from partita.testing.generator.recipe import Picks
 
-__all__ = ["AUTOCAST", "GRAD", "INFERENCE", "close_modes"]
-
-
 _DEEPEST = 3
 
 

@@ -19,9 +19,6 @@ from partita.testing.generator.steps.memory import CROSSING_WRITES, VIEWS, WRITE
 from partita.testing.generator.steps.mode_nests import NESTED_WORK, NESTS
 from partita.testing.generator.steps.modes import AUTOCAST, GRAD, INFERENCE
 
-__all__ = ["CROSSING_STEPS", "NEST_STEPS", "STEPS", "crossing_kinds", "families_of", "kinds_in"]
-
-
 #: The steps of all programs.
 STEPS: Steps = {
     **FUNCTIONS,

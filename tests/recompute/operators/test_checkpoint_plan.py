@@ -17,14 +17,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import partita
 from partita import Program, recompute
-from partita.analysis._torch.body_effects import BodyEffects, annotate_effects, effects_of_body, schema_effects
 from partita.policies import ByLabel, BySize
+from partita.recompute._torch.checkpoint_plan import CheckpointPlan, annotate_plan, plan_of_body
 from partita.testing.captured import Buffered
 from partita.treatments import Recompute
 
 ATEN = torch.ops.aten
 ADD_IN_PLACE = operator.iadd
-NOTHING = BodyEffects(writers=(), may_use_rng=False)
+NOTHING = CheckpointPlan(mutating=(), preserves_rng=False)
 
 
 def _body(target: Any, *args: Any, **kwargs: Any) -> GraphModule:
@@ -51,11 +51,11 @@ IN_PLACE = sorted({getattr(operator, name) for name in dir(operator) if name.sta
 @pytest.mark.parametrize("function", [one for one in IN_PLACE if one.__name__.startswith("i")], ids=str)
 def test_only_what_python_does_in_place_counts_as_writing(function: Any) -> None:
     plain = function in (operator.index, operator.inv, operator.invert)
-    assert bool(_facts(_body(function, 1)).writers) is not plain
+    assert bool(_plan(_body(function, 1)).mutating) is not plain
 
 
-def _facts(body: GraphModule) -> BodyEffects:
-    found = effects_of_body(body)
+def _plan(body: GraphModule) -> CheckpointPlan:
+    found = plan_of_body(body)
     assert found is not None
     return found
 
@@ -83,12 +83,12 @@ def test_a_buffer_that_counts_in_place_counts_once() -> None:
 
 
 def test_methods_and_functions_that_only_compute_write_and_draw_nothing() -> None:
-    assert effects_of_body(symbolic_trace(lambda x: x.sin().exp() + torch.tanh(x).neg())) == NOTHING
-    assert effects_of_body(make_fx(lambda x: x.sin().exp() + torch.tanh(x))(torch.ones(3))) == NOTHING
+    assert plan_of_body(symbolic_trace(lambda x: x.sin().exp() + torch.tanh(x).neg())) == NOTHING
+    assert plan_of_body(make_fx(lambda x: x.sin().exp() + torch.tanh(x))(torch.ones(3))) == NOTHING
 
 
 @pytest.mark.parametrize(
-    ("function", "writers"),
+    ("function", "mutating"),
     [
         (lambda x: x.sin_(), ("sin_",)),
         (lambda x: torch.sin(x, out=x), ("sin",)),
@@ -99,8 +99,8 @@ def test_methods_and_functions_that_only_compute_write_and_draw_nothing() -> Non
         (lambda x: torch.sin(x, out=None), ()),
     ],
 )
-def test_overloads_that_write_into_what_they_are_given_count_if_it_is_given(function: Any, writers: Any) -> None:
-    assert _facts(symbolic_trace(function)).writers == writers
+def test_overloads_that_write_into_what_they_are_given_count_if_it_is_given(function: Any, mutating: Any) -> None:
+    assert _plan(symbolic_trace(function)).mutating == mutating
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,39 @@ def test_overloads_that_write_into_what_they_are_given_count_if_it_is_given(func
     [
         lambda x: torch.dropout(x, 0.5, True),
         lambda x: x.bernoulli(0.5),
-        lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        lambda x: torch.ops.partita_test.untagged_noise(x),
     ],
 )
-def test_what_draws_or_may_hide_a_draw_counts_as_drawing(function: Any) -> None:
-    assert _facts(symbolic_trace(function)).may_use_rng
+def test_the_rng_state_is_preserved_where_an_operator_may_use_it(function: Any) -> None:
+    assert _plan(symbolic_trace(function)).preserves_rng
+
+
+@torch.library.custom_op("partita_test::untagged_noise", mutates_args=())
+def _untagged_noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * torch.ops.partita_test.untagged_noise(x.detach()))
+
+
+def test_a_custom_operator_without_the_tag_generates_the_same_numbers_again() -> None:
+    _untagged_noise.register_fake(torch.empty_like)
+    model, x = nn.Sequential(_Noisy(), _Noisy()), torch.randn(3, 4)
+    program = partita.capture(model, (x,))
+    module = partita.plan(program, BySize(parts=2), Recompute()).apply().module()
+
+    def gradients(function: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        return list(torch.autograd.grad(function(x).sum(), tuple(model.parameters())))
+
+    assert_bitwise(gradients(module), gradients(model))
 
 
 def test_the_input_of_a_symbolic_trace_that_writes_nothing_is_not_copied() -> None:
@@ -122,9 +150,16 @@ def test_the_input_of_a_symbolic_trace_that_writes_nothing_is_not_copied() -> No
     assert not counted.calls["clone"] + counted.calls["equal"]
 
 
-def test_a_call_of_a_module_may_do_anything() -> None:
-    graph = Graph()
-    assert schema_effects(graph.call_module("layer", (graph.placeholder("x"),))) == (True, True)
+def test_a_call_of_an_unknown_module_may_do_anything() -> None:
+    class Unknown(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    root, graph = nn.Module(), Graph()
+    root.layer = Unknown()
+    graph.output(graph.call_module("layer", (graph.placeholder("x"),)))
+    found = _plan(GraphModule(root, graph))
+    assert (found.mutating, found.preserves_rng) == (("layer",), True)
 
 
 # Edits --------------------------------------------------------------------------------------------------------------
@@ -148,7 +183,7 @@ def _drops(x: Tensor) -> Tensor:
 def test_a_body_by_hand_may_be_edited_between_calls() -> None:
     body = make_fx(_computes)(torch.ones(8))
     _gradient(lambda x: recompute.wrap_activation_checkpoint(body, x))
-    assert effects_of_body(body) == NOTHING
+    assert plan_of_body(body) == NOTHING
     _swap(body, ATEN.relu.default, ATEN.dropout.default, 0.5, True)
     assert torch.equal(_gradient(lambda x: recompute.wrap_activation_checkpoint(body, x)), _gradient(_drops))
 
@@ -172,26 +207,26 @@ def test_an_edit_inside_of_an_inner_body_is_seen() -> None:
     root = nn.Module()
     root.inner = inner
     body = GraphModule(root, graph)
-    assert effects_of_body(body) == NOTHING
+    assert plan_of_body(body) == NOTHING
     _swap(inner, ATEN.relu.default, ATEN.dropout.default, 0.5, True)
-    assert _facts(body).may_use_rng
+    assert _plan(body).preserves_rng
     body.inner = make_fx(_computes)(torch.ones(8))
-    assert effects_of_body(body) == NOTHING
+    assert plan_of_body(body) == NOTHING
 
 
 def test_what_was_noted_goes_with_an_edit_and_comes_back_with_its_undoing() -> None:
-    body, noted = _body(ATEN.add.Tensor, 1), BodyEffects((), may_use_rng=True, written=(0,))
-    annotate_effects(body, noted)
-    assert effects_of_body(body) == noted
+    body, noted = _body(ATEN.add.Tensor, 1), CheckpointPlan((), preserves_rng=True, mutated_inputs=(0,))
+    annotate_plan(body, noted)
+    assert plan_of_body(body) == noted
     _swap(body, ATEN.add.Tensor, ATEN.add.Tensor, 2)
-    assert effects_of_body(body) == NOTHING
+    assert plan_of_body(body) == NOTHING
     _swap(body, ATEN.add.Tensor, ATEN.add.Tensor, 1)
-    assert effects_of_body(body) == noted
+    assert plan_of_body(body) == noted
 
 
 def test_a_body_that_is_not_edited_is_looked_at_once() -> None:
     body = _body(ATEN.add.Tensor, 1)
-    assert effects_of_body(body) is effects_of_body(body)
+    assert plan_of_body(body) is plan_of_body(body)
 
 
 # Copies, pickles and rewrites -----------------------------------------------------------------------------------------
@@ -207,7 +242,9 @@ class _WrittenLater(nn.Module):
 
 def _noted(module: nn.Module) -> list[GraphModule]:
     """The bodies of an applied plan of which something was noted."""
-    return [one for one in module.modules() if isinstance(one, GraphModule) and "partita_recompute" in one.meta]
+    return [
+        one for one in module.modules() if isinstance(one, GraphModule) and "partita_annotation_checkpoint" in one.meta
+    ]
 
 
 def _of_label(node: Node) -> str | None:
@@ -225,12 +262,12 @@ def test_copies_and_pickles_know_what_is_written_later(copied: Any, is_called_be
         assert_bitwise(torch.autograd.grad(module(x, w).sum(), w), expected)
     again = copied(module)
     assert_bitwise(torch.autograd.grad(again(x, w).sum(), w), expected)
-    assert list(map(effects_of_body, _noted(again))) == list(map(effects_of_body, _noted(module)))
+    assert list(map(plan_of_body, _noted(again))) == list(map(plan_of_body, _noted(module)))
 
 
 def test_a_rewrite_of_modes_in_a_body_carries_what_is_known() -> None:
     program = partita.capture(Buffered(), (torch.randn(4, 6),))
     module = partita.plan(program, BySize(parts=3), Recompute()).apply().module()
-    found = list(map(effects_of_body, _noted(module)))
+    found = list(map(plan_of_body, _noted(module)))
     assert found
-    assert all(facts is not None and facts.knows_written for facts in found)
+    assert all(facts is not None and facts.is_complete for facts in found)
