@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 import partita
 
+#: Attributes of Python's own that look private.
+PYTHONS = {"_fields", "_getframe", "_replace"}
 SOURCE = Path(partita.__file__).parent
 LISTED = Path(__file__).with_suffix(".txt")
 
@@ -19,7 +25,8 @@ def found() -> set[str]:
     lines: set[str] = set()
     for tree in trees.values():
         lines.update(_touched(tree, own))
-    return lines
+    modules = {line for line in lines if any(other.startswith(f"{line}.") for other in lines)}
+    return lines - modules
 
 
 def listed() -> set[str]:
@@ -32,7 +39,7 @@ def _touched(tree: ast.Module, own: set[str]) -> Iterator[str]:
     inner: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (f"name {name}" for name in _imported(node) if _is_private(name))
+            yield from (f"name {_without_members(name)}" for name in _imported(node) if _is_private(name))
         elif isinstance(node, ast.Attribute) and node not in inner:
             inner.update(_chain(node))
             qualified = _qualified(node, names)
@@ -49,12 +56,6 @@ def _touched(tree: ast.Module, own: set[str]) -> Iterator[str]:
         for target in targets:
             if isinstance(target, ast.Attribute) and (qualified := _qualified(target, names)) is not None:
                 yield f"patch {qualified}"
-
-
-def _targets(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.Assign):
-        return node.targets
-    return [node.target] if isinstance(node, ast.AugAssign) else []
 
 
 def _own_names(tree: ast.Module) -> Iterator[str]:
@@ -110,7 +111,7 @@ def _qualified(node: ast.Attribute, names: dict[str, str]) -> str | None:
 def _attributes(node: ast.Attribute, own: set[str]) -> Iterator[str]:
     held: ast.expr = node
     while isinstance(held, ast.Attribute):
-        if _is_private(held.attr) and held.attr not in own:
+        if _is_private(held.attr) and held.attr not in own | PYTHONS and not hasattr(torch.ops.aten, held.attr):
             yield held.attr
         held = held.value
 
@@ -140,10 +141,20 @@ def _patched(node: ast.Call, names: dict[str, str]) -> Iterator[str]:
 
 
 def _without_members(name: str) -> str:
-    """The name as far as its first class or constant: what these have is theirs."""
-    parts = name.split(".")
-    stop = next((at for at, part in enumerate(parts) if part[:1].isupper() and at < len(parts) - 1), len(parts) - 1)
-    return name if parts[stop] == "_C" else ".".join(parts[: stop + 1])
+    """The name as far as the first thing that is no module: what a class or an object has comes with it."""
+    path, *parts = name.split(".")
+    for part in parts:
+        path = f"{path}.{part}"
+        if path not in sys.modules and not _is_module(path):
+            break
+    return path
+
+
+def _is_module(path: str) -> bool:
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _is_private(name: str) -> bool:
