@@ -20,6 +20,7 @@ PUBLIC = {
         "Program",
         "Region",
         "Tolerance",
+        "TrainEval",
         "Treatment",
         "capture",
         "capture_joint",
@@ -44,7 +45,7 @@ PUBLIC = {
         "BySize",
         "InForward",
         "Policy",
-        "Sequential",
+        "SplitAt",
     },
     "partita.treatments": {
         "Call",
@@ -55,6 +56,7 @@ PUBLIC = {
         "KeepNodes",
         "KeepNothing",
         "KeepOperators",
+        "LeaveEager",
         "Lower",
         "Mark",
         "Mode",
@@ -201,12 +203,15 @@ PUBLIC = {
         "wrap_with_set_grad_enabled",
     },
     "partita.capture": {
+        "TrainEval",
         "capture",
         "capture_joint",
     },
     "partita.torch_compile": {
+        "FramePlan",
         "backend",
         "joint_partition",
+        "plans",
     },
     "partita.testing": {
         "BackendReport",
@@ -255,6 +260,7 @@ PUBLIC = {
         "MissingLabelError",
         "MissingTargetError",
         "ModeError",
+        "NoMatchError",
         "OptionError",
         "PartitaError",
         "RecomputeError",

@@ -1,7 +1,7 @@
 """Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program means the same."""
 
 from partita import hops
-from partita.capture import capture, capture_joint
+from partita.capture import TrainEval, capture, capture_joint
 from partita.dissolve import dissolve
 from partita.equivalence import Comparison, Tolerance, compare, verify
 from partita.plans import Plan, Policy, Treatment, mode_tree, plan
@@ -9,6 +9,8 @@ from partita.program.fingerprint import fingerprint
 from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.rewrite import gather, inline, outline
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
@@ -18,6 +20,7 @@ __all__ = [
     "Program",
     "Region",
     "Tolerance",
+    "TrainEval",
     "Treatment",
     "capture",
     "capture_joint",

@@ -13,6 +13,7 @@ __all__ = [
     "MissingLabelError",
     "MissingTargetError",
     "ModeError",
+    "NoMatchError",
     "OptionError",
     "PartitaError",
     "RecomputeError",
@@ -39,6 +40,10 @@ class MissingTargetError(BrokenGraphError, AttributeError):
 
 class RegionError(PartitaError, ValueError):
     """A region is empty, overlaps another, or holds nodes that no region can hold."""
+
+
+class NoMatchError(PartitaError, LookupError):
+    """A policy selects nothing in a program."""
 
 
 class CycleError(PartitaError, RuntimeError):

@@ -934,3 +934,58 @@ def test_what_stands_around_the_call_of_a_delegate_can_be_fused_as_in_torch() ->
         body, inputs, outputs = fuser.fuse_as_graphmodule(module, nodes, "Body")
         found.append((body.code, [node.name for node in inputs], [node.name for node in outputs]))
     assert found[0] == found[1]
+
+
+# Effects, step by step -----------------------------------------------------------------------------------------------
+
+
+def _two_random(x: Tensor) -> tuple[Tensor, ...]:
+    first, second, other = torch.rand_like(x), torch.rand_like(x), x + 1
+    return first, second, other
+
+
+def _mutated_between(x: Tensor) -> tuple[Tensor, ...]:
+    copied = x * 1
+    mutated = copied.add_(1)
+    return copied.sin(), x.cos(), mutated
+
+
+@pytest.mark.parametrize(
+    ("function", "names"), [(_two_random, ("rand_like", "add")), (_mutated_between, ("add_", "cos"))]
+)
+def test_a_call_inserted_by_hand_keeps_the_order_of_effects(function: Any, names: tuple[str, ...]) -> None:
+    gm = symbolic_trace(function)
+    nodes = ours.topo_sort([node for node in gm.graph.nodes if node.name in names])
+    assert ours.validate_partition(nodes)
+    body, inputs, outputs = ours.fuse_as_graphmodule(gm, nodes, "Fused")
+    ours.insert_subgm(gm, body, inputs, outputs)
+    ours.erase_nodes(gm, nodes)
+    gm.recompile()
+    results = []
+    for one in (gm, function):
+        torch.manual_seed(0)
+        results.append(one(torch.zeros(2)))
+    assert all(map(torch.equal, *results))
+
+
+def test_a_call_without_a_place_between_effects_is_refused() -> None:
+    """The call needs `late`, which comes after the draw that must come after the call."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        first = torch.rand_like(x)
+        second = torch.rand_like(x)
+        late = x.cos()
+        return first, second, late * 2
+
+    gm = symbolic_trace(function)
+    nodes = [node for node in gm.graph.nodes if node.name in ("rand_like", "mul")]
+    before = str(gm.graph)
+    body, inputs, outputs = ours.fuse_as_graphmodule(gm, nodes, "Fused")
+    with pytest.raises(AssertionError, match="'rand_like_1' must run after it"):
+        ours.insert_subgm(gm, body, inputs, outputs)
+    assert str(gm.graph) == before
+    fused = ours.fuse_by_partitions(gm, [nodes])
+    torch.manual_seed(0)
+    found = fused(torch.ones(2))
+    torch.manual_seed(0)
+    assert all(map(torch.equal, found, function(torch.ones(2))))

@@ -9,10 +9,12 @@ import pytest
 import torch
 from tests.lowering.helpers import Counting, Failing, lowered, plan_of, region_of
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
 
+from partita import Program, plan
 from partita.errors import LoweringError
 from partita.lowering.variant_cache import LruTable
+from partita.policies import BySize
 from partita.treatments import Lower
 
 
@@ -110,3 +112,38 @@ def test_whether_written_inputs_share_memory_is_told_in_linear_time(monkeypatch:
     assert choice._overlap([*range(1000), 499], range(500))
     assert not choice._overlap([*range(1000), 500], range(500))
     assert Key.compared < 5000
+
+
+# What eager mode refuses, compiled code must not do -------------------------------------------------------------------
+
+
+def _doubles_a_leaf(x: Tensor) -> Tensor:
+    x.mul_(2)
+    return x.sin()
+
+
+def _adds_into_another_dtype(x: Tensor) -> Tensor:
+    mask = torch.empty_like(x, dtype=torch.bool)
+    torch.add(x, x, out=mask)
+    return mask
+
+
+def _mutates_an_expanded_tensor(x: Tensor) -> Tensor:
+    wide = x[0].expand(3, 4)
+    wide.add_(1)
+    return wide * 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("function", [_doubles_a_leaf, _adds_into_another_dtype, _mutates_an_expanded_tensor])
+def test_what_eager_mode_refuses_is_refused(function: Any, strict: bool) -> None:
+    program = Program.of(symbolic_trace(function))
+    decided = plan(program, BySize(parts=1), Lower("aot_eager", strict=strict))
+    module = decided.apply().module()
+    x = torch.ones(2, 4, requires_grad=function is _doubles_a_leaf)
+    with pytest.raises(RuntimeError) as expected:
+        function(x)
+    with pytest.raises(RuntimeError, match=str(expected.value)[:30]):
+        module(x)
+    assert torch.equal(x.detach(), torch.ones(2, 4))
+    assert not decided.failures  # The call was wrong, not the region.

@@ -14,7 +14,7 @@ from partita import Tolerance, capture, plan, verify
 from partita.backends import Eager
 from partita.errors import LoweringError, ModeError, OptionError, TreatmentError
 from partita.plans.failures import Failure
-from partita.policies import ByLabel, BySize, Sequential
+from partita.policies import ByLabel, BySize, SplitAt
 from partita.treatments import Lower
 
 
@@ -298,13 +298,19 @@ def test_a_failure_at_run_time_is_not_swallowed() -> None:
     assert not decided.failures
 
 
-def test_a_region_without_a_backend_runs_eagerly() -> None:
-    decided = plan_of(wave, Lower("inducktor"))
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_backend_that_does_not_exist_is_an_error_at_once(strict: bool) -> None:
+    with pytest.raises(OptionError, match="no backend is called 'inducktor'; try 'inductor'"):
+        Lower("inducktor", strict=strict)
+
+
+def test_a_region_whose_backend_is_gone_runs_eagerly() -> None:
+    treatment = Lower("eager")
+    object.__setattr__(treatment, "backend", "uninstalled")  # As from a pickle of another machine.
+    decided = plan_of(wave, treatment)
     x, y = torch.randn(3), torch.randn(3)
     assert torch.equal(decided.apply().module()(x, y), wave(x, y))
-    assert "no backend is called 'inducktor'; try 'inductor'" in decided.failures[0].reason
-    with pytest.raises(OptionError, match="no backend is called 'inducktor'"):
-        Lower("inducktor", strict=True)
+    assert "no backend is called 'uninstalled'" in decided.failures[0].reason
 
 
 def test_a_region_that_holds_a_refused_node_runs_eagerly() -> None:
@@ -332,7 +338,8 @@ def test_a_region_takes_one_mode() -> None:
 
     program = capture(mixed, (torch.randn(3),))
     with pytest.raises(ModeError, match="takes one mode a region"):
-        plan(program, BySize(parts=1), Lower("eager"))
+        plan(program, BySize(parts=1, modes_apart=False), Lower("eager"))
+    assert len(plan(program, BySize(parts=1), Lower("eager")).partition) == 2
 
 
 @pytest.mark.parametrize(
@@ -437,7 +444,7 @@ def test_regions_of_checks_and_sizes_alone_are_computed_where_they_are_read(back
 
     args = (torch.randn(3), torch.tensor(3))
     program = capture(Counted(), args)
-    after = plan(program, Sequential(lambda node: True), Lower(backend)).apply().module()
+    after = plan(program, SplitAt(lambda node: True), Lower(backend)).apply().module()
     found = after(*args)
     assert torch.equal(found[0], torch.arange(3) * 2)
     assert torch.equal(found[1], args[0] * 3)

@@ -51,12 +51,12 @@ def test_neighbours_share_a_region_if_asked(together: bool, expected: list[list[
 
 
 def test_without_a_chosen_operator_all_is_one_region() -> None:
-    assert parts(AroundOperators(torch.mm)(by_steps("sin", "cos"))) == [["sin", "cos"]]
+    assert parts(AroundOperators(torch.mm, allow_empty=True)(by_steps("sin", "cos"))) == [["sin", "cos"]]
 
 
 def test_small_runs_join_the_chosen_operator_whose_result_they_read() -> None:
     steps = ("sin", "exp", "cos", "tan", "cos", "exp", "sin")
-    assert parts(AroundOperators(torch.cos, smallest=2)(by_steps(*steps))) == [
+    assert parts(AroundOperators(torch.cos, min_size=2)(by_steps(*steps))) == [
         ["sin", "exp"],
         ["cos", "tan"],
         ["cos_1"],
@@ -180,7 +180,7 @@ def test_an_operator_is_chosen_under_each_of_its_names(target: Any, chosen: Any)
     ],
 )
 def test_another_operator_is_not_chosen(target: Any, other: Any) -> None:
-    assert len(AroundOperators(other)(_around(target))) == 1
+    assert len(AroundOperators(other, allow_empty=True)(_around(target))) == 1
 
 
 def _around(target: Any) -> Program:

@@ -104,10 +104,10 @@ def test_connected_regions_hold_nothing_that_data_does_not_connect() -> None:
 
 def test_small_regions_are_left_out_and_large_ones_cut() -> None:
     program = program_of(sandwich)
-    small = ByCapability(refuses("cos"), smallest=2)(program)
+    small = ByCapability(refuses("cos"), min_size=2)(program)
     assert parts(small) == [["exp", "add", "tan"]]
     assert small.reasons[program.node("sin")] == "its region 'refusal_0' is too small: 1 of at least 2 operators"
-    assert parts(ByCapability(lambda node: None, largest=2)(program)) == [["sin", "cos"], ["exp", "add"], ["tan"]]
+    assert parts(ByCapability(lambda node: None, max_size=2)(program)) == [["sin", "cos"], ["exp", "add"], ["tan"]]
 
 
 class Net(nn.Module):
@@ -123,10 +123,10 @@ class Net(nn.Module):
 
 def test_regions_without_enough_flops_are_left_out() -> None:
     program = partita.capture(Net(), (torch.ones(2, 4),))
-    few = ByCapability(refuses("sin.default"), smallest_flops=64, modes_apart=False)(program)
+    few = ByCapability(refuses("sin.default"), min_flops=64, modes_apart=False)(program)
     assert [[node.name for node in region.nodes if "matmul" in node.name] for region in few] == [["matmul"]]
     assert any("of at least 64 FLOPs" in reason for reason in few.reasons.values())
-    assert len(ByCapability(lambda node: None, smallest_flops=65, modes_apart=False)(program)) == 0
+    assert len(ByCapability(lambda node: None, min_flops=65, modes_apart=False)(program)) == 0
 
 
 def test_a_region_holds_one_mode_unless_asked() -> None:
@@ -230,9 +230,9 @@ def test_an_index_that_is_computed_is_not_pulled_before_itself() -> None:
         ({"takers": ()}, "at least one"),
         ({"takers": "inductr"}, "'inductor'"),
         ({"takers": OperatorSupport}, "is no capability"),
-        ({"smallest": 0}, "smallest is a number from 1 on"),
-        ({"largest": True}, "largest is a number from 1 on"),
-        ({"smallest": 3, "largest": 2}, "at least 3 and at most 2"),
+        ({"min_size": 0}, "min_size is a number from 1 on"),
+        ({"max_size": True}, "max_size is a number from 1 on"),
+        ({"min_size": 3, "max_size": 2}, "at least 3 and at most 2"),
         ({"connected": 1}, "connected is True or False"),
         ({"worthwhile": 1}, "function of a region"),
     ],
@@ -256,7 +256,7 @@ def test_a_refusal_function_that_raises_is_named_with_the_node() -> None:
 
 
 def test_a_plan_sums_up_what_is_left_out() -> None:
-    made = partita.plan(program_of(sandwich), ByCapability(refuses("cos", "tan"), smallest=2), Call())
+    made = partita.plan(program_of(sandwich), ByCapability(refuses("cos", "tan"), min_size=2), Call())
     assert made.summary() == (
         "2 nodes in 1 region, 3 outside\n"
         "1 node not worthwhile: 1 of at least 2 operators: sin 1\n"

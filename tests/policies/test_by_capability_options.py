@@ -47,19 +47,19 @@ def without(*names: str) -> Callable[[Region], list[Node]]:
 
 
 def test_large_regions_are_cut_between_groups() -> None:
-    found = parts(ByCapability(takes_all, together=[["sin", "cos_1"]], largest=2)(program_of(two_chains)))
+    found = parts(ByCapability(takes_all, together=[["sin", "cos_1"]], max_size=2)(program_of(two_chains)))
     assert ["sin", "cos_1"] in found
     assert max(map(len, found)) == 2
 
 
 def test_a_group_larger_than_the_largest_region_is_an_error_that_names_it() -> None:
-    crowded = ByCapability(takes_all, together=[["cos", "exp", "exp_1"]], largest=2)
-    with pytest.raises(OptionError, match=r"group of 3 operators, which begins at 'cos', but `largest` is 2"):
+    crowded = ByCapability(takes_all, together=[["cos", "exp", "exp_1"]], max_size=2)
+    with pytest.raises(OptionError, match=r"group of 3 operators, which begins at 'cos', but `max_size` is 2"):
         crowded(program_of(two_chains))
 
 
 def test_large_connected_regions_are_cut_into_connected_ones() -> None:
-    found = ByCapability(takes_all, connected=True, largest=2)(program_of(joined_chains))
+    found = ByCapability(takes_all, connected=True, max_size=2)(program_of(joined_chains))
     assert parts(found) == [["sin", "cos"], ["sin_1", "cos_1"], ["add", "exp"]]
 
 
@@ -70,7 +70,7 @@ def test_connected_regions_stay_connected_when_nodes_are_taken_out() -> None:
 
 def test_what_is_too_small_after_nodes_are_taken_out_is_left_out() -> None:
     program = program_of(joined_chains)
-    found = ByCapability(takes_all, smallest=3, worthwhile=without("add"))(program)
+    found = ByCapability(takes_all, min_size=3, worthwhile=without("add"))(program)
     assert parts(found) == [["sin", "sin_1", "cos", "cos_1"]]
     assert "is too small: 1 of at least 3 operators" in found.reasons[program.node("exp")]
 
@@ -202,7 +202,7 @@ def test_an_item_stays_together_as_what_makes_its_container() -> None:
         return values.sin() + places
 
     program = program_of(function)
-    assert parts(ByCapability(takes_all, together=[["getitem", "sin"]], largest=2)(program))[0][0] == "topk"
+    assert parts(ByCapability(takes_all, together=[["getitem", "sin"]], max_size=2)(program))[0][0] == "topk"
     refuses = ByCapability(lambda node: "no" if node.name == "sin" else None, together=[["getitem_1", "sin"]])
     reasons = {node.name: reason for node, reason in refuses(program).reasons.items()}
     assert reasons["topk"] == "it stays together with 'sin', which is refused by taken: no"
@@ -248,7 +248,7 @@ def by_group(**options: Any) -> Partition:
 
 def test_regions_that_need_each_other_for_a_size_are_cut_by_size_and_limits_hold() -> None:
     assert parts(by_group()) == [["gt", "index", "sin"], ["sym_size_int_1"], ["tanh", "exp"], ["cos"]]
-    assert parts(by_group(smallest=2)) == [["gt", "index", "sin"], ["tanh", "exp"]]
+    assert parts(by_group(min_size=2)) == [["gt", "index", "sin"], ["tanh", "exp"]]
     with pytest.raises(CycleError, match="groups that begin at 'sym_size_int_1'"):
         by_group(together=[["sym_size_int_1", "cos"]])
 
@@ -273,8 +273,8 @@ def options(draw: st.DrawFn, program: Program) -> dict[str, Any]:
     unwanted = draw(st.sets(st.sampled_from(names), max_size=4)) if names else set()
     return {
         "connected": draw(st.booleans()),
-        "largest": draw(st.none() | st.integers(4, 6)),
-        "smallest": draw(st.integers(1, 3)),
+        "max_size": draw(st.none() | st.integers(4, 6)),
+        "min_size": draw(st.integers(1, 3)),
         "together": [group for group in (chosen[:2], chosen[2:]) if group],
         "worthwhile": without(*unwanted) if draw(st.booleans()) else None,
     }
@@ -292,7 +292,7 @@ def test_all_options_hold_for_every_region(case: Case, data: st.DataObject) -> N
     items = {program.index.nodes[number] for number in program.projections}
     for region in partition:
         operators = [node for node in region.nodes if node not in items]
-        assert chosen["smallest"] <= len(operators) <= (chosen["largest"] or len(operators))
+        assert chosen["min_size"] <= len(operators) <= (chosen["max_size"] or len(operators))
         assert not chosen["connected"] or is_connected(region, chosen["together"])
         if chosen["worthwhile"] is not None:
             assert set(chosen["worthwhile"](region)) >= set(operators)

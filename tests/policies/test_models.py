@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 import partita
 from partita import Program
-from partita.policies import AroundOperators, ByModule, BySize, Sequential
+from partita.policies import AroundOperators, ByModule, BySize, SplitAt
 from partita.treatments import Call
 
 pytestmark = pytest.mark.models
@@ -128,10 +128,10 @@ def test_modules_become_regions(captured: Captured, policy: ByModule, names: lis
 
 @pytest.mark.parametrize(
     "policy",
-    [BySize(parts=4), BySize(operators=20), BySize(parameter_bytes=4096), Sequential(lambda node: "mul" in node.name)],
+    [BySize(parts=4), BySize(operators=20), BySize(parameter_bytes=4096), SplitAt(lambda node: "mul" in node.name)],
     ids=lambda policy: type(policy).__name__,
 )
-def test_runs_keep_the_bits(captured: Captured, policy: BySize | Sequential) -> None:
+def test_runs_keep_the_bits(captured: Captured, policy: BySize | SplitAt) -> None:
     plan = partita.plan(Program.of(captured[0]), policy, Call())
     assert len(plan.partition) > 3
     assert _same_bits(captured, plan)

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 import partita
 from partita import Partition, Program
 from partita.errors import CallbackError, OptionError
-from partita.policies import AroundOperators, ByAnnotation, ByLabel, ByModule, BySize, Sequential
+from partita.policies import AroundOperators, ByAnnotation, ByLabel, ByModule, BySize, SplitAt
 from partita.testing import Case, programs
 from partita.treatments import Call
 
@@ -31,22 +31,22 @@ def chain_of(count: int) -> Program:
     return program_of(write)
 
 
-# Sequential ------------------------------------------------------------------------------------------------------
+# SplitAt ------------------------------------------------------------------------------------------------------
 
 
 def test_sequential_opens_a_region_at_each_marked_node() -> None:
-    partition = Sequential(lambda node: node.name in ("sin_2", "sin_3"))(chain_of(5))
+    partition = SplitAt(lambda node: node.name in ("sin_2", "sin_3"))(chain_of(5))
     assert parts(partition) == [["sin", "sin_1"], ["sin_2"], ["sin_3", "sin_4"]]
     assert [region.name for region in partition] == ["part_0", "part_1", "part_2"]
 
 
 def test_sequential_makes_no_empty_region_before_a_marked_first_node() -> None:
-    assert parts(Sequential(lambda node: node.name == "sin")(chain_of(2))) == [["sin", "sin_1"]]
+    assert parts(SplitAt(lambda node: node.name == "sin")(chain_of(2))) == [["sin", "sin_1"]]
 
 
 def test_sequential_asks_once_per_operator_in_graph_order() -> None:
     asked: list[str] = []
-    Sequential(lambda node: asked.append(node.name))(chain_of(3))
+    SplitAt(lambda node: asked.append(node.name))(chain_of(3))
     assert asked == ["sin", "sin_1", "sin_2"]
 
 
@@ -58,7 +58,7 @@ def test_a_marked_mode_toggle_cuts_and_belongs_to_no_region() -> None:
         graph.call_function(torch._C._set_grad_enabled, (True,))
         return graph.call_function(torch.exp, (x,))
 
-    partition = Sequential(lambda node: node.target is torch._C._set_grad_enabled)(program_of(write))
+    partition = SplitAt(lambda node: node.target is torch._C._set_grad_enabled)(program_of(write))
     assert parts(partition) == [["sin"], ["cos"], ["exp"]]
     assert set(partition.reasons.values()) == {"it only switches a mode"}
 
@@ -69,7 +69,7 @@ def test_items_of_containers_follow_the_container() -> None:
         first, second = (graph.call_function(operator.getitem, (pieces, at)) for at in (0, 1))
         return graph.call_function(torch.add, (first, second))
 
-    assert parts(Sequential(lambda node: True)(program_of(write))) == [["chunk", "getitem", "getitem_1"], ["add"]]
+    assert parts(SplitAt(lambda node: True)(program_of(write))) == [["chunk", "getitem", "getitem_1"], ["add"]]
 
 
 # BySize ----------------------------------------------------------------------------------------------------------
@@ -116,14 +116,14 @@ def test_an_operator_above_the_limit_opens_its_own_region(capture: Callable[[nn.
 # All of them -----------------------------------------------------------------------------------------------------
 
 POLICIES = (
-    Sequential(lambda node: len(node.name) % 3 == 0),
+    SplitAt(lambda node: len(node.name) % 3 == 0),
     BySize(operators=3),
     BySize(parts=3),
     BySize(parameter_bytes=64),
-    AroundOperators((torch.add, torch.mul, operator.add, "relu", nn.Linear, "sin")),
-    AroundOperators(("aten.add", "aten.cos"), alone=False, smallest=2),
-    ByAnnotation("group"),
-    ByModule("part.*"),
+    AroundOperators((torch.add, torch.mul, operator.add, "relu", nn.Linear, "sin"), allow_empty=True),
+    AroundOperators(("aten.add", "aten.cos"), alone=False, min_size=2, allow_empty=True),
+    ByAnnotation("group", allow_empty=True),
+    ByModule("part.*", allow_empty=True),
 )
 
 
@@ -167,7 +167,7 @@ def test_policies_are_equal_by_what_they_say() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [ByLabel(lambda node: 1 / 0), Sequential(lambda node: 1 / 0), ByModule(lambda path: 1 / 0)],
+    [ByLabel(lambda node: 1 / 0), SplitAt(lambda node: 1 / 0), ByModule(lambda path: 1 / 0)],
 )
 def test_a_function_that_raises_is_reported_with_the_node(policy: Callable[[Program], Partition]) -> None:
     program = Program.of(symbolic_trace(Tied()))
@@ -179,7 +179,7 @@ def test_a_function_that_raises_is_reported_with_the_node(policy: Callable[[Prog
     "wrong",
     [
         lambda: ByLabel("stage"),  # type: ignore[arg-type]
-        lambda: Sequential(None),  # type: ignore[arg-type]
+        lambda: SplitAt(None),  # type: ignore[arg-type]
         lambda: BySize(),
         lambda: BySize(operators=2, parts=2),
         lambda: BySize(operators=0),
@@ -187,7 +187,7 @@ def test_a_function_that_raises_is_reported_with_the_node(policy: Callable[[Prog
         lambda: BySize(parts=True),
         lambda: AroundOperators(()),
         lambda: AroundOperators(3),  # type: ignore[arg-type]
-        lambda: AroundOperators(torch.add, smallest=0),
+        lambda: AroundOperators(torch.add, min_size=0),
         lambda: AroundOperators(torch.add, alone="yes"),  # type: ignore[arg-type]
         lambda: ByModule(),
         lambda: ByModule(""),
@@ -209,7 +209,7 @@ def test_options_are_checked_on_construction(wrong: Callable[[], object]) -> Non
         ByAnnotation("group"),
         ByModule("layers.*"),
         BySize(operators=50),
-        Sequential(lambda node: node.target is torch.mul),
+        SplitAt(lambda node: node.target is torch.mul),
     ],
     ids=lambda policy: type(policy).__name__,
 )

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from partita import Policy, Program, Treatment, plan
-from partita.policies import AroundOperators, ByLabel, ByMode, ByModule, BySize, Sequential
+from partita.policies import AroundOperators, ByLabel, ByMode, ByModule, BySize, SplitAt
 from partita.treatments import Call, Mode
 
 #: As torch.export writes a program down, or with mutations as outputs, which is what decomposing gives.
@@ -281,7 +281,7 @@ CUTS: Mapping[str, tuple[Policy, Treatment]] = {
     "by module": (ByModule(depth=1), Call()),
     "by mode": (ByMode(), Mode()),
     "mixed modes": (BySize(parts=2), Mode()),
-    "in sequence": (Sequential(lambda node: node.target is LINEAR), Call()),
+    "in sequence": (SplitAt(lambda node: node.target is LINEAR), Call()),
     "around layers": (AroundOperators(LINEAR), Call()),
     "by label": (ByLabel(_label), Call()),
 }

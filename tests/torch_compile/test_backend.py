@@ -20,7 +20,7 @@ from partita import Partition, Program, Region
 from partita._torch.fx.lazy_graph_module import LazyModule
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import CycleError, OptionError
-from partita.policies import AroundOperators, ByCapability, ByLabel, ByModule, BySize, Sequential
+from partita.policies import AroundOperators, ByCapability, ByLabel, ByModule, BySize, SplitAt
 from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
 from partita.torch_compile import backend
 from partita.treatments import Call, Lower, Recompute
@@ -89,7 +89,7 @@ def test_policies_of_every_kind_cut_the_graph() -> None:
 
     policies = {
         "label": (ByLabel(_stage), 2),
-        "sequential": (Sequential(lambda node: node.target == "relu"), 2),
+        "sequential": (SplitAt(lambda node: node.target == "relu"), 2),
         "around": (AroundOperators(torch._C._nn.linear), 4),
         "size": (BySize(parts=3), 3),
     }
@@ -222,7 +222,7 @@ def test_an_input_that_inductor_returns_as_output_is_not_written() -> None:
 
     x = torch.randn(4)
     before = x.clone()
-    cut_before_write = Sequential(lambda node: node.target == "mul_")
+    cut_before_write = SplitAt(lambda node: node.target == "mul_")
     with torch.no_grad():
         result = compiled(accumulate, policy=cut_before_write, inner="inductor")(x)
     assert torch.equal(x, before)

@@ -150,11 +150,11 @@ def test_the_options_of_the_policy_hold() -> None:
 
     x = torch.randn(4)
     small = Recorder()
-    result = compiled(model, policy=ByCapability(without("cumsum"), smallest=2), inner=small)(x)
+    result = compiled(model, policy=ByCapability(without("cumsum"), min_size=2), inner=small)(x)
     assert called(small.parts) == [["cos", "exp", "tan"]]
     cut = Recorder()
     torch.compiler.reset()
-    assert torch.equal(compiled(model, policy=ByCapability(without("cumsum"), largest=2), inner=cut)(x), result)
+    assert torch.equal(compiled(model, policy=ByCapability(without("cumsum"), max_size=2), inner=cut)(x), result)
     assert called(cut.parts) == [["sin"], ["cos", "exp"], ["tan"]]
     assert torch.equal(result, model(x))
 

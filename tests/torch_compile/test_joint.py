@@ -545,3 +545,86 @@ def test_functionalized_mutations_of_both_halves_are_partitioned() -> None:
         MutatingAnInputLate.apply, nop, nop, partition_fn=partitioner, keep_inference_input_mutations=True
     )
     assert _same(_mutating_step(compiled), _mutating_step(MutatingAnInputLate.apply))
+
+
+# Buffers that the forward updates at its end -------------------------------------------------------------------------
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.full((1,), 0.3))
+
+
+class _ReadsAfter(_Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.weight * x
+        self.count.add_(1)
+        return hidden * self.count
+
+
+class _ReadsBefore(_Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.count.sin()
+        hidden = self.weight * x
+        self.count.add_(1)
+        return hidden * scale
+
+
+class _ReadsBetween(_Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, first = self.weight * x, self.count.view(1).exp()
+        self.count.mul_(2)
+        second = self.count.cos()
+        self.count.mul_(3)
+        return hidden.sin() * first * second
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x * self.weight + torch.arange(4.0)).sin() * self.norm.running_mean
+
+
+@pytest.mark.parametrize("kind", [_ReadsAfter, _ReadsBefore, _ReadsBetween, _Normed])
+@pytest.mark.parametrize("treatment", [Recompute(), Recompute(KeepEverything()), Mark("seen")], ids=repr)
+@pytest.mark.parametrize("then", [None, default_partition])
+def test_nothing_is_recomputed_from_a_buffer_that_the_forward_updates(kind: Any, treatment: Any, then: Any) -> None:
+    """torch's min-cut partitioner does so, with wrong gradients (2.13)."""
+    torch.compiler.reset()
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model, x = kind(), torch.randn(3, 4)
+        compiler = aot_autograd(
+            fw_compiler=nop,
+            bw_compiler=nop,
+            partition_fn=joint_partition(BySize(parts=1), treatment, then=then),
+            keep_inference_input_mutations=True,
+        )
+        (torch.compile(model, backend=compiler) if is_compiled else model)(x).sum().backward()
+        found.append(model.weight.grad)
+    assert torch.allclose(*found)
+
+
+def test_a_partitioner_that_ignores_the_marks_is_refused() -> None:
+    def unmarked(joint: GraphModule, inputs: Any, **options: Any) -> Any:
+        for node in joint.graph.nodes:
+            node.meta.pop("recompute", None)
+        return min_cut_rematerialization_partition(joint, inputs, **options)
+
+    torch.compiler.reset()
+    compiler = aot_autograd(
+        fw_compiler=nop,
+        bw_compiler=nop,
+        partition_fn=joint_partition(BySize(parts=1), Recompute(), then=unmarked),
+        keep_inference_input_mutations=True,
+    )
+    with pytest.raises(Exception, match=r"recomputes 'add'.*although the forward mutates") as raised:
+        torch.compile(_ReadsAfter(), backend=compiler)(torch.ones(1)).backward()
+    assert RecomputeError.__name__ in str(raised.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -102,3 +103,21 @@ def _module_returns_container(node: Node, root: nn.Module | None) -> bool:
         and runs_its_graph(body)
         and isinstance(body.graph.output_node().args[0], tuple | list)
     )
+
+
+def with_items(nodes: Iterable[Node], inside: Collection[Node]) -> dict[Node, None]:
+    """These nodes; an operator that returns a tuple comes with all its items, and each item with its operator.
+
+    Where only the operator is marked as saved, torch's min-cut partitioner (2.13) finds no cut, and where only items
+    are, it recomputes them with the operator.
+    """
+    found: dict[Node, None] = {}
+    for node in nodes:
+        while takes_item(node) and node.all_input_nodes[0] in inside:
+            node = node.all_input_nodes[0]
+        pending = [] if node in found else [node]
+        while pending:
+            container = pending.pop()
+            found[container] = None
+            pending += [user for user in container.users if user in inside and takes_item(user)]
+    return found

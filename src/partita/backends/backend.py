@@ -102,7 +102,12 @@ def backend_names() -> list[str]:
 
 
 def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+    own = [EntryPoint(name, f"partita.backends:{kind}", _GROUP) for name, kind in _OWN.items()]
+    return {entry.name: entry for entry in (*own, *entry_points(group=_GROUP))}
+
+
+#: Partita's own backends, which are found in a source tree that is not installed too.
+_OWN = {"aot_eager": "AotEager", "aot_inductor": "AotInductor", "eager": "Eager", "inductor": "Inductor"}
 
 
 @final

@@ -2,5 +2,6 @@
 
 from partita.capture.capture import capture
 from partita.capture.joint import capture_joint
+from partita.capture.train_eval import TrainEval
 
-__all__ = ["capture", "capture_joint"]
+__all__ = ["TrainEval", "capture", "capture_joint"]

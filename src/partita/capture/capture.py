@@ -8,6 +8,7 @@ trace, or blocks that switch autocast off only if it was on.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,7 +17,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from partita._torch.fake_sandbox import tensors_in
+from partita._torch.fx.lazy_graph_module import TRAINING
 from partita.capture._torch.caller_modes import GradSwitch
+from partita.capture._torch.patching import CHECKPOINT
 from partita.capture._torch.recorded_export import export_recorded
 from partita.capture._torch.recorder import is_only_traced
 from partita.capture.function_module import FunctionModule, name_of
@@ -41,11 +45,13 @@ def capture(
     the modes of its caller is traced again with another answer. If it only restores or disables them, the program does
     so too; if it computes something else, a warning is logged, and the program is what it does with gradients on and
     autocast off. A query for inference mode always reports that the caller is not in it. A checkpointed call becomes a
-    plain call with the same values and gradients: what to save and what to recompute is decided by a treatment.
+    plain call with the same values and gradients, and a warning is logged: what to recompute is decided by a treatment.
+    The nodes of the call are annotated, for `ByAnnotation("checkpoint")`.
     """
     check_options(model, args, kwargs)
     try:
         module = model if isinstance(model, nn.Module) else FunctionModule(model)
+        _check_not_sharded(module, (args, kwargs))
         exported = ModelCall(module, args, kwargs, dynamic_shapes).exported()
     except CaptureError as error:
         raise CaptureError(f"{name_of(model)} cannot be captured: {error}") from error
@@ -57,7 +63,46 @@ def capture(
     if is_only_traced((*exported.constants.values(), *exported.state_dict.values())):
         raise CaptureError(f"{name_of(model)} cannot be captured: {_gradient_transform_reason()}")
     # Torch's verifier accepts no toggles, so the export has operators for the blocks; a captured program has toggles.
-    return inline(Program.of(exported))
+    exported.graph_module.meta[TRAINING] = _training_flag(module)
+    program = inline(Program.of(exported))
+    _warn_of_checkpoints(program, name_of(model))
+    return program
+
+
+def _check_not_sharded(module: nn.Module, arguments: Any) -> None:
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None:
+        return
+    state = ((name, tensor) for table in (module.named_parameters(), module.named_buffers()) for name, tensor in table)
+    passed = (("an argument", leaf) for leaf in tensors_in(arguments))
+    for name, tensor in (*state, *passed):
+        if isinstance(tensor, distributed.DTensor):
+            raise CaptureError(
+                f"{name} is a DTensor, and a sharded model cannot be captured; capture it before it is sharded (by "
+                "fully_shard or parallelize_module, say), or use partita inside torch.compile: "
+                "torch.compile(model, backend='partita', options={...})"
+            )
+
+
+def _warn_of_checkpoints(program: Program, name: str) -> None:
+    annotated = (node.meta.get("custom") for node in program.operators())
+    count = len({custom[CHECKPOINT] for custom in annotated if isinstance(custom, Mapping) and CHECKPOINT in custom})
+    if count:
+        _LOG.warning(
+            "%s calls torch.utils.checkpoint (%d times), which becomes a plain call: all of it is saved for backward. "
+            "partita.plan(program, ByAnnotation(%r), Recompute()) recomputes the same calls",
+            name,
+            count,
+            CHECKPOINT,
+        )
+
+
+def _training_flag(module: nn.Module) -> bool | str | None:
+    """The training flag of all modules; None for a function without modules, which has none."""
+    flags = {part.training for part in module.modules() if not isinstance(part, FunctionModule)}
+    if len(flags) > 1:
+        return "captured with some modules in training mode and others not"
+    return flags.pop() if flags else None
 
 
 def check_options(model: object, args: object, kwargs: object) -> None:

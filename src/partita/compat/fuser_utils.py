@@ -94,6 +94,7 @@ def fuse_as_graphmodule(
         )
     body = fused_body(program, numbers, FusedStyle(module_name, mode, returns_tuple=always_return_tuple))
     record_owned(body.module, held)
+    body.module.meta[_FUSED] = tuple(node.name for node in held)
     return body.module, body.inputs, body.outputs
 
 
@@ -107,7 +108,8 @@ def insert_subgm(
     """`gm` with a call of `sub_gm`, which is named after its class, and whose results replace `orig_outputs`.
 
     Works in place. The replaced nodes stay: erase them with `erase_nodes`. Where the name is taken by another module,
-    the next free number is used.
+    the next free number is used. Without an `insertion_point` the call comes after the last of `orig_outputs`, or
+    before that where another node must see the effects of the fused nodes.
     """
     checked_module(gm)
     checked_module(sub_gm, "what is inserted is")
@@ -122,11 +124,36 @@ def insert_subgm(
                 "Cannot determine insertion point: no insertion_point provided and orig_outputs is empty. "
                 "Pass the last partition node as insertion_point."
             )
-        insertion_point = max(outputs)
+        insertion_point = _point_by_effects(gm, sub_gm, inputs, max(outputs))
     check_node(gm, insertion_point, "insertion_point")
     is_bare = len(outputs) == 1 and not isinstance(sub_gm.graph.output_node().args[0], tuple)
     insert_call(gm, sub_gm, free_name(gm, sub_gm), inputs, outputs, after=insertion_point, is_bare=is_bare)
     return gm
+
+
+#: In the metadata of a fused module: the names of the nodes in it.
+_FUSED = "partita_fused"
+
+
+def _point_by_effects(gm: GraphModule, sub_gm: GraphModule, inputs: list[Node], last: Node) -> Node:
+    """The node after which fused nodes are called, such that other nodes see their effects and they those of others."""
+    names = frozenset(sub_gm.meta.get(_FUSED, ()))
+    program = program_being_edited(gm)
+    number, nodes = program.index.number, program.index.nodes
+    fused = {at for at, node in enumerate(nodes) if node.name in names}
+    after = {at for each in fused for at in program.effect_neighbours.after.get(each, ())} - fused
+    if not after or min(after) > number[last]:
+        return last
+    before = {at for each in fused for at in program.effect_neighbours.before.get(each, ())} - fused
+    inputs_of_graph = gm.graph.find_nodes(op="placeholder")
+    earliest = max((*before, *(number[node] for node in (*inputs, *inputs_of_graph[-1:]))), default=-1)
+    if earliest < 0 or earliest >= min(after):
+        raise FusionError(
+            f"no place for the call of {type(sub_gm).__name__}: {nodes[min(after)].name!r} must run after it, and "
+            f"comes before {nodes[max(earliest, 0)].name!r}, which must run before it; pass an insertion_point, or use "
+            "`fuse_by_partitions`, which moves nodes"
+        )
+    return nodes[earliest]
 
 
 def erase_nodes(gm: GraphModule, nodes: NodeList) -> None:

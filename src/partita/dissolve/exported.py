@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram, default_decompositions
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.modes import fresh_modes
 from partita._torch.operators.schemas import mutated_nodes, viewed_node
 from partita.dissolve.dissolve import dissolve
@@ -16,12 +17,20 @@ from partita.errors import ModeError, OptionError
 from partita.program._torch.guards import guards_of, set_guards
 from partita.program.exported import ExportRecord
 from partita.program.program import Program
+from partita.rewrite.operator_calls import calling_modules
 from partita.rewrite.wrap_modes import wrap_modes
 
 
 def exported_program(program: Program) -> ExportedProgram:
     """The program as an ExportedProgram, which cannot hold toggles: these become operators."""
     return _record(program).around(wrap_modes(program).graph_module)
+
+
+def exported_module(program: Program) -> GraphModule:
+    """The module of an exported program, which can be pickled and copied, and checks its inputs."""
+    module = calling_modules(program, {}).graph_module
+    generate_code((module,))  # torch.export reads the signature of `forward`.
+    return module
 
 
 def decomposed_program(

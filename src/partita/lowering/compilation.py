@@ -14,6 +14,7 @@ from partita.backends._torch.fake_inputs import FakeInputs, strides_of
 from partita.errors import BackendError
 from partita.lowering._torch.bodies import body_for_compiler
 from partita.lowering._torch.conditions import conditions_of, symbolic_places
+from partita.lowering._torch.dry_run import InvalidCallError
 from partita.lowering._torch.gradients import require_gradients
 from partita.lowering.dry_run import DryRun, dry_run
 from partita.lowering.signature import Place, Signature, Slot, TensorSpec
@@ -68,6 +69,8 @@ class Compilation:
         try:
             with compiler_scope():
                 return self._dry_run() is not None
+        except InvalidCallError:
+            return False
         except Exception:
             return True  # The body ran, or did not start.
 

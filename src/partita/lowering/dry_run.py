@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from partita._torch.operators.schemas import storage_key
 from partita.errors import BackendError, ModeError
 from partita.lowering._torch.containers import LEAF, Container, Fixed, Shape, assembled, has_tensors, items_of, shape_of
-from partita.lowering._torch.dry_run import BodyRun, run_on_fakes
+from partita.lowering._torch.dry_run import BodyRun, InvalidCallError, run_on_fakes
 from partita.lowering._torch.gradients import (
     NoGradView,
     autograd_base,
@@ -78,13 +78,15 @@ class DryRun:
 def dry_run(
     body: GraphModule, inputs: Sequence[Any], mode: Any, effects: BodyEffects, *, has_gradients: bool
 ) -> DryRun | None:
-    """The dry run of `body` on fake inputs, which it may mutate; None where it fails.
+    """The dry run of `body` on fake inputs, which it may mutate; None where an operator cannot run on fake tensors.
 
     Where gradients are disabled, the inputs require them nevertheless, and no output may have a `grad_fn`.
     """
     histories = history_of(inputs)
     try:
         run = run_on_fakes(body, inputs, mode)
+    except InvalidCallError:
+        raise  # Compiled code might do something where eager mode raises.
     except Exception as error:
         log.debug("the dry run of a body failed: %s", error)
         return None

@@ -63,8 +63,7 @@ class Lower:
             raise OptionError(f"dumper is a function from the text of a body to a tag; {self.dumper!r} is none")
         if self.tag is not None and not isinstance(self.tag, str):
             raise OptionError(f"a tag is text, not {self.tag!r}")
-        if self.strict or not isinstance(self.backend, str):
-            _found(self.backend)
+        _found(self.backend)
 
     def __repr__(self) -> str:
         """With the options that differ from their defaults, since a plan prints it in every row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import reduce
 from operator import or_
@@ -193,19 +193,33 @@ def plan(
         raise OptionError(f"{policy.__name__} is a class; pass an instance, for example {policy.__name__}(...)")
     if not isinstance(policy, Partition) and not callable(policy):
         raise OptionError(f"a policy is called with a program and returns a Partition; {policy!r} is not callable")
-    partition = policy if isinstance(policy, Partition) else policy(program)
+    partition = _partition(program, policy)
+    treatments = _treatments(partition, treatment)
+    # None is the default of policies that can cut where the mode changes.
+    if getattr(policy, "modes_apart", False) is None and _mixed_region(partition, treatments) is not None:
+        partition = _partition(program, replace(policy, modes_apart=True))  # type: ignore[type-var]
+        treatments = _treatments(partition, treatment)
+    decisive = {id(one): one for one in treatments or (treatment,)}.values()
+    puts_back = all(is_treatment(one) and puts_back_modes(one) for one in decisive) and _covers_modes(partition)
+    return Plan(partition, treatments, puts_back)
+
+
+def _partition(program: Program, policy: Policy | Partition) -> Partition:
+    partition: object = policy if isinstance(policy, Partition) else policy(program)
     if not isinstance(partition, Partition):
         raise OptionError(f"a policy returns a Partition, not {type(partition).__name__}; policy: {policy!r}")
     if partition.program.graph_module is not program.graph_module:
         raise OptionError("this partition is of another program; make it from the program that you plan for")
+    return partition
+
+
+def _treatments(
+    partition: Partition, treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment]
+) -> tuple[Treatment, ...]:
     if is_treatment(treatment):
-        treatments: tuple[Treatment, ...] = (treatment,) * len(partition)
-    else:
-        _check_names(partition, treatment)
-        treatments = tuple(_treatment_for(region, treatment) for region in partition)
-    decisive = {id(one): one for one in treatments or (treatment,)}.values()
-    puts_back = all(is_treatment(one) and puts_back_modes(one) for one in decisive) and _covers_modes(partition)
-    return Plan(partition, treatments, puts_back)
+        return (treatment,) * len(partition)
+    _check_names(partition, treatment)
+    return tuple(_treatment_for(region, treatment) for region in partition)
 
 
 def _check_names(partition: Partition, treatment: object) -> None:
@@ -242,20 +256,29 @@ def _covers_modes(partition: Partition) -> bool:
 
 def _check_modes(partition: Partition, treatments: tuple[Treatment, ...]) -> None:
     """Raises where a treatment that allows one mode per region has a region of two."""
-    modes, nodes = partition.program.modes, partition.program.index.nodes
-    scalars = partition.program.symbolic_scalars
+    found = _mixed_region(partition, treatments)
+    if found is not None:
+        modes, nodes = partition.program.modes, partition.program.index.nodes
+        known, number = found
+        owner = partition.owner[number]
+        raise ModeError(
+            f"region {partition.regions[owner].name!r} holds {nodes[known].name!r} under {modes.at(known)} and "
+            f"{nodes[number].name!r} under {modes.at(number)}, but {treatments[owner]!r} takes one mode a region; cut "
+            "it where the mode changes"
+        )
+
+
+def _mixed_region(partition: Partition, treatments: tuple[Treatment, ...]) -> tuple[int, int] | None:
+    """Two nodes of one region in different modes, where the treatment of the region allows one mode."""
+    modes, scalars = partition.program.modes, partition.program.symbolic_scalars
     first: dict[int, int] = {}
     for number, owner in enumerate(partition.owner):
         if owner < 0 or number in scalars or allows_mixed_modes(treatments[owner]):
             continue
         known = first.setdefault(owner, number)
-        one, other = modes.at(known), modes.at(number)
-        if one != other:
-            raise ModeError(
-                f"region {partition.regions[owner].name!r} holds {nodes[known].name!r} under {one} and "
-                f"{nodes[number].name!r} under {other}, but {treatments[owner]!r} takes one mode a region; cut it "
-                "where the mode changes"
-            )
+        if modes.at(known) != modes.at(number):
+            return known, number
+    return None
 
 
 def _called_alone(called: Called, treatment: Treatment, region: Region) -> nn.Module:

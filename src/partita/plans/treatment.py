@@ -85,7 +85,8 @@ class MarksNodes(Protocol):
 #: `tolerance`, a `Tolerance` by which it may change numbers (exact if missing), and `allows_mixed_modes`, whether one
 #: body may hold nodes of several grad, inference or autocast modes (true if missing), and `puts_back_modes`, whether a
 #: program all of whose modes are treated restores those that it used to leave switched (false if missing), and
-#: `annotation_suffices`, whether a compiler of the whole graph that reads its marks needs no cut (false if missing).
+#: `annotation_suffices`, whether a compiler of the whole graph that reads its marks needs no cut (false if missing),
+#: and `stays_eager`, whether the body is left to Python inside torch.compile (false if missing).
 Treatment: TypeAlias = Treats | TreatsAt | Marks
 
 
@@ -110,6 +111,11 @@ def allows_mixed_modes(treatment: Treatment) -> bool:
 def puts_back_modes(treatment: Treatment) -> bool:
     """Whether nothing is left switched for the caller."""
     return bool(getattr(treatment, "puts_back_modes", False))
+
+
+def stays_eager(treatment: Treatment) -> bool:
+    """Whether no compiler gets the body."""
+    return bool(getattr(treatment, "stays_eager", False))
 
 
 def marks_of(treatment: Treatment, region: Region) -> Mapping[str, object]:

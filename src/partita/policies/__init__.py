@@ -6,7 +6,7 @@ from partita.policies.by_capability import ByCapability
 from partita.policies.by_label import ByAnnotation, ByLabel, InForward
 from partita.policies.by_mode import ByMode
 from partita.policies.by_module import ByModule
-from partita.policies.in_order import BySize, Sequential
+from partita.policies.in_order import BySize, SplitAt
 
 __all__ = [
     "AroundOperators",
@@ -18,5 +18,5 @@ __all__ = [
     "BySize",
     "InForward",
     "Policy",
-    "Sequential",
+    "SplitAt",
 ]

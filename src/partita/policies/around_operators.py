@@ -5,7 +5,7 @@ Runs are numbered in graph order, so a node may move to another run as long as n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import final
@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from partita.analysis.mode import Mode
 from partita.errors import CycleError, OptionError
-from partita.policies.constraints import TrivialNodes, check_flags
+from partita.policies.constraints import TrivialNodes, check_flags, check_match, check_modes_apart
 from partita.policies.legalize import Piece, assignable, legal_partition, partition_of, settled, unassigned
 from partita.program.operator_choice import Chosen, Operator, checked_operators, plain_name
 from partita.program.program import Program
@@ -28,24 +28,31 @@ class AroundOperators:
 
     With `alone`, each chosen operator is a region of its own; without, it leads the part up to the next one. With
     `together`, operators that follow one another share a region. Views, sizes and constants go to the side where
-    less crosses, and runs of fewer than `smallest` operators that do more than that join a neighbour. Regions with
-    chosen operators have the label "chosen", the others "between".
+    less crosses, and runs of fewer than `min_size` operators that do more than that join a neighbour. Regions with
+    chosen operators have the label "chosen", the others "between". A program without a chosen operator is an error,
+    unless `allow_empty`: then it is one region. With `modes_apart`, regions are cut where the mode changes too; by
+    default where the treatment takes one mode a region.
     """
 
     operators: Operator | tuple[Operator, ...]
     _: KW_ONLY
     alone: bool = True
     together: bool = False
-    smallest: int = 1
+    min_size: int = 1
+    allow_empty: bool = False
+    modes_apart: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "operators", checked_operators(self.operators))
-        check_flags(self, "alone", "together")
-        if type(self.smallest) is not int or self.smallest < 1:
-            raise OptionError(f"smallest is a number of operators from 1 on, not {self.smallest!r}")
+        check_flags(self, "alone", "together", "allow_empty")
+        check_modes_apart(self)
+        if type(self.min_size) is not int or self.min_size < 1:
+            raise OptionError(f"min_size is a number of operators from 1 on, not {self.min_size!r}")
 
     def __call__(self, program: Program) -> Partition:
         assignment, names = self._runs(program)
+        if not names and not self.allow_empty:
+            check_match(self, program, self._wanted(), _operators_in(program), "operator", "operators called in it")
         trivial = TrivialNodes(program)
         moved = move_trivial_nodes(program, assignment, chosen_runs=names, trivial=trivial)
         try:
@@ -53,17 +60,29 @@ class AroundOperators:
         except CycleError:  # A symbol that crosses a border adds an edge that is unknown before the cut.
             return legal_partition(program, *self._regions(program, assignment, names, trivial=trivial))
 
+    def _mode(self, program: Program, number: int, before: Mode | None) -> Mode | None:
+        """The mode of a node, if modes are kept apart; a symbolic scalar takes any."""
+        if not self.modes_apart or number in program.symbolic_scalars:
+            return before
+        return program.modes.at(number)
+
+    def _wanted(self) -> list[str]:
+        assert isinstance(self.operators, tuple)
+        return [one if isinstance(one, str) else str(getattr(one, "__name__", one)) for one in self.operators]
+
     def _runs(self, program: Program) -> tuple[list[int], dict[int, str]]:
         """The runs in graph order, each chosen operator one of them, and the names of those runs."""
         assert isinstance(self.operators, tuple)
         chosen = Chosen(self.operators, program.graph_module)
         assignment, names, last = unassigned(program), dict[int, str](), 0
+        mode: Mode | None = None
         for number in assignable(program):
             node = program.index.nodes[number]
+            before, mode = mode, self._mode(program, number, mode)
             if node in chosen:
                 last += 1
                 names[last] = plain_name(node)
-            elif last in names:
+            elif last in names or before not in (None, mode):
                 last += 1
             assignment[number] = last
         return assignment, names
@@ -72,13 +91,17 @@ class AroundOperators:
         self, program: Program, assignment: Sequence[int], names: dict[int, str], *, trivial: TrivialNodes
     ) -> tuple[list[int], list[Piece]]:
         """The assignment by region, and the regions, once small runs and what belongs together are merged."""
-        tidy = absorb_small_runs(program, assignment, chosen_runs=names, trivial=trivial, smallest=self.smallest)
+        tidy = absorb_small_runs(program, assignment, chosen_runs=names, trivial=trivial, min_size=self.min_size)
         region_of: dict[int, int] = {}
         pieces: list[Piece] = []
         previous: int | None = None
         between = 0
+        modes: dict[int | None, Mode] = {}
+        for number, run in enumerate(tidy if self.modes_apart else ()):
+            if run >= 0 and number not in program.symbolic_scalars:
+                modes.setdefault(run, program.modes.at(number))
         for run in sorted({run for run in tidy if run >= 0}):
-            if not self._joins(previous, run, names):
+            if not self._joins(previous, run, names) or modes.get(previous) != modes.get(run):
                 pieces.append(Piece(names[run], "chosen") if run in names else Piece(f"part_{between}", "between"))
                 between += run not in names
             region_of[run] = len(pieces) - 1
@@ -92,6 +115,14 @@ class AroundOperators:
         if run in names:
             return self.together and previous in names
         return not self.alone
+
+
+def _operators_in(program: Program) -> Iterator[str]:
+    """The names under which the operators of a program can be chosen."""
+    for node in program.operators():
+        yield plain_name(node)
+        if node.op == "call_function":
+            yield str(node.target)
 
 
 def move_trivial_nodes(
@@ -217,9 +248,9 @@ class _Moves:
 
 
 def absorb_small_runs(
-    program: Program, assignment: Sequence[int], *, chosen_runs: Collection[int], trivial: TrivialNodes, smallest: int
+    program: Program, assignment: Sequence[int], *, chosen_runs: Collection[int], trivial: TrivialNodes, min_size: int
 ) -> list[int]:
-    """Merges runs of fewer than `smallest` nontrivial operators into a neighbour.
+    """Merges runs of fewer than `min_size` nontrivial operators into a neighbour.
 
     Such a run joins the chosen operator before it if it reads the result of that, else the one after it; where that
     runs under another mode, the other one, and where both do, none.
@@ -232,7 +263,7 @@ def absorb_small_runs(
     runs, into = sorted(inside), dict[int, int]()
     for at, run in enumerate(runs):
         nontrivial = (number for number in inside[run] if nodes[number] not in trivial)
-        if run in chosen_runs or len(list(islice(nontrivial, smallest))) == smallest:
+        if run in chosen_runs or len(list(islice(nontrivial, min_size))) == min_size:
             continue
         before, after = runs[max(at - 1, 0)], runs[min(at + 1, len(runs) - 1)]
         reads = any(assignment[read] == before for number in inside[run] for read in program.index.inputs(number))

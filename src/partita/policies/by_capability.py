@@ -51,8 +51,8 @@ class ByCapability:
     its name. For a single one, in one mode, no partition has fewer regions; otherwise there are few. Then nodes move so
     that fewer bytes cross between regions. All of it takes linear time.
 
-    With `connected`, a region holds only nodes that data connects. Regions of fewer than `smallest` operators or
-    `smallest_flops` floating-point operations are excluded, those of more than `largest` operators are cut.
+    With `connected`, a region holds only nodes that data connects. Regions of fewer than `min_size` operators or
+    `min_flops` floating-point operations are excluded, those of more than `max_size` operators are cut.
     `together` names groups of nodes that stay in one region, or outside, and count as one node that data connects; an
     item of a container stands for what makes the container. Inputs, outputs and mode switches are in no region.
     `worthwhile` is called for every region, also for one that results from it: it returns True, False, the reason to
@@ -63,9 +63,9 @@ class ByCapability:
     takers: Capability | tuple[Capability, ...]
     _: KW_ONLY
     connected: bool = False
-    smallest: int = 1
-    smallest_flops: int = 0
-    largest: int | None = None
+    min_size: int = 1
+    min_flops: int = 0
+    max_size: int | None = None
     together: Together | None = None
     worthwhile: Worthwhile | None = None
     modes_apart: bool = True
@@ -78,12 +78,12 @@ class ByCapability:
         if self.apart is not None and not callable(self.apart):
             raise OptionError(f"`apart` is a function from a node to what keeps it apart, not {self.apart!r}")
         object.__setattr__(self, "together", checked_together(self.together))
-        for name, least in (("smallest", 1), ("smallest_flops", 0), ("largest", 1)):
+        for name, least in (("min_size", 1), ("min_flops", 0), ("max_size", 1)):
             value = getattr(self, name)
-            if (type(value) is not int or value < least) and not (name == "largest" and value is None):
+            if (type(value) is not int or value < least) and not (name == "max_size" and value is None):
                 raise OptionError(f"{name} is a number from {least} on, not {value!r}")
-        if self.largest is not None and self.largest < self.smallest:
-            raise OptionError(f"no region has at least {self.smallest} and at most {self.largest} operators")
+        if self.max_size is not None and self.max_size < self.min_size:
+            raise OptionError(f"no region has at least {self.min_size} and at most {self.max_size} operators")
         if self.worthwhile is not None and not callable(self.worthwhile):
             raise OptionError(f"`worthwhile` is a function of a region, not {self.worthwhile!r}")
 
@@ -105,7 +105,7 @@ class ByCapability:
 
     def _partition(self, program: Program, units: Units) -> Partition:
         parts, reasons = self._parts(program, units), units.reasons
-        if self.largest is not None or self.worthwhile is not None or self.smallest > 1 or self.smallest_flops:
+        if self.max_size is not None or self.worthwhile is not None or self.min_size > 1 or self.min_flops:
             limiter = _Limiter(self, program, units)
             parts = [kept for part in parts for kept in limiter.within_limits(part)]
             reasons = {**reasons, **limiter.reasons}
@@ -199,7 +199,7 @@ class _Limiter:
         self._items = program.projecting
 
     def within_limits(self, part: Part) -> Iterator[Part]:
-        for cut in self._cut_to_largest(part):
+        for cut in self._cut_to_max_size(part):
             for kept in self._worthwhile_parts(cut):
                 why = self._why_too_small(kept.units)
                 if not why:
@@ -208,22 +208,22 @@ class _Limiter:
                 text = f"its region {kept.piece.name!r} is too small: {why}"
                 self._exclude(kept.units, Reason(text, kind="not worthwhile", why=why))
 
-    def _cut_to_largest(self, part: Part) -> list[Part]:
-        largest = self._limits.largest
-        if largest is None:
+    def _cut_to_max_size(self, part: Part) -> list[Part]:
+        max_size = self._limits.max_size
+        if max_size is None:
             return [part]
         sizes = {unit: len(self._operators(unit)) for unit in part.units}
         unit = max(sizes, key=sizes.__getitem__)
-        if sizes[unit] > largest:
+        if sizes[unit] > max_size:
             raise OptionError(
                 f"`together` has a group of {sizes[unit]} operators, which begins at {self._nodes((unit,))[0].name!r}, "
-                f"but `largest` is {largest}; make the group smaller, or pass largest={sizes[unit]}"
+                f"but `max_size` is {max_size}; make the group smaller, or pass max_size={sizes[unit]}"
             )
-        if sum(sizes.values()) <= largest:
+        if sum(sizes.values()) <= max_size:
             return [part]
         if not self._limits.connected:
-            return part.cut(cut_in_order(part.units, sizes, largest))
-        return part.cut(self._connected(cut_in_order(deep_order(self._between, part.units), sizes, largest)))
+            return part.cut(cut_in_order(part.units, sizes, max_size))
+        return part.cut(self._connected(cut_in_order(deep_order(self._between, part.units), sizes, max_size)))
 
     def _worthwhile_parts(self, part: Part) -> Iterator[Part]:
         """The worthwhile parts of a part: those that `worthwhile` accepts, or whose nodes it returned exactly."""
@@ -269,12 +269,12 @@ class _Limiter:
         return [connected for units in pieces for connected in connected_parts(self._between, units)]
 
     def _why_too_small(self, units: Sequence[int]) -> str:
-        smallest, smallest_flops = self._limits.smallest, self._limits.smallest_flops
+        min_size, min_flops = self._limits.min_size, self._limits.min_flops
         operators = sum(len(self._operators(unit)) for unit in units)
-        if operators < smallest:
-            return f"{operators} of at least {smallest} operators"
-        flops = self._flops.total(self._nodes(units)) if smallest_flops else 0
-        return f"{flops} of at least {smallest_flops} FLOPs" if flops < smallest_flops else ""
+        if operators < min_size:
+            return f"{operators} of at least {min_size} operators"
+        flops = self._flops.total(self._nodes(units)) if min_flops else 0
+        return f"{flops} of at least {min_flops} FLOPs" if flops < min_flops else ""
 
     def _exclude(self, units: Sequence[int], reason: Reason) -> None:
         self.reasons.update(dict.fromkeys(self._nodes(units), reason))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, final
 
 from torch.fx import Node
 
 from partita.errors import OptionError
+from partita.policies.constraints import check_flags, check_match
 from partita.policies.legalize import Piece, assignable, distinct_names, legal_partition, unassigned, user_label
 from partita.program.program import Program
 from partita.regions import Partition, Region
@@ -21,14 +22,17 @@ class ByAnnotation:
     """Regions by the value under `key` in the metadata, as of `torch.fx.traceback.annotate`; None is no value.
 
     Equal values form one region where one call can run them all, else as many regions as it takes; different values
-    never share one.
+    never share one. A program without the key is an error, unless `allow_empty`.
     """
 
     key: str
+    _: KW_ONLY
+    allow_empty: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, str) or not self.key:
             raise OptionError(f"ByAnnotation takes the key under which nodes are annotated, not {self.key!r}")
+        check_flags(self, "allow_empty")
 
     def __call__(self, program: Program) -> Partition:
         assignment, reasons, found = unassigned(program), dict[Node, str](), dict[Hashable, int]()
@@ -42,6 +46,8 @@ class ByAnnotation:
                 reasons[node] = f"it has no annotation {self.key!r}"
             else:
                 assignment[number] = found.setdefault(_frozen(value), len(found))
+        if not found and not self.allow_empty:
+            check_match(self, program, (self.key,), _keys_in(program), "annotation", "keys of annotations in it")
         pieces = [Piece(_name(self.key, value), value) for value in found]
         return legal_partition(program, assignment, pieces, reasons)
 
@@ -99,6 +105,15 @@ class InForward:
         reasons |= dict.fromkeys(joint.backward, "it belongs to the backward")
         reasons |= {node: "it must run after some of the backward" for node in joint.forward if node not in seen}
         return Partition(program, regions, reasons)
+
+
+def _keys_in(program: Program) -> Iterator[str]:
+    """The keys of what was annotated, and of other metadata."""
+    for node in program.operators():
+        custom = node.meta.get("custom")
+        yield from map(str, custom if isinstance(custom, Mapping) else ())
+    for node in program.operators():
+        yield from map(str, node.meta)
 
 
 def _frozen(value: Any) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -14,7 +14,9 @@ from torch.fx import Node
 
 from partita.analysis.nodes import find, imported_class
 from partita.errors import OptionError
+from partita.policies.constraints import check_flags, check_match
 from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned
+from partita.program.frame import Frame
 from partita.program.program import Program
 from partita.regions import Partition
 
@@ -34,24 +36,47 @@ class ByModule:
     `paths` are patterns such as "layers.*" (as in `fnmatch`: a star also matches dots), or a predicate of paths;
     `classes` are module classes or their names; `depth` counts calls from the program inwards. A call must match all
     options that are set; of nested calls that match, the outermost is taken. Where one call cannot run all nodes of a
-    module, the largest part that it can run is kept.
+    module, the largest part that it can run is kept. A program without a match is an error, unless `allow_empty`.
+
+    Inside torch.compile a frame may hold a part of the model: paths are those in the outermost model that is running,
+    or else in a module inside of it, or else in the frame.
     """
 
     paths: str | tuple[str, ...] | Callable[[str], object] = ()
     _: KW_ONLY
     classes: type | str | tuple[type | str, ...] = ()
     depth: int | None = None
+    allow_empty: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.paths):
             object.__setattr__(self, "paths", _texts(self.paths))
         object.__setattr__(self, "classes", _classes(self.classes))
+        check_flags(self, "allow_empty")
         if self.depth is not None and (type(self.depth) is not int or self.depth < 1):
             raise OptionError(f"depth counts calls of modules from 1 on, not {self.depth!r}")
         if not (self.paths or self.classes or self.depth):
             raise OptionError("ByModule needs paths, classes or a depth, for example ByModule('layers.*')")
 
     def __call__(self, program: Program) -> Partition:
+        frame = program.frame or Frame()
+        prefixes = frame.paths if self.depth is None else ()
+        for prefix in prefixes:
+            found = self._partition(program, ModuleCall("", prefix, frame.type or nn.Module))
+            if len(found):
+                return found
+        found = self._partition(program, None)
+        if not len(found) and not self.allow_empty:
+            check_match(self, program, self._wanted(), _paths_in(program), "call of a module", "modules called in it")
+        return found
+
+    def _wanted(self) -> tuple[str, ...]:
+        texts = () if callable(self.paths) else self.paths
+        assert isinstance(self.classes, tuple)
+        return (*texts, *(one if isinstance(one, str) else one.__name__ for one in self.classes))
+
+    def _partition(self, program: Program, around: ModuleCall | None) -> Partition:
+        """The regions; `around` is the call of the module that runs in the frame, which no node records."""
         assignment, reasons = unassigned(program), dict[Node, str]()
         known: dict[tuple[str, type | str], bool] = {}
         found: dict[tuple[str, ...], int] = {}
@@ -59,6 +84,8 @@ class ByModule:
         for number in assignable(program):
             node = program.index.nodes[number]
             calls = calls_around(node, program.graph_module)
+            if around is not None:
+                calls = (around, *(call._replace(path=f"{around.path}.{call.path}") for call in calls))
             chosen = self._chosen(calls, node, known)
             if chosen is None:
                 reasons[node] = "it runs in no module that the policy selects"
@@ -139,6 +166,14 @@ def calls_around(node: Node, root: nn.Module) -> tuple[ModuleCall, ...]:
         for key, entry in stack.items()
         if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and _plain_path(entry[0])
     )
+
+
+def _paths_in(program: Program) -> Iterator[str]:
+    """The paths and class names of all modules that are called in a program."""
+    for node in program.operators():
+        for call in calls_around(node, program.graph_module):
+            yield call.path
+            yield (call.type if isinstance(call.type, str) else call.type.__qualname__).rpartition(".")[2]
 
 
 def _calls_by_name(target: str, root: nn.Module) -> tuple[ModuleCall, ...]:

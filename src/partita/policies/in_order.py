@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from typing import final
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.fx import Node
 from partita._torch.operators.schemas import storage_key
 from partita.analysis.nodes import find, value_of
 from partita.errors import OptionError
+from partita.policies.constraints import at_mode_changes, check_modes_apart
 from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned
 from partita.program.program import Program
 from partita.regions import Partition
@@ -23,16 +24,19 @@ class BySize:
     """Regions of at most so many operators or so many bytes of parameters, or so many regions of equal length.
 
     Set exactly one. A parameter counts where it is first used, a shared one there only. An operator that exceeds the
-    limit by itself opens a region of its own. Items taken out of containers are not counted as operators.
+    limit by itself opens a region of its own. Items taken out of containers are not counted as operators. With
+    `modes_apart`, regions are cut where the mode changes too; by default where the treatment takes one mode a region.
     """
 
     _: KW_ONLY
     parameter_bytes: int | None = None
     operators: int | None = None
     parts: int | None = None
+    modes_apart: bool | None = None
 
     def __post_init__(self) -> None:
-        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_modes_apart(self)
+        limits = {name: getattr(self, name) for name in ("parameter_bytes", "operators", "parts")}
         limits = {name: value for name, value in limits.items() if value is not None}
         if len(limits) != 1:
             raise OptionError(
@@ -55,22 +59,29 @@ class BySize:
         assignment = unassigned(program)
         for number, part in zip(operators, cut, strict=True):
             assignment[number] = part
-        return legal_partition(program, assignment, [Piece(f"part_{at}", at) for at in range(max(cut, default=-1) + 1)])
+        if self.modes_apart:
+            assignment = at_mode_changes(program, assignment)
+        count = max(assignment, default=-1) + 1
+        return legal_partition(program, assignment, [Piece(f"part_{at}", at) for at in range(count)])
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sequential:
+class SplitAt:
     """A new region begins at each node for which `opens(node)` is true, called once per operator in graph order.
 
-    A mode toggle for which it is true cuts as well; itself it belongs to no region.
+    A mode toggle for which it is true cuts as well; itself it belongs to no region. With `modes_apart`, regions are cut
+    where the mode changes too; by default where the treatment takes one mode a region.
     """
 
     opens: Callable[[Node], object]
+    _: KW_ONLY
+    modes_apart: bool | None = None
 
     def __post_init__(self) -> None:
+        check_modes_apart(self)
         if not callable(self.opens):
-            raise OptionError(f"Sequential takes a function that says where a region begins, not {self.opens!r}")
+            raise OptionError(f"SplitAt takes a function that says where a region begins, not {self.opens!r}")
 
     def __call__(self, program: Program) -> Partition:
         assignment, last = unassigned(program), 0
@@ -80,6 +91,8 @@ class Sequential:
             last += bool(call_user_function(self.opens, node, node=node, role="predicate"))
             if number in can_be_assigned:
                 assignment[number] = last
+        if self.modes_apart:
+            assignment = at_mode_changes(program, assignment)
         used = {part: at for at, part in enumerate(dict.fromkeys(part for part in assignment if part >= 0))}
         pieces = [Piece(f"part_{at}", at) for at in used.values()]
         return legal_partition(program, [used.get(part, part) for part in assignment], pieces)

@@ -28,6 +28,7 @@ from partita.errors import OptionError, UnknownNodeError
 from partita.program.annotations import propagate_annotations
 from partita.program.archives import load_exported
 from partita.program.exported import ExportRecord
+from partita.program.frame import Frame
 from partita.program.hooks import HookedTensor, hooked_tensors
 from partita.program.joint import Joint, checked_count, joint_of
 from partita.program.state_keys import UNMOVED, StateKeys
@@ -53,6 +54,7 @@ class Program:
         caller: Mode = AMBIENT,
         export: ExportRecord | None = None,
         forward_outputs: int | None = None,
+        frame: Frame | None = None,
         index: Index | None = None,
         body_of: Program | None = None,
     ) -> None:
@@ -69,6 +71,8 @@ class Program:
         #: What an exported program holds beside its graph; None for a graph module.
         self.export = export
         self._forward_outputs = forward_outputs
+        #: Where the graph is in a model that Dynamo traces frame by frame; None for the graph of a whole model.
+        self.frame = frame
         #: Whether it is a body of another program, which has checked the modes of its bodies at any depth.
         self.is_body = body_of is not None
         #: The effects of calling each body; a program shares the table with its bodies.
@@ -140,6 +144,7 @@ class Program:
             caller=self.caller,
             export=None if self.export is None else self.export.following(graph_module.graph),
             forward_outputs=self._forward_outputs,
+            frame=self.frame,
             body_of=self if self.is_body else None,
         )
         if knows_bodies and not made.pure - self.pure:
@@ -181,9 +186,9 @@ class Program:
 
     @cached_property
     def _exported_module(self) -> GraphModule:
-        module = self.exported().module()
-        assert isinstance(module, GraphModule)
-        return module
+        from partita.dissolve.exported import exported_module
+
+        return exported_module(self)
 
     def exported(self) -> ExportedProgram:
         """The program as torch.export has it, checked by torch's verifier; it shares the parameters and buffers."""

@@ -21,7 +21,7 @@ from partita.analysis.functorch import is_inside_transform
 from partita.analysis.mode import Autocast
 from partita.analysis.mutation import Mutations
 from partita.analysis.nodes import find, value_of
-from partita.analysis.projections import takes_item
+from partita.analysis.projections import with_items
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.node_tags import next_graph_id
 from partita.plans.memory import SavedBytes, saved_bytes_of
@@ -108,7 +108,7 @@ class Recompute:
         saved = (*self.kept(region), *region.outputs(), *(node for node in must_save if node in inside))
         outside = [node for node in must_save if node not in inside]
         mark = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE}
-        return dict.fromkeys((*_with_items(saved, inside), *_with_items(outside, everything)), mark)
+        return dict.fromkeys((*with_items(saved, inside), *with_items(outside, everything)), mark)
 
     def saved_bytes(self, region: Region, saved: SavedTensors) -> SavedBytes | None:
         """The bytes saved for backward with and without recomputation, and its cost; printed with the plan."""
@@ -152,24 +152,6 @@ def _nodes(keep: Keep, found: object) -> tuple[Node, ...]:
             f"{_named(keep)} returned {type(found).__name__} as what is kept; it returns a list of nodes of the region"
         )
     return tuple(found)
-
-
-def _with_items(nodes: Iterable[Node], inside: Collection[Node]) -> dict[Node, None]:
-    """These nodes; an operator that returns a tuple comes with all its items, and each item with its operator.
-
-    Where only the operator is marked as saved, torch's min-cut partitioner (2.13) finds no cut, and where only items
-    are, it recomputes them with the operator.
-    """
-    found: dict[Node, None] = {}
-    for node in nodes:
-        while takes_item(node) and node.all_input_nodes[0] in inside:
-            node = node.all_input_nodes[0]
-        pending = [] if node in found else [node]
-        while pending:
-            container = pending.pop()
-            found[container] = None
-            pending += [user for user in container.users if user in inside and takes_item(user)]
-    return found
 
 
 def _loses_history_when_kept(call: Node, root: GraphModule) -> bool:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
-from partita._torch.fx.lazy_graph_module import exempt_from_dce
+from partita._torch.fx.lazy_graph_module import TRAINING, exempt_from_dce
 from partita._torch.nn_modules import drop_fleeting_hooks
 from partita.analysis.nodes import common_stack, outermost_stack
-from partita.program._torch.guards import check_inputs
+from partita.program._torch.guards import callers_take_guards, check_inputs
 from partita.program.program import Program
 from partita.rewrite.state import module_like, share_state
 
@@ -77,7 +77,8 @@ def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Progr
     unlifted = exported.module(check_guards=False)
     assert isinstance(unlifted, GraphModule)
     drop_fleeting_hooks(unlifted)
-    check_inputs(unlifted, exported)
+    if callers_take_guards():
+        check_inputs(unlifted, exported)
     graph, replaced = unlifted.graph, dict[str, nn.Module]()
     for node in list(graph.nodes):
         if node.name in modules:
@@ -87,6 +88,10 @@ def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Progr
             node.op, node.target, node.args = "call_module", body.target, tuple(operands)
             graph.erase_node(body)
     module = module_like(unlifted, graph)
+    flag = program.graph_module.meta.get(TRAINING, "exported with flags that are not known")
+    if isinstance(flag, bool):
+        module.train(flag)
+    module.meta[TRAINING] = flag
     share_state(unlifted, module, without=frozenset(replaced))
     for name, called in replaced.items():
         module.add_module(name, called)

@@ -1,6 +1,7 @@
 """Inside torch.compile: the backend `partita`, and a partitioner of joint graphs for AOTAutograd and Inductor."""
 
 from partita.torch_compile.backend import backend
+from partita.torch_compile.frames import FramePlan, plans
 from partita.torch_compile.joint import joint_partition
 
-__all__ = ["backend", "joint_partition"]
+__all__ = ["FramePlan", "backend", "joint_partition", "plans"]

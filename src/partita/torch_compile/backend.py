@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from partita._torch.fx.structural_hash import body_key
 from partita.analysis.mode import Mode
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices
 from partita.program.program import Program
+from partita.torch_compile.frames import FramePlan, RunningModel
 from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
@@ -32,20 +35,44 @@ def backend(
 ) -> Callable[..., Any]:
     """A function like `gm` whose regions are compiled by the inner backend; nodes outside regions run eagerly.
 
-    The options are `policy` (by default one region holds every operator), `treatment` (by default `Call()`) and
-    `inner`: a backend's name, or a function from a graph and fake example inputs to a callable; by default "inductor".
+    The options are `policy` (by default one region holds every operator), `treatment` (by default `Call()`), `on_plan`,
+    a function that gets a `FramePlan` for each graph, and `inner`: a backend's name, or a function from a graph and
+    fake example inputs to a callable; by default "inductor".
     It compiles the regions that are still graphs after their treatment, each with a tuple as output. Where annotations
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph.
     """
-    chosen = BackendOptions.read(options)
-    inner = chosen.inner_backend()
+    chosen, model = BackendOptions.read(options), RunningModel(gm)
+    inner = _CountedBodies(chosen.inner_backend())
+    begin = time.perf_counter()
     # Dynamo guards on the grad mode, and records the end of a no_grad block as setting that mode, not as restoring it.
-    program = Program.of(gm).under(Mode(grad=torch.is_grad_enabled()))
+    program = Program(gm, caller=Mode(grad=torch.is_grad_enabled()), frame=model.frame)
     decided = plan(program, chosen.policy, chosen.treatment)
     with _annotated(decided, example_inputs):
         if decided.treatments and all(map(annotation_suffices, decided.treatments)):
-            return _compile_whole(gm, inner, example_inputs)
-        return _compile_in_pieces(gm, decided, inner, example_inputs)
+            function = _compile_whole(gm, inner, example_inputs)
+        else:
+            function = _compile_in_pieces(gm, decided, inner, example_inputs)
+    path = model.frame.paths[0] if model.frame.paths else ""
+    report = FramePlan(decided, path, chosen.policy, time.perf_counter() - begin, len(inner.bodies))
+    log.debug("%r: %s", report, ", ".join(region.name for region in decided.partition))
+    model.record(report)
+    if chosen.on_plan is not None:
+        chosen.on_plan(report)
+    return model.warning_if_unmatched(function, report)
+
+
+@final
+class _CountedBodies:
+    """The inner backend, which notes how many different bodies it compiles."""
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+        self.bodies: set[object] = set()
+
+    def __call__(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        key = body_key(body)
+        self.bodies.add(len(self.bodies) if key is None else key)
+        return self._inner(body, inputs)
 
 
 def _compile_whole(gm: GraphModule, inner: Inner, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -15,8 +15,10 @@ from uuid import uuid4
 
 import torch
 from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
 
 from partita._torch.operators.registry import OPERATORS
+from partita.analysis.projections import with_items
 from partita.backends._torch.joint_partitioners import (
     drop_forward_effects,
     is_any_recomputed,
@@ -31,7 +33,13 @@ from partita.program.program import Program
 from partita.regions import Region
 from partita.regions.joint_forward import forward_part
 from partita.rewrite.outline import marked
-from partita.torch_compile.joint_mutations import check_mutations, is_functionalized, not_partitioned
+from partita.torch_compile.joint_mutations import (
+    check_mutations,
+    check_recomputed_reads,
+    is_functionalized,
+    nodes_before_updates,
+    not_partitioned,
+)
 
 #: From a joint graph, its inputs and torch's options, `num_fwd_outputs` among them, to a forward and a backward.
 Partitioner: TypeAlias = Callable[..., tuple[GraphModule, GraphModule]]
@@ -90,6 +98,7 @@ class JointPartition:
         if is_functionalized(program):
             cut = min_cut_partition if self.then is None else self.then
             forward, backward = cut(marked, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            check_recomputed_reads(program, forward, backward)
             drop_forward_effects(backward)
             return forward, backward
         # torch's min-cut partitioner (2.13) loses mutations; its plain one keeps them, and recomputes nothing here.
@@ -114,7 +123,11 @@ class JointPartition:
                 f"{silent[0]!r} marks nothing, and nothing else can be done to a region of a joint graph while it is "
                 "compiled; use a treatment that marks, or `apply` a plan for a program of partita.capture_joint"
             )
-        return marked(program, {part.original[node]: own for node, own in decided.marks().items()})
+        marks = {part.original[node]: own for node, own in decided.marks().items()}
+        # torch's partitioners (2.13) recompute from inputs that the forward updates at its end.
+        for node in with_items(nodes_before_updates(program), set(program.index.nodes)):
+            marks[node] = {**marks.get(node, {}), "recompute": CheckpointPolicy.MUST_SAVE}
+        return marked(program, marks)
 
     def uuid(self) -> str:
         """The key of this partitioner in caches of compiled code; it differs for other policies and treatments."""

@@ -24,6 +24,28 @@ def is_functionalized(program: Program) -> bool:
     return all(_is_input_update(node, program, writers) for node in writers)
 
 
+def nodes_before_updates(program: Program) -> list[Node]:
+    """The nodes of the forward that compute something from an input or attribute before it is updated."""
+    joint, mutations = program.joint, program.mutations
+    assert joint is not None
+    return [
+        node
+        for node in joint.forward
+        if node.name in mutations.saved_when_compiled and node.name not in mutations.mutating
+    ]
+
+
+def check_recomputed_reads(program: Program, forward: GraphModule, backward: GraphModule) -> None:
+    """Raises where a partitioner recomputes a value from an input that the forward has updated."""
+    if not program.mutations.mutators:
+        return
+    for wrong in _Halves(program, forward, backward).recomputed_after_updates():
+        raise RecomputeError(
+            f"the partitioner {wrong}, so that gradients would be wrong; omit `then`, and torch's partitioner, which "
+            "reads marks, is used"
+        )
+
+
 def check_mutations(program: Program, forward: GraphModule, backward: GraphModule) -> None:
     """Raises where the halves of a joint graph that is not functionalized mutate differently from it."""
     halves = _Halves(program, forward, backward)
@@ -83,6 +105,17 @@ class _Halves:
                 yield f"recomputes {_shown(node)} although {mutated.name!r} is mutated meanwhile"
             if not any(found) and self._is_used(node) and any(map(self._writes.get, node.all_input_nodes)):
                 yield f"takes another value for {_shown(node)}, which reads memory that is mutated"
+
+    def recomputed_after_updates(self) -> Iterator[str]:
+        """No node is recomputed from what the forward mutates after it."""
+        index, forward = self.program.index, self.halves[0]
+        for number, node in enumerate(index.nodes):
+            if viewed_node(node) is not None or not all(node.name in half for half in self.halves):
+                continue
+            for source in node.all_input_nodes:
+                later = [at for at in self._writes.get(source, ()) if at > number]
+                if any(index.nodes[at].name in forward for at in later):
+                    yield f"recomputes {_shown(node)} although the forward mutates {source.name!r}"
 
     def reordered(self) -> Iterator[str]:
         """Accesses to mutated memory keep their order."""

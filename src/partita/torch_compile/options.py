@@ -35,6 +35,8 @@ class BackendOptions:
     policy: Policy = whole
     treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment] = field(default_factory=Call)
     inner: str | Inner = "inductor"
+    #: Called with the `FramePlan` of each graph.
+    on_plan: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.policy):
@@ -43,6 +45,8 @@ class BackendOptions:
             raise OptionError(f"the option 'treatment' takes a treatment such as Call(), not {self.treatment!r}")
         if not isinstance(self.inner, str) and not callable(self.inner):
             raise OptionError(f"the option 'inner' takes a backend's name or a function, not {self.inner!r}")
+        if self.on_plan is not None and not callable(self.on_plan):
+            raise OptionError(f"the option 'on_plan' takes a function of a FramePlan, not {self.on_plan!r}")
 
     @classmethod
     def read(cls, options: Mapping[str, Any] | None) -> BackendOptions:

@@ -29,6 +29,7 @@ from partita.plans.treatment import (
     TreatsAt,
     allows_mixed_modes,
     annotation_suffices,
+    stays_eager,
     tolerance_of,
 )
 from partita.program.body_effects import inputs_read_once, mutated_inputs
@@ -75,7 +76,7 @@ class _PieceCompiler(Interpreter):
             return self._run_outside_pieces(n)
         args = [to_fake(arg, self._mode) for arg in self.fetch_args_kwargs_from_env(n)[0]]
         body = piece.treated
-        if not isinstance(body, GraphModule):  # The treatment has replaced the body.
+        if not isinstance(body, GraphModule) or piece.stays_eager:  # The treatment has replaced the body, or keeps it.
             self._cut.add_module(str(n.target), body)
             return self._run_piece(n, piece, args).outputs
         reason = piece.uncompiled_because
@@ -180,8 +181,11 @@ def _has_inference_tensors(args: Sequence[Any]) -> bool:
 class Piece(nn.Module):
     """A region's body and the result of its treatment: a placeholder until it is compiled, never called."""
 
-    def __init__(self, body: GraphModule, treated: nn.Module, uncompiled_because: str | None) -> None:
+    def __init__(
+        self, body: GraphModule, treated: nn.Module, uncompiled_because: str | None, *, stays_eager: bool
+    ) -> None:
         super().__init__()
+        self.stays_eager = stays_eager
         #: Why it must not be compiled.
         self.uncompiled_because = uncompiled_because
         self.body = body
@@ -230,7 +234,8 @@ class DeferredTreatment:
         elif isinstance(self.treatment, Treats):
             treated = self.treatment.treat(body)
         # A piece is compiled as a whole, so it sets its modes itself and needs no operator for that.
-        return Piece(body, body if isinstance(treated, Called) else treated, _split_hook(site))
+        module = body if isinstance(treated, Called) else treated
+        return Piece(body, module, _split_hook(site), stays_eager=stays_eager(self.treatment))
 
 
 def _split_hook(site: Site) -> str | None:

@@ -12,7 +12,7 @@ from partita.recompute.keep import (
     KeepOperators,
 )
 from partita.recompute.recompute import Recompute
-from partita.treatments.basic import Call, Mark, Mode
+from partita.treatments.basic import Call, LeaveEager, Mark, Mode
 
 __all__ = [
     "Call",
@@ -23,6 +23,7 @@ __all__ = [
     "KeepNodes",
     "KeepNothing",
     "KeepOperators",
+    "LeaveEager",
     "Lower",
     "Mark",
     "Mode",

@@ -30,6 +30,18 @@ class Call:
 
 @final
 @dataclass(frozen=True, slots=True)
+class LeaveEager:
+    """Calls the body unchanged, and inside torch.compile leaves it to Python: the inner backend does not see it."""
+
+    #: No compiler gets the body.
+    stays_eager: ClassVar[bool] = True
+
+    def treat(self, body: GraphModule) -> GraphModule:
+        return body
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Mark:
     """Writes `value`, the region's name by default, under `key` in the metadata of every node."""
 

@@ -23,6 +23,7 @@ from tests.program.archives.helpers import Spoilt, X, call, exported, plain_pois
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from partita import Program
 from partita.errors import ArchiveError, UntrustedArchiveError
 from partita.program.archives import inspect_archive, load_exported
 
@@ -681,3 +682,84 @@ def test_bytes_spoilt_by_chance_load_or_are_refused_in_words(saved: Path, tmp_pa
         except ArchiveError:
             refused += 1
     assert refused > 20
+
+
+# Costs after loading -----------------------------------------------------------------------------------------------
+
+
+def _product(count: int) -> str:
+    return " * ".join(f"(L['x'].size()[0] + {number})" for number in range(1, count + 1)) + " != 0"
+
+
+def test_a_condition_that_torch_would_multiply_out_for_ever_is_refused(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(lambda program: program.update(guards_code=[_product(9)]))
+    with pytest.raises(UntrustedArchiveError, match=r"guards_code.*more than 256 terms"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+    spoilt.program(lambda program: program.update(guards_code=[_product(6)] * 200))
+    with pytest.raises(ArchiveError, match="conditions are too many or too complex"):
+        load_exported(spoilt.write(tmp_path / "n.pt2"))
+
+
+class _Nested(nn.Module):
+    """Branches in branches."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        def branch(depth: int) -> Callable[[Tensor], Tensor]:
+            if depth == 0:
+                return torch.sin
+            return lambda x: torch.cond(x.sum() > depth, branch(depth - 1), torch.cos, (x,))
+
+        return branch(self.depth)(x)
+
+
+def test_branches_are_nested_a_few_deep(tmp_path: Path) -> None:
+    for depth in (4, 5):
+        torch.export.save(torch.export.export(_Nested(depth), (X,)), tmp_path / f"{depth}.pt2")
+    assert torch.equal(load_exported(tmp_path / "4.pt2").module()(X), _Nested(4)(X))
+    with pytest.raises(ArchiveError, match="branches, loops and the like are nested more than 4 deep"):
+        load_exported(tmp_path / "5.pt2")
+
+
+@pytest.mark.parametrize("index", [128, 300, -1, 2**70])
+def test_no_machine_has_so_many_devices(saved: Path, tmp_path: Path, index: int) -> None:
+    def change(program: Any) -> None:
+        graph(program)["tensor_values"]["x"]["device"] = {"type": "cuda", "index": index}
+
+    spoilt = Spoilt(saved)
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="device"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_a_parameter_without_a_tensor_is_refused(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.json("data/weights/model_weights_config.json", lambda config: config["config"].pop("named.a-b.weight"))
+    with pytest.raises(ArchiveError, match=r"there is no tensor for 'named\.a-b\.weight'"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_a_keyword_of_python_is_no_name_of_a_parameter(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.text("named.a-b.weight", "named.import.weight")
+    with pytest.raises(ArchiveError, match="is no path of a parameter"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_a_body_that_raises_leaves_the_grad_mode_as_it_was(tmp_path: Path) -> None:
+    class Frozen(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                z = torch.ops.aten.index_select(x, 0, y)
+            return z + 1
+
+    rows = torch.tensor([0, 1])
+    torch.export.save(torch.export.export(Frozen(), (X, rows)), tmp_path / "m.pt2")
+    module = Program.of(tmp_path / "m.pt2").module()
+    with pytest.raises(IndexError):
+        module(X, rows + 100)
+    assert torch.is_grad_enabled()

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, set_checkpoint_debug_enable
 import partita
 from partita import recompute
 from partita._torch.modes import read_ambient
+from partita.policies import BySize
+from partita.treatments import KeepEverything, KeepNothing, Recompute
 
 
 def _function(block: Block) -> Callable[..., Tensor]:
@@ -318,3 +320,14 @@ def test_transforms_of_torch_func_give_the_plain_gradients(operator: Any) -> Non
     x = square().detach()
     found = torch.func.grad(lambda a: operator(lambda b: b.sin().exp(), a).sum())(x)
     assert torch.equal(found, torch.func.grad(lambda a: a.sin().exp().sum())(x))
+
+
+@pytest.mark.parametrize("keep", [KeepNothing(), KeepEverything()], ids=repr)
+def test_a_backward_in_inference_mode_recomputes_outside_of_it(keep: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    module = partita.plan(partita.capture(model, (x,)), BySize(parts=1), Recompute(keep)).apply().module()
+    loss = module(x).sum()
+    with torch.inference_mode():
+        found = torch.autograd.grad(loss, tuple(model.parameters()))
+    expected = torch.autograd.grad(model(x).sum(), tuple(model.parameters()))
+    assert all(map(torch.equal, found, expected))

@@ -36,6 +36,7 @@ from partita._torch.operators.registry import (
     entered_by_any,
     is_dual_level_open,
 )
+from partita.errors import CaptureError
 
 # Boxed calls, as by AOTAutograd: a graph takes its inputs in one list, which it clears, so that each input can be freed
 # after its last use.
@@ -103,6 +104,14 @@ class LazyModule(_LazyGraphModule):
         self.real_recompile()
         return types.MethodType(type(self).__call__, self)
 
+    def train(self, mode: bool = True) -> LazyModule:  # noqa: FBT001, FBT002  The signature is torch's.
+        """Sets the training flag; refused for another flag than the one that the model was captured with."""
+        fixed = self.meta.get(TRAINING)
+        if fixed is not None and fixed is not mode:
+            raise CaptureError(_fixed_training(fixed, mode=mode))
+        super().train(mode)
+        return self
+
     def _lazy_forward(self, *args: Any, **kwargs: Any) -> Any:
         self.real_recompile()
         return self.forward(*args, **kwargs)
@@ -164,6 +173,22 @@ class LazyModule(_LazyGraphModule):
             # A copy of a module that Dynamo can trace must be traceable too.
             copied.real_recompile()
         return copied
+
+
+#: In the metadata of a captured module: the training flag that its operators were recorded with, or a text where the
+#: modules of the model had different ones or that is unknown.
+TRAINING = "partita_training"
+
+
+def _fixed_training(fixed: object, *, mode: bool) -> str:
+    """Why a module cannot be set to training, or to evaluation."""
+    names = {True: "in training mode", False: "in evaluation mode"}
+    recorded = f"captured {names[fixed]}" if isinstance(fixed, bool) else str(fixed)
+    return (
+        f"this module cannot be put {names[mode]}: it was {recorded}, and the operators for that are in its graph. Set "
+        f"the model with .{'train' if mode else 'eval'}() before you capture it; for both, capture it twice and "
+        "combine the modules with partita.TrainEval(train, evaluation)"
+    )
 
 
 def lazy_module(

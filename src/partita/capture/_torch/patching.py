@@ -16,7 +16,10 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.modes import read_ambient
-from partita.capture._torch.recorder import Seen, current_recorder, listening_recorder
+from partita.capture._torch.recorder import Recorder, Seen, current_recorder, listening_recorder
+
+#: The key under which nodes are annotated with the number of the checkpoint that they ran in.
+CHECKPOINT = "checkpoint"
 
 _ABSENT = object()
 
@@ -93,6 +96,8 @@ def node_patches() -> list[Patch]:
         recorder = current_recorder()
         if recorder is not None:
             recorder.seen[node] = _seen()
+            if recorder.checkpoint is not None and kind.startswith("call_"):
+                node.meta["custom"] = {**node.meta.get("custom", {}), CHECKPOINT: recorder.checkpoint}
             if kind == "get_attr":
                 recorder.constants.on_constant(node, getattr(tracer.root, target, None))
             else:
@@ -115,27 +120,48 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 def checkpoint_patches() -> list[Patch]:
     """Turns both implementations of `torch.utils.checkpoint` into plain calls, with the same values and gradients.
 
-    What to recompute is decided by a treatment of the graph. Traced as they are, reentrant checkpoints hide their
-    function from autograd, and selective ones push their own modes above the tracer's.
+    What to recompute is decided by a treatment of the graph; nodes are annotated with the number of their checkpoint.
+    Traced as they are, reentrant checkpoints hide their function from autograd, and selective ones push their own modes
+    above the tracer's.
     """
     generator, function = getattr(checkpoint, _GENERATOR), checkpoint.CheckpointFunction
 
     @wraps(generator)
     def around_call(fn: Any, preserve_rng_state: Any, context_fn: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
-        if listening_recorder() is None:
+        recorder = listening_recorder()
+        if recorder is None:
             yield from generator(fn, preserve_rng_state, context_fn, *rest, **kwargs)
             return
         forward_context, _ = context_fn()
         # A mode that selects the tensors saved for backward has nothing to save here.
-        with nullcontext() if isinstance(forward_context, TorchDispatchMode) else forward_context:
+        selects = isinstance(forward_context, TorchDispatchMode)
+        with _annotated(recorder), nullcontext() if selects else forward_context:
             yield
 
     class PlainCheckpointFunction(function):  # type: ignore[misc, valid-type]
         @classmethod
         def apply(cls, run: Callable[..., Any], preserve: Any, *args: Any) -> Any:
-            return function.apply(run, preserve, *args) if listening_recorder() is None else run(*args)
+            recorder = listening_recorder()
+            if recorder is None:
+                return function.apply(run, preserve, *args)
+            with _annotated(recorder):
+                return run(*args)
 
     return [
         Patch(checkpoint, _GENERATOR, around_call),
         Patch(checkpoint, "CheckpointFunction", PlainCheckpointFunction),
     ]
+
+
+@contextmanager
+def _annotated(recorder: Recorder) -> Iterator[None]:
+    """Inside, nodes are annotated with the number of a checkpoint; of nested ones, the outermost counts."""
+    if recorder.checkpoint is not None:
+        yield
+        return
+    recorder.checkpoints += 1
+    recorder.checkpoint = recorder.checkpoints
+    try:
+        yield
+    finally:
+        recorder.checkpoint = None

@@ -56,6 +56,9 @@ class Recorder:
         #: How many autocast blocks are open, by device, and the modes of the open inference blocks.
         self.open_autocasts: Counter[str] = Counter()
         self.open_inference: list[bool] = []
+        #: How many calls of `torch.utils.checkpoint` were traced, and the number of the one that is running.
+        self.checkpoints = 0
+        self.checkpoint: int | None = None
         #: Tensors that are neither arguments nor state.
         self.constants = Constants()
         self._silent = False

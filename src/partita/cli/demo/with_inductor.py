@@ -17,7 +17,7 @@ def main() -> int:
     """Compares the lowered model with the original; the status is 1 if they differ."""
     _, model, args = seeded()
     program = partita.capture(model, args)
-    plan = partita.plan(program, ByCapability(small_chip, smallest_flops=300_000), Lower("inductor"))
+    plan = partita.plan(program, ByCapability(small_chip, min_flops=300_000), Lower("inductor"))
     print(f"  {len(plan.partition)} regions do at least 300,000 FLOPs; equal ones are compiled once")
     with torch.no_grad():
         comparison = partita.compare(program, plan.apply(), args, gradients=False)

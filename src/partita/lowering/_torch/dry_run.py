@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from partita.analysis.op_effects.calls import op_effects_of
+from partita.analysis.op_effects.terms import nodes_in_slots
 from partita.lowering._torch.containers import read_leaves
 
 
@@ -32,6 +34,10 @@ class BodyRun(NamedTuple):
         )
 
 
+class InvalidCallError(Exception):
+    """The body raises for such a call, or may do so, so that it must run eagerly."""
+
+
 def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun:
     """The result of each node of `body` for fake inputs."""
     from torch._guards import TracingContext, tracing
@@ -45,7 +51,12 @@ def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun
         torch.set_grad_enabled(found),
     ):
         interpreter = _RecordingInterpreter(body, garbage_collect_values=False)
-        interpreter.run(*inputs)
+        try:
+            interpreter.run(*inputs)
+        except Exception as error:
+            if _is_unsupported(error) or isinstance(error, InvalidCallError):
+                raise
+            raise InvalidCallError(f"the body raises {type(error).__name__}: {error}") from error
         left = torch.is_grad_enabled()
     return BodyRun(interpreter.env, interpreter.fresh, found is not left, frozenset(interpreter.reshaped))
 
@@ -61,10 +72,32 @@ class _RecordingInterpreter(Interpreter):
     def run_node(self, n: Node) -> Any:
         arguments = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
         before = list(map(_layout, arguments))
+        self._check_mutated(n)
         result = super().run_node(n)
         self.fresh[n] = list(read_leaves(result))
         self.reshaped.update(id(leaf) for leaf, then in zip(arguments, before, strict=True) if _layout(leaf) != then)
         return result
+
+    def _check_mutated(self, node: Node) -> None:
+        """Raises where a call mutates an expanded tensor: eager mode refuses that, and fake tensors do not."""
+        assert isinstance(self.module, GraphModule)
+        for read in nodes_in_slots(node, op_effects_of(node, self.module).mutates):
+            for _, leaf in read_leaves(self.env[read]):
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided and _shares_elements(leaf):
+                    raise InvalidCallError(f"{node.name!r} mutates a tensor whose elements share memory")
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(
+        isinstance(stride, int) and stride == 0 and not (type(size) is int and size < 2) for size, stride in pairs
+    )
+
+
+def _is_unsupported(error: Exception) -> bool:
+    """Whether an operator cannot run on fake tensors, or only for known values; the body itself may be able to run."""
+    homes = ("torch._subclasses", "torch.fx.experimental.symbolic_shapes")
+    return isinstance(error, NotImplementedError) or type(error).__module__.startswith(homes)
 
 
 def _layout(value: Any) -> object:

@@ -195,6 +195,7 @@ class Data:
         """The dotted path of a parameter, buffer or constant; no component shadows an attribute of modules."""
         first, *others = self.module_path().split(".")
         is_free = first not in ("", "self") and first not in _ATTRIBUTES and _OF_MODULES.isdisjoint(others)
+        is_free = is_free and not any(map(keyword.iskeyword, (first, *others)))
         return self._text_if(is_free, "is no path of a parameter or buffer")
 
 

@@ -181,6 +181,7 @@ class _Runs:
 
     def _run_again(self, saved: tuple[Tensor, ...]) -> Any:
         with (
+            _outside_of_inference() if torch.is_inference_mode_enabled() else _NOTHING,
             _levels_of_backward(),
             self._inputs.again(saved) as (operands, keywords),
             _NOTHING if self._captured is None else self._captured.unchanged(),
@@ -190,6 +191,13 @@ class _Runs:
             self._contexts[1],
         ):
             return run_body(_NOTHING, self._body, operands, keywords)
+
+
+@contextmanager
+def _outside_of_inference() -> Iterator[None]:
+    """For a backward that is called in inference mode: the first run was outside of it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 _NOTHING = nullcontext()

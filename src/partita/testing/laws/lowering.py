@@ -75,14 +75,14 @@ def random_capability(graph: Graph, backend: Backend, seed: int) -> ByCapability
     ranks = {node: source.random() for node in graph.nodes}
     share = source.choice((0.0, 0.1, 0.3, 0.6))
     connected = source.random() < 0.3
-    smallest, largest = source.choice((1, 1, 2, 4)), source.choice((None, None, 5))
+    min_size, max_size = source.choice((1, 1, 2, 4)), source.choice((None, None, 5))
     devices_apart = source.random() < 0.7
     shares = (0.6, share / 2) if source.random() < 0.4 else (share,)
     return ByCapability(
         tuple(_Picky(backend, ranks, refused) for refused in shares),
         connected=connected,
-        smallest=smallest,
-        largest=largest,
+        min_size=min_size,
+        max_size=max_size,
         devices_apart=devices_apart,
     )
 

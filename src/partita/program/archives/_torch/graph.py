@@ -18,11 +18,20 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _illegal_names
 
-from partita.program.archives._torch.operators import LEVELS, NAMESPACES, SCALAR_FUNCTIONS, called_by, operator_of
+from partita.program.archives._torch.operators import (
+    LEVELS,
+    NAMESPACES,
+    SCALAR_FUNCTIONS,
+    called_by,
+    is_retraced,
+    operator_of,
+)
 from partita.program.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
 from partita.program.archives.data import LONGEST_NAME, MOST_DOTS, Data
 
 _DEEPEST = 40
+#: How deep graphs may be nested that torch traces again at each level.
+_MOST_RETRACED = 4
 #: How an argument is passed.
 _POSITIONAL, _KEYWORD = 1, 2
 #: Operators that call another have two arguments of their own, one of which is the operator called.
@@ -34,10 +43,13 @@ _VALUES_OF_NODE = 64
 class GraphReader:
     """Reads one graph; the graphs that its operators run have readers of their own."""
 
-    def __init__(self, symbols: Symbols, operators: Collection[str], *, depth: int = _DEEPEST) -> None:
+    def __init__(
+        self, symbols: Symbols, operators: Collection[str], *, depth: int = _DEEPEST, retraced: int = _MOST_RETRACED
+    ) -> None:
         self._symbols = symbols
         self._operators = operators
         self._depth = depth
+        self._retraced = retraced
         self._graph = Graph()
         self._root = nn.Module()
         self.bodies: dict[str, Any] = {}
@@ -188,7 +200,7 @@ class GraphReader:
             if data.value.get("kind") != _POSITIONAL and data["name"].value != "":
                 by_name.append(data)
             elif place in bodies:
-                args.append(self._body(_of_kind(given, "as_graph")))
+                args.append(self._body(_of_kind(given, "as_graph"), self._retraced - is_retraced(target)))
             elif place in operators:
                 found = self._operator(_of_kind(given, "as_operator"))
                 called = found if isinstance(found, OpOverload) else given.refuse("it is no single operator")
@@ -357,13 +369,15 @@ class GraphReader:
             found[Data(key, data, "a key").name()] = content.name() if kind == "as_string" else self._argument(value)
         return found
 
-    def _body(self, data: Data) -> Node:
+    def _body(self, data: Data, retraced: int) -> Node:
         name, graph = data["name"].attribute(), data["graph"]
         if self._depth == 0:
             data.malformed(f"graphs are nested more than {_DEEPEST} deep")
+        if retraced < 0:
+            data.malformed(f"branches, loops and the like are nested more than {_MOST_RETRACED} deep")
         if name not in self.bodies:
             self._symbols.spend(_VALUES_OF_NODE, data)
-            reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1)
+            reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1, retraced=retraced)
             self._root.add_module(name, reader.read(graph, {}))
             self.bodies[name] = graph.value
             self.met.update(reader.met)

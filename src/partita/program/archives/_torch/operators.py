@@ -45,6 +45,11 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
     return found
 
 
+def is_retraced(target: Callable[..., Any]) -> bool:
+    """Whether torch traces the graphs of an operator several times, at each level of a nest, when it compiles it."""
+    return isinstance(target, HigherOrderOperator) and target.name() in _RETRACED
+
+
 def called_by(target: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The positions of the arguments that an operator runs as graphs, and of those that it calls as operators."""
     name = target.name() if isinstance(target, HigherOrderOperator) else ""
@@ -95,6 +100,9 @@ _BODIES = {
     **dict.fromkeys(_words("partita_autocast wrap_with_autocast"), (4,)),
     "cond": (1, 2),
 }
+_RETRACED = _words(
+    "associative_scan cond hints_wrapper invoke_subgraph map_impl scan strict_mode while_loop while_loop_stack_output"
+)
 #: Operators that call an operator, with the position of that argument.
 _OPERATORS = {"auto_functionalized": (0,), "auto_functionalized_v2": (0,), "out_dtype": (0,), "with_effects": (1,)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ _MAJOR_VERSION = 8
 _MOST_MUTATIONS = 20_000_000
 #: The most letters of all conditions together.
 _MOST_LETTERS = 400_000
+#: The most terms of one condition, if it is multiplied out as torch does it, and a bound on torch's work for all.
+_MOST_TERMS, _MOST_WORK = 256, 100_000
 
 
 class SavedProgram:
@@ -59,6 +62,7 @@ class SavedProgram:
         data = self._data["graph_module"]
         inputs = [_input_spec(spec) for spec in data["signature"]["input_specs"]]
         outputs = [_output_spec(spec) for spec in data["signature"]["output_specs"]]
+        _check_state(inputs, state, constants, data["signature"])
         _check_paths([spec.target for spec in inputs if spec.target is not None], data["signature"])
         names = {place: spec.arg.name for place, spec in enumerate(inputs) if isinstance(spec.arg, ConstantArgument)}
         calls = [_module_call(entry) for entry in data["module_call_graph"]]
@@ -126,6 +130,13 @@ def _check_leaves(call: ModuleCallSignature, inputs: list[InputSpec], outputs: l
         data.malformed(
             f"it has {arguments} inputs and {results} outputs, and the trees of a call have other numbers of leaves"
         )
+
+
+def _check_state(inputs: list[InputSpec], state: Mapping[str, Any], constants: Mapping[str, Any], data: Data) -> None:
+    """Raises if an input is a parameter, buffer or constant of which the file has no tensor."""
+    for spec in inputs:
+        if spec.target is not None and spec.target not in state and spec.target not in constants:
+            data.malformed(f"there is no tensor for {spec.target[:100]!r}")
 
 
 def _check_paths(paths: list[str], data: Data) -> None:
@@ -223,17 +234,37 @@ def _conditions(data: Data | None) -> list[str]:
     """The conditions on the inputs; each call checks all of them."""
     if data is not None and sum(len(condition.text()) for condition in data) > _MOST_LETTERS:
         data.malformed(f"its conditions have more than {_MOST_LETTERS} letters")
-    return [] if data is None else [_condition(condition) for condition in data]
+    work, conditions = 0, list[str]()
+    for condition in data or ():
+        text, terms = _condition(condition)
+        work += math.ceil(terms**1.5)
+        if work > _MOST_WORK:
+            condition.malformed("the conditions are too many or too complex to check all of them")
+        conditions.append(text)
+    return conditions
 
 
-def _condition(data: Data) -> str:
-    """A condition on the inputs, parsed and printed again."""
+def _condition(data: Data) -> tuple[str, int]:
+    """A condition on the inputs, parsed and printed again, and how many terms it has."""
     try:
         condition = parsed(data.text(), letters=4_000, operations=120)
         _check(condition, data)
+        return printed(condition), _terms(condition)
     except ExpressionError as error:
         data.refuse(f"{data.value[:100]!r} is no condition: {error}")
-    return printed(condition)
+
+
+def _terms(condition: Expression) -> int:
+    """A bound on the terms of an expression that is multiplied out."""
+    if not isinstance(condition, Operation):
+        return 1
+    counts = [_terms(operand) for operand in condition.operands] or [1]
+    terms = math.prod(counts) if condition.name in ("*", "/", "//", "%") else sum(counts)
+    if condition.name == "**":
+        terms = counts[0] ** 4
+    if terms > _MOST_TERMS:
+        raise ExpressionError(f"it has more than {_MOST_TERMS} terms")
+    return terms
 
 
 def _check(condition: Expression, data: Data) -> None:

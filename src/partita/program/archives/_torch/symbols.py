@@ -321,10 +321,11 @@ def read_dtype(data: Data) -> torch.dtype:
 
 def read_device(data: Data) -> torch.device:
     kind, index = data["type"].text(), data.get("index")
-    if not re.fullmatch(r"[a-z0-9_]{1,20}", kind) or (kind == "cpu" and index is not None and index.value != 0):
+    number = 0 if index is None else index.integer()
+    if not re.fullmatch(r"[a-z0-9_]{1,20}", kind) or not 0 <= number < (1 if kind == "cpu" else 128):
         data.malformed(f"{str(data.value)[:100]} is no device")
     try:
-        return torch.device(kind) if index is None else torch.device(kind, index.integer())
+        return torch.device(kind) if index is None else torch.device(kind, number)
     except RuntimeError:
         data.malformed(f"torch {torch.__version__} knows no device {kind!r}")
 

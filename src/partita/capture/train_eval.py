@@ -1,0 +1,121 @@
+"""TrainEval: two variants of one model, captured in training and in evaluation mode, as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, final
+
+from torch import Tensor, nn
+
+from partita.errors import OptionError
+from partita.program.program import Program
+
+_TRAINING, _EVALUATION = "training_variant", "evaluation_variant"
+
+
+@final
+class TrainEval(nn.Module):
+    """Runs `train` in training mode and `evaluation` in evaluation mode: `.train()` and `.eval()` switch.
+
+    Both are programs or modules made from one model, captured once after `model.train()` and once after
+    `model.eval()`, and may be treated differently. They share parameters and buffers, also when the module is moved,
+    converted, copied, pickled or loaded; the state dict has the names of `train`.
+    """
+
+    def __init__(self, train: Program | nn.Module, evaluation: Program | nn.Module) -> None:
+        super().__init__()
+        variants = []
+        for one, name in ((train, "train"), (evaluation, "evaluation")):
+            module = one.module() if isinstance(one, Program) else one
+            if not isinstance(module, nn.Module):
+                raise OptionError(f"{name} is a program or a module, not {type(one).__name__}")
+            variants.append(module)
+        self.training_variant, self.evaluation_variant = variants
+        own = {id(slot.tensor) for slot in _slots(self.training_variant)}
+        for slot in _slots(self.evaluation_variant):
+            if id(slot.tensor) not in own and (isinstance(slot.tensor, nn.Parameter) or slot.is_persistent):
+                raise OptionError(
+                    f"{slot.name!r} of the evaluation variant is not a tensor of the training variant; capture both "
+                    "from one model, after model.train() and after model.eval()"
+                )
+        # Set for both already; a captured variant refuses another flag than its own.
+        self.training_variant.train()
+        self.evaluation_variant.eval()
+        self.register_state_dict_post_hook(_names_of_training)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_names_of_variants)  # type: ignore[no-untyped-call]
+
+    def train(self, mode: bool = True) -> TrainEval:  # noqa: FBT001, FBT002  The signature is torch's.
+        """Switches to the training variant, or to the evaluation variant."""
+        self.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        variant = self.training_variant if self.training else self.evaluation_variant
+        return variant(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; `assign=True` too sets the tensors of both variants."""
+        shared = self._shared()
+        result = super().load_state_dict(*args, **kwargs)
+        _share(shared)
+        return result
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainEval:  # noqa: FBT001, FBT002
+        shared = self._shared()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        _share(shared)
+        return self
+
+    def _shared(self) -> list[tuple[_Slot, _Slot]]:
+        """The places of the evaluation variant, each with a place of the training variant that holds its tensor."""
+        own = {id(slot.tensor): slot for slot in _slots(self.training_variant)}
+        slots = _slots(self.evaluation_variant)
+        return [(slot, own[id(slot.tensor)]) for slot in slots if id(slot.tensor) in own]
+
+
+class _Slot(NamedTuple):
+    """A place in a module that holds a parameter or a buffer."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    tensor: Tensor
+    is_persistent: bool
+
+
+def _slots(module: nn.Module) -> Iterator[_Slot]:
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for table in (part._parameters, part._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    persistent = table is part._parameters or key not in part._non_persistent_buffers_set
+                    yield _Slot(table, key, prefix + key, tensor, persistent)
+
+
+def _share(pairs: list[tuple[_Slot, _Slot]]) -> None:
+    for slot, source in pairs:
+        slot.table[slot.key] = source.table[source.key]
+
+
+def _names_of_training(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Gives the state the names that it has in the training variant."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        variant, _, name = key.removeprefix(prefix).partition(".")
+        if variant in (_TRAINING, _EVALUATION):
+            value = state.pop(key)
+            if variant == _TRAINING:
+                state[prefix + name] = value
+
+
+def _names_of_variants(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Adds the names that both variants have for a state with the names of the training variant."""
+    places: dict[int, list[str]] = {}
+    for slot in _slots(module.evaluation_variant):
+        places.setdefault(id(slot.tensor), []).append(slot.name)
+    for slot in _slots(module.training_variant):
+        if prefix + slot.name in state:
+            value = state.pop(prefix + slot.name)
+            state[f"{prefix}{_TRAINING}.{slot.name}"] = value
+            for name in places.get(id(slot.tensor), ()):
+                state[f"{prefix}{_EVALUATION}.{name}"] = value

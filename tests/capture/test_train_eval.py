@@ -1,0 +1,192 @@
+"""A captured module refuses another training flag than its own; `TrainEval` has both variants, with shared state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import partita
+from partita import TrainEval
+from partita.errors import CaptureError, OptionError
+from partita.policies import BySize
+from partita.treatments import Call, Lower, Mode, Recompute
+
+TREATMENTS = [Call(), Mode(), Lower("eager"), Lower("aot_eager"), Recompute()]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 4))
+
+
+def _variant(model: nn.Module, treatment: Any, *, training: bool) -> nn.Module:
+    program = partita.capture(model.train(training), (torch.randn(3, 4),))
+    return partita.plan(program, BySize(parts=2), treatment).apply().module()
+
+
+def _both(model: nn.Module, treatment: Any = None) -> TrainEval:
+    treatment = treatment or Call()
+    return TrainEval(_variant(model, treatment, training=True), _variant(model, treatment, training=False))
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS, ids=repr)
+@pytest.mark.parametrize("training", [False, True])
+def test_another_flag_is_refused_in_words_and_the_same_is_accepted(treatment: Any, training: bool) -> None:
+    module = _variant(_model(), treatment, training=training)
+    assert module.training is training
+    with pytest.raises(CaptureError, match=r"captured in (training|evaluation) mode.*partita\.TrainEval"):
+        module.train(not training)
+    assert module.training is training
+    assert module.train(training) is module
+    nn.Sequential(module).train(training)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+def test_copies_know_their_flag(copied: Any) -> None:
+    module = copied(_variant(_model(), Call(), training=True))
+    with pytest.raises(CaptureError, match="captured in training mode"):
+        module.eval()
+
+
+def test_a_model_with_different_flags_can_be_set_to_neither() -> None:
+    model = _model()
+    model[1].eval()
+    module = partita.capture(model, (torch.randn(3, 4),)).module()
+    for mode in (True, False):
+        with pytest.raises(CaptureError, match="some modules in training mode and others not"):
+            module.train(mode)
+
+
+def test_a_function_has_no_flag() -> None:
+    module = partita.capture(lambda x: x.sin(), (torch.randn(3),)).module()
+    assert torch.equal(module.eval()(torch.ones(3)), torch.ones(3).sin())
+    module.train()
+
+
+def test_the_flags_of_an_export_by_torch_are_not_known() -> None:
+    exported = torch.export.export(_model(), (torch.randn(3, 4),))
+    with pytest.raises(CaptureError, match="flags that are not known"):
+        partita.Program.of(exported).module().eval()
+
+
+def test_a_graph_module_with_leaf_modules_switches_them() -> None:
+    program = partita.Program.of(torch.fx.symbolic_trace(_model()))
+    module = partita.plan(program, BySize(parts=2), Call()).apply().module()
+    x = torch.randn(3, 4)
+    assert torch.equal(module.eval()(x), module(x))
+
+
+# Both variants ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS, ids=repr)
+def test_training_and_evaluation_are_those_of_the_model(treatment: Any) -> None:
+    model, reference = _model(), _model()
+    module = _both(model, treatment)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, reference)]
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        losses = []
+        for one, optimizer in zip((module, reference), optimizers, strict=True):
+            one.train()
+            torch.manual_seed(1)
+            optimizer.zero_grad()
+            loss = one(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        assert torch.equal(module.eval()(x), reference.eval()(x))
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def _moved(module: TrainEval) -> TrainEval:
+    return module.double().float()
+
+
+def _copied(module: TrainEval) -> TrainEval:
+    return copy.deepcopy(module)
+
+
+def _pickled(module: TrainEval) -> TrainEval:
+    found: TrainEval = pickle.loads(pickle.dumps(module))
+    return found
+
+
+def _saved(module: TrainEval) -> TrainEval:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    found: TrainEval = torch.load(file, weights_only=False)
+    return found
+
+
+def _assigned(module: TrainEval) -> TrainEval:
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+    return module
+
+
+@pytest.mark.parametrize("changed", [_moved, _copied, _pickled, _saved, _assigned])
+def test_the_variants_share_their_state_whatever_happens(changed: Any) -> None:
+    module = changed(_both(_model()))
+    x = torch.randn(3, 4) * 3 + 1
+    before = module.eval()(x)
+    module.train()(x)  # Updates the statistics of the batch norm, which evaluation reads.
+    assert not torch.equal(module.eval()(x), before)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert not module.eval()(x).any()
+    assert not module.train()(x).any()
+
+
+def test_the_state_dict_has_the_names_of_the_training_variant() -> None:
+    module, other = _both(_model()), _both(_model())
+    assert list(module.state_dict()) == list(module.training_variant.state_dict())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(0.5)
+    holder, other_holder = nn.ModuleDict({"inner": module}), nn.ModuleDict({"inner": other})
+    assert list(holder.state_dict()) == [f"inner.{name}" for name in module.state_dict()]
+    holder.load_state_dict(other_holder.state_dict())
+    for mode in (True, False):
+        assert all((parameter == 0.5).all() for parameter in holder.train(mode).parameters())
+    missing = dict(list(module.state_dict().items())[1:])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        module.load_state_dict(missing)
+
+
+def test_a_functional_call_replaces_the_state_of_the_variant_that_runs() -> None:
+    module, x = _variant(_model(), Recompute(), training=False), torch.randn(3, 4)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in module.named_parameters()}
+    assert not functional_call(module, zeros, (x,)).any()
+
+
+def test_programs_are_taken_as_well_as_modules() -> None:
+    model, x = _model(), (torch.randn(3, 4),)
+    module = TrainEval(partita.capture(model.train(), x), partita.capture(model.eval(), x))
+    assert torch.equal(module.eval()(*x), model.eval()(*x))
+
+
+def test_variants_of_two_models_are_refused() -> None:
+    one, other = _variant(_model(), Call(), training=True), _variant(_model(), Call(), training=False)
+    with pytest.raises(OptionError, match="capture both from one model"):
+        TrainEval(one, other)
+    with pytest.raises(OptionError, match="a program or a module, not int"):
+        TrainEval(one, 3)  # type: ignore[arg-type]
+
+
+def test_variants_in_the_wrong_order_are_refused() -> None:
+    model = _model()
+    training, evaluation = (_variant(model, Call(), training=mode) for mode in (True, False))
+    with pytest.raises(CaptureError, match="captured in evaluation mode"):
+        TrainEval(evaluation, training)
