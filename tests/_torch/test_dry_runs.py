@@ -192,7 +192,7 @@ def test_a_tensor_is_not_cut_into_no_end_of_pieces(target: Any, rest: tuple[Any,
     assert SavingTrials().flops_until_saved(_calling(program, target)) is None
 
 
-def test_arguments_that_crash_torch_are_not_given_to_it() -> None:
+def test_arguments_that_crash_torch_are_not_passed_to_it() -> None:
     # In a process of its own, which would die.
     code = """
 from tests._torch.test_dry_runs import aten, fake, printed, program_with, traced
@@ -234,7 +234,7 @@ def test_an_operator_of_another_library_is_counted_by_its_own_formula(monkeypatc
         assert Flops().of(_calling(program, target.default)) == 7 * 4 * 5
 
 
-def test_an_operator_with_a_fake_kernel_is_still_told_of() -> None:
+def test_an_operator_with_a_fake_kernel_is_still_reported() -> None:
     @torch.library.custom_op("partita_dry::faked", mutates_args=())
     def faked(x: Tensor) -> Tensor:
         raise AssertionError("it is run")

@@ -79,7 +79,9 @@ def _checked(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", [_sum, _product, _noise, _checked])
-def test_a_check_of_what_was_drawn_brings_no_draw_into_the_backward(function: Callable[..., Any], backend: str) -> None:
+def test_asserted_random_numbers_bring_no_random_operator_into_the_backward(
+    function: Callable[..., Any], backend: str
+) -> None:
     """torch.export writes a check of the dtype before every conversion."""
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     program = capture(function, (x, w))

@@ -38,7 +38,7 @@ from partita.treatments import Call
 
 
 @pytest.mark.parametrize("make", [residual, graded])
-def test_the_callback_is_asked_once_per_operator_in_graph_order(cut: Cut, make: Callable[[], GraphModule]) -> None:
+def test_the_callback_is_called_once_per_operator_in_graph_order(cut: Cut, make: Callable[[], GraphModule]) -> None:
     module, asked = make(), []
 
     def label(node: Node) -> int:
@@ -49,7 +49,7 @@ def test_the_callback_is_asked_once_per_operator_in_graph_order(cut: Cut, make: 
     assert asked == operators(module)
 
 
-def test_a_counter_gives_the_parts_that_asking_once_gives_also_with_a_grad_region(cut: Cut) -> None:
+def test_a_counter_gives_the_parts_of_one_call_per_node_also_with_a_grad_region(cut: Cut) -> None:
     module = graded()
     result = cut(module, every(3))
     held = [
@@ -166,7 +166,7 @@ def toggles_in(result: GraphModule) -> list[list[tuple[str, str, Any]]]:
     ]
 
 
-def test_mode_switches_keep_their_names_in_the_parts_they_are_given_to() -> None:
+def test_mode_switches_keep_their_names_in_their_parts() -> None:
     splits = (split_module, torch_split)
     found = [
         toggles_in(split(switching(), None, lambda node: MODE_CUTS[node.name], keep_original_node_name=True))

@@ -215,7 +215,7 @@ def test_parts_and_results_with_modes_can_be_cut_again(cut: Cut, make: Callable[
     check(module, result, torch.ones(4, 4))
 
 
-def test_a_question_about_the_mode_is_answered_under_the_mode_it_was_asked_in(cut: Cut) -> None:
+def test_a_query_of_the_mode_is_answered_for_the_mode_around_it(cut: Cut) -> None:
     draft = Draft()
     x = draft.input("x")
     before = draft.call(torch.is_grad_enabled)

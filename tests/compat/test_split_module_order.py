@@ -150,7 +150,7 @@ def test_two_inputs_may_be_one_tensor(cut: Cut) -> None:
         assert torch.equal(cut(module, in_turn(labels))(tensor, tensor), wanted)
 
 
-def test_an_output_that_is_a_written_input_is_the_input_itself(cut: Cut) -> None:
+def test_an_output_that_is_a_mutated_input_is_the_input_itself(cut: Cut) -> None:
     draft = Draft()
     x = draft.input("x")
     y = draft.method("add_", x, 1.0)
@@ -210,7 +210,7 @@ DRAWS: dict[str, Callable[[Draft, Node], Node]] = {
 
 @pytest.mark.parametrize("first", DRAWS)
 @pytest.mark.parametrize("second", ["rand_like", "module", "aten"])
-def test_random_operators_draw_in_their_original_order(first: str, second: str) -> None:
+def test_random_operators_run_in_their_original_order(first: str, second: str) -> None:
     draft = Draft(drop=nn.Dropout(0.5))
     x = draft.input("x")
     draws = [DRAWS[kind](draft, x) for kind in (first, second, first)]
@@ -255,7 +255,7 @@ def unknown(x: Tensor) -> Tensor:
 torch.fx.wrap("unknown")
 
 
-def test_a_function_that_nobody_knows_keeps_its_place(cut: Cut) -> None:
+def test_an_unknown_function_keeps_its_place(cut: Cut) -> None:
     draft = Draft()
     x = draft.input("x")
     y = draft.call(torch.mul, x, 1.0)

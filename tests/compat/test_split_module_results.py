@@ -48,7 +48,7 @@ def test_deepcopy_and_pickle_keep_results(cut: Cut, make: Callable[[], GraphModu
         assert copied.meta.get("partition_names") == result.meta.get("partition_names")
 
 
-def test_pickle_keeps_random_draws_and_state(cut: Cut) -> None:
+def test_pickle_keeps_random_numbers_and_state(cut: Cut) -> None:
     draft = Draft(drop=nn.Dropout(0.5), count=torch.zeros(4))
     x = draft.input("x")
     y = draft.call(torch.rand, 4)

@@ -112,7 +112,7 @@ def test_empty_slots_of_a_module_survive(cut: Cut) -> None:
     check(module, cut(module, every(1)), x4())
 
 
-def test_weights_shared_by_two_paths_are_written_once(cut: Cut) -> None:
+def test_weights_shared_by_two_paths_are_mutated_once(cut: Cut) -> None:
     shared = nn.BatchNorm1d(4)
     draft = Draft(one=shared, other=shared)
     x = draft.input("x")

@@ -81,7 +81,7 @@ class Negating:
         return lambda *values: tuple(value.logical_not().to(value.dtype) for value in body(*values))
 
 
-@pytest.mark.parametrize("kind", ["hooks.result", "hooks.written", "hooks.view"])
+@pytest.mark.parametrize("kind", ["hooks.result", "hooks.mutated", "hooks.view"])
 def test_hooks_change_the_gradients_that_a_comparison_sees(kind: str) -> None:
     steps = (Step("methods.unary", (0, 2, 0, 0)), Step(kind, (0, 1, 0, 0)), Step("methods.unary", (0, 1, 0, 0)))
     hooked = build(Recipe(inputs=(Input("leaf"),), steps=steps))

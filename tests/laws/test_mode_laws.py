@@ -100,7 +100,7 @@ def nest_of(steps: list[tuple[str, Any]]) -> Case:
 
 @given(nests(max_nodes=24))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_the_laws_hold_for_drawn_nests(case: Case) -> None:
+def test_the_laws_hold_for_random_nests(case: Case) -> None:
     check_mode_laws(case)
 
 
@@ -207,7 +207,7 @@ def without_cache(node: Node) -> None:
         (hops.wrap_with_set_grad_enabled, without_gradients, "every operator finds the modes that it found before"),
         (hops.wrap_with_set_grad_enabled, without_gradients, "inlining undoes wrapping"),
         (hops.wrap_with_set_grad_enabled, without_gradients, "no operator sets what is set already"),
-        (hops.wrap_with_autocast, of_another_type, "a wrapped program cannot be told from the original"),
+        (hops.wrap_with_autocast, of_another_type, "a wrapped program is equivalent to the original"),
         (hops.wrap_with_autocast, of_another_type, "every operator finds the modes that it found before"),
         (hops.wrap_with_autocast, without_cache, "every operator finds the modes that it found before"),
     ],

@@ -54,7 +54,7 @@ class _Checkpointed(nn.Module):
 def predicted_when_recomputed(plan: Plan, saved: SavedTensors) -> tuple[int | None, int]:
     """The bytes that a plan of `Recompute` holds in all, and the FLOPs that it adds."""
     outside = [node for node in plan.program.index.nodes if plan.partition.region_of(node) is None]
-    held, flops = saved.held(outside), 0
+    held, flops = saved.memory(outside), 0
     for region, treatment in zip(plan.partition, plan.treatments, strict=True):
         assert isinstance(treatment, Recompute)
         holding = saved_bytes_of(region, saved, treatment.kept(region))

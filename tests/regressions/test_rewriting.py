@@ -119,7 +119,7 @@ def test_metadata_that_cannot_be_copied_does_not_stop_a_copy() -> None:  # B12
     assert copy.deepcopy(after).meta["lock"] is module.meta["lock"]
 
 
-def test_leaves_of_one_shape_outside_the_state_are_told_apart() -> None:  # B15
+def test_leaves_of_one_shape_outside_the_state_are_distinguished() -> None:  # B15
     first, second = (torch.randn(2, requires_grad=True) for _ in range(2))
 
     def call(x: Tensor) -> Tensor:

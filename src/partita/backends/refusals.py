@@ -49,7 +49,7 @@ AUTOGRAD = "autograd inside the graph"
 HOOK = "hook, which gets the sum of all gradients of its tensor"
 TRANSFORM = "torch.func transform"
 INSIDE_TRANSFORM = "inside a torch.func transform"
-GENERATOR = "draws from a generator of its own"
+GENERATOR = "uses its own random number generator"
 IN_PLACE_COLLECTIVE = "in-place collective"
 
 # Decompositions (torch 2.13) omit the dropout between layers of recurrent networks.

@@ -16,7 +16,7 @@ import torch
 from partita._torch.fake_sandbox import Tracing
 from partita._torch.operators import registry as torch_operators
 from partita.errors import OptionError
-from partita.hops._torch.operator import BodyOperator, registered
+from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, SwitchOperator, registered
 
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
@@ -25,58 +25,24 @@ DYNAMO_SKIPS = True
 _Result = TypeVar("_Result")
 
 
-class _Call(BodyOperator):
+class _Call(PlainBodyOperator):
     """`(body, *operands, **keywords)`: calls the body, as a region of a graph; Dynamo inlines it."""
-
-    @overload
-    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
-
-    @overload
-    def __call__(self, /, **keywords: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
-        return self.enact(args, keywords)
 
     def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
         return nullcontext(call_body)
 
 
-class Wrap(BodyOperator):
+class Wrap(PlainBodyOperator):
     """`(func, *args, **kwargs)`: calls the function, as one unit of a graph, Dynamo's too."""
 
     parameters = ("func",)
     dynamo_rule = "wrapped"
 
-    @overload
-    def __call__(self, func: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result: ...
 
-    @overload
-    def __call__(self, /, **kwargs: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
-
-
-class WrapWithSetGradEnabled(BodyOperator):
+class WrapWithSetGradEnabled(SwitchOperator):
     """`(enable_grad, wrapped_func, *args, **kwargs)`: calls the function with gradients switched on or off."""
 
     parameters = ("enable_grad", "wrapped_func")
-
-    @overload
-    def __call__(
-        self,
-        enable_grad: bool,  # noqa: FBT001  The signature is that of torch's operator.
-        wrapped_func: Callable[..., _Result],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> _Result: ...
-
-    @overload
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
 
     def check(self, *mode: Any) -> None:
         check_flag("enable_grad", *mode)
@@ -110,7 +76,7 @@ class WrapWithAutocast(BodyOperator):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def check(self, *mode: Any) -> None:
         check_autocast(*mode)
@@ -124,26 +90,10 @@ class WrapWithAutocast(BodyOperator):
         return nullcontext(call_under_autocast)
 
 
-class _InferenceMode(BodyOperator):
+class _InferenceMode(SwitchOperator):
     """`(mode, body, *operands, **keywords)`: calls the body in inference mode or out of it."""
 
     parameters = ("mode", "body")
-
-    @overload
-    def __call__(
-        self,
-        mode: bool,  # noqa: FBT001
-        body: Callable[..., _Result],
-        /,
-        *operands: Any,
-        **keywords: Any,
-    ) -> _Result: ...
-
-    @overload
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
 
     def check(self, *mode: Any) -> None:
         check_flag("mode", *mode)

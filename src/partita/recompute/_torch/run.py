@@ -21,7 +21,7 @@ from partita._torch.tensors import version_of
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.body import run_body
 from partita.hops._torch.node_tags import SAVED, next_graph_id, node_tags, saving, tagging
-from partita.program._torch.saved_tensors import around_hooks, but_for_traces
+from partita.program._torch.saved_tensors import around_hooks, hooks_ignoring_traces
 from partita.recompute._torch.captured_state import (
     BodyState,
     CapturedLeaves,
@@ -172,7 +172,7 @@ class _Runs:
         with (
             _NOTHING if self._captured is None else self._captured.recording(),
             _NOTHING if self._saves is None else self._saves.first(),
-            but_for_traces() if self._may_trace else _NOTHING,
+            hooks_ignoring_traces() if self._may_trace else _NOTHING,
             self._kept.recording(),
             self._contexts[0],
         ):
@@ -185,7 +185,7 @@ class _Runs:
             self._inputs.again(saved) as (operands, keywords),
             _NOTHING if self._captured is None else self._captured.unchanged(),
             _NOTHING if self._saves is None else self._saves.again(),
-            but_for_traces() if self._may_trace else _NOTHING,
+            hooks_ignoring_traces() if self._may_trace else _NOTHING,
             self._kept.replaying(),
             self._contexts[1],
         ):

@@ -187,7 +187,7 @@ _LEAVES = (*["nests.leave"] * 9, *["nests.cross"] * 3, "nests.forget")
 
 #: The kinds of steps of a nest for hypothesis; as many exit a block as enter one.
 NEST_KINDS = (
-    *("nests.grad", "nests.asked", "nests.autocast", "nests.autocast", "nests.inference", "nests.again"),
+    *("nests.grad", "nests.queried", "nests.autocast", "nests.autocast", "nests.inference", "nests.again"),
     *("nests.leave", "nests.leave", "nests.leave", "nests.cross", "nests.cross", "nests.forget"),
     *_OWN_WORK,
 )
@@ -199,7 +199,7 @@ def _nest_steps(source: Random, features: Features, *, length: int) -> tuple[Ste
     Some programs restore the grad mode by constants, as traced ones do, some query it first, and some do both; about
     half of them have no inference block, since torch has no operator for those.
     """
-    grad = source.choice((("nests.grad",), ("nests.asked",), ("nests.grad", "nests.asked")))
+    grad = source.choice((("nests.grad",), ("nests.queried",), ("nests.grad", "nests.queried")))
     infers = features.inference and source.random() < 0.5
     blocks = (*grad * 4, *["nests.autocast"] * 5, "nests.again", *["nests.inference"] * (2 if infers else 0))
     work = (*_OWN_WORK * 4, *_other_kinds(source, features, infers=infers))

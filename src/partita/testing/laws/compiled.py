@@ -1,4 +1,4 @@
-"""The law for recomputed programs that are compiled: they cannot be told from the original, compiled the same way."""
+"""The law for recomputed programs that are compiled: they are equivalent to the original, compiled the same way."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_compiled_recompute_law(case: Case, compiler: str, seed: int) -> str | 
         return None
     if _share_memory(own) and found_in <= _places(filter(_is_view_of_parameter, comparison.differences)):
         return "torch gives a view of a parameter in its place, by the order of inputs, where some share memory"
-    title = f"compiled by {compiler}, a recomputed program cannot be told from the original"
+    title = f"compiled by {compiler}, a recomputed program is equivalent to the original"
     raise LawError(f"{title}\n{case!r}\n{comparison}\n{found.failure or ''}")
 
 

@@ -179,10 +179,10 @@ def _is_symbolic(node: Node) -> bool:
 
 
 LAWS: dict[str, Callable[[_Subject], None]] = {
-    "an applied partition cannot be told from the original": _means_the_same,
+    "an applied partition is equivalent to the original": _means_the_same,
     "the result is well formed": _is_well_formed,
     "gathering keeps the fingerprint": _gathers_to_the_same,
-    "gathering cannot be told from the original": _gathered_means_the_same,
+    "a gathered program is equivalent to the original": _gathered_means_the_same,
     "inlining undoes outlining": _inlines_to_the_same,
     "the result can be copied and pickled": _copies_and_pickles,
     "the result can be cut again": _can_be_cut_again,

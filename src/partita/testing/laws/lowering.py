@@ -1,4 +1,4 @@
-"""Laws for lowering: whatever is taken and whatever refused, lowered regions cannot be told from the original."""
+"""Laws for lowering: whatever is taken and whatever refused, lowered regions are equivalent to the original."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
         counted = statistics_are_counted(lowering)
         assert all(is_allowed(found, counted=counted) for found in comparison.differences), str(comparison)
     except Exception as error:
-        title = f"a program lowered by {found.name} cannot be told from the original"
+        title = f"a program lowered by {found.name} is equivalent to the original"
         raise LawError(f"{title}\n{case!r}\n{lowering}\n{type(error).__name__}: {error}") from error
     return lowering
 

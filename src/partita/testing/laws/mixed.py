@@ -32,7 +32,7 @@ def check_mixed_law(case: Case, backend: str | Backend, seed: int) -> tuple[Plan
         allowed = [is_allowed(one, counted=counted, other_errors=True) for one in comparison.differences]
         assert all(allowed), str(comparison)
     except Exception as error:
-        title = "a program with several treatments cannot be told from the original"
+        title = "a program with several treatments is equivalent to the original"
         raise LawError(f"{title}\n{case!r}\n{mixture}\n{type(error).__name__}: {error}") from error
     return mixture, after
 

@@ -327,7 +327,7 @@ _WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 _OPERATORS = (hops.wrap_with_set_grad_enabled, hops.wrap_with_autocast, hops.wrap_with_inference_mode)
 
 MODE_LAWS: dict[str, Callable[[ModeSubject], None]] = {
-    "a wrapped program cannot be told from the original": _means_the_same,
+    "a wrapped program is equivalent to the original": _means_the_same,
     "every operator finds the modes that it found before": _finds_the_same_modes,
     "only operators switch modes": _switches_by_operators_only,
     "no operator sets what is set already": _sets_nothing_twice,

@@ -1,4 +1,4 @@
-"""Laws for recomputation: whatever is recomputed and whatever kept, the program cannot be told from the original."""
+"""Laws for recomputation: whatever is recomputed and whatever kept, the program is equivalent to the original."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_recompute_laws(case: Case, seed: int) -> str | None:
     except TreatmentError as refusal:
         _hold("the input is unchanged after an error", case, lambda: _equal(dump(case.graph_module), before))
         return str(refusal)
-    _hold("a recomputed program cannot be told from the original", case, partial(_means_the_same, case, program, after))
+    _hold("a recomputed program is equivalent to the original", case, partial(_means_the_same, case, program, after))
     _hold("losses that go back one after the other have the same gradients", case, partial(_same_losses, case, seed))
     _hold("the input is unchanged", case, lambda: _equal(dump(case.graph_module), before))
     return None

@@ -163,7 +163,7 @@ def _leave(draft: Draft, at: int, pick: int) -> None:
 
 NESTS: Steps = {
     "nests.grad": grad,
-    "nests.asked": queried,
+    "nests.queried": queried,
     "nests.toggle": toggle,
     "nests.autocast": autocast,
     "nests.inference": inference,
