@@ -82,7 +82,7 @@ def test_an_undeclared_write_is_reported() -> None:
     graph.output(graph.call_function(sly, (graph.placeholder("x"),)))
     program = Program.of(GraphModule(nn.Module(), graph), pure=[sly])
     kinds = {difference.kind for difference in compare(program, program, (torch.ones(3),)).differences}
-    assert "undeclared write" in kinds
+    assert "undeclared mutation" in kinds
 
 
 def test_free_sizes_are_tried_with_other_numbers() -> None:

@@ -16,8 +16,8 @@ from partita import Program
 from partita.policies import ByLabel
 from partita.testing import Case, Features, Input, LawError, Recipe, Step, build, random_case, random_crossing
 from partita.testing.fuzz import fuzz
-from partita.testing.laws import mixed as mixed_laws
-from partita.testing.laws.mixed import check_mixed_law
+from partita.testing.laws import treatments as mixed_laws
+from partita.testing.laws.treatments import check_mixed_law
 from partita.treatments import Call, Lower, Mode, Recompute
 
 

@@ -20,7 +20,7 @@ from partita.errors import CycleError
 from partita.policies import ByCapability, ByLabel
 from partita.testing import CAPTURES, Case, LawError, captured_case, labelled_programs, random_case, random_labels
 from partita.testing.fuzz import fuzz
-from partita.testing.laws.lowering import check_lower_laws
+from partita.testing.laws.treatments import check_lower_laws
 from partita.treatments import Lower
 
 #: Sums of gradients run in another order where a region is one node of autograd.

@@ -14,7 +14,7 @@ from partita.testing import ALL, CAPTURES, LawError, captured_case, random_case,
 from partita.testing.fuzz import fuzz
 from partita.testing.laws import recompute as recompute_laws
 from partita.testing.laws.mode_oracle import leaves_modes
-from partita.testing.laws.recompute import check_recompute_laws
+from partita.testing.laws.treatments import check_recompute_laws
 from partita.treatments import KeepEverything, KeepNothing, Recompute
 
 KNOWN = replace(ALL, unknown=False, hooks=False)

@@ -122,10 +122,7 @@ wrap_with_set_grad_enabled = registered(
     twin=torch_operators.WRAP_WITH_SET_GRAD_ENABLED,
 )
 wrap_with_autocast = registered(
-    WrapWithAutocast,
-    "partita_autocast",
-    home=(_HOME, "wrap_with_autocast"),
-    twin=torch_operators.WRAP_WITH_AUTOCAST,
+    WrapWithAutocast, "partita_autocast", home=(_HOME, "wrap_with_autocast"), twin=torch_operators.WRAP_WITH_AUTOCAST
 )
 wrap_with_inference_mode = registered(
     _InferenceMode, "partita_inference_mode", home=(_HOME, "wrap_with_inference_mode")

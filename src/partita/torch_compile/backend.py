@@ -44,14 +44,10 @@ def backend(
     decided = plan(program, chosen.policy, chosen.treatment)
     with _annotated(decided, example_inputs):
         if decided.treatments and all(map(annotation_suffices, decided.treatments)):
-            return _compile_whole(gm, inner, example_inputs)
+            border = border_of_graph(gm)
+            compiled = inner(gm, example_inputs)
+            return compiled if border == Border() else Bordered(compiled, border)
         return _compile_in_pieces(gm, decided, inner, example_inputs)
-
-
-def _compile_whole(gm: GraphModule, inner: Inner, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    border = border_of_graph(gm)
-    compiled = inner(gm, example_inputs)
-    return compiled if border == Border() else Bordered(compiled, border)
 
 
 def _compile_in_pieces(gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any]) -> GraphModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -14,9 +14,11 @@ from typing import Any, TypeAlias, final
 from uuid import uuid4
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from partita._torch.operators.registry import OPERATORS
+from partita._torch.operators.schemas import viewed_node
+from partita.analysis.op_effects.calls import CallEffects
 from partita.backends._torch.joint_partitioners import (
     drop_forward_effects,
     is_any_recomputed,
@@ -24,14 +26,13 @@ from partita.backends._torch.joint_partitioners import (
     min_cut_partition,
     plain_partition,
 )
-from partita.errors import OptionError
+from partita.errors import OptionError, RecomputeError
 from partita.plans import Policy, Treatment, plan
 from partita.plans.treatment import Marks, is_treatment
 from partita.program.program import Program
 from partita.regions import Region
 from partita.regions.joint_forward import forward_part
 from partita.rewrite.outline import marked
-from partita.torch_compile.joint_mutations import check_mutations, is_functionalized, not_partitioned
 
 #: From a joint graph, its inputs and torch's options, `num_fwd_outputs` among them, to a forward and a backward.
 Partitioner: TypeAlias = Callable[..., tuple[GraphModule, GraphModule]]
@@ -191,3 +192,126 @@ def _digest(file: Path) -> str | None:
         return sha256(file.read_bytes()).hexdigest()[:16]
     except OSError:
         return None
+
+
+# Joint graphs that are not functionalized: their halves must mutate as the joint graph does.
+
+
+def is_functionalized(program: Program) -> bool:
+    """Whether a joint graph mutates nothing but inputs, each after its last read."""
+    writers = _mutating_nodes(program)
+    return all(_is_input_update(node, program, writers) for node in writers)
+
+
+def check_mutations(program: Program, forward: GraphModule, backward: GraphModule) -> None:
+    """Raises where the halves of a joint graph that is not functionalized mutate differently from it."""
+    halves = _Halves(program, forward, backward)
+    for wrong in (*halves.misplaced_mutations(), *halves.stale_reads(), *halves.reordered()):
+        raise RecomputeError(
+            f"the joint graph is not functionalized, and the partitioner {wrong}, so that gradients or state would be "
+            f"wrong; {_WAY_OUT}"
+        )
+
+
+def not_partitioned(error: AssertionError) -> RecomputeError:
+    """The error for a partitioner that fails on a joint graph that is not functionalized."""
+    return RecomputeError(f"the joint graph is not functionalized, and the partitioner fails: {error}; {_WAY_OUT}")
+
+
+_WAY_OUT = (
+    "let AOTAutograd functionalize it (disable_functionalization=False), or mark nothing to be recomputed and "
+    "omit `then`"
+)
+
+
+@final
+class _Halves:
+    """A joint graph, the nodes that mutate in it, and the positions of its nodes in forward and backward."""
+
+    def __init__(self, program: Program, forward: GraphModule, backward: GraphModule) -> None:
+        self.program = program
+        self.writers = _mutating_nodes(program)
+        self.halves = (_positions(forward), _positions(backward))
+        #: The numbers of the nodes that may mutate the memory of each node, in graph order.
+        number = {node.name: place for place, node in enumerate(program.index.nodes)}
+        mutators = ((node, program.mutations.mutators_of(node)) for node in program.index.nodes)
+        self._writes = {node: sorted(map(number.__getitem__, names)) for node, names in mutators if names}
+
+    def misplaced_mutations(self) -> Iterator[str]:
+        """Every mutation happens once, in its own half."""
+        joint = self.program.joint
+        late = set() if joint is None else set(joint.backward)
+        for node in self.writers:
+            found = [node.name in half for half in self.halves]
+            if not any(found):
+                yield f"loses the mutation {_shown(node)}"
+            elif all(found):
+                yield f"repeats the mutation {_shown(node)} in the backward"
+            elif found[1] is not (node in late):
+                yield f"moves the mutation {_shown(node)} to the {'backward' if found[1] else 'forward'}"
+
+    def stale_reads(self) -> Iterator[str]:
+        """Recomputed nodes read unmutated memory, and their results are not mutated."""
+        for number, node in enumerate(self.program.index.nodes):
+            found = [node.name in half for half in self.halves]
+            if node.op in ("placeholder", "get_attr", "output") or viewed_node(node) is not None:
+                continue
+            later = [source for source in node.all_input_nodes if self._writes.get(source, (-1,))[-1] > number]
+            if all(found) and (later or node in self._writes):
+                mutated = later[0] if later else node
+                yield f"recomputes {_shown(node)} although {mutated.name!r} is mutated meanwhile"
+            if not any(found) and self._is_used(node) and any(map(self._writes.get, node.all_input_nodes)):
+                yield f"takes another value for {_shown(node)}, which reads memory that is mutated"
+
+    def reordered(self) -> Iterator[str]:
+        """Accesses to mutated memory keep their order."""
+        nodes, (forward, backward) = self.program.index.nodes, self.halves
+        for before, after in self.program.effects.edges():
+            first, second = nodes[before], nodes[after]
+            if not {first, second} & self.writers.keys() or viewed_node(first) or viewed_node(second):
+                continue
+            runs_late = first.name in backward and first.name not in forward
+            same = [half for half in self.halves if first.name in half and second.name in half]
+            if (runs_late and second.name in forward) or any(half[first.name] > half[second.name] for half in same):
+                yield f"runs {_shown(second)} before {_shown(first)}"
+
+    def _is_used(self, node: Node) -> bool:
+        return any(user.op == "output" or any(user.name in half for half in self.halves) for user in node.users)
+
+
+def _mutating_nodes(program: Program) -> dict[Node, None]:
+    """The nodes that are known to mutate, in graph order."""
+    acting = CallEffects(program.graph_module, program.pure).effectful(program.graph)
+    found = {
+        node for node, effects in acting.items() if (effects.mutates or effects.mutated_state) and not effects.unknown
+    }
+    return {node: None for node in program.index.nodes if node in found}
+
+
+#: How AOTAutograd updates inputs at the end of a graph.
+_UPDATES = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
+#: Namespaces of operators that mutate by design, in functionalized graphs as well: FSDP's unsharded parameters.
+_MUTATING_NAMESPACES = ("fsdp.", "inductor.")
+
+
+def _is_input_update(node: Node, program: Program, writers: Container[Node]) -> bool:
+    if str(node.target).startswith(_MUTATING_NAMESPACES):
+        return True
+    first = node.args[0] if node.args else None
+    if node.target not in _UPDATES or not isinstance(first, Node) or first.op != "placeholder":
+        return False
+    index = program.index
+    behind = [index.nodes[number] for number in program.effect_neighbours.after.get(index.number[node], ())]
+    return all(
+        other.op == "output" or other in writers or viewed_node(other) is not None for other in (*behind, *node.users)
+    )
+
+
+def _positions(half: GraphModule) -> Mapping[str, int]:
+    """The position of every computed node of a half, by name."""
+    nodes: Sequence[Node] = list(half.graph.nodes)
+    return {node.name: place for place, node in enumerate(nodes) if node.op not in ("placeholder", "output")}
+
+
+def _shown(node: Node) -> str:
+    return f"{node.name!r} ({node.target})"

@@ -69,10 +69,7 @@ class _BodyCopy:
         self.states: dict[HasPlace, Node] = {}
 
     def graph(
-        self,
-        slots: Sequence[HasPlace],
-        inputs: Sequence[Shape],
-        outputs: Sequence[tuple[str, tuple[Any, ...]]] | None,
+        self, slots: Sequence[HasPlace], inputs: Sequence[Shape], outputs: Sequence[tuple[str, tuple[Any, ...]]] | None
     ) -> Graph:
         nodes = list(self.source.nodes)
         self.writer.names.reserve(node.name for node in nodes)

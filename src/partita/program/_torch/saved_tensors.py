@@ -226,9 +226,7 @@ def _formula_for(packet: Any) -> Callable[..., Any] | None:
 
 
 _aten: Any = torch.ops.aten
-_ATTENTION_LIKE = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-}
+_ATTENTION_LIKE = {_aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention}
 
 
 def _updated_statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -255,7 +255,7 @@ class UnmutatedInput:
     def tensor(self, saved: Tensor | None) -> Tensor:
         """The argument for another run, from what was saved elsewhere, if it was handed over.
 
-        The saver returns the tensor it was given, even if it was mutated since; one held here must be unmutated.
+        The saver returns the tensor that it got, even if it was mutated since; one held here must be unmutated.
         """
         if self.leaf is not None:
             if snapshot_of(self.leaf) == self._before:

@@ -38,15 +38,8 @@ from partita.testing.generator.recipe import (
     random_picks,
 )
 from partita.testing.generator.state import State, restore_persistence
+from partita.testing.generator.steps import CROSSING_STEPS, NEST_STEPS, STEPS, crossing_kinds, families_of, kinds_in
 from partita.testing.generator.steps.modes import close_modes
-from partita.testing.generator.steps.table import (
-    CROSSING_STEPS,
-    NEST_STEPS,
-    STEPS,
-    crossing_kinds,
-    families_of,
-    kinds_in,
-)
 
 
 def random_case(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> Case:
@@ -56,7 +49,11 @@ def random_case(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> 
 
 def random_crossing(seed: int, *, max_nodes: int = 36, features: Features = ALL) -> Case:
     """The case of a seed with hooks on tensors, and mutation through views and indices, that cross regions."""
-    return build(_random_crossing_recipe(seed, max_nodes=max_nodes, features=features))
+    source = Random(seed)
+    kinds = (*_some_kinds(source, features), *crossing_kinds(features) * 3)
+    recipe = _recipe(source, kinds, max_nodes=max_nodes, features=features)
+    text = _source("random_crossing", seed, features, max_nodes=max_nodes, default=36)
+    return build(replace(recipe, source=text))
 
 
 def random_nest(seed: int, *, max_nodes: int = 48, features: Features = ALL) -> Case:
@@ -132,14 +129,6 @@ def random_recipe(seed: int, *, max_nodes: int = 30, features: Features = ALL) -
     source = Random(seed)
     recipe = _recipe(source, _some_kinds(source, features), max_nodes=max_nodes, features=features)
     return replace(recipe, source=_source("random_case", seed, features, max_nodes=max_nodes, default=30))
-
-
-def _random_crossing_recipe(seed: int, *, max_nodes: int = 36, features: Features = ALL) -> Recipe:
-    """The recipe of a seed with hooks and mutation that cross regions."""
-    source = Random(seed)
-    kinds = (*_some_kinds(source, features), *crossing_kinds(features) * 3)
-    recipe = _recipe(source, kinds, max_nodes=max_nodes, features=features)
-    return replace(recipe, source=_source("random_crossing", seed, features, max_nodes=max_nodes, default=36))
 
 
 def random_nest_recipe(seed: int, *, max_nodes: int = 48, features: Features = ALL) -> Recipe:
@@ -235,28 +224,20 @@ OUTPUT_KINDS = ("single", "tuple", "list", "dict", "nested", "echo", "twice", "c
 def _structure(draft: Draft, kind: str, chosen: Sequence[Node]) -> Any:
     """What the program returns, in every structure that a graph can return."""
     first, second, third, *more = chosen
-    match kind:
-        case "tuple":
-            return (first, second, third, *more)
-        case "list":
-            return [first, second, third]
-        case "dict":
-            return {"first": first, "second": second}
-        case "nested":
-            return (first, {"inner": [second, (third, None)]})
-        case "echo":
-            return (first, draft.inputs[0], second)
-        case "twice":
-            return (first, second, first)
-        case "constant":
-            return (1, first, None, "text", 0.5, second)
-        case "none":
-            return None
-        case "whole":
-            return (_newest_of(draft, first, tuple, list, dict), first)
-        case "number":
-            return (first, _newest_of(draft, second, int, float))
-    return first
+    structures: dict[str, Any] = {
+        "single": first,
+        "tuple": (first, second, third, *more),
+        "list": [first, second, third],
+        "dict": {"first": first, "second": second},
+        "nested": (first, {"inner": [second, (third, None)]}),
+        "echo": (first, draft.inputs[0], second),
+        "twice": (first, second, first),
+        "constant": (1, first, None, "text", 0.5, second),
+        "none": None,
+        "whole": (_newest_of(draft, first, tuple, list, dict), first),
+        "number": (first, _newest_of(draft, second, int, float)),
+    }
+    return structures[kind]
 
 
 def _chosen(draft: Draft, picks: Picks) -> list[Node]:

@@ -112,6 +112,10 @@ class Draft:
             "call_method", name, lambda owner, *rest, **named: getattr(owner, name)(*rest, **named), args, kwargs
         )
 
+    def apply(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
+        """A call of a function, or of the method of this name."""
+        return self.method(target, *args, **kwargs) if isinstance(target, str) else self.call(target, *args, **kwargs)
+
     def module(self, entry: str, *args: Any, **kwargs: Any) -> Node:
         """A call of a module of the state."""
         self.state.need(entry)
