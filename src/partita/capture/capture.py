@@ -70,6 +70,32 @@ def capture(
     return inline(Program.of(exported))
 
 
+def capture_joint(
+    model: nn.Module | Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Program:
+    """The joint graph of a model and its backward for these arguments, with what `capture` keeps kept.
+
+    It takes the parameters and buffers that `joint.state` names, then all leaves of `args` and `kwargs`, then a tangent
+    for each output of the forward that has a gradient. It returns the new values of what the model mutates, all leaves
+    of its result, and a gradient or None for every input. It mutates nothing itself, and computes gradients whether or
+    not gradients are on: call it under `torch.no_grad()`. A parameter with several names is one input, under its first
+    name. A result that shares memory with something else is copied, so that its gradient has an input of its own.
+    """
+    check_options(model, args, kwargs)
+    owner = model if isinstance(model, nn.Module) else FunctionModule(model)
+    with fresh_modes(grad=True):
+        arguments = Arguments(owner, args, kwargs or {})
+    module = capture(owner, arguments.args, arguments.kwargs).module()
+    try:
+        traced = _traced(module, arguments)
+        _check(traced, arguments)
+    except CaptureError as error:
+        raise CaptureError(f"{name_of(model)} has no joint graph: {error}") from error
+    except Exception as error:
+        raise CaptureError(f"{name_of(model)} has no joint graph: {summary_of(error)}") from error
+    return Program.of(traced.graph_module, forward_outputs=traced.forward_outputs)
+
+
 def check_options(model: object, args: object, kwargs: object) -> None:
     """Raises where these cannot be a model and its arguments."""
     if isinstance(model, Program | ExportedProgram):
@@ -194,35 +220,6 @@ class ModelCall:
             region_pass=region_pass,
             grad=grad,
         )
-
-
-# Capturing a model together with its backward: one graph from parameters and arguments to results and gradients.
-
-
-def capture_joint(
-    model: nn.Module | Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-) -> Program:
-    """The joint graph of a model and its backward for these arguments, with what `capture` keeps kept.
-
-    It takes the parameters and buffers that `joint.state` names, then all leaves of `args` and `kwargs`, then a tangent
-    for each output of the forward that has a gradient. It returns the new values of what the model mutates, all leaves
-    of its result, and a gradient or None for every input. It mutates nothing itself, and computes gradients whether or
-    not gradients are on: call it under `torch.no_grad()`. A parameter with several names is one input, under its first
-    name. A result that shares memory with something else is copied, so that its gradient has an input of its own.
-    """
-    check_options(model, args, kwargs)
-    owner = model if isinstance(model, nn.Module) else FunctionModule(model)
-    with fresh_modes(grad=True):
-        arguments = Arguments(owner, args, kwargs or {})
-    module = capture(owner, arguments.args, arguments.kwargs).module()
-    try:
-        traced = _traced(module, arguments)
-        _check(traced, arguments)
-    except CaptureError as error:
-        raise CaptureError(f"{name_of(model)} has no joint graph: {error}") from error
-    except Exception as error:
-        raise CaptureError(f"{name_of(model)} has no joint graph: {summary_of(error)}") from error
-    return Program.of(traced.graph_module, forward_outputs=traced.forward_outputs)
 
 
 def _traced(module: GraphModule, arguments: Arguments) -> TracedJoint:

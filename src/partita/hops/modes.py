@@ -14,6 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from partita._torch.fake_sandbox import Tracing
+from partita._torch.modes import variable_set
 from partita._torch.operators import registry as torch_operators
 from partita.errors import OptionError
 from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, SwitchOperator, registered
@@ -222,14 +223,9 @@ def traced_inference_scope(mode: bool, *, tracing: Tracing) -> Iterator[None]:  
         yield
 
 
-@contextmanager
-def standing_for_inference(mode: bool) -> Iterator[None]:  # noqa: FBT001
+def standing_for_inference(mode: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     """Inside, gradients cannot be switched on if `mode` is True: in inference mode that would have no effect."""
-    token = _STANDS_FOR_INFERENCE.set(mode)
-    try:
-        yield
-    finally:
-        _STANDS_FOR_INFERENCE.reset(token)
+    return variable_set(_STANDS_FOR_INFERENCE, mode)
 
 
 def stands_for_inference() -> bool:

@@ -54,7 +54,6 @@ def export_recorded(
     Constants that the trace has mutated are restored.
     """
     named = None if kwargs is None else dict(kwargs)
-    fill_tables()
     with _LOCK, patched(_all_patches(model, recorder, region_pass)), fresh_modes(grad=grad):
         args, named = tree_map_only(torch.Tensor, _as_normal_tensor, (args, named))
         try:
@@ -70,6 +69,7 @@ def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_patches(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:
+    fill_tables()
     return [
         *_pass_patches(model, recorder, region_pass),
         *grad_block_patches(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from partita._torch import toggles
+from partita._torch.modes import variable_set
 from partita._torch.operators.schemas import Argument, signatures_of
 from partita._torch.tensors import version_of
 
@@ -120,14 +121,9 @@ def listening_recorder() -> Recorder | None:
     return recorder if recorder is not None and recorder.is_listening else None
 
 
-@contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def recording(recorder: Recorder) -> AbstractContextManager[None]:
     """Inside, in this thread, every mode switch is reported to `recorder`."""
-    token = _CURRENT.set(recorder)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return variable_set(_CURRENT, recorder)
 
 
 def _tracer() -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+from partita._torch.modes import variable_set
 from partita._torch.tensors import version_of
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.body import run_body
@@ -181,7 +182,7 @@ class _Runs:
 
     def _run_again(self, saved: tuple[Tensor, ...]) -> Any:
         with (
-            _levels_of_backward(),
+            variable_set(_LEVELS, _levels_now()),  # A nested checkpoint then behaves as in the first run.
             self._inputs.again(saved) as (operands, keywords),
             _NOTHING if self._captured is None else self._captured.unchanged(),
             _NOTHING if self._saves is None else self._saves.again(),
@@ -226,16 +227,6 @@ def _levels_now() -> tuple[int, int]:
 
 #: The levels around a backward that recomputes a body: the first run of the body was outside of them.
 _LEVELS: ContextVar[tuple[int, int]] = ContextVar("levels around a backward", default=(0, -1))
-
-
-@contextmanager
-def _levels_of_backward() -> Iterator[None]:
-    """Inside, a nested checkpoint in a recomputed body behaves as in the first run."""
-    token = _LEVELS.set(_levels_now())
-    try:
-        yield
-    finally:
-        _LEVELS.reset(token)
 
 
 def _device_markers(tensors: Iterable[Tensor]) -> list[Tensor]:

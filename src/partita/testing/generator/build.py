@@ -17,7 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from partita._torch.modes import read_ambient, restore_autocast
 from partita._torch.toggles import ENTER_INFERENCE
-from partita.testing.generator.draft import EXITS, Case, Draft, UnfitError
+from partita.testing.generator.draft import EXITS, Case, Draft, UnfitError, restore_persistence
 from partita.testing.generator.inputs import (
     INPUT_KINDS,
     PLAIN_INPUT_KINDS,
@@ -37,7 +37,7 @@ from partita.testing.generator.recipe import (
     random_pick,
     random_picks,
 )
-from partita.testing.generator.state import State, restore_persistence
+from partita.testing.generator.state import State
 from partita.testing.generator.steps import CROSSING_STEPS, NEST_STEPS, STEPS, crossing_kinds, families_of, kinds_in
 from partita.testing.generator.steps.modes import close_modes
 
@@ -70,7 +70,7 @@ def build(recipe: Recipe) -> Case:
         # Drafting mutated the state and the arguments that it ran on, so the case gets fresh ones.
         state = State(training=recipe.training, used=draft.state.used)
         graph_module = GraphModule(state.root, draft.graph)
-        restore_persistence(graph_module, state.used)
+        restore_persistence(graph_module, state.root)
         arguments = arguments_of(inputs, pytree=recipe.pytree)
         annotated = _annotate(graph_module, recipe.metadata, arguments.args if recipe.pytree else arguments.placed)
     traits = (*kinds, *_other_traits(recipe, inputs, annotated=annotated))
