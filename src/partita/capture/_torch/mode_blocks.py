@@ -156,7 +156,7 @@ def grad_block_patches() -> list[Patch]:
         recorded_patch(torch.enable_grad, "__enter__", partial(_enter, enabled=True)),
         *(recorded_patch(block, "__exit__", _leave) for block in (torch.no_grad, torch.enable_grad, by_value)),
         recorded_patch(by_value, "__init__", _make_by_value),
-        recorded_patch(by_value, "__enter__", _enter_by_value),
+        recorded_patch(by_value, "__enter__", lambda recorder, original, block: recorder.set_grad(block.mode)),
         recorded_patch(by_value, "__call__", _decorate_by_value),
     ]
 
@@ -179,10 +179,6 @@ def _make_by_value(recorder: Recorder, original: Action, block: Any, *args: Any,
     with recorder.silence():
         original(block, *args, **kwargs)
     _query(recorder, block)
-    recorder.set_grad(block.mode)
-
-
-def _enter_by_value(recorder: Recorder, original: Action, block: Any) -> None:
     recorder.set_grad(block.mode)
 
 

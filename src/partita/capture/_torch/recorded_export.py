@@ -55,17 +55,13 @@ def export_recorded(
     """
     named = None if kwargs is None else dict(kwargs)
     with _LOCK, patched(_all_patches(model, recorder, region_pass)), fresh_modes(grad=grad):
-        args, named = tree_map_only(torch.Tensor, _as_normal_tensor, (args, named))
+        # A trace with gradients cannot use an inference tensor.
+        args, named = tree_map_only(torch.Tensor, lambda one: one.clone() if one.is_inference() else one, (args, named))
         try:
             with recording(recorder):
                 return torch.export.export(model, args, named, dynamic_shapes=dynamic_shapes, strict=False)
         finally:
             recorder.constants.restore()
-
-
-def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of an inference tensor, which a trace with gradients cannot use; other tensors as they are."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _all_patches(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:

@@ -59,32 +59,22 @@ class Recorder:
         self.open_inference: list[bool] = []
         #: Tensors that are neither arguments nor state.
         self.constants = Constants()
-        self._silent = False
+        self.is_silent = False
 
     @property
     def depends_on_callers_grad(self) -> bool:
         """Whether the model may behave differently if its caller has gradients off."""
         return self.queries_grad or self.sets_grad_by_value
 
-    @property
-    def depends_on_caller(self) -> bool:
-        """Whether the model may behave differently under other modes of its caller."""
-        return self.queries_autocast or self.depends_on_callers_grad
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether a switch belongs in the graph: a model is being traced, and it is not this recorder that switches."""
-        return not self._silent and _tracer() is not None
-
     @contextmanager
     def silence(self) -> Iterator[None]:
         """Inside, modes are switched without writing a toggle."""
-        was_silent, self._silent = self._silent, True
+        was_silent, self.is_silent = self.is_silent, True
         try:
             with torch._C.DisableTorchFunction():
                 yield
         finally:
-            self._silent = was_silent
+            self.is_silent = was_silent
 
     def write(self, toggle: Any, *arguments: Any) -> Node | None:
         """Appends a toggle to the graph that is being traced; None, and a problem, if it has no place there."""
@@ -116,9 +106,9 @@ def current_recorder() -> Recorder | None:
 
 
 def listening_recorder() -> Recorder | None:
-    """The recorder to report a mode switch to; None in other threads and outside of traces."""
+    """The recorder to report a mode switch to; None in other threads, outside of traces, and where it is silenced."""
     recorder = _CURRENT.get()
-    return recorder if recorder is not None and recorder.is_listening else None
+    return None if recorder is None or recorder.is_silent or _tracer() is None else recorder
 
 
 def recording(recorder: Recorder) -> AbstractContextManager[None]:
