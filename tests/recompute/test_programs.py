@@ -12,7 +12,7 @@ from partita import Program
 from partita.policies import BySize
 from partita.testing import ALL, CAPTURES, LawError, captured_case, random_case, random_nest
 from partita.testing.fuzz import fuzz
-from partita.testing.laws import recompute as recompute_laws
+from partita.testing.laws import treatments as recompute_laws
 from partita.testing.laws.mode_oracle import leaves_modes
 from partita.testing.laws.treatments import check_recompute_laws
 from partita.treatments import KeepEverything, KeepNothing, Recompute
