@@ -1,4 +1,4 @@
-"""Dry runs: to plan and to print a program takes little and changes nothing, whatever its operators are told to do."""
+"""Dry runs: to plan and to print a program takes little and changes nothing, whatever its arguments are."""
 
 from __future__ import annotations
 

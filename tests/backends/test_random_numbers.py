@@ -51,7 +51,7 @@ def test_a_dropout_of_a_transposed_tensor_is_traced() -> None:
 
 
 def test_the_backward_of_inductor_draws_nothing() -> None:
-    """torch.compile draws again there, for nothing."""
+    """torch.compile generates random numbers again there, which are unused."""
     assert not lowered(lambda x: torch.bernoulli(x.sigmoid()), torch.randn(8, 12, requires_grad=True), "inductor")
 
 

@@ -231,7 +231,7 @@ def test_items_of_containers_go_to_the_partition_of_their_producer_as_in_torch()
 def test_what_may_be_a_container_does_not_cross_a_border_as_in_torch(
     pair: Callable[[Tensor], Any], alone: bool
 ) -> None:
-    """Without traced values nobody knows whether `torch.max(x, 0)` gives a tensor or a tuple."""
+    """Without traced values it is unknown whether `torch.max(x, 0)` returns a tensor or a tuple."""
 
     def function(x: Tensor) -> Tensor:
         return pair(x)[0].cos() + 1

@@ -248,7 +248,7 @@ def test_side_effects_keep_their_order(cut: Cut, labels: list[int]) -> None:
 
 
 def unknown(x: Tensor) -> Tensor:
-    """A plain function that nobody can look into; it writes its argument."""
+    """An opaque function that mutates its argument."""
     return x.add_(1.0)
 
 

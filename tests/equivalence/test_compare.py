@@ -1,4 +1,4 @@
-"""Two programs that differ in one aspect are told apart by exactly that aspect; equal ones are equal."""
+"""Two programs that differ in one aspect are distinguished by exactly that aspect; equal ones are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators with a body under torch.compile: no graph break, values and gradients of the plain blocks, lazily told."""
+"""Body operators under torch.compile: no graph break, values and gradients as plain blocks, lazy registration."""
 
 from __future__ import annotations
 

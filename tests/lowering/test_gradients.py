@@ -51,7 +51,7 @@ def test_two_results_of_one_region_get_their_own_gradients_in_the_next() -> None
 
 
 def test_a_view_that_autograd_does_not_track_is_mutated_without_gradients() -> None:
-    """Made without gradients, and written by somebody with gradients: with gradients, it may not be touched again."""
+    """Made without gradients and mutated by a value with gradients: with gradients, it may not be used again."""
     module = plan_of(lambda x: x.mul_(2), Lower(Counting(), strict=True)).apply().module()
     x = torch.ones(2, 3, requires_grad=True) * 1
     with torch.no_grad():

@@ -132,7 +132,7 @@ def test_many_generated_programs_are_the_same(labelled: tuple[Case, Any]) -> Non
 
 
 class Step(nn.Module):
-    """Everything at once: state, a write, a draw, a view, a size."""
+    """Everything at once: state, a mutation, random numbers, a view, a size."""
 
     def __init__(self) -> None:
         super().__init__()

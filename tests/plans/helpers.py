@@ -81,7 +81,7 @@ def bytes_really_held(module: nn.Module, call: Callable[[], Any]) -> int:
 
 
 def bytes_alive(module: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """What the history of the results alone keeps alive, less what `module` owns; told by nothing but the memory."""
+    """What the history of the results alone keeps alive, less what `module` owns; measured in memory alone."""
     with _Births() as births:
         results = module(**{name: value.clone() for name, value in inputs.items()})
     history = [leaf.grad_fn for leaf in flatten(results).leaves if isinstance(leaf, Tensor)]

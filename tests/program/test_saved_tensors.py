@@ -1,4 +1,4 @@
-"""What autograd saves is told from the traced values alone, by node, and nothing is changed by asking."""
+"""What autograd saves is found from traced values alone, by node, without side effects."""
 
 from __future__ import annotations
 

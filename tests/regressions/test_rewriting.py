@@ -1,4 +1,4 @@
-"""Bugs that once gave results that did not run, ran the wrong thing, told lies, or took far too long."""
+"""Bugs that once gave results that did not run, ran the wrong thing, reported wrong facts, or took far too long."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Saved:
 
 
 def _step(model: nn.Module, run: Callable[..., Tensor], *args: Tensor) -> list[Tensor]:
-    """The loss and the gradients of one step, drawn after one seed."""
+    """The loss and the gradients of one step, from one seed."""
     model.zero_grad()
     torch.manual_seed(5)
     loss = run(*args)

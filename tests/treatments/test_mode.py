@@ -1,4 +1,4 @@
-"""Mode: what runs under a mode runs in the body of an operator that sets it, and nobody can tell from outside."""
+"""Mode: what runs under a mode runs in the body of an operator that sets it, and results are the same."""
 
 from __future__ import annotations
 
