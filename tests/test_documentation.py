@@ -44,7 +44,7 @@ def _needs(page: Path) -> list[pytest.MarkDecorator]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The code of one fenced block, the line of the page on which it begins, and what it prints, where that is told."""
+    """The code of one fenced block, the line of the page on which it begins, and what it prints, if the page says."""
 
     line: int
     code: str

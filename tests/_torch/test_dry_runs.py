@@ -1,4 +1,4 @@
-"""Dry runs: to plan and to print a program takes little and changes nothing, whatever its operators are told to do."""
+"""Dry runs: to plan and to print a program takes little and changes nothing, whatever its arguments are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from partita import Program, dissolve, plan
 from partita.errors import ModeError
 from partita.policies import BySize
 from partita.program.flops import Flops
-from partita.program.saved_tensors import SavingTrials, saved_tensors_of
+from partita.program.saved_tensors import NodeDryRuns, saved_tensors_of
 from partita.treatments import Call, KeepAtMost, KeepExpensive, Recompute
 
 aten = torch.ops.aten
@@ -189,10 +189,10 @@ def test_a_tensor_is_not_cut_into_no_end_of_pieces(target: Any, rest: tuple[Any,
 
     program = program_with(write)
     assert saved_tensors_of(program).reason is not None
-    assert SavingTrials().flops_until_saved(_calling(program, target)) is None
+    assert NodeDryRuns().flops_until_saved(_calling(program, target)) is None
 
 
-def test_arguments_that_crash_torch_are_not_given_to_it() -> None:
+def test_arguments_that_crash_torch_are_not_passed_to_it() -> None:
     # In a process of its own, which would die.
     code = """
 from tests._torch.test_dry_runs import aten, fake, printed, program_with, traced
@@ -234,7 +234,7 @@ def test_an_operator_of_another_library_is_counted_by_its_own_formula(monkeypatc
         assert Flops().of(_calling(program, target.default)) == 7 * 4 * 5
 
 
-def test_an_operator_with_a_fake_kernel_is_still_told_of() -> None:
+def test_an_operator_with_a_fake_kernel_is_still_reported() -> None:
     @torch.library.custom_op("partita_dry::faked", mutates_args=())
     def faked(x: Tensor) -> Tensor:
         raise AssertionError("it is run")

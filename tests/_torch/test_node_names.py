@@ -87,7 +87,7 @@ def test_torch_goes_on_where_names_stopped(before: list[tuple[str, Any]], after:
 
 
 @given(st.sets(st.sampled_from(["add", "add_1", "add_2", "add_7", "x"])), st.lists(steps, max_size=20))
-def test_a_reserved_name_is_given_to_nobody(reserved: set[str], sequence: list[tuple[str, Any]]) -> None:
+def test_a_reserved_name_is_not_used(reserved: set[str], sequence: list[tuple[str, Any]]) -> None:
     names = Names(Graph())
     names.reserve(sorted(reserved))
     given_out = [names.fresh(value) if kind == "wish" else names.fresh_for(value) for kind, value in sequence]

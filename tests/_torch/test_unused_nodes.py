@@ -1,4 +1,4 @@
-"""Nodes that nobody reads but that act all the same stay in the bodies of operators."""
+"""Unused nodes with side effects stay in the bodies of operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partita.treatments import Mode
 
 
 class Unread(nn.Module):
-    """Writes the statistics of a batch norm and draws numbers, and uses neither result."""
+    """Mutates the statistics of a batch norm and generates random numbers; both results are unused."""
 
     def __init__(self) -> None:
         super().__init__()

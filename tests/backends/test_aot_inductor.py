@@ -98,7 +98,7 @@ def test_a_lowered_program_is_moved_and_runs_without_a_compiler(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_laws_hold_for_aot_inductor_on_a_few_bodies() -> None:
-    bodies = ("accumulation", "views", "plain_inputs", "draws")
+    bodies = ("accumulation", "views", "plain_inputs", "random_numbers")
     report = check_backend(QUICK, programs=0, bodies=bodies)
     assert not [note for note in report.notes if "failed" in note]
 

@@ -51,7 +51,7 @@ def test_a_dropout_of_a_transposed_tensor_is_traced() -> None:
 
 
 def test_the_backward_of_inductor_draws_nothing() -> None:
-    """torch.compile draws again there, for nothing."""
+    """torch.compile generates random numbers again there, which are unused."""
     assert not lowered(lambda x: torch.bernoulli(x.sigmoid()), torch.randn(8, 12, requires_grad=True), "inductor")
 
 
@@ -79,7 +79,9 @@ def _checked(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", [_sum, _product, _noise, _checked])
-def test_a_check_of_what_was_drawn_brings_no_draw_into_the_backward(function: Callable[..., Any], backend: str) -> None:
+def test_asserted_random_numbers_bring_no_random_operator_into_the_backward(
+    function: Callable[..., Any], backend: str
+) -> None:
     """torch.export writes a check of the dtype before every conversion."""
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     program = capture(function, (x, w))

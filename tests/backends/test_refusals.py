@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[Node, str]] = {
     "backward": (call("backward", "x"), "autograd inside the graph"),
     "requires_grad_": (call("requires_grad_", "x"), "autograd inside the graph"),
     "reading a gradient": (call(getattr, "x", "grad"), "autograd inside the graph"),
-    "generator": (call(torch.rand, 2, generator="x"), "draws from a generator of its own"),
+    "generator": (call(torch.rand, 2, generator="x"), "uses its own random number generator"),
     "lstm": (call(nn.LSTM(2, 2), "x"), "lstm: its backward fails when traced"),
     "lstm in a module": (call(nn.Sequential(nn.LSTM(2, 2)), "x"), "lstm: its backward fails when traced"),
     "lstm operator": (call(aten.lstm.input, "x", ["x"], ["x"]), "lstm: its backward fails when traced"),

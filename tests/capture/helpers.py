@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 @dataclass
 class Outcome:
-    """All that can be told of one call and its backward."""
+    """All that can be observed of one call and its backward."""
 
     outputs: list[Any]
     requires_grad: list[bool]

@@ -329,13 +329,10 @@ def test_dynamo_works_as_before_after_a_capture() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _all_swaps() -> list[Any]:
-    return _all_patches(nn.Identity(), Recorder(), lambda *given: given)
-
-
 def held_by_torch() -> list[Any]:
-    """What the attributes hold that a capture swaps."""
-    return [(swap.owner, swap.name, vars(swap.owner)[swap.name]) for swap in _all_swaps()]
+    """The values of the attributes that a capture patches."""
+    patches = _all_patches(nn.Identity(), Recorder(), lambda *args: args)
+    return [(patch.owner, patch.name, vars(patch.owner)[patch.name]) for patch in patches]
 
 
 def test_everything_is_put_back() -> None:

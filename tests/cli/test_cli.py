@@ -15,7 +15,6 @@ import torch
 import partita
 from partita.cli import main
 from partita.cli.demo import (
-    language_model,
     lowering,
     modes,
     recomputing,
@@ -23,7 +22,7 @@ from partita.cli.demo import (
     splitting,
     with_inductor,
 )
-from partita.cli.demo.distilled import seeded
+from partita.cli.demo.modes import seeded
 from partita.treatments import Lower
 
 
@@ -99,7 +98,7 @@ def test_the_chapter_on_lowering_gives_the_reasons_and_verifies(demo: str) -> No
 def test_the_chapter_on_lowering_needs_no_other_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(language_model, "find_spec", lambda name: None)
+    monkeypatch.setattr(lowering, "find_spec", lambda name: None)
     assert lowering._show_capability().equal
     assert capsys.readouterr().out.startswith("a small decoder; ")
 
@@ -116,7 +115,7 @@ def test_the_chapter_on_lowering_waits_for_no_slow_compiler(
 def test_the_chapter_on_lowering_compiles_equal_regions_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(language_model, "find_spec", lambda name: None)
+    monkeypatch.setattr(lowering, "find_spec", lambda name: None)
     # With another `keep`, nothing is shared with what other tests have compiled.
     monkeypatch.setattr(with_inductor, "Lower", lambda name: Lower("aot_eager", keep=5))
     with caplog.at_level(logging.INFO, "partita.lowering"):

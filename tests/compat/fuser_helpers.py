@@ -74,7 +74,7 @@ def _line(node: Node) -> tuple[Any, ...]:
 
 
 def _value(node: Node) -> str:
-    """The traced value as text; torch notes values that nobody knows as a tuple of None."""
+    """The traced value as text; torch records unknown values as a tuple of None."""
     value = node.meta.get("val")
     unknown = isinstance(value, tuple) and all(item is None for item in value)
     return "None" if unknown else str(value)

@@ -336,7 +336,7 @@ def test_reads_on_both_sides_of_a_write_cannot_be_fused() -> None:
     assert dump(module) == before
 
 
-def test_a_write_keeps_its_place_in_a_body_that_is_given_out_of_order() -> None:
+def test_a_mutation_keeps_its_place_in_a_body_that_is_passed_out_of_order() -> None:
     module = written_between()
     nodes = named(module, ["cos", "add_", "sin"])
     assert [node.name for node in ours.topo_sort(nodes)] == ["sin", "add_", "cos"]
@@ -345,7 +345,7 @@ def test_a_write_keeps_its_place_in_a_body_that_is_given_out_of_order() -> None:
     assert same(module(X.clone()), expected)
 
 
-def test_draws_keep_their_order() -> None:
+def test_random_operators_keep_their_order() -> None:
     draft = Draft()
     x = draft.input("x")
     draws = [draft.call(torch.rand_like, x) for _ in range(3)]
@@ -705,7 +705,7 @@ def test_what_a_module_does_not_own_must_be_passed() -> None:
         ours.insert_subgm(module, body, (), outputs)
 
 
-def test_an_owned_placeholder_that_others_read_is_given_back() -> None:
+def test_an_owned_placeholder_that_others_read_is_returned() -> None:
     module = with_constants()
     body, inputs, outputs = ours.fuse_as_graphmodule(module, named(module, ["p_bias", "neg"]), "Body")
     assert [node.name for node in outputs] == ["p_bias", "neg"]
@@ -750,7 +750,7 @@ def test_placeholders_are_fused_in_any_mode() -> None:
 # Graphs that are being edited --------------------------------------------------------------------------------------
 
 
-def test_a_graph_without_an_output_gives_what_nobody_reads() -> None:
+def test_a_graph_without_an_output_returns_unused_values() -> None:
     graph = Graph()
     sine = graph.call_function(torch.sin, (graph.placeholder("x"),))
     cosine = graph.call_function(torch.cos, (sine,))

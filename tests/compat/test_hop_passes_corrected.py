@@ -232,7 +232,7 @@ def test_a_region_that_only_writes_survives_dead_code_elimination() -> None:
     assert seen.tolist() == [1, 1, 1, 1]
 
 
-def test_the_signature_given_is_not_modified_and_names_follow() -> None:
+def test_the_signature_argument_is_not_modified_and_names_follow() -> None:
     def does(self: Net, x: Tensor) -> Any:
         with no_grad():
             self.seen.mul_(2)

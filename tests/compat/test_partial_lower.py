@@ -201,7 +201,7 @@ def test_contiguous_runs_or_the_fewest_groups() -> None:
 
 
 @small
-def test_a_break_in_an_open_run_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_break_in_an_open_run_is_reported_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     gm = traced(lambda x: torch.cumsum(torch.cumsum(x.sin(), 0), 0).cos(), torch.randn(4))
     with caplog.at_level(logging.WARNING, LOG):
         lower(gm, but("cumsum"))
@@ -209,7 +209,7 @@ def test_a_break_in_an_open_run_is_told_with_its_reason(caplog: pytest.LogCaptur
 
 
 @small
-def test_what_is_left_out_of_groups_is_told_by_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_excluded_from_groups_is_reported_by_reason(caplog: pytest.LogCaptureFixture) -> None:
     gm = traced(lambda x: torch.cumsum(torch.cumsum(x.sin(), 0), 0).cos(), torch.randn(4))
     with caplog.at_level(logging.INFO, LOG):
         lower(gm, but("cumsum"), contiguous=False)
@@ -217,7 +217,7 @@ def test_what_is_left_out_of_groups_is_told_by_reason(caplog: pytest.LogCaptureF
     assert "user predicate: aten.cumsum.default 2" in text
 
 
-def test_the_predicate_about_subgraphs_is_asked_first() -> None:
+def test_the_predicate_about_subgraphs_is_called_first() -> None:
     seen: list[list[str]] = []
 
     def predicate(nodes: list[Node]) -> bool:

@@ -231,7 +231,7 @@ def test_items_of_containers_go_to_the_partition_of_their_producer_as_in_torch()
 def test_what_may_be_a_container_does_not_cross_a_border_as_in_torch(
     pair: Callable[[Tensor], Any], alone: bool
 ) -> None:
-    """Without traced values nobody knows whether `torch.max(x, 0)` gives a tensor or a tuple."""
+    """Without traced values it is unknown whether `torch.max(x, 0)` returns a tensor or a tuple."""
 
     def function(x: Tensor) -> Tensor:
         return pair(x)[0].cos() + 1
@@ -292,7 +292,7 @@ def test_a_subclass_may_say_what_is_supported() -> None:
     assert mine == {"cos", "tan", "relu"}
 
 
-def test_every_node_is_asked_about_once_with_all_modules() -> None:
+def test_every_node_is_queried_once_with_all_modules() -> None:
     module = random_graph(1, size=10)
     asked: list[str] = []
 
@@ -306,7 +306,7 @@ def test_every_node_is_asked_about_once_with_all_modules() -> None:
     assert asked == [node.name for node in reversed(module.graph.nodes)]
 
 
-def test_who_depends_on_whom_can_be_asked() -> None:
+def test_dependencies_between_nodes_can_be_queried() -> None:
     module = pure_graph(5, 10)
     for node in module.graph.nodes:
         expected = theirs._DependencyViewer(module).downstreams_of(node)
@@ -337,7 +337,7 @@ def test_horizontal_fusion_does_not_move_a_read_past_an_unsupported_write() -> N
     assert same(partitioner.partition_and_fuse()(X.clone()), expected)
 
 
-def test_draws_keep_their_order() -> None:
+def test_random_operators_keep_their_order() -> None:
     draft = Draft()
     x = draft.input("x")
     made = [draft.call(torch.rand_like, x), draft.call(torch.bernoulli, x), draft.call(torch.rand_like, x)]
@@ -490,7 +490,7 @@ def test_a_support_that_raises_is_named_with_its_node_and_nothing_is_changed() -
     assert dump(module) == before
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_what_cannot_be_queried_is_refused() -> None:
     for kind in (OptionError, AttributeError):
         with pytest.raises(kind, match="is_node_supported"):
             ours.CapabilityBasedPartitioner(chain(), lambda node: True)  # type: ignore[arg-type]

@@ -375,7 +375,7 @@ def test_an_annotation_that_makes_no_sense_is_named_with_its_node(annotation: ob
 
 
 class CountedReads(Mapping[str, object]):
-    """An annotation that counts how often somebody reads it."""
+    """An annotation that counts how often it is read."""
 
     def __init__(self, region: str) -> None:
         self.region, self.reads = region, 0

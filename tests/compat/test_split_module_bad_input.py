@@ -185,7 +185,7 @@ def test_regions_that_are_legal_one_by_one_but_not_together_are_refused() -> Non
         Partition(program, [one, other])
 
 
-def test_a_region_around_a_node_that_is_left_out_is_refused_with_that_node() -> None:
+def test_a_region_around_an_excluded_node_is_refused_with_that_node() -> None:
     module = diamond()
     with refused(module, CycleError, "'a'", "'cos'", "add"):
         partita.plan(Program.of(module), ByLabel(by_name({"cos": None}, "a")), Call())

@@ -11,7 +11,7 @@ Where ours differs on purpose:
 | outer calls and items carry the values that they give | later passes read them | test_outer_calls_... |
 | keep_original_node_name keeps the targets of inputs | the call signature | test_keeping_names_... |
 | the code generator is kept | exported modules return their structure | test_exported_... |
-| hooks, training flag and module metadata are kept | they are part of the module | test_split_module.py |
+| hooks, training flag and module metadata are kept | they are part of the module | test_split_module_state.py |
 | a cycle, a bad callback or a bad graph is a typed error | words that help | test_split_module_bad_input.py |
 """
 

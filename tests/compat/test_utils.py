@@ -392,7 +392,7 @@ def test_a_failing_callback_is_named_and_changes_nothing() -> None:
     assert dump(module) == before
 
 
-def test_the_callback_is_asked_once_for_every_node_in_order() -> None:
+def test_the_callback_is_called_once_for_every_node_in_order() -> None:
     module, seen = toggled(), []
     ours.sequential_split(module, lambda node: seen.append(node))  # type: ignore[func-returns-value]
     assert seen == list(module.graph.nodes)

@@ -223,7 +223,7 @@ def test_rest_arguments_and_defaults_are_bound(count: int, named: dict[str, Any]
     check_inlined(around(body, lambda d, x, y: d.graph.call_module("body", (x, y, x)[:count], named)))
 
 
-def test_a_default_stands_for_an_argument_that_is_not_given() -> None:
+def test_a_default_stands_for_an_argument_that_is_not_passed() -> None:
     body = symbolic_trace(lambda x, y=2.0: x * y)
     module = check_inlined(around(body, lambda d, x, y: d.module("body", x)))
     assert torch.equal(module(X, Y), X * 2)

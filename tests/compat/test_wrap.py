@@ -99,7 +99,7 @@ FIRST_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", FIRST_ARGUMENTS)
-def test_every_argument_can_be_given_by_keyword_under_the_name_that_torch_has_for_it(name: str) -> None:
+def test_every_argument_can_be_passed_by_keyword_under_torchs_name(name: str) -> None:
     x, operator = torch.randn(2), getattr(ours, name)
     theirs_takes = inspect.signature(getattr(theirs, name).__call__).parameters
     assert list(theirs_takes)[: len(FIRST_ARGUMENTS[name])] == list(FIRST_ARGUMENTS[name])
@@ -117,7 +117,7 @@ def test_keywords_are_taken_in_a_compiled_function_too(name: str) -> None:
     assert torch.equal(compiled(x), x.sin())
 
 
-def test_a_keyword_that_an_argument_is_given_for_by_position_is_the_bodys() -> None:
+def test_a_keyword_of_an_argument_passed_by_position_is_the_bodys() -> None:
     x = torch.randn(2, dtype=torch.float64)
     found = ours.wrap_with_autocast("cpu", None, True, None, torch.sum, x, dtype=torch.float32)
     assert found.dtype == torch.float32

@@ -197,7 +197,7 @@ def _detached(value: Any) -> Any:
 
 
 class Drawing:
-    """Draws a recipe step by step; each is tried at once on real tensors, and drawn again where eager torch raises."""
+    """A random recipe; each step is tried at once on real tensors, and replaced where eager torch raises."""
 
     def __init__(self, seed: int) -> None:
         self.random, self.seed = Random(seed), seed
@@ -423,7 +423,7 @@ def outcome(module: nn.Module, state: nn.Module, inputs: tuple[Tensor, Tensor]) 
 
 
 def compare_case(seed: int) -> str:
-    """Compares a drawn model with its dissolved graph; raises where they differ, and tells what kind of case it was."""
+    """Compares a random model with its dissolved graph; raises where they differ; returns the kind of case."""
     from partita.dissolve.dissolve import dissolve
 
     drawing = Drawing(seed)

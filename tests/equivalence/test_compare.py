@@ -1,4 +1,4 @@
-"""Two programs that differ in one aspect are told apart by exactly that aspect; equal ones are equal."""
+"""Two programs that differ in one aspect are distinguished by exactly that aspect; equal ones are equal."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ CASES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any], Callable[[],
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_difference_is_told_by_its_kind(case: str) -> None:
+def test_one_difference_is_reported_by_its_kind(case: str) -> None:
     kind, before, after, make = CASES[case]
     assert kinds(before, after, make()) == {kind}
 
@@ -173,7 +173,7 @@ def test_a_lost_gradient_is_found() -> None:
     assert Difference("gradient", "'weight'", "a gradient != none", "first call") in comparison.differences
 
 
-def test_an_inference_tensor_is_told_from_an_ordinary_one() -> None:
+def test_an_inference_tensor_is_distinguished_from_an_ordinary_one() -> None:
     def inferred(_: Any, x: Tensor) -> Tensor:
         with torch.inference_mode():
             return x + 1
@@ -231,7 +231,7 @@ def test_an_error_says_what_differs_where_and_by_how_much() -> None:
     ]
 
 
-def test_gradients_can_be_left_out() -> None:
+def test_gradients_can_be_excluded() -> None:
     assert kinds(lambda m, x: x * 2, lambda m, x: with_hidden_gradient(x), leaf(), gradients=False) == set()
 
 
@@ -244,7 +244,7 @@ def test_a_write_that_carries_gradients_is_followed() -> None:
     assert found == {"requires_grad", "gradient"}
 
 
-def test_state_written_before_an_exception_is_compared() -> None:
+def test_state_mutated_before_an_exception_is_compared() -> None:
     def refused(model: Any, x: Tensor, *, written: bool) -> Tensor:
         if written:
             model.count.add_(1)
@@ -277,7 +277,7 @@ def test_state_under_other_names_is_reported_under_the_names_of_the_original() -
     assert places == {"buffer '1.running_mean'", "buffer '1.running_var'", "buffer '1.num_batches_tracked'"}
 
 
-def test_what_differs_in_every_call_is_told_once() -> None:
+def test_what_differs_in_every_call_is_reported_once() -> None:
     comparison = compare(*pair(lambda m, x: x + 1, lambda m, x: x + 2), (vector(),))
     assert len(comparison.differences) == 1
     assert comparison.calls == 3
@@ -304,7 +304,7 @@ def test_an_empty_comparison_reads_well() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_random_draws_on_the_device_are_counted() -> None:
+def test_random_numbers_on_the_device_are_counted() -> None:
     def drawn_on_device(_: Any, x: Tensor) -> Tensor:
         torch.rand(1, device="cuda")
         return x + 1

@@ -49,13 +49,13 @@ def test_a_traced_program_equals_its_module() -> None:
     assert verify(model, symbolic_trace(model), (torch.randn(4, 64),)).notes == ()
 
 
-def test_only_what_may_be_written_is_copied(copied_bytes: list[int]) -> None:
+def test_only_what_may_be_mutated_is_copied(copied_bytes: list[int]) -> None:
     program = Program.of(symbolic_trace(Normalised()))
     assert verify(program, program, (torch.randn(4, 64),), second_call=False).equal
     assert sorted(copied_bytes) == [8, 256, 256]
 
 
-def test_nothing_is_copied_where_nothing_is_written(copied_bytes: list[int]) -> None:
+def test_nothing_is_copied_where_nothing_is_mutated(copied_bytes: list[int]) -> None:
     program = Program.of(exported(nn.Linear(64, 64), torch.randn(4, 64)))
     assert verify(program, program, (torch.randn(4, 64),), second_call=False).equal
     assert copied_bytes == []
@@ -82,7 +82,7 @@ def test_an_undeclared_write_is_reported() -> None:
     graph.output(graph.call_function(sly, (graph.placeholder("x"),)))
     program = Program.of(GraphModule(nn.Module(), graph), pure=[sly])
     kinds = {difference.kind for difference in compare(program, program, (torch.ones(3),)).differences}
-    assert "undeclared write" in kinds
+    assert "undeclared mutation" in kinds
 
 
 def test_free_sizes_are_tried_with_other_numbers() -> None:

@@ -102,7 +102,7 @@ def test_leaves_in_a_closure_keep_their_gradient_field() -> None:
     assert {difference.kind for difference in comparison.differences} == {"requires_grad", "gradient"}
 
 
-def test_the_same_tensor_given_twice_stays_one() -> None:
+def test_the_same_tensor_passed_twice_stays_one() -> None:
     def together(x: Tensor, y: Tensor) -> Tensor:
         x.add_(1)
         return y * 2
@@ -120,7 +120,7 @@ def test_the_same_tensor_given_twice_stays_one() -> None:
     assert x.tolist() == [1.0] * 3
 
 
-def test_an_input_inside_a_graph_can_be_written() -> None:
+def test_an_input_inside_a_graph_can_be_mutated() -> None:
     leaf = torch.ones(3, requires_grad=True)
     x = leaf * 2
 
@@ -148,7 +148,7 @@ def test_expanded_inputs_are_accepted() -> None:
     assert verify(function, function, (torch.ones(1, 3).expand(4, 3),)).notes == ()
 
 
-def test_a_parameter_given_as_input_stays_that_parameter() -> None:
+def test_a_parameter_passed_as_input_stays_that_parameter() -> None:
     model = nn.Linear(3, 3)
 
     def shares(x: Tensor) -> bool:
@@ -159,7 +159,7 @@ def test_a_parameter_given_as_input_stays_that_parameter() -> None:
     assert verify(model, model, (model.weight,)).equal
 
 
-def test_generators_given_as_inputs_are_not_drawn_from() -> None:
+def test_generators_passed_as_inputs_do_not_advance() -> None:
     generator = torch.Generator().manual_seed(3)
     state = generator.get_state()
 
@@ -200,7 +200,7 @@ def test_reentrant_checkpoints_get_their_gradients() -> None:
     assert verify(model, lambda y: checkpoint(model, y, use_reentrant=True), (x,)).notes == ()
 
 
-def test_a_mask_drawn_again_in_backward_is_found() -> None:
+def test_a_mask_regenerated_in_backward_is_found() -> None:
     def whole(x: Tensor) -> Tensor:
         return torch.dropout(x, 0.5, train=True)
 
@@ -256,7 +256,7 @@ class WritesView(nn.Module):
         return self.total * self.weight
 
 
-def test_a_view_that_was_written_with_gradients_is_cut_off_and_stays_itself() -> None:
+def test_a_view_that_was_mutated_with_gradients_is_cut_off_and_stays_itself() -> None:
     model = WritesView()
     total, base = model.total, model.total._base
     found = verify(model, model, (torch.ones(3),))
@@ -330,7 +330,7 @@ def test_settings_that_are_left_changed_are_seen_and_put_back(name: str) -> None
     assert setting() == before
 
 
-def test_numbers_that_are_drawn_from_numpy_are_seen_and_put_back() -> None:
+def test_random_numbers_of_numpy_are_seen_and_put_back() -> None:
     numpy = pytest.importorskip("numpy")
 
     def draws(x: Tensor) -> Tensor:
@@ -388,7 +388,7 @@ def test_settings_that_a_backward_leaves_changed_are_seen_and_put_back() -> None
 
 
 @pytest.mark.parametrize("bit", ["conjugate", "negative"])
-def test_values_that_a_bit_tells_are_told_apart(bit: str) -> None:
+def test_values_that_differ_in_one_bit_are_distinguished(bit: str) -> None:
     def lazily(x: Tensor) -> Tensor:
         conjugated = torch.complex(x, x).conj()
         return conjugated if bit == "conjugate" else conjugated.imag

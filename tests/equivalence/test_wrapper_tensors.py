@@ -87,7 +87,7 @@ def test_results_that_are_dtensors_are_compared_where_they_are(mesh: DeviceMesh)
     assert ("value", "output._local_tensor") in {(found.kind, found.where) for found in comparison.differences}
 
 
-def test_dtensors_as_arguments_are_copied_where_they_are_written(mesh: DeviceMesh) -> None:
+def test_dtensors_as_arguments_are_copied_where_they_are_mutated(mesh: DeviceMesh) -> None:
     def writing(x: Tensor) -> Tensor:
         x.add_(1)
         return x * 2

@@ -1,4 +1,4 @@
-"""How much work something is, told by the number of calls that it makes: the same on any machine, under any load."""
+"""How much work something is, in calls that it makes: the same on any machine, under any load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators with a body under torch.compile: no graph break, values and gradients of the plain blocks, lazily told."""
+"""Body operators under torch.compile: no graph break, values and gradients as plain blocks, lazy registration."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_graph_break_inside_a_body_keeps_the_meaning(case: Case) -> None:
     assert torch.equal(found, expected)
     assert (found.dtype, found.requires_grad, grad) == (expected.dtype, expected.requires_grad, expected_grad)
     compiled_code = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
-    assert compiled_code(BodyOperator.enact.__code__) == []
+    assert compiled_code(BodyOperator.__call__.__code__) == []
     assert compiled_code(body.__code__) != []
 
 
@@ -207,7 +207,7 @@ def test_compiling_works_whatever_was_imported_first(imports: str) -> None:
     assert run_python(imports + _STEP) == "False\nExportedProgram\n"
 
 
-def test_nothing_stays_behind_once_dynamo_is_told() -> None:
+def test_nothing_stays_behind_once_dynamo_is_informed() -> None:
     source = """
 import importlib.machinery, inspect, sys, torch
 from partita import hops, recompute

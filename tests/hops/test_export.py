@@ -91,7 +91,7 @@ print("loaded")
 
 
 class _Nest(nn.Module):
-    """Writes that nobody reads, gradients switched on inside blocks that switch them off, and all kinds nested."""
+    """Unused mutations, gradients switched on inside blocks that switch them off, and all kinds nested."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -190,7 +190,7 @@ def test_autocast_without_dtype_takes_the_one_that_is_set() -> None:
 
 @pytest.mark.parametrize("given", [None, True, False])
 @pytest.mark.parametrize("found", [True, False])
-def test_autocast_cache_is_as_told_or_as_found(given: bool | None, found: bool) -> None:
+def test_autocast_cache_is_as_passed_or_as_found(given: bool | None, found: bool) -> None:
     torch.set_autocast_cache_enabled(found)
     try:
         seen = hops.wrap_with_autocast("cpu", None, True, given, torch.is_autocast_cache_enabled)

@@ -1,4 +1,4 @@
-"""The laws: a legal cut cannot be told from the original, an illegal one is refused, and nothing depends on chance."""
+"""The laws: a legal cut is equivalent to the original, an illegal one is refused, and nothing depends on chance."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ captured = cache(captured_case)
 
 @given(labelled_programs())
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_the_laws_hold_for_drawn_programs(labelled: tuple[Case, Labels]) -> None:
+def test_the_laws_hold_for_random_programs(labelled: tuple[Case, Labels]) -> None:
     check_laws(*labelled)
 
 

@@ -16,8 +16,8 @@ from partita import Program
 from partita.policies import ByLabel
 from partita.testing import Case, Features, Input, LawError, Recipe, Step, build, random_case, random_crossing
 from partita.testing.fuzz import fuzz
-from partita.testing.laws import mixed as mixed_laws
-from partita.testing.laws.mixed import check_mixed_law
+from partita.testing.laws import treatments as mixed_laws
+from partita.testing.laws.treatments import check_mixed_law
 from partita.treatments import Call, Lower, Mode, Recompute
 
 
@@ -81,7 +81,7 @@ class Negating:
         return lambda *values: tuple(value.logical_not().to(value.dtype) for value in body(*values))
 
 
-@pytest.mark.parametrize("kind", ["hooks.result", "hooks.written", "hooks.view"])
+@pytest.mark.parametrize("kind", ["hooks.result", "hooks.mutated", "hooks.view"])
 def test_hooks_change_the_gradients_that_a_comparison_sees(kind: str) -> None:
     steps = (Step("methods.unary", (0, 2, 0, 0)), Step(kind, (0, 1, 0, 0)), Step("methods.unary", (0, 1, 0, 0)))
     hooked = build(Recipe(inputs=(Input("leaf"),), steps=steps))

@@ -30,7 +30,7 @@ from partita.testing import (
     random_nest,
 )
 from partita.testing.fuzz import fuzz
-from partita.testing.generator.steps.table import NEST_STEPS
+from partita.testing.generator.steps import NEST_STEPS
 from partita.testing.laws.mode_oracle import ModeSubject, modes_seen, wrapped
 
 #: Nests that once broke a law, by what was wrong.
@@ -57,7 +57,7 @@ ONCE_BROKEN = {
         *[("autocast", (0, 0, 0, 0)), ("border", (9, 0, 0, 0)), ("grad", (0, 5, 0, 0)), ("weight", (0, 0, 0, 0))],
     ],
     "a block in the caller's mode inside a run without gradients": [
-        *[("asked", (0, 0, 0, 0)), ("autocast", (0, 0, 0, 0)), ("asked", (0, 0, 0, 15)), ("leave", (0, 0, 0, 0))],
+        *[("queried", (0, 0, 0, 0)), ("autocast", (0, 0, 0, 0)), ("queried", (0, 0, 0, 15)), ("leave", (0, 0, 0, 0))],
         *[("autocast", (0, 10, 0, 0)), ("grad", (0, 0, 0, 0)), ("weight", (0, 0, 0, 0))],
     ],
     "a module that is called in two modes": [
@@ -65,8 +65,8 @@ ONCE_BROKEN = {
         ("modules.nested", (0, 0, 0, 0)),
     ],
     "a tuple that is taken apart behind a body with toggles": [
-        *[("asked", (0, 0, 0, 0)), ("autocast", (0, 0, 0, 0)), ("higher_order.alike", (0, 0, 0, 0))],
-        *[("asked", (0, 0, 0, 0)), ("again", (0, 0, 0, 0)), ("cross", (0, 0, 0, 0)), ("leave", (0, 0, 0, 0))],
+        *[("queried", (0, 0, 0, 0)), ("autocast", (0, 0, 0, 0)), ("higher_order.alike", (0, 0, 0, 0))],
+        *[("queried", (0, 0, 0, 0)), ("again", (0, 0, 0, 0)), ("cross", (0, 0, 0, 0)), ("leave", (0, 0, 0, 0))],
         *[("modules.layer", (0, 0, 0, 0)), ("leave", (0, 0, 0, 0)), ("autocast", (0, 0, 7, 0)), ("only", (0, 1, 5, 0))],
     ],
     "autocast left on": [("autocast", (0, 0, 0, 0)), ("weight", (0, 0, 0, 0)), ("forget", (0, 0, 0, 0))],
@@ -100,7 +100,7 @@ def nest_of(steps: list[tuple[str, Any]]) -> Case:
 
 @given(nests(max_nodes=24))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_the_laws_hold_for_drawn_nests(case: Case) -> None:
+def test_the_laws_hold_for_random_nests(case: Case) -> None:
     check_mode_laws(case)
 
 
@@ -207,7 +207,7 @@ def without_cache(node: Node) -> None:
         (hops.wrap_with_set_grad_enabled, without_gradients, "every operator finds the modes that it found before"),
         (hops.wrap_with_set_grad_enabled, without_gradients, "inlining undoes wrapping"),
         (hops.wrap_with_set_grad_enabled, without_gradients, "no operator sets what is set already"),
-        (hops.wrap_with_autocast, of_another_type, "a wrapped program cannot be told from the original"),
+        (hops.wrap_with_autocast, of_another_type, "a wrapped program is equivalent to the original"),
         (hops.wrap_with_autocast, of_another_type, "every operator finds the modes that it found before"),
         (hops.wrap_with_autocast, without_cache, "every operator finds the modes that it found before"),
     ],

@@ -133,7 +133,7 @@ def test_an_integer_that_changes_becomes_a_symbol() -> None:
     assert isinstance(backend.made[1][1], torch.SymInt)
 
 
-def test_what_a_compiler_asks_about_a_size_is_asked_before_its_code_is_used() -> None:
+def test_guards_of_a_compiler_are_checked_before_its_code_is_used() -> None:
     def halves(x: Tensor) -> Tensor:
         return x.reshape(2, -1) * 2 if x.shape[0] % 2 == 0 else x
 

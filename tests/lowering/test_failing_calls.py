@@ -90,7 +90,7 @@ def test_a_table_of_recent_notes_forgets_the_oldest() -> None:
     assert len(recent) == 2
 
 
-def test_whether_written_inputs_share_memory_is_told_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aliases_of_mutated_inputs_are_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count of comparisons, since clocks are not to be trusted."""
     from partita.lowering import lowered as choice
 

@@ -17,7 +17,7 @@ from partita.policies import ByCapability, ByLabel, ByMode, BySize
 from partita.treatments import Call, Lower, Mode, Recompute
 
 
-def test_what_is_written_to_one_input_gives_no_gradient_to_another() -> None:
+def test_a_mutation_of_one_input_gives_no_gradient_to_another() -> None:
     def write(x: Tensor, y: Tensor) -> None:
         x.sin_()
         y.fill_(0.25)
@@ -50,8 +50,8 @@ def test_two_results_of_one_region_get_their_own_gradients_in_the_next() -> None
     assert gradients[1] is not None
 
 
-def test_a_view_that_autograd_does_not_tell_of_is_written_without_gradients() -> None:
-    """Made without gradients, and written by somebody with gradients: with gradients, it may not be touched again."""
+def test_a_view_that_autograd_does_not_track_is_mutated_without_gradients() -> None:
+    """Made without gradients and mutated by a value with gradients: with gradients, it may not be used again."""
     module = plan_of(lambda x: x.mul_(2), Lower(Counting(), strict=True)).apply().module()
     x = torch.ones(2, 3, requires_grad=True) * 1
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_a_view_that_autograd_does_not_tell_of_is_written_without_gradients() ->
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_an_input_that_is_written_and_needed_by_the_backward_is_kept_as_it_was(backend: str) -> None:
+def test_an_input_that_is_mutated_and_needed_by_the_backward_is_kept_as_it_was(backend: str) -> None:
     """torch.compile (2.13) raises in the backward."""
 
     def write(x: Tensor, y: Tensor) -> Tensor:

@@ -82,13 +82,13 @@ def read_then_written_through_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "backend", [Keeping(), pytest.param("inductor", marks=pytest.mark.slow)], ids=["own", "inductor"]
 )
-def test_an_input_that_is_written_later_is_kept_for_the_backward(function: Callable[..., Any], backend: Any) -> None:
+def test_an_input_that_is_mutated_later_is_saved_for_the_backward(function: Callable[..., Any], backend: Any) -> None:
     program = program_of(function)
     after = plan(program, ByLabel(labels("mul", "sin", "cos")), Lower(backend)).apply()
     verify(program, after, (torch.randn(8, requires_grad=True),))
 
 
-def test_an_input_that_was_written_before_is_not_copied() -> None:
+def test_an_input_that_was_mutated_before_is_not_copied() -> None:
     def written_then_read(x: Tensor) -> Tensor:
         given = x + 1
         given.mul_(3)
@@ -102,7 +102,7 @@ def test_an_input_that_was_written_before_is_not_copied() -> None:
     assert variant.dry_run.copied_inputs == ()
 
 
-def test_equal_bodies_share_no_function_where_one_is_written_later() -> None:
+def test_equal_bodies_share_no_function_where_one_is_mutated_later() -> None:
     def squares(x: Tensor) -> Tensor:
         first = x * x
         second = torch.exp(first)

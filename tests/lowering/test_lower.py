@@ -143,7 +143,7 @@ def test_writes_to_inputs_happen_once() -> None:
     verify(program, plan_of(program, Lower("aot_eager")).apply(), (torch.randn(3), torch.randn(3)))
 
 
-def test_inputs_that_share_memory_with_what_is_written_are_not_compiled_for() -> None:
+def test_inputs_that_alias_what_is_mutated_are_not_compiled_for() -> None:
     backend = Counting()
 
     def write(x: Tensor, y: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def test_inputs_that_share_memory_with_what_is_written_are_not_compiled_for() ->
     assert torch.equal(base, torch.tensor([2.0, 2.0, 1.0, 1.0]))
 
 
-def test_inputs_that_share_memory_are_compiled_for_where_nothing_is_written() -> None:
+def test_inputs_that_share_memory_are_compiled_for_where_nothing_is_mutated() -> None:
     backend = Counting()
     module = lowered(lambda x, y: (x[0], x + y), Lower(backend))
     base = torch.randn(2, 3)
@@ -399,7 +399,7 @@ def test_start_and_end_of_a_compilation_are_logged(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_an_output_that_is_written_later_is_no_longer_wanted_by_the_backward() -> None:
+def test_an_output_that_is_mutated_later_is_no_longer_saved_for_the_backward() -> None:
     class Keeping(Counting):
         """Keeps its output for the backward, as Inductor may where plain torch keeps the input."""
 

@@ -163,7 +163,7 @@ def _one_in_ten_or_inductor(node: Node) -> str | None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_lowered_whole_a_model_trains_bit_for_bit(backend: str) -> None:
-    """BERT runs in one mode, so that no operator moves; its dropout draws the same numbers."""
+    """BERT runs in one mode, so that no operator moves; its dropout generates the same numbers."""
     model, program, inputs = _captured("bert")
     plain = copy.deepcopy(model)
     made = partita.plan(program, ByCapability(lambda node: None), Lower(backend, strict=True))

@@ -20,7 +20,7 @@ from partita.errors import CycleError
 from partita.policies import ByCapability, ByLabel
 from partita.testing import CAPTURES, Case, LawError, captured_case, labelled_programs, random_case, random_labels
 from partita.testing.fuzz import fuzz
-from partita.testing.laws.lowering import check_lower_laws
+from partita.testing.laws.treatments import check_lower_laws
 from partita.treatments import Lower
 
 #: Sums of gradients run in another order where a region is one node of autograd.
@@ -132,7 +132,7 @@ def test_many_generated_programs_are_the_same(labelled: tuple[Case, Any]) -> Non
 
 
 class Step(nn.Module):
-    """Everything at once: state, a write, a draw, a view, a size."""
+    """Everything at once: state, a mutation, random numbers, a view, a size."""
 
     def __init__(self) -> None:
         super().__init__()

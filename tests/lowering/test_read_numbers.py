@@ -48,7 +48,7 @@ def computed_number(count: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function", [view_of_an_input, slices, view_and_number, view_of_a_result, computed_number], ids=lambda f: f.__name__
 )
-def test_a_view_is_where_the_number_said_before_it_was_written(function: Callable[..., Any], backend: str) -> None:
+def test_a_view_is_where_the_number_said_before_it_was_mutated(function: Callable[..., Any], backend: str) -> None:
     program = program_of(function)
     decided = plan_of(program, Lower(backend))
     verify(program, decided.apply(), (torch.tensor(2), torch.randn(6, 3, requires_grad=True)))

@@ -57,7 +57,7 @@ def test_another_dtype_is_another_signature() -> None:
     assert len(backend.made) == 2
 
 
-def test_training_and_evaluation_are_told_apart() -> None:
+def test_training_and_evaluation_are_distinguished() -> None:
     backend = Counting()
     model = block()
     module = lowered(model, Lower(backend))
@@ -74,7 +74,7 @@ def test_training_and_evaluation_are_told_apart() -> None:
     assert len(backend.made) == 2
 
 
-def test_buffers_are_written_once() -> None:
+def test_buffers_are_mutated_once() -> None:
     program = program_of(block())
     after = plan_of(program, Lower("aot_eager")).apply()
     verify(program, after, (torch.randn(5, 4),))
@@ -85,7 +85,7 @@ def test_buffers_are_written_once() -> None:
     assert counted.item() == 3
 
 
-def test_a_buffer_of_an_exported_program_is_written_once() -> None:
+def test_a_buffer_of_an_exported_program_is_mutated_once() -> None:
     class Counted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -174,7 +174,7 @@ def test_tied_weights_get_one_gradient() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_write_to_what_an_idle_dropout_gives_reaches_its_input(backend: str) -> None:
+def test_a_mutation_of_the_output_of_an_identity_dropout_reaches_its_input(backend: str) -> None:
     """Functionalization takes the two for different memory."""
     dropout = nn.Dropout(0.5).eval()
 

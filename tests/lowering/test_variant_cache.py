@@ -71,7 +71,7 @@ def test_bodies_that_differ_are_compiled_apart(one: nn.Module, other: nn.Module)
     assert len(backend.made) == 2
 
 
-def test_literals_that_are_equal_but_not_the_same_are_told_apart() -> None:
+def test_literals_that_are_equal_but_not_the_same_are_distinguished() -> None:
     backend = Counting()
     x = torch.ones(2, dtype=torch.int64)
     results = [lowered(lambda x, k=k: x * k, Lower(backend))(x).dtype for k in (1, 1.0, True)]
@@ -95,7 +95,7 @@ def test_backends_with_other_options_share_nothing() -> None:
     assert (len(one.made), len(other.made)) == (1, 1)
 
 
-def test_what_failed_for_one_body_is_told_for_each_that_is_equal() -> None:
+def test_what_failed_for_one_body_is_reported_for_each_that_is_equal() -> None:
     class Failing(Counting):
         def compile(self, body, inputs):
             super().compile(body, inputs)

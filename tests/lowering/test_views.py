@@ -78,7 +78,7 @@ def test_views_out_of_a_list_that_was_changed(write: Callable[[Graph, Node], Any
     check(write, torch.randn(4, 6, requires_grad=True))
 
 
-def test_a_draw_that_only_goes_into_a_list_is_made() -> None:
+def test_a_random_operator_that_only_goes_into_a_list_runs() -> None:
     def write(graph: Graph, x: Node) -> Node:
         items = halves(graph, graph.call_function(torch.bernoulli, (graph.call_function(torch.sigmoid, (x,)),)))
         graph.call_method("append", (items, graph.call_function(torch.sin, (x,))))

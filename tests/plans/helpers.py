@@ -54,7 +54,7 @@ class _Checkpointed(nn.Module):
 def predicted_when_recomputed(plan: Plan, saved: SavedTensors) -> tuple[int | None, int]:
     """The bytes that a plan of `Recompute` holds in all, and the FLOPs that it adds."""
     outside = [node for node in plan.program.index.nodes if plan.partition.region_of(node) is None]
-    held, flops = saved.held(outside), 0
+    held, flops = saved.memory(outside), 0
     for region, treatment in zip(plan.partition, plan.treatments, strict=True):
         assert isinstance(treatment, Recompute)
         holding = saved_bytes_of(region, saved, treatment.kept(region))
@@ -81,7 +81,7 @@ def bytes_really_held(module: nn.Module, call: Callable[[], Any]) -> int:
 
 
 def bytes_alive(module: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """What the history of the results alone keeps alive, less what `module` owns; told by nothing but the memory."""
+    """What the history of the results alone keeps alive, less what `module` owns; measured in memory alone."""
     with _Births() as births:
         results = module(**{name: value.clone() for name, value in inputs.items()})
     history = [leaf.grad_fn for leaf in flatten(results).leaves if isinstance(leaf, Tensor)]

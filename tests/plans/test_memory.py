@@ -101,7 +101,7 @@ def test_items_are_taken_out_where_their_container_is_made() -> None:
     assert {memory.node for memory in found.treated} == {program.node("cos")}
 
 
-def test_a_region_that_writes_what_it_was_given_holds_a_copy_from_before() -> None:
+def test_a_region_that_mutates_its_input_saves_a_copy_from_before() -> None:
     program = capture(Buffered(), (_input(),))
     region = Region("part", tuple(program.operators()))
     found = saved_bytes_of(region, saved_tensors_of(program))
@@ -188,7 +188,7 @@ class _Writing(nn.Module):
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("model", [Attention, Buffered, Casting, Frozen, Mixer, _Writing])
-def test_what_was_predicted_is_alive_with_copies_of_what_is_written(model: type[nn.Module], parts: int) -> None:
+def test_what_was_predicted_is_alive_with_copies_of_what_is_mutated(model: type[nn.Module], parts: int) -> None:
     torch.manual_seed(0)
     inputs = {"x": _input()}
     program = capture(model(), (), inputs)

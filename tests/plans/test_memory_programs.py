@@ -63,7 +63,7 @@ def _is_seen_by_hooks(saved: SavedTensors) -> bool:
     runs = saved.nodes.values()
     return not (
         any(run.flops_until_saved is not None and not run.saves for run in runs)
-        or any(run.writes for run in runs)
+        or any(run.mutates for run in runs)
         or "lstm" in str(saved.program.graph)
     )
 

@@ -49,7 +49,7 @@ class Step:
 
 
 def eager_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> Step:
-    """The step on a copy of the model, with tangents drawn after `seed + 1`."""
+    """The step on a copy of the model, with random tangents from `seed + 1`."""
     model = copy.deepcopy(model)
     args, named = tree_map_only(Tensor, _own, (args, dict(kwargs)))
     torch.manual_seed(seed)

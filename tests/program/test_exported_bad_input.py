@@ -95,14 +95,14 @@ def test_the_module_of_a_program_can_be_pickled_and_checks_its_sizes() -> None:
             checked(torch.ones(2, 3))
 
 
-def test_an_operator_that_is_to_run_no_graph_is_told_what_to_do() -> None:
+def test_a_call_of_an_operator_without_a_graph_is_refused_with_a_way_out() -> None:
     planned = plan(Program.of(original("chain")), BySize(parts=1), OpaqueCall())
     with pytest.raises(TreatmentError, match=r"Identity for region 'part_0'.*GraphModule, or the module alone"):
         planned.apply()
 
 
 @pytest.mark.parametrize("source", [nn.Linear(2, 2), None, 3, Graph(), {}, ExportedProgram], ids=str)
-def test_what_is_no_program_is_told_what_to_do(source: Any) -> None:
+def test_what_is_no_program_is_refused_with_a_way_out(source: Any) -> None:
     with pytest.raises(OptionError, match="capture"):
         Program.of(source)
 

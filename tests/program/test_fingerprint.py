@@ -58,13 +58,13 @@ def test_names_do_not_count() -> None:
     assert fingerprint(program_of(graph)) == printed(lambda graph, x: call(graph, torch.sin, x))
 
 
-def test_the_order_of_draws_counts() -> None:
+def test_the_order_of_random_operators_counts() -> None:
     first = printed(lambda graph, x: (call(graph, torch.rand_like, x), call(graph, torch.randn_like, x)))
     other = printed(lambda graph, x: (call(graph, torch.randn_like, x), call(graph, torch.rand_like, x))[::-1])
     assert first != other
 
 
-def test_which_of_two_equal_draws_is_which_counts() -> None:
+def test_which_of_two_equal_random_operators_is_which_counts() -> None:
     def build(graph: Graph, x: Any) -> list[Any]:
         return [call(graph, torch.rand_like, x), call(graph, torch.rand_like, x)]
 

@@ -300,7 +300,7 @@ def test_policies_work_in_the_forward(policy: Any) -> None:
     assert {node for region in partition for node in region.nodes} <= set(_joint(program).forward)
 
 
-def test_writes_that_wait_for_the_backward_are_left_out_of_regions() -> None:
+def test_mutations_that_wait_for_the_backward_are_excluded_from_regions() -> None:
     graph = Graph()
     weight, state, tangent = (graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1"))
     product = graph.call_function(ATEN.mul.Tensor, (weight, state))

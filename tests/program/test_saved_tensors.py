@@ -1,4 +1,4 @@
-"""What autograd saves is told from the traced values alone, by node, and nothing is changed by asking."""
+"""What autograd saves is found from traced values alone, by node, without side effects."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_each_node_saves_inputs_results_and_what_is_inside_of_it() -> None:
         "tanh": [("result tanh", 80)],
         "dropout": [("inside dropout", 80)],
     }
-    assert bytes_in(saved.held()) == 96 + 80 + 80
+    assert bytes_in(saved.memory()) == 96 + 80 + 80
     linear = saved.of(saved.program.node("linear"))
     assert (linear.flops, linear.flops_until_saved) == (2 * 4 * 6 * 5, 0)
 
 
 def test_one_storage_counts_once_however_many_views_look_at_it() -> None:
     saved = _saved(lambda x: (x.sin()[1:].cos() * x[:, 2:].t().cos().sum()).exp(), _input())
-    memory = [memory for memory in saved.held() if memory.origin is Origin.INPUT]
+    memory = [memory for memory in saved.memory() if memory.origin is Origin.INPUT]
     assert [one.bytes for one in memory] == [96]
 
 
@@ -80,7 +80,7 @@ def test_what_no_result_needs_is_let_go_of_again() -> None:
     output = program.graph.output_node()
     output.args = ((program.node("add"),),)
     saved = saved_tensors_of(Program.of(program.graph_module))
-    assert saved.held() == frozenset()
+    assert saved.memory() == frozenset()
     assert saved.of(saved.program.node("exp")).flops_until_saved == 0
 
 
@@ -108,8 +108,8 @@ def test_what_is_saved_is_what_autograd_really_holds(model: type[nn.Module], for
     saved = saved_tensors_of(program)
     module = program.module()
     assert saved.reason is None
-    assert bytes_in(saved.held()) == bytes_really_held(module, lambda: module(x))
-    assert saved.held()
+    assert bytes_in(saved.memory()) == bytes_really_held(module, lambda: module(x))
+    assert saved.memory()
 
 
 def test_bodies_of_operators_count_as_part_of_the_node_that_runs_them() -> None:
@@ -124,7 +124,7 @@ def test_bodies_of_operators_count_as_part_of_the_node_that_runs_them() -> None:
         program = capture(function, (x,))
         saved, module = saved_tensors_of(program), program.module()
         assert saved.reason is None
-        assert bytes_in(saved.held()) == bytes_really_held(module, lambda: module(x))  # noqa: B023
+        assert bytes_in(saved.memory()) == bytes_really_held(module, lambda: module(x))  # noqa: B023
     program = capture(branches, (x,))
     (cond,) = (node for node in program.operators() if "cond" in node.name)
     # As torch counts them: those of the branch that takes more.
@@ -135,13 +135,13 @@ def test_symbolic_sizes_count_as_they_were_in_the_trace() -> None:
     rows = Dim("rows", min=2, max=64)
     saved = _saved(Attention(), torch.randn(5, 6), dynamic_shapes={"x": {0: rows}})
     fixed = _saved(Attention(), torch.randn(5, 6))
-    assert bytes_in(saved.held()) == bytes_in(fixed.held())
+    assert bytes_in(saved.memory()) == bytes_in(fixed.memory())
 
 
 def test_a_size_that_only_the_data_tells_has_no_bytes() -> None:
     saved = _saved(lambda x: x[x > 0].exp(), _input())
-    assert None in [memory.bytes for memory in saved.held()]
-    assert bytes_in(saved.held()) is None
+    assert None in [memory.bytes for memory in saved.memory()]
+    assert bytes_in(saved.memory()) is None
 
 
 def test_parameters_that_dynamo_made_inputs_are_still_parameters() -> None:
@@ -164,7 +164,7 @@ def test_writes_are_noted_and_change_nothing() -> None:
     state = program.export.constants if program.export else {}
     versions = {name: value._version for name, value in state.items()}
     saved = saved_tensors_of(program)
-    written = {memory for run in saved.nodes.values() for memory in run.writes}
+    written = {memory for run in saved.nodes.values() for memory in run.mutates}
     assert [(memory.origin, memory.bytes) for memory in written] == [(Origin.STATE, 24)]
     assert versions == {name: value._version for name, value in state.items()}
     assert all(value._version == before[name][1] for name, value in program.graph_module.named_buffers())
@@ -181,21 +181,21 @@ def test_modules_are_copied_before_they_write_to_their_buffers() -> None:
     saved = saved_tensors_of(Program.of(traced))
     assert saved.reason is None
     batch = saved.of(saved.program.node("batch"))
-    assert sorted(memory.bytes or 0 for memory in batch.writes) == [8, 24, 24]
+    assert sorted(memory.bytes or 0 for memory in batch.mutates) == [8, 24, 24]
     for name, value in traced.state_dict(keep_vars=True).items():
         assert (value._version, value.grad_fn) == (before[name][0], None)
         assert torch.equal(value, before[name][1])
     x = _input(needs_gradients=False)
-    assert bytes_in(saved.held()) == bytes_really_held(traced, lambda: traced(x))
+    assert bytes_in(saved.memory()) == bytes_really_held(traced, lambda: traced(x))
 
 
 def test_programs_without_traced_inputs_have_a_reason() -> None:
     saved = saved_tensors_of(Program.of(GraphModule(nn.Module(), Tracer().trace(lambda x: x.sin()))))
     assert saved.reason == "input 'x' has no traced value"
-    assert saved.held() == frozenset()
+    assert saved.memory() == frozenset()
 
 
-def test_code_that_nobody_knows_is_not_run() -> None:
+def test_unknown_code_is_not_run() -> None:
     calls = []
 
     def act(x: Tensor) -> Tensor:
@@ -312,14 +312,14 @@ def test_generated_programs_hold_what_was_predicted_and_asking_changes_nothing(n
         own = case.copy()
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             warnings.simplefilter("ignore")
-            assert bytes_in(saved.held()) == bytes_really_held(own.graph_module, own.run), case
+            assert bytes_in(saved.memory()) == bytes_really_held(own.graph_module, own.run), case
         restore_autocast(ambient)
-        known, held = known + 1, held + bool(saved.held())
+        known, held = known + 1, held + bool(saved.memory())
     assert known > len(seeds) // 4
     assert held > len(seeds) // 24
 
 
-def test_a_generator_that_the_program_owns_draws_nothing() -> None:
+def test_a_generator_of_the_program_does_not_advance() -> None:
     root = nn.Module()
     root.own = torch.Generator().manual_seed(3)  # type: ignore[assignment]
     graph = torch.fx.Graph()

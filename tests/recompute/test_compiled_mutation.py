@@ -18,8 +18,8 @@ from partita.policies import ByLabel, BySize
 from partita.testing import Case, LawError, random_case
 from partita.testing.fuzz import fuzz
 from partita.testing.generator.build import random_crossing
-from partita.testing.laws import compiled as compiled_laws
-from partita.testing.laws.compiled import COMPILABLE, check_compiled_recompute_law
+from partita.testing.laws import treatments as compiled_laws
+from partita.testing.laws.treatments import COMPILABLE, check_compiled_recompute_law
 from partita.torch_compile import backend
 from partita.treatments import KeepOperators, Recompute
 

@@ -18,7 +18,7 @@ from partita.errors import OptionError, RecomputeError
 from partita.plans.memory import saved_bytes_of
 from partita.policies import ByLabel, ByModule, BySize
 from partita.program.flops import Flops
-from partita.program.saved_tensors import SavingTrials, saved_tensors_of
+from partita.program.saved_tensors import NodeDryRuns, saved_tensors_of
 from partita.recompute.keep import keepable
 from partita.testing.captured import Attention, Buffered, Mixer
 from partita.treatments import (
@@ -110,7 +110,7 @@ def test_as_much_is_spared_as_by_keeping_all_that_takes_flops(model: type[nn.Mod
 
 def test_what_was_tried_in_one_region_is_known_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
-    monkeypatch.setattr(SavingTrials, "__init__", _counting(SavingTrials.__init__, tried))
+    monkeypatch.setattr(NodeDryRuns, "__init__", _counting(NodeDryRuns.__init__, tried))
     plan = partita.plan(captured(), ByModule("blocks.*"), Recompute())
     for region in plan.partition:
         KeepExpensive()(region)

@@ -126,7 +126,7 @@ def replacing_body() -> GraphModule:
 
 
 @pytest.mark.parametrize("by_body", [True, False], ids=["a body", "an unknown function"])  # B4
-def test_an_item_is_taken_after_somebody_else_replaced_it(by_body: bool) -> None:
+def test_an_item_is_taken_after_another_call_replaced_it(by_body: bool) -> None:
     root = nn.Module()
     root.body = replacing_body()
 
@@ -192,7 +192,7 @@ def noise_(x: Tensor) -> None:
     x.add_(torch.rand_like(x))
 
 
-def test_a_functionalized_draw_stays_in_order() -> None:  # B7
+def test_a_functionalized_random_operator_stays_in_order() -> None:  # B7
     target = torch.ops.partita_regressions.noise_.default
 
     def build(graph: Graph, x: Node) -> tuple[Node, Node]:

@@ -1,4 +1,4 @@
-"""Bugs that once gave results that did not run, ran the wrong thing, told lies, or took far too long."""
+"""Bugs that once gave results that did not run, ran the wrong thing, reported wrong facts, or took far too long."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_metadata_that_cannot_be_copied_does_not_stop_a_copy() -> None:  # B12
     assert copy.deepcopy(after).meta["lock"] is module.meta["lock"]
 
 
-def test_leaves_of_one_shape_outside_the_state_are_told_apart() -> None:  # B15
+def test_leaves_of_one_shape_outside_the_state_are_distinguished() -> None:  # B15
     first, second = (torch.randn(2, requires_grad=True) for _ in range(2))
 
     def call(x: Tensor) -> Tensor:

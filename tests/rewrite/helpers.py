@@ -55,7 +55,7 @@ def has_toggles_anywhere(module: GraphModule) -> bool:
 
 
 def outcome(function: Function, *args: Any) -> list[Any]:
-    """All that can be told of a call and its backward: values, what requires gradients, gradients, written inputs."""
+    """All observable results of a call and its backward: values, `requires_grad`, gradients, mutated inputs."""
     own = [_own(value) for value in args]
     found = read_ambient()
     torch.manual_seed(3)
@@ -84,7 +84,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 
 def assert_like_eager(function: Function, *args: Any, operators: OperatorFamily = "partita") -> Program:
-    """The wrapped program of a function, which cannot be told from it and has no toggle left."""
+    """The wrapped program of a function, which is equivalent to it and has no toggle left."""
     program = wrapped(traced(function, *map(_own, args)), operators)
     assert not has_toggles_anywhere(program.graph_module)
     assert_same(outcome(program.module(), *args), outcome(function, *args))

@@ -183,7 +183,7 @@ def test_values_that_nobody_traced_cross_as_they_are(write: Any, operators: Oper
 
 
 def counting(graph: Graph, x: Node) -> Node:
-    """A buffer that is only written, under no_grad, and nobody reads what that gives."""
+    """A buffer that is only mutated, under no_grad, and the result is unused."""
     seen = graph.get_attr("seen")
     graph.call_function(SET_GRAD, (False,))
     graph.call_function(torch.ops.aten.add_.Tensor, (seen, 1))

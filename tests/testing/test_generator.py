@@ -29,7 +29,7 @@ from partita.testing import (
     recipes,
 )
 from partita.testing.generator.recipe import Input, Step
-from partita.testing.generator.steps.table import STEPS
+from partita.testing.generator.steps import STEPS
 
 few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

@@ -201,7 +201,7 @@ def test_inputs_that_no_used_result_depends_on_get_no_gradient(function: Callabl
         assert gradients(cut, place) == gradients(function, place)
 
 
-def test_a_tensor_that_crosses_twice_may_be_written() -> None:
+def test_a_tensor_that_crosses_twice_may_be_mutated() -> None:
     def twice(x: Tensor) -> Tensor:
         first = x * 2
         same = first.add_(1)
@@ -213,7 +213,7 @@ def test_a_tensor_that_crosses_twice_may_be_written() -> None:
         assert torch.equal(compiled(twice, policy=BySize(operators=2), inner="aot_eager", dynamic=dynamic)(x), twice(x))
 
 
-def test_an_input_that_inductor_returns_as_output_is_not_written() -> None:
+def test_an_input_that_inductor_returns_as_output_is_not_mutated() -> None:
     """Inductor gives back `x` itself for `zeros + x`; a later part then writes to it."""
 
     def accumulate(x: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def test_sizes_that_depend_on_data_may_be_refused() -> None:
     assert not any("nonzero" in names for names in called(recorder.parts))
 
 
-def test_random_numbers_come_in_their_order_whoever_draws_them() -> None:
+def test_random_numbers_come_in_their_order_whichever_part_generates_them() -> None:
     def model(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return nn.functional.dropout(x), torch.bernoulli(x.sigmoid()), nn.functional.dropout(x.sin())
 

@@ -74,7 +74,7 @@ class Saved:
 
 
 def _step(model: nn.Module, run: Callable[..., Tensor], *args: Tensor) -> list[Tensor]:
-    """The loss and the gradients of one step, drawn after one seed."""
+    """The loss and the gradients of one step, from one seed."""
     model.zero_grad()
     torch.manual_seed(5)
     loss = run(*args)
@@ -145,7 +145,7 @@ def test_another_partitioner_gets_the_marked_graph_and_all_options() -> None:
 
 
 @pytest.mark.parametrize("then", [None, min_cut_rematerialization_partition, default_partition])
-def test_a_check_of_what_was_drawn_brings_no_draw_into_the_backward(then: Any) -> None:
+def test_asserted_random_numbers_bring_no_random_operator_into_the_backward(then: Any) -> None:
     weight = torch.randn(16, 8, requires_grad=True)
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def test_inductor_compiles_again_for_another_policy_and_not_for_the_same() -> No
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_policy_that_nobody_can_know_again_is_asked_again() -> None:
+def test_a_policy_without_a_lasting_identity_is_called_again() -> None:
     torch.manual_seed(0)
     model = Stack(depth=2)
     for name in ("one_0", "two_0"):

@@ -215,7 +215,7 @@ def test_a_compiler_that_recomputes_finds_what_it_saved(forward: Callable[..., T
     assert_trained_alike(forward, policy=BySize(parts=3), inner="inductor")
 
 
-def test_a_part_that_shares_memory_which_is_written_says_that_it_is_not_compiled(
+def test_a_part_that_shares_mutated_memory_says_that_it_is_not_compiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     recorder = Recorder()
@@ -252,7 +252,7 @@ def test_parts_that_write_are_not_copied_for_where_nothing_is_trained() -> None:
     assert not any(node.target is torch.clone for part in recorder.parts for node in part.graph.nodes)
 
 
-def test_statistics_of_a_batch_norm_are_written_by_its_part() -> None:
+def test_statistics_of_a_batch_norm_are_mutated_by_its_part() -> None:
     model, recorder = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), Recorder()
     twin, x = copy.deepcopy(model), torch.randn(3, 4)
     call = compiled(model, policy=BySize(operators=1), inner=recorder)

@@ -1,4 +1,4 @@
-"""Mode: what runs under a mode runs in the body of an operator that sets it, and nobody can tell from outside."""
+"""Mode: what runs under a mode runs in the body of an operator that sets it, and results are the same."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_the_modes_while_the_treatment_runs_do_not_matter(function: Function, ex
 
 @every_nest
 @pytest.mark.parametrize("operators", ["partita", "torch"])
-def test_the_program_given_stays_as_it_is(function: Function, expected: str, operators: OperatorFamily) -> None:
+def test_the_input_program_stays_as_it_is(function: Function, expected: str, operators: OperatorFamily) -> None:
     module = traced(function, square(), square()).graph_module
     before, metas = dump(module), [dict(node.meta) for node in module.graph.nodes]
     attributes = {**vars(module)}

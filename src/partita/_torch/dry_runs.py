@@ -128,15 +128,11 @@ def refusal_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 _MOST_VALUES = 2_000
 #: The arguments that say how many tensors a list has, and the most that it may have.
 _COUNTS, _MOST_RESULTS = frozenset(("chunks", "r", "sections")), 2**16
-_KINDS: Mapping[str, type] = {
-    "ScalarType": torch.dtype,
-    "MemoryFormat": torch.memory_format,
-    "Layout": torch.layout,
-}
+_KINDS: Mapping[str, type] = {"ScalarType": torch.dtype, "MemoryFormat": torch.memory_format, "Layout": torch.layout}
 
 
 def _why_rejected(target: OpOverload, argument: Any, value: Any) -> str | None:
-    kind = _KINDS.get(_real_type(argument))
+    kind = _KINDS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
     if kind is not None and not isinstance(value, kind):
         return f"no {kind.__name__}"
     if argument.name in _COUNTS and isinstance(value, int) and value > _MOST_RESULTS:
@@ -148,10 +144,6 @@ def _why_rejected(target: OpOverload, argument: Any, value: Any) -> str | None:
         if not is_single and not (argument.has_default_value() and list(value) == argument.default_value):
             return f"a list of {len(value)} and not of {argument.N}"
     return None
-
-
-def _real_type(argument: Any) -> str:
-    return str(argument.real_type).removeprefix("Optional[").removesuffix("]")
 
 
 @cache

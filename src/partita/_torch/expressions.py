@@ -357,9 +357,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def evaluator(
-    expression: Expression, functions: Mapping[str, Callable[..., Any]] = FUNCTIONS
-) -> Callable[[Sequence[Any]], Any]:
+def evaluator(expression: Expression, functions: Mapping[str, Callable[..., Any]] = FUNCTIONS) -> Evaluator:
     """A function that computes the expression from a sequence of inputs; raises here for functions not in the table."""
     if isinstance(expression, int | float | str):
         return lambda inputs: expression
@@ -369,7 +367,7 @@ def evaluator(
         raise ExpressionError(f"the symbol {expression.name!r} stands for no input")
     parts = [evaluator(operand, functions) for operand in expression.operands]
     if expression.name in ("and", "or"):
-        return _all(parts) if expression.name == "and" else _any(parts)
+        return _chained(parts, until=expression.name == "or")
     function = functions.get(expression.name)
     if function is None or expression.options:
         raise ExpressionError(f"{expression.name!r} is no function that conditions use")
@@ -393,24 +391,14 @@ def _reader(read: Read) -> Evaluator:
     return lambda inputs: getattr(inputs[place], query)(axis)
 
 
-def _all(parts: Sequence[Evaluator]) -> Evaluator:
+def _chained(parts: Sequence[Evaluator], *, until: bool) -> Evaluator:
+    """Evaluates operands until one is true, as `or` does, or until one is false, as `and` does; the last value."""
+
     def check(inputs: Sequence[Any]) -> Any:
-        found: Any = True
+        found: Any = not until
         for part in parts:
             found = part(inputs)
-            if not found:
-                break
-        return found
-
-    return check
-
-
-def _any(parts: Sequence[Evaluator]) -> Evaluator:
-    def check(inputs: Sequence[Any]) -> Any:
-        found: Any = False
-        for part in parts:
-            found = part(inputs)
-            if found:
+            if bool(found) is until:
                 break
         return found
 

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Interpreter
@@ -19,6 +20,19 @@ from partita._torch.operators.registry import close_levels, count_levels
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
+
+
+_Value = TypeVar("_Value")
+
+
+@contextmanager
+def variable_set(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Inside, a context variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @cache

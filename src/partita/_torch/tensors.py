@@ -23,7 +23,9 @@ class StorageCopy:
     def __init__(self, group: Sequence[Tensor]) -> None:
         # A body may change shapes in-place, and a mutation may make a tensor require gradients.
         self._views = [_view_of(tensor) for tensor in group]
-        self._first = min(range(len(group)), key=lambda place: _dtype_rank(self._views[place]))
+        # The dtype for the whole group: gradients pass few conversions, and small items divide large ones.
+        ranks = [(not view.wants_gradients, view.dtype.itemsize) for view in self._views]
+        self._first = ranks.index(min(ranks))
         self._is_inference = group[0].is_inference()
         with torch.no_grad():
             #: The copy itself; None once saved-tensor hooks have packed it.
@@ -89,11 +91,6 @@ class _View(NamedTuple):
 def _view_of(tensor: Tensor) -> _View:
     geometry = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
     return _View(tensor.dtype, geometry, tensor.is_conj(), tensor.is_neg(), wants_gradients(tensor))
-
-
-def _dtype_rank(view: _View) -> tuple[bool, int]:
-    """Ranks a dtype for a whole group, lower is better: gradients pass few conversions, small items divide large."""
-    return not view.wants_gradients, view.dtype.itemsize
 
 
 def _memory(tensor: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def adapt(body: GraphModule, inputs: Sequence[Any]) -> Adapted:
         left.append(left[place].shape[axis])
     recorder = OutputRecorder(as_tensors=False)
     outputs = _fold_constant_outputs(body, recorder, among=scalars_in(body.graph), known=known)
-    _drop_annotations(body)
+    for node in body.graph.nodes:
+        node.type = None  # Compilers ignore it, and as text it keeps torch from pickling, and so from caching.
     body.recompile()
     return Adapted(tuple(left), (*arguments, *sizes), outputs, len(inputs), recorder)
 
@@ -140,13 +141,6 @@ def _fold_constant_outputs(
         left.append(value)
     output.args = (tuple(left),)
     return tuple(outputs)
-
-
-def _drop_annotations(body: GraphModule) -> None:
-    """Types of nodes mean nothing to compilers, and as text they keep torch from pickling, and so from caching."""
-    for node in body.graph.nodes:
-        if node.type is not None:
-            node.type = None
 
 
 @final

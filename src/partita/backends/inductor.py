@@ -65,19 +65,13 @@ class AotEager:
 INDUCTOR_TOLERANCE = Tolerance(relative=1e-4, absolute=1e-5, rounding=torch.finfo(torch.float32).eps)
 
 
-@final
 @dataclass(frozen=True, slots=True, init=False)
-class Inductor:
-    """Compiles forward and backward; `options` are those of `torch.compile(options=...)`.
-
-    Random numbers are eager's own unless the option `fallback_random` is switched off.
-    """
+class _WithOptions:
+    """What Inductor and AOTInductor have in common; `options` are those of `torch.compile(options=...)`."""
 
     options: Options
 
-    name: ClassVar[str] = "inductor"
     tolerance: ClassVar[Tolerance] = INDUCTOR_TOLERANCE
-    trains: ClassVar[bool] = True
     takes_symbols: ClassVar[bool] = True
 
     def __init__(self, options: Mapping[str, object] | Options = ()) -> None:
@@ -86,6 +80,18 @@ class Inductor:
     def refusal(self, node: Node) -> str | None:
         """Why Inductor does not support `node`."""
         return refusal_by_inductor(node)
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class Inductor(_WithOptions):
+    """Compiles forward and backward; `options` are those of `torch.compile(options=...)`.
+
+    Random numbers are eager's own unless the option `fallback_random` is switched off.
+    """
+
+    name: ClassVar[str] = "inductor"
+    trains: ClassVar[bool] = True
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Inductor's function for the body."""
@@ -118,26 +124,15 @@ class Inductor:
 
 @final
 @dataclass(frozen=True, slots=True, init=False)
-class AotInductor:
+class AotInductor(_WithOptions):
     """Compiles for inference, into a library that needs neither Python nor a compiler; `options` are Inductor's.
 
     Compiling takes longer than with `Inductor`, since all of it goes through a C++ compiler. A view of an input that
     the body mutates is returned as a copy; `Lower` computes views itself and does not rely on it.
     """
 
-    options: Options
-
     name: ClassVar[str] = "aot_inductor"
-    tolerance: ClassVar[Tolerance] = INDUCTOR_TOLERANCE
     trains: ClassVar[bool] = False
-    takes_symbols: ClassVar[bool] = True
-
-    def __init__(self, options: Mapping[str, object] | Options = ()) -> None:
-        object.__setattr__(self, "options", checked_options(options))
-
-    def refusal(self, node: Node) -> str | None:
-        """Why AOTInductor does not support `node`."""
-        return refusal_by_inductor(node)
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """The function in AOTInductor's package of the body."""
@@ -235,11 +230,7 @@ def restored(backend: str, data: bytes, *, vectors: str) -> tuple[CallingConvent
 
 def _here(vectors: str) -> dict[str, str]:
     """What must be equal where native code is loaded."""
-    return {
-        "torch": torch.__version__,
-        "machine": f"{platform.system()} {platform.machine()}",
-        "vectors": vectors,
-    }
+    return {"torch": torch.__version__, "machine": f"{platform.system()} {platform.machine()}", "vectors": vectors}
 
 
 def _differences(found: dict[str, object], wanted: dict[str, str]) -> list[str]:

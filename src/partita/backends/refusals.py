@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -49,7 +49,7 @@ AUTOGRAD = "autograd inside the graph"
 HOOK = "hook, which gets the sum of all gradients of its tensor"
 TRANSFORM = "torch.func transform"
 INSIDE_TRANSFORM = "inside a torch.func transform"
-GENERATOR = "draws from a generator of its own"
+GENERATOR = "uses its own random number generator"
 IN_PLACE_COLLECTIVE = "in-place collective"
 
 # Decompositions (torch 2.13) omit the dropout between layers of recurrent networks.
@@ -102,11 +102,12 @@ def _refusal_of_call(node: Node) -> str | None:
     if node.op == "call_method":
         return refusal_of_method(node)
     if node.op == "call_module":
-        return refusal_of_module(node, refusal_by_inductor)
+        module = _named(node)
+        return _refusal_of_body(module) if isinstance(module, nn.Module) else UNKNOWN_MODULE
     if is_operator(node.target):
         return refusal_of_operator(node)
     if is_higher_order(node.target):
-        return refusal_of_higher_order(node, refusal_by_inductor)
+        return refusal_of_higher_order(node)
     return None if node.target in TOGGLES else refusal_of_function(node)
 
 
@@ -199,13 +200,7 @@ _IN_PLACE_OPERATORS = frozenset(getattr(operator, name) for name in _UPDATES.spl
 # Modules and bodies.
 
 
-def refusal_of_module(node: Node, refusal: Callable[[Node], str | None]) -> str | None:
-    """Why the call of a module is refused; that of a graph, if `refusal` refuses a node in it."""
-    module = _named(node)
-    return _refusal_of_body(module, refusal) if isinstance(module, nn.Module) else UNKNOWN_MODULE
-
-
-def refusal_of_higher_order(node: Node, refusal: Callable[[Node], str | None]) -> str | None:
+def refusal_of_higher_order(node: Node) -> str | None:
     """Why the call of an operator that runs bodies is refused."""
     if registers_hook(node.target):
         return HOOK
@@ -213,13 +208,13 @@ def refusal_of_higher_order(node: Node, refusal: Callable[[Node], str | None]) -
         return SIDE_EFFECT
     for argument in node.all_input_nodes:
         body = _named(argument) if argument.op == "get_attr" else None
-        reason = _refusal_of_body(body, refusal) if isinstance(body, nn.Module) else None
+        reason = _refusal_of_body(body) if isinstance(body, nn.Module) else None
         if reason is not None:
             return reason
     return None
 
 
-def _refusal_of_body(module: nn.Module, refusal: Callable[[Node], str | None]) -> str | None:
+def _refusal_of_body(module: nn.Module) -> str | None:
     if not isinstance(module, GraphModule):
         if any(isinstance(part, nn.LSTM) for part in module.modules()):
             return LSTM
@@ -228,7 +223,7 @@ def _refusal_of_body(module: nn.Module, refusal: Callable[[Node], str | None]) -
         behaviour = op_effects_of_module(module)
         return UNKNOWN_MODULE if behaviour.unknown else SIDE_EFFECT if behaviour.impure else None
     for node in module.graph.nodes:
-        reason = refusal(node)
+        reason = refusal_by_inductor(node)
         if reason is not None:
             return f"in its body: {reason}"
     return None
@@ -304,11 +299,9 @@ def is_mask_among(arguments: Iterable[object]) -> bool:
 def _are_distinct_inputs(listed: object) -> bool:
     """Whether no two tensors of a list can alias, as far as the graph shows."""
     nodes = list(nodes_in(listed))
-    return len(nodes) == 1 or (len(set(nodes)) == len(nodes) and all(map(_is_input, nodes)))
-
-
-def _is_input(node: Node) -> bool:
-    return node.op in ("placeholder", "get_attr")
+    return len(nodes) == 1 or (
+        len(set(nodes)) == len(nodes) and all(node.op in ("placeholder", "get_attr") for node in nodes)
+    )
 
 
 def _is_mask(node: Node) -> bool:

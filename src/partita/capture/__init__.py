@@ -1,7 +1,6 @@
 """A model into a program: its forward, or forward and backward as one joint graph."""
 
-from partita.capture.capture import capture
-from partita.capture.joint import capture_joint
+from partita.capture.capture import capture, capture_joint
 from partita.capture.train_eval import TrainEval
 
 __all__ = ["TrainEval", "capture", "capture_joint"]

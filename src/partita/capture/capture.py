@@ -1,4 +1,4 @@
-"""Captures a model as a program: its operators, with every grad, inference and autocast block.
+"""Captures a model as a program, alone or joint with its backward: operators in grad, inference and autocast blocks.
 
 A query for the modes of the caller returns a plain True or False in a trace. So a model that makes one is traced again
 with another answer, and the difference shows what depends on the caller: gradients that are off only in the second
@@ -16,10 +16,20 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from partita._torch.fake_sandbox import tensors_in
 from partita._torch.fx.lazy_graph_module import TRAINING
+from partita._torch.modes import fresh_modes
 from partita.capture._torch.caller_modes import GradSwitch
+from partita.capture._torch.joint import (
+    Arguments,
+    TracedJoint,
+    copy_outputs,
+    join_tied_state,
+    register_constants,
+    trace_joint,
+)
 from partita.capture._torch.patching import CHECKPOINT
 from partita.capture._torch.recorded_export import export_recorded
 from partita.capture._torch.recorder import is_only_traced
@@ -103,6 +113,32 @@ def _training_flag(module: nn.Module) -> bool | str | None:
     if len(flags) > 1:
         return "captured with some modules in training mode and others not"
     return flags.pop() if flags else None
+
+
+def capture_joint(
+    model: nn.Module | Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Program:
+    """The joint graph of a model and its backward for these arguments, with what `capture` keeps kept.
+
+    It takes the parameters and buffers that `joint.state` names, then all leaves of `args` and `kwargs`, then a tangent
+    for each output of the forward that has a gradient. It returns the new values of what the model mutates, all leaves
+    of its result, and a gradient or None for every input. It mutates nothing itself, and computes gradients whether or
+    not gradients are on: call it under `torch.no_grad()`. A parameter with several names is one input, under its first
+    name. A result that shares memory with something else is copied, so that its gradient has an input of its own.
+    """
+    check_options(model, args, kwargs)
+    owner = model if isinstance(model, nn.Module) else FunctionModule(model)
+    with fresh_modes(grad=True):
+        arguments = Arguments(owner, args, kwargs or {})
+    module = capture(owner, arguments.args, arguments.kwargs).module()
+    try:
+        traced = _traced(module, arguments)
+        _check(traced, arguments)
+    except CaptureError as error:
+        raise CaptureError(f"{name_of(model)} has no joint graph: {error}") from error
+    except Exception as error:
+        raise CaptureError(f"{name_of(model)} has no joint graph: {summary_of(error)}") from error
+    return Program.of(traced.graph_module, forward_outputs=traced.forward_outputs)
 
 
 def check_options(model: object, args: object, kwargs: object) -> None:
@@ -228,4 +264,32 @@ class ModelCall:
             recorder=region_pass.recorder,
             region_pass=region_pass,
             grad=grad,
+        )
+
+
+def _traced(module: GraphModule, arguments: Arguments) -> TracedJoint:
+    join_tied_state(module)
+    constants = register_constants(module)
+    traced = trace_joint(module, arguments.args, arguments.kwargs, constants)
+    if not traced.aliased_outputs:
+        return traced
+    copy_outputs(module, traced.aliased_outputs)
+    return trace_joint(module, arguments.args, arguments.kwargs, constants)
+
+
+def _check(traced: TracedJoint, arguments: Arguments) -> None:
+    if traced.mutated_constants:
+        raise CaptureError(
+            f"it mutates {traced.mutated_constants[0]!r}, which is neither an argument nor in its state, so the new "
+            "value would be lost; register it as a buffer"
+        )
+    if traced.merges_inputs or (traced.mutates_inputs and arguments.has_copies):
+        raise CaptureError(
+            "it mutates an input while inputs share memory, and no graph has an input for each of these; pass "
+            "arguments that share no memory with one another or with its state"
+        )
+    inputs = traced.graph_module.graph.find_nodes(op="placeholder")
+    if not any(str(node.target).startswith("tangents") for node in inputs):
+        raise CaptureError(
+            "none of its results depends on anything that requires gradients; give it parameters or arguments that do"
         )

@@ -40,7 +40,7 @@ class WrapModesPass:
 
     def __call__(self, raw: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, ExportGraphSignature]:
         recorder = self.recorder
-        if recorder.depends_on_caller:
+        if recorder.queries_autocast or recorder.depends_on_callers_grad:
             self.trace, self.grads = Trace.of(raw, recorder), GradTrace.of(raw, recorder.seen)
         follow_callers_grad(raw, self.callers)
         _check(recorder, raw)

@@ -87,7 +87,9 @@ def _parts(
         if grown is not None:
             return _parts_by_unit(program, supported, units, grown, _parts_of_items(program, items, units, grown))
     elif len(units.accepted_by) <= 1:
-        levels = _levels_by_data(units)
+        between = units.relation
+        data = Relation(between.order, between.reads, between.readers, between.reads, between.readers)
+        levels = latest_levels(data, units.kinds, max(earliest_levels(data, units.kinds), default=0))
         if _is_legal(units, levels):
             return _parts_by_unit(program, supported, units, levels, _levels_of_items(program, items, units, levels))
     policy = ByCapability(refusal, connected=connected, together=together)
@@ -143,12 +145,6 @@ def _parts_of_items(program: Program, items: Iterable[Node], units: Units, part_
         reached = (own.get(reader, part_of[unit_of[reader]]) for reader in accepted)
         own[item] = next(reached, part_of[unit_of[item]])
     return own
-
-
-def _levels_by_data(units: Units) -> list[int]:
-    between = units.relation
-    data = Relation(between.order, between.reads, between.readers, between.reads, between.readers)
-    return latest_levels(data, units.kinds, max(earliest_levels(data, units.kinds), default=0))
 
 
 def _is_legal(units: Units, levels: Sequence[int]) -> bool:

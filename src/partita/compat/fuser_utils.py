@@ -24,7 +24,7 @@ from partita.compat._fused_groups import (
 )
 from partita.errors import BrokenGraphError, ModeError
 from partita.program.program import program_being_edited
-from partita.program.reordering import Followers, effect_successors
+from partita.program.reordering import EffectSuccessors, effect_successors
 from partita.rewrite.fuse import FusedStyle, fuse, fused_body, is_trivial, mode_of_call
 from partita.rewrite.in_place import insert_call
 
@@ -220,7 +220,7 @@ def fuse_by_partitions(
     return gm
 
 
-def _sorted_nodes(nodes: Iterable[Node], successors: Followers | None = None) -> list[Node]:
+def _sorted_nodes(nodes: Iterable[Node], successors: EffectSuccessors | None = None) -> list[Node]:
     """The nodes in topological order by data and effects; where there is a choice, in the order of `nodes`.
 
     Without `successors`, the effect successors in the graph of the nodes are used.
@@ -256,7 +256,7 @@ def _sorted_nodes(nodes: Iterable[Node], successors: Followers | None = None) ->
     return order
 
 
-def _effect_successors_in(graph: Graph) -> Followers:
+def _effect_successors_in(graph: Graph) -> EffectSuccessors:
     """The effect successors of each node; none where the graph has no module, or is broken."""
     root = graph.owning_module
     if not isinstance(root, GraphModule) or root.graph is not graph:

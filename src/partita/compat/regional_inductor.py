@@ -76,10 +76,8 @@ def _compile_now(prepared: Prepared) -> None:
 def _prepared(regions: MarkedRegions) -> Prepared:
     root = regions.partition.program.graph_module
 
-    def lower(region: Region, body: GraphModule) -> Lower:
-        return Lower(regions.backend_of(region))
-
-    return prepare(regions.partition, free_names(root, "inductor_region_", len(regions.partition)), lower)
+    names = free_names(root, "inductor_region_", len(regions.partition))
+    return prepare(regions.partition, names, lambda region, body: Lower(regions.backend_of(region)))
 
 
 def is_marked(node: Node) -> bool:

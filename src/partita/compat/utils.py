@@ -16,7 +16,8 @@ from partita.analysis.modes import has_toggles
 from partita.compat._fused_groups import checked_module
 from partita.compat._open_modes import NOTHING_OPEN
 from partita.compat.split_module import split_module
-from partita.errors import BrokenGraphError, CallbackError
+from partita.errors import BrokenGraphError
+from partita.policies.legalize import call_user_function
 from partita.program.program import Program
 from partita.rewrite.in_place import inline_call
 from partita.rewrite.state import module_like, share_state
@@ -139,12 +140,7 @@ def _parts(graph: Graph, node_call_back: Callable[[Node], Node | bool]) -> dict[
     """The part of every node, the inputs and the output included: each may begin a part."""
     parts, last = {}, 0
     for node in graph.nodes:
-        try:
-            last += bool(node_call_back(node))
-        except Exception as error:
-            raise CallbackError(
-                f"node_call_back raised {type(error).__name__} for node {node.name!r}: {error}; nothing was changed"
-            ) from error
+        last += call_user_function(lambda node: bool(node_call_back(node)), node, node=node, role="node_call_back")
         parts[node] = last
     return parts
 

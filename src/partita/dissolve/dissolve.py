@@ -57,12 +57,9 @@ def _has_modes(program: Program) -> bool:
         return True
     if any(setting_of(node) is not None for node in program.index.nodes):
         return True
-    bodies = (find(program.graph_module, str(node.target)) for node in program.index.nodes if _names_module(node))
+    named = (node for node in program.index.nodes if node.op in ("get_attr", "call_module"))
+    bodies = (find(program.graph_module, str(node.target)) for node in named)
     return any(_has_modes(Program.of(body)) for body in bodies if isinstance(body, GraphModule))
-
-
-def _names_module(node: Node) -> bool:
-    return node.op in ("get_attr", "call_module")
 
 
 def _check_closed(program: Program) -> None:

@@ -55,7 +55,7 @@ class _Detacher:
     def __init__(self, program: Program, sandbox: FakeSandbox) -> None:
         self.program, self.sandbox = program, sandbox
         self.returned = ReturnedArguments(program, sandbox)
-        self.carriers = gradient_carriers(program, self.returned)
+        self.carriers = _Carriers(program, self.returned).found()
         self.writer = GraphWriter(program.graph._tracer_cls)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.detached: dict[Node, Any] = {}
@@ -76,8 +76,8 @@ class _Detacher:
                 self.env[node] = records_gradients(mode)
             elif node.op in ("placeholder", "get_attr", "output") or records_gradients(mode):
                 self._copy(node)
-                for written in self.returned.mutated_by(node):
-                    self.detached.pop(written, None)
+                for mutated in self.returned.mutated_by(node):
+                    self.detached.pop(mutated, None)
             else:
                 self._write_without_gradients(node)
         module = module_like(program.graph_module, self.writer.close())
@@ -91,18 +91,18 @@ class _Detacher:
                 "parameters are out of reach there; trace the model into operators, for example with "
                 "partita.capture(model, args)"
             )
-        written = self.returned.mutated_by(node) & self.carriers
-        if detaches(node) or not (written or self._may_return_gradients(node)):
+        mutated = self.returned.mutated_by(node) & self.carriers
+        if detaches(node) or not (mutated or self._may_return_gradients(node)):
             self._copy(node)
             return
-        if written:
+        if mutated:
             self.returned.check_mutation(node)
         same = {item: source for item, source in self.returned.of(node).items() if source in self.carriers}
         # A node mutates through a detached alias; an argument that it only returns keeps its autograd history.
-        kept = set(same.values()) - written
+        kept = set(same.values()) - mutated
         detached = {read for read in node.all_input_nodes if read in self.carriers and read not in kept}
         self._copy(node, without_gradients=detached)
-        self.items[node] = {item: source for item, source in same.items() if source in written}
+        self.items[node] = {item: source for item, source in same.items() if source in mutated}
         if None in self.items[node]:
             self.env[node] = self.env[same[None]]
 
@@ -157,15 +157,12 @@ def detaches(node: Node) -> bool:
     return node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach, torch.detach, "detach")
 
 
-def gradient_carriers(program: Program, returned: ReturnedArguments) -> frozenset[Node]:
-    """The nodes whose results gradients may flow back through.
+class _Carriers:
+    """Finds the nodes whose results gradients may flow back through.
 
     Buffers carry none, unless they are mutated with a value that does where gradients are recorded.
     """
-    return _Carriers(program, returned).found()
 
-
-class _Carriers:
     def __init__(self, program: Program, returned: ReturnedArguments) -> None:
         self.program, self.returned = program, returned
         index, root = program.index, program.graph_module
@@ -173,7 +170,7 @@ class _Carriers:
         acting = call_effects.effectful(index.graph)
         storages = storages_of(index, call_effects, acting)
         self.classes = storages.roots()
-        self.written = mutated_classes(index, storages, acting)
+        self.mutated = mutated_classes(index, storages, acting)
         self.unknown = {node for node, effects in acting.items() if effects.unknown}
         self.owned = owned_inputs(program)
         self.tainted: set[int] = set()
@@ -193,7 +190,7 @@ class _Carriers:
             records = records_gradients(modes.at(number).within(caller))
             reads_some = any(read in carriers for read in node.all_input_nodes)
             if records and reads_some:
-                self.tainted |= self.written.get(number, set())
+                self.tainted |= self.mutated.get(number, set())
             if self._may_hold(node) and (
                 self.classes[number] in self.tainted or self._carries(node, records=records, carriers=carriers)
             ):
@@ -276,11 +273,14 @@ class ReturnedArguments:
             container, item = node.args
             source = self.of(container).get(item)  # type: ignore[arg-type]
             return {} if source is None else {None: source}
-        if node not in self._aliasing or (node.op == "call_function" and _runs_a_body_or_level(node.target)):
+        if node not in self._aliasing or (
+            node.op == "call_function" and (is_higher_order(node.target) or is_of_level(node.target))
+        ):
             return {}
         read = nodes_read(node)
         values = [value_read(self._program, source) for source in read]
-        if has_value(node) and not _look_alike(value_of(node), values):
+        looks = [_look(tensor) for tensor in tensors_in(values)]
+        if has_value(node) and not any(_look(tensor) in looks for tensor in tensors_in(value_of(node))):
             return {}
         return self._found_by_dry_run(node, read, values)
 
@@ -305,16 +305,6 @@ class ReturnedArguments:
 
 #: How many operators all dry runs may execute, and how many more for each node.
 _CALLS, _CALLS_BY_NODE = 100_000, 100
-
-
-def _runs_a_body_or_level(target: Any) -> bool:
-    """Whether it runs a body, or needs a level of torch.func, which is not active here."""
-    return is_higher_order(target) or is_of_level(target)
-
-
-def _look_alike(result: Any, values: list[Any]) -> bool:
-    looks = [_look(tensor) for tensor in tensors_in(values)]
-    return any(_look(tensor) in looks for tensor in tensors_in(result))
 
 
 def _look(tensor: Tensor) -> tuple[object, ...]:

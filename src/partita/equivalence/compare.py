@@ -14,9 +14,8 @@ from partita.analysis.tolerance import Tolerance
 from partita.equivalence.ambient import generators_of, random_state
 from partita.equivalence.differences import Comparison, Difference, differences
 from partita.equivalence.inputs import Arguments, arguments_of, resized
-from partita.equivalence.observe import Call, Observation, Start, Watched, run
+from partita.equivalence.observe import Call, Comparable, Observation, Start, Subject, Watched, run, subject_of
 from partita.equivalence.state import Pairing, paired, snapshot_of, storage_key
-from partita.equivalence.subject import Comparable, Subject, subject_of
 from partita.errors import OptionError, VerificationError
 
 
@@ -32,7 +31,7 @@ def compare(
     no_grad_call: bool = True,
     other_shapes: bool = True,
 ) -> Comparison:
-    """Everything that differs between calls of the two programs, bit by bit unless a tolerance is given or declared.
+    """Everything that differs between calls of the two programs, bit by bit unless a tolerance is passed or declared.
 
     Both run from the same state, inputs and random state, all of which are afterwards as they were. Memory is copied
     only for state and inputs that may be mutated. The calls: the arguments with gradients; then other data on the

@@ -58,17 +58,8 @@ class Comparison:
 
 
 _PROPERTIES = (
-    "type",
-    "dtype",
-    "shape",
-    "stride",
-    "device",
-    "layout",
-    "requires_grad",
-    "inference",
-    "conjugate",
-    "negative",
-    "placements",
+    *("type", "dtype", "shape", "stride", "device", "layout"),
+    *("requires_grad", "inference", "conjugate", "negative", "placements"),
 )
 #: Autograd chooses how it lays out a gradient, and a gradient is a leaf of its own.
 _GRADIENT_PROPERTIES = ("dtype", "shape", "device", "layout")
@@ -92,7 +83,9 @@ def differences(before: Observation, after: Observation, tolerance: Tolerance) -
     for one, other in zip(before.moments, after.moments, strict=False):
         yield from _modes(one, other)
         yield from _settings(one, other)
-        yield from _random_states(one, other)
+        if one.random is not None and other.random is not None:
+            for generator in one.random.moved(other.random):
+                yield Difference("random state", f"{generator} {one.name}", "more, fewer or other random numbers")
     yield from _undeclared(before, after)
 
 
@@ -259,17 +252,11 @@ def _settings(before: Moment, after: Moment) -> Iterator[Difference]:
             yield Difference("setting", f"{field.name.replace('_', ' ')} {before.name}", f"{one} != {other}")
 
 
-def _random_states(before: Moment, after: Moment) -> Iterator[Difference]:
-    if before.random is not None and after.random is not None:
-        for generator in before.random.moved(after.random):
-            yield Difference("random state", f"{generator} {before.name}", "more, fewer or other random numbers")
-
-
 def _undeclared(before: Observation, after: Observation) -> Iterator[Difference]:
     for which, observation in (("the original", before), ("the other program", after)):
         for label in observation.undeclared:
             detail = f"{which} mutated it although its effects do not say so, so it was not restored"
-            yield Difference("undeclared write", label, detail)
+            yield Difference("undeclared mutation", label, detail)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -110,7 +110,8 @@ def paired(before: Sequence[Slot], after: Sequence[Slot]) -> Pairing:
     found = _by_identity(before, after)
     copies = _by_name(before, after, taken=found)
     if not found and not copies:
-        copies = _by_position(before, after)
+        is_alike = len(before) == len(after) and all(map(_alike, before, after))
+        copies = dict(enumerate(after)) if is_alike else {}
     places = tuple(found.get(place) or copies.get(place) or slot for place, slot in enumerate(before))
     return Pairing(tuple(before), places, _notes(before, after, copies))
 
@@ -130,12 +131,6 @@ def _by_name(before: Sequence[Slot], after: Sequence[Slot], *, taken: dict[int, 
         for number, slot in enumerate(before)
         if number not in taken and slot.name in named and _alike(slot, named[slot.name])
     }
-
-
-def _by_position(before: Sequence[Slot], after: Sequence[Slot]) -> dict[int, Slot]:
-    if len(before) != len(after) or not all(map(_alike, before, after)):
-        return {}
-    return dict(enumerate(after))
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -200,7 +195,7 @@ class Snapshot:
     """Copies of the memory that may be mutated, and the layouts and attributes of all tensors and modules."""
 
     memory: tuple[tuple[UntypedStorage, UntypedStorage], ...]
-    layouts: tuple[_Layout | _Wrapper, ...]
+    layouts: tuple[_Layout, ...]
     attributes: tuple[_Attributes, ...]
 
     def restore(self) -> None:
@@ -228,7 +223,7 @@ def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, mutated: froz
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     return Snapshot(
         memory=tuple((storage, storage.clone()) for storage in memory.values()),
-        layouts=(*map(_Wrapper.of, wrappers), *map(_Layout.of, tensors)),
+        layouts=tuple(map(_Layout.of, (*wrappers, *tensors))),
         # A graph mutates tensors, never attributes; what changes in its module is code that is generated lazily.
         attributes=tuple(_attributes_of(module) for module in modules if not isinstance(module, GraphModule)),
     )
@@ -236,43 +231,21 @@ def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, mutated: froz
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    tensor: Tensor
-    storage: UntypedStorage
-    extent: tuple[int, torch.Size, tuple[int, ...]]
-    requires_grad: bool
-    in_graph: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Layout:
-        in_graph = tensor.grad_fn is not None
-        return cls(tensor, tensor.untyped_storage(), _extent(tensor), tensor.requires_grad, in_graph)
-
-    def restore(self) -> None:
-        tensor = self.tensor
-        if self.in_graph:
-            return
-        with torch.no_grad():
-            if tensor.grad_fn is not None:
-                detach_in_place(tensor)
-            if _extent(tensor) != self.extent or tensor.untyped_storage().data_ptr() != self.storage.data_ptr():
-                tensor.set_(self.storage, *self.extent)
-            if tensor.requires_grad != self.requires_grad:
-                tensor.requires_grad_(self.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wrapper:
-    """A wrapper subclass; its inner tensors have layouts of their own."""
+    """Where a tensor lies in its storage; of a wrapper subclass, its inner tensors, which have layouts of their own."""
 
     tensor: Tensor
+    place: tuple[UntypedStorage, int, torch.Size, tuple[int, ...]] | None
     inner: dict[str, Tensor]
     requires_grad: bool
     in_graph: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Wrapper:
-        return cls(tensor, inner_tensors(tensor), tensor.requires_grad, tensor.grad_fn is not None)
+    def of(cls, tensor: Tensor) -> _Layout:
+        inner = inner_tensors(tensor)
+        place = None if inner else (tensor.untyped_storage(), *_extent(tensor))
+        return cls(tensor, place, inner, tensor.requires_grad, tensor.grad_fn is not None)
 
+    @torch.no_grad()
     def restore(self) -> None:
         tensor = self.tensor
         if self.in_graph:
@@ -282,6 +255,10 @@ class _Wrapper:
         for name, inner in self.inner.items():
             if getattr(tensor, name) is not inner:
                 setattr(tensor, name, inner)
+        if self.place is not None:
+            storage, *extent = self.place
+            if [*_extent(tensor)] != extent or tensor.untyped_storage().data_ptr() != storage.data_ptr():
+                tensor.set_(*self.place)
         if tensor.requires_grad != self.requires_grad:
             tensor.requires_grad_(self.requires_grad)
 

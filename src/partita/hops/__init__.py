@@ -3,21 +3,7 @@
 from partita.hops._torch.hop_rules import register_with_dynamo
 from partita.hops.modes import call, wrap, wrap_with_autocast, wrap_with_inference_mode, wrap_with_set_grad_enabled
 
-__all__ = [
-    "call",
-    "wrap",
-    "wrap_with_autocast",
-    "wrap_with_inference_mode",
-    "wrap_with_set_grad_enabled",
-]
+__all__ = ["call", "wrap", "wrap_with_autocast", "wrap_with_inference_mode", "wrap_with_set_grad_enabled"]
 
 
-register_with_dynamo(
-    (
-        call,
-        wrap,
-        wrap_with_autocast,
-        wrap_with_inference_mode,
-        wrap_with_set_grad_enabled,
-    )
-)
+register_with_dynamo((call, wrap, wrap_with_autocast, wrap_with_inference_mode, wrap_with_set_grad_enabled))

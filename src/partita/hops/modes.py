@@ -14,9 +14,10 @@ from typing import Any, TypeVar, overload
 import torch
 
 from partita._torch.fake_sandbox import Tracing
+from partita._torch.modes import variable_set
 from partita._torch.operators import registry as torch_operators
 from partita.errors import OptionError
-from partita.hops._torch.operator import BodyOperator, registered
+from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, SwitchOperator, registered
 
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
@@ -25,58 +26,24 @@ DYNAMO_SKIPS = True
 _Result = TypeVar("_Result")
 
 
-class _Call(BodyOperator):
+class _Call(PlainBodyOperator):
     """`(body, *operands, **keywords)`: calls the body, as a region of a graph; Dynamo inlines it."""
-
-    @overload
-    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
-
-    @overload
-    def __call__(self, /, **keywords: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
-        return self.enact(args, keywords)
 
     def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
         return nullcontext(call_body)
 
 
-class Wrap(BodyOperator):
+class Wrap(PlainBodyOperator):
     """`(func, *args, **kwargs)`: calls the function, as one unit of a graph, Dynamo's too."""
 
     parameters = ("func",)
     dynamo_rule = "wrapped"
 
-    @overload
-    def __call__(self, func: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result: ...
 
-    @overload
-    def __call__(self, /, **kwargs: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
-
-
-class WrapWithSetGradEnabled(BodyOperator):
+class WrapWithSetGradEnabled(SwitchOperator):
     """`(enable_grad, wrapped_func, *args, **kwargs)`: calls the function with gradients switched on or off."""
 
     parameters = ("enable_grad", "wrapped_func")
-
-    @overload
-    def __call__(
-        self,
-        enable_grad: bool,  # noqa: FBT001  The signature is that of torch's operator.
-        wrapped_func: Callable[..., _Result],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> _Result: ...
-
-    @overload
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
 
     def check(self, *mode: Any) -> None:
         check_flag("enable_grad", *mode)
@@ -110,7 +77,7 @@ class WrapWithAutocast(BodyOperator):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def check(self, *mode: Any) -> None:
         check_autocast(*mode)
@@ -124,26 +91,10 @@ class WrapWithAutocast(BodyOperator):
         return nullcontext(call_under_autocast)
 
 
-class _InferenceMode(BodyOperator):
+class _InferenceMode(SwitchOperator):
     """`(mode, body, *operands, **keywords)`: calls the body in inference mode or out of it."""
 
     parameters = ("mode", "body")
-
-    @overload
-    def __call__(
-        self,
-        mode: bool,  # noqa: FBT001
-        body: Callable[..., _Result],
-        /,
-        *operands: Any,
-        **keywords: Any,
-    ) -> _Result: ...
-
-    @overload
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
 
     def check(self, *mode: Any) -> None:
         check_flag("mode", *mode)
@@ -172,10 +123,7 @@ wrap_with_set_grad_enabled = registered(
     twin=torch_operators.WRAP_WITH_SET_GRAD_ENABLED,
 )
 wrap_with_autocast = registered(
-    WrapWithAutocast,
-    "partita_autocast",
-    home=(_HOME, "wrap_with_autocast"),
-    twin=torch_operators.WRAP_WITH_AUTOCAST,
+    WrapWithAutocast, "partita_autocast", home=(_HOME, "wrap_with_autocast"), twin=torch_operators.WRAP_WITH_AUTOCAST
 )
 wrap_with_inference_mode = registered(
     _InferenceMode, "partita_inference_mode", home=(_HOME, "wrap_with_inference_mode")
@@ -275,14 +223,9 @@ def traced_inference_scope(mode: bool, *, tracing: Tracing) -> Iterator[None]:  
         yield
 
 
-@contextmanager
-def standing_for_inference(mode: bool) -> Iterator[None]:  # noqa: FBT001
+def standing_for_inference(mode: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     """Inside, gradients cannot be switched on if `mode` is True: in inference mode that would have no effect."""
-    token = _STANDS_FOR_INFERENCE.set(mode)
-    try:
-        yield
-    finally:
-        _STANDS_FOR_INFERENCE.reset(token)
+    return variable_set(_STANDS_FOR_INFERENCE, mode)
 
 
 def stands_for_inference() -> bool:

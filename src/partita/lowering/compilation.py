@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from torch import Tensor
@@ -62,7 +62,9 @@ class Compilation:
             function = self._compiled(body, inputs) if computes else _no_outputs
         dynamic_integers = frozenset(number for number, axis in self.dynamic_sizes if axis is None)
         fit = Fit(self.signature, dimensions, dynamic_integers, conditions_of(places, fakes.env))
-        return Variant(fit, function, observed, count=None if outputs is not None else _output_count(self.body))
+        returned = self.body.graph.output_node().args[0]
+        count = len(returned) if outputs is None and isinstance(returned, tuple | list) else None
+        return Variant(fit, function, observed, count=count)
 
     def can_dry_run(self) -> bool:
         """Whether the body runs on fake inputs of this signature: it does not where the call itself is wrong."""
@@ -73,10 +75,6 @@ class Compilation:
             return False
         except Exception:
             return True  # The body ran, or did not start.
-
-    def with_static_sizes(self) -> Compilation:
-        """The same with static sizes only."""
-        return replace(self, dynamic_sizes={})
 
     def _compiled(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         function = self.compiler.compile(body, inputs)
@@ -112,11 +110,6 @@ class Compilation:
             requires_grad=spec.requires_grad and not is_detached,
             is_leaf=spec.leaf,
         )
-
-
-def _output_count(body: GraphModule) -> int | None:
-    outputs = body.graph.output_node().args[0]
-    return len(outputs) if isinstance(outputs, tuple | list) else None
 
 
 def _no_outputs(*_: object) -> tuple[()]:

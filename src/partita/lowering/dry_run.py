@@ -15,7 +15,15 @@ from torch.fx import GraphModule, Node
 from partita._torch.operators.schemas import storage_key
 from partita.errors import BackendError, ModeError
 from partita.lowering._torch.containers import LEAF, Container, Fixed, Shape, assembled, has_tensors, items_of, shape_of
-from partita.lowering._torch.dry_run import BodyRun, InvalidCallError, run_on_fakes
+from partita.lowering._torch.dry_run import (
+    BodyRun,
+    InvalidCallError,
+    Reading,
+    numbers_for,
+    readable_from,
+    run_on_fakes,
+    views_module,
+)
 from partita.lowering._torch.gradients import (
     NoGradView,
     autograd_base,
@@ -25,7 +33,6 @@ from partita.lowering._torch.gradients import (
     links_of,
     no_grad_views,
 )
-from partita.lowering._torch.views import Reading, numbers_for, readable_from, views_module
 from partita.program.body_effects import BodyEffects
 
 log = logging.getLogger(__name__)
@@ -135,6 +142,7 @@ class _OutputAnalysis:
         links = links_of(histories, values)
         changed = self._mutated_inputs(histories)
         mutated = links_of(histories, [self.inputs[place] for place in changed])
+        reached = frozenset[int]().union(*links, *mutated)
         names = (node.name for node in self.body.graph.find_nodes(op="placeholder"))
         named_inputs = dict(zip(names, self.inputs, strict=True))
         copies = inputs_to_copy(named_inputs, values, self.effects.mutated_later) if any((*links, *mutated)) else ()
@@ -143,7 +151,7 @@ class _OutputAnalysis:
             sources=tuple(starts[origin] + place for origin, place in sources),
             compiled=tuple((leaf.node.name, leaf.keys) for leaf in self.compiled),
             unaliased=unaliased_outputs(self.inputs, values),
-            detached=_unreached(histories, (*links, *mutated)),
+            detached=tuple(at for at, known in enumerate(histories) if known is not None and at not in reached),
             tensors=tuple(place for place, value in enumerate(values) if isinstance(value, Tensor)),
             links=links,
             mutated_later=tuple(self._mutated_later()) if any(links) else (),
@@ -235,12 +243,6 @@ class _OutputAnalysis:
                 found.add(node)
                 waiting += node.all_input_nodes
         return found
-
-
-def _unreached(histories: Sequence[Any], links: Sequence[frozenset[int]]) -> tuple[int, ...]:
-    """The places of inputs that require a gradient but would get none."""
-    reached = frozenset[int]().union(*links)
-    return tuple(place for place, known in enumerate(histories) if known is not None and place not in reached)
 
 
 def _leaves(argument: Any, value: Any, shape: Shape, keys: tuple[Any, ...] = ()) -> Iterator[_Leaf]:

@@ -192,7 +192,7 @@ class Dispatcher:
         if (
             not global_state.inference
             and (global_state.grad or mutated)
-            and any(map(_is_inference_tensor, call.values))
+            and any(isinstance(value, Tensor) and value.is_inference() for value in call.values)
         ):
             # Compiled code might save or mutate an inference tensor, which is an error, where the body would not.
             return None
@@ -274,10 +274,6 @@ def _overlap(values: Sequence[Any], mutated: Sequence[int]) -> bool:
         return False
     holders = Counter(keys)
     return any(holders[keys[place]] > 1 for place in mutated)
-
-
-def _is_inference_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_inference()
 
 
 _WITHOUT_GRADIENTS = "gradients are needed, which it does not give; call the program under torch.no_grad()"

@@ -45,7 +45,7 @@ class DynamicSizes:
         """
         if self.dynamic is False:
             return {}
-        count = call.input_count
+        count = sum(map(leaf_count, call.shapes))
         found: dict[Place, Hashable] = {}
         known: dict[str, int] = {}
         for place, size in _sizes(signature, call.values[:count]):
@@ -141,11 +141,6 @@ class Call(NamedTuple):
     def slots(self) -> tuple[Slot, ...]:
         """The sources of the values that are module state; they follow those of the inputs."""
         return () if self.modules is None else self.modules.state.slots
-
-    @property
-    def input_count(self) -> int:
-        """How many of the values come from inputs."""
-        return sum(map(leaf_count, self.shapes))
 
     def places_of(self, inputs: Collection[int]) -> Iterator[int]:
         """The places of the values in these inputs."""

@@ -119,7 +119,9 @@ class Variant:
             self._copied = ()
         else:
             self._returns_output = self.dry_run.is_plain
-            self._unused = _unused_gradients(self.dry_run)
+            links, mutated = self.dry_run.links, dict(self.dry_run.mutated_links)
+            # Needed for a single output too: autograd also runs a function none of whose outputs has a gradient.
+            self._unused = UnusedGradients(links, mutated) if any(links) or mutated else None
 
     def serves(self, signature: Signature, values: Sequence[Any]) -> bool:
         """Whether the variant may be called with these values, whose signature this is."""
@@ -175,13 +177,6 @@ class Variant:
         else:
             check_outputs(outputs, count=len(self.dry_run.compiled), tensors=self.dry_run.tensors)
         self._is_checked = True
-
-
-def _unused_gradients(dry_run: DryRun) -> UnusedGradients | None:
-    # Needed for a single output too: autograd also runs a function none of whose outputs has a gradient.
-    if not any(dry_run.links) and not dry_run.mutated_links:
-        return None
-    return UnusedGradients(dry_run.links, dict(dry_run.mutated_links))
 
 
 def dimensions_of(value: Any) -> Dimensions | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from threading import Lock, RLock
 from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar, final
@@ -134,7 +135,7 @@ def _run(compilation: Compilation) -> Variant:
             raise
         name = compilation.compiler.name
         log.info("%s failed on dynamic sizes and gets static ones: %s", name, Cause.of(error).reason)
-        return compilation.with_static_sizes().run()
+        return replace(compilation, dynamic_sizes={}).run()
 
 
 #: How many times `keep` functions are compiled for calls of one family.
@@ -159,7 +160,10 @@ class CompileBackoff:
         cause = self._failed.get(signature)
         if cause is not None:
             return Variant(Fit.exactly(signature), None, cause=cause)
-        cause = self._failed.get(signature.static_key) or self._exhausted_budget(signature, keep)
+        cause = self._failed.get(signature.static_key)
+        tries = self._tries.get(signature.family) or 0
+        if cause is None and tries >= _TRIES * keep:
+            cause = Cause(_TOO_MANY_COMPILATIONS.format(tries))
         return None if cause is None else Variant(Fit.for_any_sizes(signature), None, cause=cause)
 
     def note_try(self, signature: Signature) -> None:
@@ -174,10 +178,6 @@ class CompileBackoff:
         self._failures.note(signature.static_key, failures)
         if len(failures) >= _FAILURES:
             self._failed.note(signature.static_key, cause)
-
-    def _exhausted_budget(self, signature: Signature, keep: int) -> Cause | None:
-        tries = self._tries.get(signature.family) or 0
-        return Cause(_TOO_MANY_COMPILATIONS.format(tries)) if tries >= _TRIES * keep else None
 
 
 _TOO_MANY_COMPILATIONS = (

@@ -90,7 +90,7 @@ def saved_bytes_of(region: Region, saved: SavedTensors, kept: Collection[Node] =
     if saved.reason is not None:
         return None
     nodes = sorted(region.nodes, key=saved.program.index.number.__getitem__)
-    plain = saved.held(nodes)
+    plain = saved.memory(nodes)
     if not any(saved.of(node).saves for node in nodes):
         return SavedBytes(plain, frozenset(), 0)
     inputs = set(_inputs(region, saved))
@@ -131,16 +131,16 @@ def _inputs(region: Region, saved: SavedTensors) -> Iterator[Memory]:
     for node in filter(is_inside, region.nodes):
         for read in node.all_input_nodes:
             if not is_inside(read):
-                yield from saved.of(read).gives
+                yield from saved.of(read).returns
 
 
 def _mutated(region: Region, inputs: Collection[Memory], saved: SavedTensors) -> set[Memory]:
     """The inputs that are mutated, in the region or after it has run."""
     inside, number = set(region.nodes), saved.program.index.number
     first = min(number[node] for node in region.nodes)
-    mutated = {memory for node in region.nodes for memory in saved.of(node).writes if memory.node not in inside}
+    mutated = {memory for node in region.nodes for memory in saved.of(node).mutates if memory.node not in inside}
     for memory in inputs:
-        others = (writer for writer in reversed(saved.writers.get(memory, ())) if writer not in inside)
+        others = (mutator for mutator in reversed(saved.mutators.get(memory, ())) if mutator not in inside)
         last = next(others, None)
         if last is not None and number[last] > first:
             mutated.add(memory)
@@ -157,9 +157,9 @@ def _total(partition: Partition, found: Sequence[SavedBytes | None], saved: Save
     """The whole program: what is outside of the reported regions is saved as before."""
     reported = [(region, one) for region, one in zip(partition, found, strict=True) if one is not None]
     treated = {node for region, _ in reported for node in region.nodes}
-    outside = saved.held(node for node in saved.nodes if node not in treated)
+    outside = saved.memory(node for node in saved.nodes if node not in treated)
     return SavedBytes(
-        saved.held(),
+        saved.memory(),
         outside.union(*(one.treated for _, one in reported)),
         sum(one.extra_flops for _, one in reported),
     )

@@ -89,7 +89,8 @@ class ExportRecord:
     def around(self, graph_module: GraphModule) -> ModeKeepingProgram:
         """An exported program with a copy of this graph, checked by torch's verifier; tensors are shared."""
         check_signature(graph_module.graph, self.signature)
-        graph, attributes = exported_graph(graph_module, taken=self._folders())
+        paths = (*self.state, *self.constants, *(call.fqn for call in self.module_calls))
+        graph, attributes = exported_graph(graph_module, taken={part for path in paths for part in path.split(".")})
         _check_tokens(self.signature, attributes)
         exported = ModeKeepingProgram(
             root=attributes,
@@ -107,11 +108,6 @@ class ExportRecord:
         set_guards(exported, self.guards)
         generate_code(attributes.values())  # Dynamo can trace a body, but not how its code is generated.
         return exported
-
-    def _folders(self) -> set[str]:
-        """Every component of the paths of modules, parameters, buffers and constants."""
-        paths = (*self.state, *self.constants, *(call.fqn for call in self.module_calls))
-        return {part for path in paths for part in path.split(".")}
 
 
 def following(signature: ExportGraphSignature, graph: Graph) -> ExportGraphSignature:

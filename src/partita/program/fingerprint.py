@@ -49,7 +49,7 @@ class _Hasher:
                 inputs.append(self.hashes[-1])
             elif number in self.effects.effectful:
                 effectful.append(self.hashes[-1])
-            elif not self._reads_only_shape_or_item(node):
+            elif node.op != "get_attr" and node.target not in (SYM_SIZE, operator.getitem, torch.Size):
                 pure.add(self.hashes[-1])
         return _digest(inputs, sorted(effectful), sorted(pure), repr(self.modes.final))
 
@@ -70,9 +70,6 @@ class _Hasher:
         """Whether a node only takes an item or a size, which a cut may place on either side of a region boundary."""
         node = self.index.nodes[number]
         return node.target in (SYM_SIZE, torch.Size) or takes_item(node, self.program.graph_module)
-
-    def _reads_only_shape_or_item(self, node: Node) -> bool:
-        return node.target in (SYM_SIZE, operator.getitem, torch.Size) or node.op == "get_attr"
 
     def _target(self, node: Node) -> str:
         if node.op in ("call_module", "get_attr"):

@@ -261,7 +261,9 @@ class _Storages:
             if len(storages) == 1:
                 # A view that was traced with its own storage may show that its base is larger.
                 for tensor in tensors_in(self._value(node)):
-                    self._grow(storages[0], tensor)
+                    self._by_key.setdefault(storage_key(tensor), storages[0])
+                    known, size = self.bytes[storages[0]], _storage_bytes(tensor)
+                    self.bytes[storages[0]] = None if known is None or size is None else max(known, size)
                 return storages
         value = self._value(node)
         if value is None:
@@ -284,11 +286,6 @@ class _Storages:
     def _new(self, size: int | None) -> int:
         self.bytes.append(size)
         return len(self.bytes) - 1
-
-    def _grow(self, storage: int, tensor: Tensor) -> None:
-        self._by_key.setdefault(storage_key(tensor), storage)
-        known, size = self.bytes[storage], _storage_bytes(tensor)
-        self.bytes[storage] = None if known is None or size is None else max(known, size)
 
 
 def _viewed(node: Node) -> Node | None:

@@ -14,16 +14,16 @@ from partita.analysis.tolerance import Tolerance
 from partita.program.program import Program
 
 #: The effect successors of each node.
-Followers: TypeAlias = Mapping[Node, Sequence[Node]]
+EffectSuccessors: TypeAlias = Mapping[Node, Sequence[Node]]
 
 
-def effect_successors(program: Program) -> Followers:
+def effect_successors(program: Program) -> EffectSuccessors:
     """The nodes that must stay after each node although no data flows between them."""
     nodes = program.index.nodes
-    followers: dict[Node, list[Node]] = {}
+    successors: dict[Node, list[Node]] = {}
     for before, after in program.effects.edges():
-        followers.setdefault(nodes[before], []).append(nodes[after])
-    return followers
+        successors.setdefault(nodes[before], []).append(nodes[after])
+    return successors
 
 
 def summation_tolerance(program: Program) -> Tolerance:

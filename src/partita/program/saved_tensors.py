@@ -69,11 +69,11 @@ class NodeRun:
     #: What autograd saves for it, and still holds at the end of the program; each once.
     saves: tuple[Memory, ...] = ()
     #: The storages of its result.
-    gives: tuple[Memory, ...] = ()
+    returns: tuple[Memory, ...] = ()
     #: The results of the operators that it decomposes into; views do not count.
     computes: tuple[Memory, ...] = ()
     #: Existing storages that it mutates.
-    writes: tuple[Memory, ...] = ()
+    mutates: tuple[Memory, ...] = ()
     flops: int = 0
     #: The FLOPs done when autograd saves the last tensor; None if it saves nothing.
     flops_until_saved: int | None = None
@@ -92,20 +92,20 @@ class SavedTensors:
     nodes: Mapping[Node, NodeRun] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     reason: str | None = None
     #: The nodes that mutate each existing storage, in order.
-    writers: Mapping[Memory, Sequence[Node]] = field(init=False, repr=False)
+    mutators: Mapping[Memory, Sequence[Node]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        writers: dict[Memory, list[Node]] = {}
+        mutators: dict[Memory, list[Node]] = {}
         for node, run in self.nodes.items():
-            for memory in run.writes:
-                writers.setdefault(memory, []).append(node)
-        object.__setattr__(self, "writers", MappingProxyType(writers))
+            for memory in run.mutates:
+                mutators.setdefault(memory, []).append(node)
+        object.__setattr__(self, "mutators", MappingProxyType(mutators))
 
     def of(self, node: Node) -> NodeRun:
         """What `node` does; empty for an unknown node."""
         return self.nodes.get(node, _NO_EFFECTS)
 
-    def held(self, nodes: Iterable[Node] | None = None) -> frozenset[Memory]:
+    def memory(self, nodes: Iterable[Node] | None = None) -> frozenset[Memory]:
         """What autograd saves for these nodes, or for all; state is excluded, since it is alive anyway."""
         found = (memory for node in (self.nodes if nodes is None else nodes) for memory in self.of(node).saves)
         return frozenset(memory for memory in found if memory.origin is not Origin.STATE)
@@ -449,9 +449,9 @@ class _NodeRecord:
 
         return NodeRun(
             saves=once(number for number, packed in self.saved if packed() is not None),
-            gives=once(self.returned),
+            returns=once(self.returned),
             computes=once(self.computed),
-            writes=once(self.mutated),
+            mutates=once(self.mutated),
             flops=self.flops,
             flops_until_saved=self.flops_until_saved,
         )
@@ -466,7 +466,7 @@ _UNKNOWN = 1
 _TRIAL_CALLS, _MORE_CALLS, _MOST_ITEMS = 100_000, 1_000, 1_000
 
 
-class SavingTrials:
+class NodeDryRuns:
     """What autograd saves for single nodes; equal operators on equal shapes are run once.
 
     All inputs that can require gradients are assumed to, so more may be saved here than in the program. A node that

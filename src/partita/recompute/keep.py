@@ -26,7 +26,7 @@ from partita.program._torch.saved_tensors import allocated_tensors
 from partita.program.flops import Flops
 from partita.program.operator_choice import Chosen, Operator, checked_operators
 from partita.program.program import Program
-from partita.program.saved_tensors import SavingTrials
+from partita.program.saved_tensors import NodeDryRuns
 from partita.regions import Region
 
 __all__ = [
@@ -239,14 +239,14 @@ class _OperatorCosts(NamedTuple):
 
     flops: Flops
     bytes: _KeptBytes
-    trials: SavingTrials
+    trials: NodeDryRuns
 
     @staticmethod
     def of(_: Program) -> _OperatorCosts:
-        return _OperatorCosts(Flops(), _KeptBytes(), SavingTrials())
+        return _OperatorCosts(Flops(), _KeptBytes(), NodeDryRuns())
 
 
-def _not_recomputed(region: Region, trials: SavingTrials) -> set[Node]:
+def _not_recomputed(region: Region, trials: NodeDryRuns) -> set[Node]:
     """The nodes at the end of a region that a second run does not reach, or stops in before they compute."""
     found: set[Node] = set()
     for node in sorted(region.nodes, reverse=True):

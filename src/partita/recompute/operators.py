@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -21,7 +20,7 @@ from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita.analysis.mutation import LaterUses
 from partita.analysis.nodes import find
 from partita.errors import OptionError
-from partita.hops._torch.operator import BodyOperator, registered
+from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, registered
 from partita.program.program import Program
 from partita.recompute._torch.keep import keep_scope
 from partita.recompute._torch.run import CheckpointOptions, run_kept_tagged, run_recomputed, run_tagged, tag_nodes
@@ -32,13 +31,12 @@ DYNAMO_SKIPS = True
 
 log = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
 _CONTEXT = "_checkpoint_context_fn"
 #: How the graph around a body uses its inputs after the call.
 _LATER = "_checkpoint_later_uses"
 
 
-class _Checkpoint(BodyOperator):
+class _Checkpoint(PlainBodyOperator):
     """`(function, *args, **kwargs)`: calls the function; its results are recomputed when the backward needs them.
 
     Keywords of `torch.utils.checkpoint.checkpoint` are the checkpoint's, all others the function's. The RNG state is
@@ -46,15 +44,6 @@ class _Checkpoint(BodyOperator):
     """
 
     dynamo_rule = "checkpoint"
-
-    @overload
-    def __call__(self, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result: ...
-
-    @overload
-    def __call__(self, /, **kwargs: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.enact(args, kwargs)
 
     def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         own, body_keywords = self.own_keywords(keywords)
@@ -106,19 +95,10 @@ class TagActivationCheckpoint(_Checkpoint):
     parameters = ("gmod",)
 
 
-class _Keep(BodyOperator):
+class _Keep(PlainBodyOperator):
     """`(body, *operands, **keywords)`: calls the body; a checkpoint around it keeps the results."""
 
     dynamo_rule = "wrapped"
-
-    @overload
-    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
-
-    @overload
-    def __call__(self, /, **keywords: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
-        return self.enact(args, keywords)
 
     def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if tracing_now() is not Tracing.NOT:

@@ -127,7 +127,9 @@ def borders_of(
     for target, readers in copies.items():
         for source, used in product(index.inputs(target), sorted(readers)):
             if used != owner[source] and used not in copies.get(source, ()):
-                sweep.cross_for_copy(source, used)
+                # The graph has no data edge to a copy.
+                sweep.cross(source, owner[source], used)
+                sweep.wait_for(source, used)
     sweep.drop_known_sizes()
     return Borders(sweep.borders, sweep.taken_apart, tuple(sweep.symbol_edges))
 
@@ -188,11 +190,6 @@ class _Sweep:
             if self.passes_symbols:
                 self._add_symbols(target, self.owner[target])
 
-    def cross_for_copy(self, source: int, used: int) -> None:
-        """Crosses an input of a copy in region `used`, for which the graph has no data edge."""
-        self.cross(source, self.owner[source], used)
-        self._wait_for(source, used)
-
     def drop_known_sizes(self) -> None:
         """Removes sizes that were added for a symbol which crosses into the region anyway."""
         for region, sizes in self.sizes_read.items():
@@ -228,9 +225,9 @@ class _Sweep:
             self.borders[used].inputs.setdefault(definition)
             if read_in >= 0:
                 self.borders[read_in].outputs.setdefault(definition)
-            self._wait_for(definition, used)
+            self.wait_for(definition, used)
 
-    def _wait_for(self, source: int, used: int) -> None:
+    def wait_for(self, source: int, used: int) -> None:
         if self.owner[source] != NOWHERE:
             self.symbol_edges.append((source, self._first[used]))
 

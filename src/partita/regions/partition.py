@@ -49,12 +49,7 @@ class Partition:
         crosses = program.export is None if passes_scalars is None else passes_scalars
         self.copies: Copies = {} if crosses else settle_scalars(self.owner, program)
         self.borders: Borders = borders_of(
-            self.owner,
-            len(self.regions),
-            program,
-            passes_symbols=passes_symbols,
-            copies=self.copies,
-            kept=self.kept,
+            self.owner, len(self.regions), program, passes_symbols=passes_symbols, copies=self.copies, kept=self.kept
         )
         self.quotient: Quotient = quotient(self.owner, len(self.regions), self._edges())
         for at, region in enumerate(self.regions):

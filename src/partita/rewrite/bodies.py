@@ -197,7 +197,9 @@ class _BodyWriter:
         takes_items = not self.kept.isdisjoint(numbers)
         inputs = self._write_inputs(rebuilds=not takes_items)
         if takes_items:
-            self._take_items(numbers)
+            for number in numbers:
+                taken = item_taken(self.program.index, number)
+                self.env[self.nodes[number]] = self.items.get(taken) if isinstance(taken, Item) else taken
         else:
             self._write_nodes(numbers)
         outputs = tuple(self.border.outputs)
@@ -225,12 +227,6 @@ class _BodyWriter:
         for number in dict.fromkeys((*apart, *self.border.empty)) if rebuilds else ():
             self.env[self.nodes[number]] = rebuilt(self.writer, self.nodes[number], number, self.items)
         return passed
-
-    def _take_items(self, numbers: Sequence[int]) -> None:
-        """The nodes of a region that only takes items: the items are inputs, or constants."""
-        for number in numbers:
-            taken = item_taken(self.program.index, number)
-            self.env[self.nodes[number]] = self.items.get(taken) if isinstance(taken, Item) else taken
 
     def _write_placeholder(self, position: int, crossing: Crossing) -> None:
         writer, source = self.writer, self.nodes[crossing if isinstance(crossing, int) else crossing.number]

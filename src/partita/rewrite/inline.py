@@ -207,10 +207,7 @@ class Inlining:
     """The flat graph while it is written: inlines `calls`, and in the bodies those that `calls_in` finds."""
 
     def __init__(
-        self,
-        program: Program,
-        calls: Mapping[Node, BodyCall],
-        calls_in: Callable[[Program], Mapping[Node, BodyCall]],
+        self, program: Program, calls: Mapping[Node, BodyCall], calls_in: Callable[[Program], Mapping[Node, BodyCall]]
     ) -> None:
         self.program, self.calls, self.calls_in = program, calls, calls_in
         self.root = program.graph_module
@@ -302,7 +299,8 @@ class Inlining:
                 graph.erase_node(node)
         module = module_like(self.root, graph, restores_modes=self.modes.has_switched)
         gone = {call.path for call in self.calls.values()}
-        kept = _folders_of_targets(graph)
+        named = (str(node.target).split(".") for node in graph.nodes if node.op in ("call_module", "get_attr"))
+        kept = {".".join(parts[:depth]) for parts in named for depth in range(1, len(parts) + 1)}
         share_state(self.root, module, without=frozenset(gone) - kept, room_for=self.placed)
         for path, value in self.placed.items():
             if find(module, path) is not value:
@@ -345,12 +343,6 @@ def _is_rest_of(container: Any, module: object) -> bool:
     return all(getattr(module, name, None) is tensor for name, tensor in left.items())
 
 
-def _folders_of_targets(graph: Graph) -> set[str]:
-    """The paths that a graph names, and every path above one of them."""
-    paths = (str(node.target).split(".") for node in graph.nodes if node.op in ("call_module", "get_attr"))
-    return {".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}
-
-
 def _trees_of(call: Node, graph: Graph) -> Any:
     """The pytree specs by which a graph flattens arguments and unflattens results; None where it does not."""
     convention = graph._codegen
@@ -365,10 +357,7 @@ def _trees_of(call: Node, graph: Graph) -> Any:
 
 
 def _bound(
-    call: Node,
-    parameters: Sequence[tuple[str, tuple[Any, ...]]],
-    operands: Sequence[Any],
-    keywords: Mapping[str, Any],
+    call: Node, parameters: Sequence[tuple[str, tuple[Any, ...]]], operands: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Any]:
     """A value for each parameter, which is a name and, in a tuple, a default."""
     values: list[Any] = []

@@ -96,11 +96,7 @@ def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Progr
     for name, called in replaced.items():
         module.add_module(name, called)
     return Program(
-        module,
-        pure=program.pure,
-        state_keys=program.state_keys,
-        tolerance=program.tolerance,
-        caller=program.caller,
+        module, pure=program.pure, state_keys=program.state_keys, tolerance=program.tolerance, caller=program.caller
     )
 
 

@@ -316,7 +316,10 @@ class OuterGraph:
         for at, crossing in enumerate(outputs):
             item = self.writer.write("call_function", operator.getitem, (call, at), name=self._name_of_item(crossing))
             self._define(crossing, item)
-        _copy_values(tuple(map(self._crossing, outputs)), call)
+        results = tuple(map(self._crossing, outputs))
+        for key in VALUE_KEYS:
+            if results and all(key in node.meta for node in results):
+                call.meta[key] = tuple(node.meta[key] for node in results)
 
     def _define(self, crossing: int | Item, value: Node) -> None:
         """Makes `value` the new value of `crossing`."""
@@ -380,10 +383,3 @@ class OuterGraph:
         returns = output.type if self.style.annotates_output else None
         node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=returns)
         self.writer.copy_meta(output, node)
-
-
-def _copy_values(nodes: tuple[Node, ...], call: Node) -> None:
-    """Sets the traced value of a call: the tuple of its results."""
-    for key in VALUE_KEYS:
-        if nodes and all(key in node.meta for node in nodes):
-            call.meta[key] = tuple(node.meta[key] for node in nodes)

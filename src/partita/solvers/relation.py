@@ -41,11 +41,7 @@ class Relation:
 
 
 def relation(
-    unit_of: Sequence[int],
-    order: Sequence[int],
-    *,
-    data: Iterable[tuple[int, int]],
-    effects: Iterable[tuple[int, int]],
+    unit_of: Sequence[int], order: Sequence[int], *, data: Iterable[tuple[int, int]], effects: Iterable[tuple[int, int]]
 ) -> Relation:
     """The relation of units in `order`, from the edges between their nodes."""
     empty: Sequence[int] = ()

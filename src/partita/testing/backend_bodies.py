@@ -115,7 +115,7 @@ def plain_inputs(x: Tensor, rows: int, factor: float, nothing: None) -> tuple[An
     return x * factor + rows, torch.reshape(x, (rows * 2, 2)), nothing, rows
 
 
-def draws(x: Tensor) -> tuple[Any, ...]:
+def random_numbers(x: Tensor) -> tuple[Any, ...]:
     return torch.rand_like(x), functional.dropout(x, 0.5, True), torch.bernoulli(torch.sigmoid(x))
 
 
@@ -181,7 +181,7 @@ BODIES: tuple[Body, ...] = (
     Body(_OUTPUTS, empty_outputs, _one),
     Body(_OUTPUTS, complex_outputs, _one),
     Body(_INPUTS, plain_inputs, lambda rows: (_leaf(rows, 4), rows, 0.5, None)),
-    Body(_RANDOM, draws, _one),
+    Body(_RANDOM, random_numbers, _one),
     Body(_SIZES, computed_sizes, lambda rows: (_leaf(rows, 4), _leaf(rows + 1, 4, phase=1.0))),
     Body(_MODES, without_gradients, lambda rows: (_leaf(rows, 4), _leaf(4, 4, phase=1.0)), torch.no_grad),
     Body(

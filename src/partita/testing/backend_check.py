@@ -241,7 +241,7 @@ class _BackendCheck:
 
 
 _RETURNING = "it makes functions that return a tuple or a list, with all outputs of the body"
-_LOWERING = "a lowered program cannot be told from the original"
+_LOWERING = "a lowered program is equivalent to the original"
 
 
 @final

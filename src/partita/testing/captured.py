@@ -145,13 +145,15 @@ class Buffered(nn.Module):
         return before * self.seen.tanh() + torch.rand_like(x)
 
 
-class Frozen(nn.Module):
-    """A block without gradients between two that have them."""
-
+class _TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.second = nn.Linear(6, 6)
+
+
+class Frozen(_TwoLayers):
+    """A block without gradients between two that have them."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
@@ -160,13 +162,8 @@ class Frozen(nn.Module):
         return torch.add(x, self.second(hidden + target))
 
 
-class Casting(nn.Module):
+class Casting(_TwoLayers):
     """Autocast with a block without gradients inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

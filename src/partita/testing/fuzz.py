@@ -23,13 +23,16 @@ from partita.testing.generator.build import random_case, random_crossing, random
 from partita.testing.generator.draft import Case
 from partita.testing.generator.recipe import ALL, Features
 from partita.testing.generator.regions import random_labels
-from partita.testing.laws.compiled import COMPILABLE, check_compiled_recompute_law
 from partita.testing.laws.core import check_laws
-from partita.testing.laws.lowering import check_lower_laws
-from partita.testing.laws.mixed import check_mixed_law
 from partita.testing.laws.mode_oracle import leaves_modes
 from partita.testing.laws.modes import EXPORTABLE, check_export_laws, check_mode_laws
-from partita.testing.laws.recompute import check_recompute_laws
+from partita.testing.laws.treatments import (
+    COMPILABLE,
+    check_compiled_recompute_law,
+    check_lower_laws,
+    check_mixed_law,
+    check_recompute_laws,
+)
 
 _CHUNK = 50
 #: From this many programs on, the share of legal partitions, or of nests that are not refused, is significant.

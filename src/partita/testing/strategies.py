@@ -13,7 +13,7 @@ from partita.testing.generator.draft import Case
 from partita.testing.generator.inputs import INPUT_KINDS, PLAIN_INPUT_KINDS
 from partita.testing.generator.recipe import ALL, LARGEST_PICK, METADATA, Features, Input, Picks, Recipe, Step
 from partita.testing.generator.regions import LABEL_STYLES, Labelling, Labels, label
-from partita.testing.generator.steps.table import families_of, kinds_in
+from partita.testing.generator.steps import families_of, kinds_in
 
 _MOST_INPUTS = 5
 

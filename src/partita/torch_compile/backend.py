@@ -49,7 +49,8 @@ def backend(
     decided = plan(program, chosen.policy, chosen.treatment)
     with _annotated(decided, example_inputs):
         if decided.treatments and all(map(annotation_suffices, decided.treatments)):
-            function = _compile_whole(gm, inner, example_inputs)
+            border, compiled = border_of_graph(gm), inner(gm, example_inputs)
+            function = compiled if border == Border() else Bordered(compiled, border)
         else:
             function = _compile_in_pieces(gm, decided, inner, example_inputs)
     path = model.frame.paths[0] if model.frame.paths else ""
@@ -73,12 +74,6 @@ class _CountedBodies:
         key = body_key(body)
         self.bodies.add(len(self.bodies) if key is None else key)
         return self._inner(body, inputs)
-
-
-def _compile_whole(gm: GraphModule, inner: Inner, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    border = border_of_graph(gm)
-    compiled = inner(gm, example_inputs)
-    return compiled if border == Border() else Bordered(compiled, border)
 
 
 def _compile_in_pieces(gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any]) -> GraphModule:

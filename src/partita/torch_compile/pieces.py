@@ -148,14 +148,11 @@ class _PieceCompiler(Interpreter):
     def _run_outside_pieces(self, node: Node) -> Any:
         with runs_fake(self._mode, as_dynamo=True):
             result = to_fake(super().run_node(node), self._mode)
-        if not self._is_output_of_piece(node):
+        source = node.args[0] if node.target is operator.getitem else None
+        # Unbacked symbols in an item of a piece's output were bound inside the piece.
+        if not isinstance(source, Node) or self._piece(source) is None:
             rebind_unbacked(self._mode.shape_env, node, result)
         return result
-
-    def _is_output_of_piece(self, node: Node) -> bool:
-        """Whether `node` is an item of a piece's output; unbacked symbols in it were bound inside the piece."""
-        source = node.args[0] if node.target is operator.getitem else None
-        return isinstance(source, Node) and self._piece(source) is not None
 
     def _compile(self, call: Node, body: GraphModule, args: list[Any]) -> None:
         sources = [self._sources.get(arg) if isinstance(arg, Node) else None for arg in call.args]

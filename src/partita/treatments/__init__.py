@@ -2,7 +2,7 @@
 
 from partita.lowering.lower import Lower
 from partita.plans import Treatment
-from partita.recompute.keep import (
+from partita.recompute import (
     Keep,
     KeepAtMost,
     KeepEverything,
@@ -10,8 +10,8 @@ from partita.recompute.keep import (
     KeepNodes,
     KeepNothing,
     KeepOperators,
+    Recompute,
 )
-from partita.recompute.recompute import Recompute
 from partita.treatments.basic import Call, LeaveEager, Mark, Mode
 
 __all__ = [

@@ -411,41 +411,40 @@ def graph_from_record(record: GraphRecord) -> Graph:
 
 def _packed(argument: Any, references: dict[Node, _Reference]) -> Any:
     """Arguments with references for nodes, in ordinary containers."""
-    if isinstance(argument, Node):
-        return references[argument]
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(_packed(item, references) for item in argument))
-    if isinstance(argument, tuple):
-        return tuple(_packed(item, references) for item in argument)
-    if isinstance(argument, list):
-        return [_packed(item, references) for item in argument]
-    if isinstance(argument, dict):
-        return {key: _packed(item, references) for key, item in argument.items()}
-    if isinstance(argument, slice):
-        return slice(*(_packed(item, references) for item in (argument.start, argument.stop, argument.step)))
-    if isinstance(argument, OpOverload | OpOverloadPacket | HigherOrderOperator | BuiltinFunctionType):
-        return _packed_target(argument)
-    if isinstance(argument, torch.memory_format | torch.layout):
-        return _Builtin("torch", str(argument).removeprefix("torch."))
-    return argument
+
+    def packed(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            return references[leaf]
+        if isinstance(leaf, OpOverload | OpOverloadPacket | HigherOrderOperator | BuiltinFunctionType):
+            return _packed_target(leaf)
+        if isinstance(leaf, torch.memory_format | torch.layout):
+            return _Builtin("torch", str(leaf).removeprefix("torch."))
+        return leaf
+
+    return _with_leaves(argument, packed)
 
 
 def _unpacked(argument: Any, nodes: list[Node]) -> Any:
-    if isinstance(argument, _Reference):
-        return nodes[argument.row]
-    if isinstance(argument, _Operator | _Builtin):
-        return _unpacked_target(argument)
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(_unpacked(item, nodes) for item in argument))
+    def unpacked(leaf: Any) -> Any:
+        if isinstance(leaf, _Reference):
+            return nodes[leaf.row]
+        return _unpacked_target(leaf) if isinstance(leaf, _Operator | _Builtin) else leaf
+
+    return _with_leaves(argument, unpacked)
+
+
+def _with_leaves(argument: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument in ordinary containers, with `change(leaf)` for everything in them that is no container."""
     if isinstance(argument, tuple):
-        return tuple(_unpacked(item, nodes) for item in argument)
+        items = [_with_leaves(item, change) for item in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     if isinstance(argument, list):
-        return [_unpacked(item, nodes) for item in argument]
+        return [_with_leaves(item, change) for item in argument]
     if isinstance(argument, dict):
-        return {key: _unpacked(item, nodes) for key, item in argument.items()}
+        return {key: _with_leaves(item, change) for key, item in argument.items()}
     if isinstance(argument, slice):
-        return slice(*(_unpacked(item, nodes) for item in (argument.start, argument.stop, argument.step)))
-    return argument
+        return slice(*(_with_leaves(item, change) for item in (argument.start, argument.stop, argument.step)))
+    return change(argument)
 
 
 def _packed_target(target: Any) -> Any:
@@ -502,13 +501,9 @@ def exempt_from_dce(graph: Graph) -> None:
     A trace keeps unused random numbers, and unused batch norms that mutate their statistics without an annotation; but
     in the bodies that the traced graph calls they are deleted (torch 2.13).
     """
-    graph.eliminate_dead_code = _eliminate_nothing  # type: ignore[method-assign]
+    graph.eliminate_dead_code = lambda *args, **keywords: False  # type: ignore[method-assign]
 
 
 def is_exempt_from_dce(graph: Graph) -> bool:
     """Whether a graph was exempted; a copy of it is not."""
     return "eliminate_dead_code" in graph.__dict__
-
-
-def _eliminate_nothing(*args: Any, **keywords: Any) -> bool:
-    return False

@@ -171,7 +171,8 @@ def copy_saved_inputs(forward: GraphModule, metadata: Any) -> None:
     output = forward.graph.output_node()
     inputs = forward.graph.find_nodes(op="placeholder")
     mutated = {node for node, info in zip(inputs, metadata.input_info, strict=False) if info.mutates_data}
-    results = list(_results(output))
+    returned = output.args[0]
+    results = list(returned) if isinstance(returned, tuple | list) else [returned]
     saved = [place for place in range(metadata.num_forward, len(results)) if results[place] in mutated]
     if not saved:
         return
@@ -180,11 +181,6 @@ def copy_saved_inputs(forward: GraphModule, metadata: Any) -> None:
             results[place] = _copy(forward, results[place])
     output.args = (tuple(results),)
     forward.recompile()
-
-
-def _results(output: Node) -> tuple[Any, ...]:
-    results = output.args[0]
-    return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
 def _copy(forward: GraphModule, node: Any) -> Node:

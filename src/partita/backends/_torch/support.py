@@ -148,9 +148,4 @@ def _is_known_otherwise(target: OpOverload, name: str) -> bool:
     return singleton.find(name).fake_impl.kernel is not None
 
 
-_KEYS = (
-    "Meta",
-    "CompositeImplicitAutograd",
-    "CompositeExplicitAutograd",
-    "CompositeExplicitAutogradNonFunctional",
-)
+_KEYS = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")

@@ -40,19 +40,15 @@ def mode_query_patches() -> list[Patch]:
     """Patches of all mode queries that a model may call: in torch, and under any name that a module has imported."""
     intercepted = {id(original): _intercepted(original, answer) for original, answer in _intercepted_queries()}
     patches: list[Patch] = []
-    for module in _modules_of_callers():
+    # Torch's other modules query for torch itself.
+    others = [module for name, module in [*sys.modules.items()] if not _is_own_code(name)]
+    for module in (torch, torch._C, *others):
         names = dict(getattr(module, "__dict__", {}))
         if not intercepted.keys().isdisjoint(map(id, names.values())):
             patches += [
                 Patch(module, name, intercepted[id(value)]) for name, value in names.items() if id(value) in intercepted
             ]
     return patches
-
-
-def _modules_of_callers() -> Iterator[Any]:
-    """The modules through which a model may reach a query. Torch's other modules query for torch itself."""
-    yield from (torch, torch._C)
-    yield from (module for name, module in [*sys.modules.items()] if not _is_own_code(name))
 
 
 def _intercepted_queries() -> Iterator[tuple[Callable[..., Any], _Answer]]:

@@ -133,10 +133,11 @@ def trace_joint(
     mutated = [described.mutated_input for described in outputs if hasattr(described, "mutated_input")]
     kinds = {type(node.meta.get("desc")).__name__ for node in traced.graph.find_nodes(op="placeholder")}
     _make_flat(traced, metadata.num_forward_returns, constants)
+    aliased = (bool(info.requires_grad) and info.output_type.name not in _BY_GRAPH for info in metadata.output_info)
     return TracedJoint(
         traced,
         metadata.num_forward_returns,
-        aliased_outputs=tuple(number for number, info in enumerate(metadata.output_info) if _is_aliased_output(info)),
+        aliased_outputs=tuple(number for number, is_aliased in enumerate(aliased) if is_aliased),
         mutated_constants=tuple(
             name for described in mutated if (name := _name(described)) in constants and name is not None
         ),
@@ -148,12 +149,8 @@ def trace_joint(
 _USUAL_INPUTS = {"ParamAOTInput", "BufferAOTInput", "PlainAOTInput", "TangentAOTInput"}
 
 
-def _is_aliased_output(info: Any) -> bool:
-    """Whether AOTAutograd regenerates a result that requires gradients outside of the graph, as a view."""
-    return bool(info.requires_grad) and info.output_type.name not in _RETURNED_BY_GRAPH
-
-
-_RETURNED_BY_GRAPH = ("non_alias", "unsafe_view_alias", "custom_function_view")
+#: Of results that require gradients, AOTAutograd regenerates the others outside of the graph, as views.
+_BY_GRAPH = ("non_alias", "unsafe_view_alias", "custom_function_view")
 
 
 def _make_flat(traced: GraphModule, forward_outputs: int, constants: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ Patched methods report to the recorder, which writes each block as toggles with 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -151,27 +152,20 @@ def grad_block_patches() -> list[Patch]:
     """
     by_value = torch.set_grad_enabled
     return [
-        recorded_patch(torch.no_grad, "__enter__", _enter_no_grad),
-        recorded_patch(torch.enable_grad, "__enter__", _enter_enable_grad),
+        recorded_patch(torch.no_grad, "__enter__", partial(_enter, enabled=False)),
+        recorded_patch(torch.enable_grad, "__enter__", partial(_enter, enabled=True)),
         *(recorded_patch(block, "__exit__", _leave) for block in (torch.no_grad, torch.enable_grad, by_value)),
         recorded_patch(by_value, "__init__", _make_by_value),
-        recorded_patch(by_value, "__enter__", _enter_by_value),
+        recorded_patch(by_value, "__enter__", lambda recorder, original, block: recorder.set_grad(block.mode)),
         recorded_patch(by_value, "__call__", _decorate_by_value),
     ]
 
 
-def _enter_no_grad(recorder: Recorder, original: Action, block: Any) -> None:
+def _enter(recorder: Recorder, original: Action, block: Any, *, enabled: bool) -> None:
     with recorder.silence():
         original(block)
     _query(recorder, block)
-    recorder.write(toggles.SET_GRAD, False)
-
-
-def _enter_enable_grad(recorder: Recorder, original: Action, block: Any) -> None:
-    with recorder.silence():
-        original(block)
-    _query(recorder, block)
-    recorder.write(toggles.SET_GRAD, True)
+    recorder.write(toggles.SET_GRAD, enabled)
 
 
 def _leave(recorder: Recorder, original: Action, block: Any, *raised: Any) -> None:
@@ -185,10 +179,6 @@ def _make_by_value(recorder: Recorder, original: Action, block: Any, *args: Any,
     with recorder.silence():
         original(block, *args, **kwargs)
     _query(recorder, block)
-    recorder.set_grad(block.mode)
-
-
-def _enter_by_value(recorder: Recorder, original: Action, block: Any) -> None:
     recorder.set_grad(block.mode)
 
 

@@ -7,13 +7,14 @@ not recorded, and run torch's own passes.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import wraps
 from threading import RLock
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 from partita._torch import toggles
 from partita._torch.modes import fresh_modes
 from partita.capture._torch.caller_modes import mode_query_patches
-from partita.capture._torch.hooks import hook_patches
 from partita.capture._torch.mode_blocks import (
     autocast_block_patches,
     grad_block_patches,
@@ -30,7 +30,8 @@ from partita.capture._torch.mode_blocks import (
     unscoped_toggle_patches,
 )
 from partita.capture._torch.patching import Patch, checkpoint_patches, fill_tables, node_patches, patched
-from partita.capture._torch.recorder import Recorder, current_recorder, recording
+from partita.capture._torch.recorder import Recorder, current_recorder, listening_recorder, recording
+from partita.errors import CaptureError
 
 #: From a graph as it was traced, with toggles in it, and its signature, to those that torch's verifier accepts.
 RegionPass: TypeAlias = Callable[[GraphModule, ExportGraphSignature], tuple[GraphModule, ExportGraphSignature]]
@@ -53,8 +54,9 @@ def export_recorded(
     Constants that the trace has mutated are restored.
     """
     named = None if kwargs is None else dict(kwargs)
-    with _LOCK, _patched_torch(model, recorder, region_pass), fresh_modes(grad=grad):
-        args, named = tree_map_only(torch.Tensor, _as_normal_tensor, (args, named))
+    with _LOCK, patched(_all_patches(model, recorder, region_pass)), fresh_modes(grad=grad):
+        # A trace with gradients cannot use an inference tensor.
+        args, named = tree_map_only(torch.Tensor, lambda one: one.clone() if one.is_inference() else one, (args, named))
         try:
             with recording(recorder):
                 return torch.export.export(model, args, named, dynamic_shapes=dynamic_shapes, strict=False)
@@ -62,19 +64,8 @@ def export_recorded(
             recorder.constants.restore()
 
 
-def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of an inference tensor, which a trace with gradients cannot use; other tensors as they are."""
-    return tensor.clone() if tensor.is_inference() else tensor
-
-
-@contextmanager
-def _patched_torch(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> Iterator[None]:
-    fill_tables()
-    with patched(_all_patches(model, recorder, region_pass)):
-        yield
-
-
 def _all_patches(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:
+    fill_tables()
     return [
         *_pass_patches(model, recorder, region_pass),
         *grad_block_patches(),
@@ -115,6 +106,34 @@ def _only_when_recorded(owner: Any, name: str, replacement: Callable[..., Any], 
         return (replacement if current_recorder() is recorder else original)(*args, **kwargs)
 
     return Patch(owner, name, region_pass)
+
+
+# Hooks that a model registers while it is traced are refused: autograd calls them, and no graph can hold them.
+
+
+def hook_patches() -> list[Patch]:
+    """Patches of the methods that register a hook, which raise inside a model that is being captured."""
+    return [
+        Patch(Tensor, "register_hook", _refusing(Tensor.register_hook)),
+        Patch(Tensor, "register_post_accumulate_grad_hook", _refusing(Tensor.register_post_accumulate_grad_hook)),
+        # Subclasses such as `save_on_cpu`, which only move saved tensors, change no values.
+        Patch(saved_tensors_hooks, "__enter__", _refusing(saved_tensors_hooks.__enter__, only=saved_tensors_hooks)),
+    ]
+
+
+def _refusing(method: Callable[..., Any], *, only: type | None = None) -> Callable[..., Any]:
+    name = method.__qualname__.removesuffix(".__enter__")
+
+    @wraps(method)
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if listening_recorder() is None or (only is not None and type(self) is not only):
+            return method(self, *args, **kwargs)
+        raise CaptureError(
+            f"it calls {name}, and no graph keeps a hook; register it outside of the model, on an input, a weight or "
+            "a result, or write what it does as an operator with a gradient of its own (torch.library.custom_op)"
+        )
+
+    return register
 
 
 def _drop_unused_queries(graph_module: GraphModule) -> None:

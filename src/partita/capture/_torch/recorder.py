@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from partita._torch import toggles
+from partita._torch.modes import variable_set
 from partita._torch.operators.schemas import Argument, signatures_of
 from partita._torch.tensors import version_of
 
@@ -61,32 +62,22 @@ class Recorder:
         self.checkpoint: int | None = None
         #: Tensors that are neither arguments nor state.
         self.constants = Constants()
-        self._silent = False
+        self.is_silent = False
 
     @property
     def depends_on_callers_grad(self) -> bool:
         """Whether the model may behave differently if its caller has gradients off."""
         return self.queries_grad or self.sets_grad_by_value
 
-    @property
-    def depends_on_caller(self) -> bool:
-        """Whether the model may behave differently under other modes of its caller."""
-        return self.queries_autocast or self.depends_on_callers_grad
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether a switch belongs in the graph: a model is being traced, and it is not this recorder that switches."""
-        return not self._silent and _tracer() is not None
-
     @contextmanager
     def silence(self) -> Iterator[None]:
         """Inside, modes are switched without writing a toggle."""
-        was_silent, self._silent = self._silent, True
+        was_silent, self.is_silent = self.is_silent, True
         try:
             with torch._C.DisableTorchFunction():
                 yield
         finally:
-            self._silent = was_silent
+            self.is_silent = was_silent
 
     def write(self, toggle: Any, *arguments: Any) -> Node | None:
         """Appends a toggle to the graph that is being traced; None, and a problem, if it has no place there."""
@@ -118,19 +109,14 @@ def current_recorder() -> Recorder | None:
 
 
 def listening_recorder() -> Recorder | None:
-    """The recorder to report a mode switch to; None in other threads and outside of traces."""
+    """The recorder to report a mode switch to; None in other threads, outside of traces, and where it is silenced."""
     recorder = _CURRENT.get()
-    return recorder if recorder is not None and recorder.is_listening else None
+    return None if recorder is None or recorder.is_silent or _tracer() is None else recorder
 
 
-@contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def recording(recorder: Recorder) -> AbstractContextManager[None]:
     """Inside, in this thread, every mode switch is reported to `recorder`."""
-    token = _CURRENT.set(recorder)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return variable_set(_CURRENT, recorder)
 
 
 def _tracer() -> Any:

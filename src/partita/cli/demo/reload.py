@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import partita
-from partita.cli.demo.distilled import seeded
+from partita.cli.demo.modes import seeded
 
 
 def main(path: str) -> int:

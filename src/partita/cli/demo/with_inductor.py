@@ -8,7 +8,7 @@ import sys
 import torch
 
 import partita
-from partita.cli.demo.language_model import seeded, small_chip
+from partita.cli.demo.lowering import seeded, small_chip
 from partita.policies import ByCapability
 from partita.treatments import Lower
 

@@ -227,10 +227,7 @@ _PLAIN_FUNCTIONS = frozenset(
 
 
 def run_body(
-    scope: AbstractContextManager[Any],
-    body: Callable[..., Any],
-    operands: tuple[Any, ...],
-    keywords: Mapping[str, Any],
+    scope: AbstractContextManager[Any], body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> Any:
     """The result of `body` in `scope`; if it raises, all modes are restored."""
     if _switches_nothing(body):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch.fx.traceback as fx_traceback
 from torch._higher_order_ops import wrap
 from torch.fx import Interpreter, Node
 from torch.utils.checkpoint import CheckpointPolicy
+
+from partita._torch.modes import variable_set
 
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
 DYNAMO_SKIPS = True
@@ -36,23 +38,15 @@ def node_tags() -> Mapping[str, Any] | None:
 @contextmanager
 def tagging(tags: Mapping[str, Any]) -> Iterator[None]:
     """Nodes that are traced inside carry these tags, in addition to the outer ones."""
-    token = _TAGS.set({**(_TAGS.get() or {}), **tags})
-    try:
-        with fx_traceback.preserve_node_meta():  # It restores a copy from before the tags.
-            fx_traceback.get_current_meta().update(tags)
-            yield
-    finally:
-        _TAGS.reset(token)
-
-
-@contextmanager
-def saving(nodes: Collection[Node]) -> Iterator[None]:
-    """Inside, what is traced for these nodes of a graph is tagged as saved for backward."""
-    token = _SAVED.set(nodes)
-    try:
+    # Preserving restores a copy of the metadata from before the tags.
+    with variable_set(_TAGS, {**(_TAGS.get() or {}), **tags}), fx_traceback.preserve_node_meta():
+        fx_traceback.get_current_meta().update(tags)
         yield
-    finally:
-        _SAVED.reset(token)
+
+
+def saving(nodes: Collection[Node]) -> AbstractContextManager[None]:
+    """Inside, what is traced for these nodes of a graph is tagged as saved for backward."""
+    return variable_set(_SAVED, nodes)
 
 
 class TaggedInterpreter(Interpreter):

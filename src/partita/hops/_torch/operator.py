@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch._C import DispatchKey
@@ -26,6 +26,7 @@ DYNAMO_SKIPS = True
 
 
 _Operator = TypeVar("_Operator", bound="BodyOperator")
+_Result = TypeVar("_Result")
 
 
 class BodyOperator(HigherOrderOperator):
@@ -80,6 +81,23 @@ class BodyOperator(HigherOrderOperator):
             positional.append(rest.pop(parameter))
         return tuple(positional), rest
 
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        """Runs a call, or hands it to the tracer that keeps it."""
+        args, keywords = self.bound(args, keywords)
+        mode, body, operands = args[: self.mode_count], args[self.mode_count], args[self.mode_count + 1 :]
+        proxy = _first_proxy((args, keywords))
+        if proxy is not None:
+            return handle_torch_function(self, (proxy,), *args, **keywords)
+        self.check(*mode)
+        if not callable(body):
+            raise OptionError(
+                f"{self._shown()} takes a body to call after {self.mode_count} arguments, not {type(body).__name__!r}; "
+                "give it a function or a module"
+            )
+        if self._is_kept(args, keywords):
+            return super().__call__(*args, **keywords)  # type: ignore[no-untyped-call]
+        return self.run(mode, body, operands, keywords)
+
     def __eq__(self, other: object) -> bool:
         return other is self or (self._twin is not None and other is self._twin)
 
@@ -96,23 +114,6 @@ class BodyOperator(HigherOrderOperator):
     def meaning(self, *mode: Any) -> AbstractContextManager[Callable[..., Any]]:
         """The function, with the signature of a call, that Dynamo traces in place of one; the context lasts as long."""
         raise NotImplementedError
-
-    def enact(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Runs a call, or hands it to the tracer that keeps it."""
-        args, keywords = self.bound(args, keywords)
-        mode, body, operands = args[: self.mode_count], args[self.mode_count], args[self.mode_count + 1 :]
-        proxy = _first_proxy((args, keywords))
-        if proxy is not None:
-            return handle_torch_function(self, (proxy,), *args, **keywords)
-        self.check(*mode)
-        if not callable(body):
-            raise OptionError(
-                f"{self._shown()} takes a body to call after {self.mode_count} arguments, not {type(body).__name__!r}; "
-                "give it a function or a module"
-            )
-        if self._is_kept(args, keywords):
-            return super().__call__(*args, **keywords)  # type: ignore[no-untyped-call]
-        return self.run(mode, body, operands, keywords)
 
     def run(self, mode: tuple[Any, ...], body: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The result of a call that no tracer keeps."""
@@ -155,6 +156,39 @@ class BodyOperator(HigherOrderOperator):
         call = KeptCall(self, mode, own, self.body_metadata(body, own))
         scope = self.scope(*mode, tracing=Tracing.KEPT)
         return trace_call(tracer.tracer, call, body=body, scope=scope, operands=operands, keywords=theirs)
+
+
+class PlainBodyOperator(BodyOperator):
+    """A body operator without a mode: the body comes first, and the call returns what the body returns."""
+
+    @overload
+    def __call__(self, body: Callable[..., _Result], /, *operands: Any, **keywords: Any) -> _Result: ...
+
+    @overload
+    def __call__(self, /, **keywords: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        return super().__call__(*args, **keywords)
+
+
+class SwitchOperator(BodyOperator):
+    """A body operator whose mode is one flag."""
+
+    @overload
+    def __call__(
+        self,
+        enabled: bool,  # noqa: FBT001  The signature is that of torch's operator.
+        body: Callable[..., _Result],
+        /,
+        *operands: Any,
+        **keywords: Any,
+    ) -> _Result: ...
+
+    @overload
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any: ...
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        return super().__call__(*args, **keywords)
 
 
 def registered(kind: type[_Operator], name: str, *, home: tuple[str, str], twin: Any = None) -> _Operator:

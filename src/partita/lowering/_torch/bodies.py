@@ -31,19 +31,15 @@ def body_for_compiler(
     `outputs` are the names of nodes and the keys by which leaves are read from their results; without them, the copy
     returns what the body returns. Traced values are excluded: their symbols belong to another trace.
     """
-    modules = {
-        target: Stateless(body.get_submodule(target), target, [slot for slot in slots if _is_in(slot.path, target)])
-        for target in {str(node.target): None for node in body.graph.find_nodes(op="call_module")}
-    }
+    modules: dict[str, Stateless] = {}
+    for target in {str(node.target): None for node in body.graph.find_nodes(op="call_module")}:
+        inside = [slot for slot in slots if f"{slot.path}.".startswith(f"{target}.")]
+        modules[target] = Stateless(body.get_submodule(target), target, inside)
     graph = _BodyCopy(body.graph, modules).graph(slots, inputs, outputs)
     held: dict[str, Any] = dict(modules)
     for node in graph.find_nodes(op="get_attr"):
         held[str(node.target)] = _copied_body(body, node)
     return GraphModule(held, graph, class_name="Body")
-
-
-def _is_in(path: str, target: str) -> bool:
-    return path == target or path.startswith(f"{target}.")
 
 
 def _copied_body(body: GraphModule, node: Node) -> nn.Module:
@@ -69,10 +65,7 @@ class _BodyCopy:
         self.states: dict[HasPlace, Node] = {}
 
     def graph(
-        self,
-        slots: Sequence[HasPlace],
-        inputs: Sequence[Shape],
-        outputs: Sequence[tuple[str, tuple[Any, ...]]] | None,
+        self, slots: Sequence[HasPlace], inputs: Sequence[Shape], outputs: Sequence[tuple[str, tuple[Any, ...]]] | None
     ) -> Graph:
         nodes = list(self.source.nodes)
         self.writer.names.reserve(node.name for node in nodes)

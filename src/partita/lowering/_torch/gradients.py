@@ -68,20 +68,21 @@ def _reached(result: Any) -> set[int]:
         return set()
     if not has_history(result):
         return {id(result)}
-    # The Python objects of autograd functions only live as long as they are referenced, and ids are reused.
-    held: dict[int, Any] = {}
-    reached: set[int] = set()
+    functions = _functions_behind(result)
+    variables = (getattr(function, "variable", None) for function in functions)
+    return {*map(id, functions), *(id(variable) for variable in variables if variable is not None)}
+
+
+def _functions_behind(result: Tensor) -> list[Any]:
+    """The autograd functions that a backward pass would reach; referenced, since their Python objects die otherwise."""
+    found: dict[int, Any] = {}
     waiting: list[Any] = [result.grad_fn]
     while waiting:
         function = waiting.pop()
-        if id(function) in held:
-            continue
-        held[id(function)] = function
-        variable = getattr(function, "variable", None)
-        if variable is not None:
-            reached.add(id(variable))
-        waiting += [before for before, _ in function.next_functions if before is not None]
-    return reached | held.keys()
+        if id(function) not in found:
+            found[id(function)] = function
+            waiting += [before for before, _ in function.next_functions if before is not None]
+    return list(found.values())
 
 
 def is_locked_view(value: Tensor) -> bool:
@@ -125,16 +126,8 @@ def _is_no_grad_view(value: Any, known: Collection[int]) -> bool:
     if not isinstance(value, Tensor) or not value._is_view() or not value.requires_grad or id(value) in known:
         return False
     # The autograd graph of such a view reaches no input, and no other leaf.
-    held: dict[int, Any] = {}
-    waiting: list[Any] = [value.grad_fn] if has_history(value) else []
-    while waiting:
-        function = waiting.pop()
-        if id(function) in known or hasattr(function, "variable"):
-            return False
-        if id(function) not in held:
-            held[id(function)] = function
-            waiting += [before for before, _ in function.next_functions if before is not None]
-    return True
+    functions = _functions_behind(value) if has_history(value) else []
+    return not any(id(function) in known or hasattr(function, "variable") for function in functions)
 
 
 #: The autograd identity of an input and its output number; the identity is None for an input without gradient.

@@ -67,7 +67,7 @@ _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]
 
 
-def hooks_at_work() -> tuple[_Pack, _Unpack] | None:
+def active_saved_tensor_hooks() -> tuple[_Pack, _Unpack] | None:
     """The active saved tensor hooks; None if there are none."""
     found: tuple[_Pack, _Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
@@ -77,13 +77,13 @@ def around_hooks(
     pack: Callable[[_Pack, Tensor], Any], unpack: Callable[[_Unpack, Any], Tensor] | None = None
 ) -> AbstractContextManager[Any]:
     """Inside, `pack` and `unpack` replace the active hooks, if any, and get them as their first argument."""
-    hooks = hooks_at_work()
+    hooks = active_saved_tensor_hooks()
     if hooks is None:
         return nullcontext()
     return saved_tensors_hooks(partial(pack, hooks[0]), hooks[1] if unpack is None else partial(unpack, hooks[1]))
 
 
-def but_for_traces() -> AbstractContextManager[Any]:
+def hooks_ignoring_traces() -> AbstractContextManager[Any]:
     """Inside, the active hooks ignore what an operator traces when it is called, as `scan` does (torch 2.13).
 
     It traces its body with its backward, and a checkpoint would recompute the whole region during the trace.
@@ -226,9 +226,7 @@ def _formula_for(packet: Any) -> Callable[..., Any] | None:
 
 
 _aten: Any = torch.ops.aten
-_ATTENTION_LIKE = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-}
+_ATTENTION_LIKE = {_aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention}
 
 
 def _updated_statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from partita._torch.operators.schemas import storage_key
 from partita._torch.tensors import StorageCopy, by_storage, has_memory, version_of, wants_gradients
 from partita.errors import RecomputeError
-from partita.program._torch.saved_tensors import hooks_at_work
+from partita.program._torch.saved_tensors import active_saved_tensor_hooks
 from partita.recompute._torch.captured_state import (
     BodyState,
     GradientFlags,
@@ -72,7 +72,7 @@ class RunInputs:
 
     def hand_over(self) -> list[Tensor]:
         """The tensors to be saved through the active saved-tensor hooks, if any; `again` gets them in this order."""
-        self._is_handed_over = hooks_at_work() is not None
+        self._is_handed_over = active_saved_tensor_hooks() is not None
         if not self._is_handed_over:
             return []
         unmutated = [value.hand_over() for value in self._unmutated.values() if value.can_be_saved]
@@ -255,7 +255,7 @@ class UnmutatedInput:
     def tensor(self, saved: Tensor | None) -> Tensor:
         """The argument for another run, from what was saved elsewhere, if it was handed over.
 
-        The saver returns the tensor it was given, even if it was mutated since; one held here must be unmutated.
+        The saver returns the tensor that it got, even if it was mutated since; one held here must be unmutated.
         """
         if self.leaf is not None:
             if snapshot_of(self.leaf) == self._before:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita._torch.fake_sandbox import tensors_in
 from partita.errors import RecomputeError
 from partita.recompute._torch.keep_records import (
     AutocastCasts,
@@ -27,7 +28,6 @@ from partita.recompute._torch.keep_records import (
     may_be_autocast,
     mutated_by,
     rng_state_restored,
-    tensors_in,
     was_cached,
 )
 

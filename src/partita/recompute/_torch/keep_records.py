@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._mode_utils import no_dispatch
 
+from partita._torch.fake_sandbox import tensors_in
 from partita._torch.operators.schemas import storage_key
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
@@ -291,13 +292,6 @@ def mutated_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return tensors_in(mutated)
-
-
-def tensors_in(result: Any) -> list[Tensor]:
-    """The tensors of a tree."""
-    if isinstance(result, Tensor):
-        return [result]
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _without_history(tensor: Tensor) -> Tensor:

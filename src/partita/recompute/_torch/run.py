@@ -17,11 +17,12 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+from partita._torch.modes import variable_set
 from partita._torch.tensors import version_of
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.body import run_body
 from partita.hops._torch.node_tags import SAVED, next_graph_id, node_tags, saving, tagging
-from partita.program._torch.saved_tensors import around_hooks, but_for_traces
+from partita.program._torch.saved_tensors import around_hooks, hooks_ignoring_traces
 from partita.recompute._torch.captured_state import (
     BodyState,
     CapturedLeaves,
@@ -172,7 +173,7 @@ class _Runs:
         with (
             _NOTHING if self._captured is None else self._captured.recording(),
             _NOTHING if self._saves is None else self._saves.first(),
-            but_for_traces() if self._may_trace else _NOTHING,
+            hooks_ignoring_traces() if self._may_trace else _NOTHING,
             self._kept.recording(),
             self._contexts[0],
         ):
@@ -182,11 +183,11 @@ class _Runs:
     def _run_again(self, saved: tuple[Tensor, ...]) -> Any:
         with (
             _outside_of_inference() if torch.is_inference_mode_enabled() else _NOTHING,
-            _levels_of_backward(),
+            variable_set(_LEVELS, _levels_now()),  # A nested checkpoint then behaves as in the first run.
             self._inputs.again(saved) as (operands, keywords),
             _NOTHING if self._captured is None else self._captured.unchanged(),
             _NOTHING if self._saves is None else self._saves.again(),
-            but_for_traces() if self._may_trace else _NOTHING,
+            hooks_ignoring_traces() if self._may_trace else _NOTHING,
             self._kept.replaying(),
             self._contexts[1],
         ):
@@ -234,16 +235,6 @@ def _levels_now() -> tuple[int, int]:
 
 #: The levels around a backward that recomputes a body: the first run of the body was outside of them.
 _LEVELS: ContextVar[tuple[int, int]] = ContextVar("levels around a backward", default=(0, -1))
-
-
-@contextmanager
-def _levels_of_backward() -> Iterator[None]:
-    """Inside, a nested checkpoint in a recomputed body behaves as in the first run."""
-    token = _LEVELS.set(_levels_now())
-    try:
-        yield
-    finally:
-        _LEVELS.reset(token)
 
 
 def _device_markers(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from partita._torch.fake_sandbox import traces_after_dispatch
-from partita._torch.modes import read_ambient, restore_autocast
+from partita._torch.modes import read_ambient, restore_autocast, variable_set
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
 from partita.hops._torch.body import run_body
@@ -63,7 +63,7 @@ class TracedStep:
     def first(self) -> Any:
         """Runs the body for the first time."""
         body, operands, keywords = self._call
-        with _running(self), self._effects, saved_tensors_hooks(self._pack, self._unpack):
+        with variable_set(_STEP, self), self._effects, saved_tensors_hooks(self._pack, self._unpack):
             return run_body(nullcontext(), body, operands, keywords)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -105,7 +105,7 @@ class TracedStep:
         self.replayed = iter(self.kept)
         try:
             with (
-                _running(self),
+                variable_set(_STEP, self),
                 _autocast_of(self._ambient),
                 torch.enable_grad(),
                 self._again or nullcontext(),
@@ -156,7 +156,7 @@ def run_kept_in_step(run: Callable[[], Any]) -> Any:
         return run()
     if step.replayed is not None:
         return tree_map(_new_leaf, next(step.replayed))
-    with _running(None):
+    with variable_set(_STEP, None):
         result = run()
     step.kept.append(result)
     return result
@@ -164,15 +164,6 @@ def run_kept_in_step(run: Callable[[], Any]) -> Any:
 
 #: The recomputed body that is running, if any.
 _STEP: ContextVar[TracedStep | None] = ContextVar("traced_step", default=None)
-
-
-@contextmanager
-def _running(step: TracedStep | None) -> Iterator[None]:
-    token = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
 
 
 @contextmanager

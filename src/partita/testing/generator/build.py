@@ -17,7 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from partita._torch.modes import read_ambient, restore_autocast
 from partita._torch.toggles import ENTER_INFERENCE
-from partita.testing.generator.draft import EXITS, Case, Draft, UnfitError
+from partita.testing.generator.draft import EXITS, Case, Draft, UnfitError, restore_persistence
 from partita.testing.generator.inputs import (
     INPUT_KINDS,
     PLAIN_INPUT_KINDS,
@@ -37,16 +37,9 @@ from partita.testing.generator.recipe import (
     random_pick,
     random_picks,
 )
-from partita.testing.generator.state import State, restore_persistence
+from partita.testing.generator.state import State
+from partita.testing.generator.steps import CROSSING_STEPS, NEST_STEPS, STEPS, crossing_kinds, families_of, kinds_in
 from partita.testing.generator.steps.modes import close_modes
-from partita.testing.generator.steps.table import (
-    CROSSING_STEPS,
-    NEST_STEPS,
-    STEPS,
-    crossing_kinds,
-    families_of,
-    kinds_in,
-)
 
 
 def random_case(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> Case:
@@ -56,7 +49,11 @@ def random_case(seed: int, *, max_nodes: int = 30, features: Features = ALL) -> 
 
 def random_crossing(seed: int, *, max_nodes: int = 36, features: Features = ALL) -> Case:
     """The case of a seed with hooks on tensors, and mutation through views and indices, that cross regions."""
-    return build(_random_crossing_recipe(seed, max_nodes=max_nodes, features=features))
+    source = Random(seed)
+    kinds = (*_some_kinds(source, features), *crossing_kinds(features) * 3)
+    recipe = _recipe(source, kinds, max_nodes=max_nodes, features=features)
+    text = _source("random_crossing", seed, features, max_nodes=max_nodes, default=36)
+    return build(replace(recipe, source=text))
 
 
 def random_nest(seed: int, *, max_nodes: int = 48, features: Features = ALL) -> Case:
@@ -73,7 +70,7 @@ def build(recipe: Recipe) -> Case:
         # Drafting mutated the state and the arguments that it ran on, so the case gets fresh ones.
         state = State(training=recipe.training, used=draft.state.used)
         graph_module = GraphModule(state.root, draft.graph)
-        restore_persistence(graph_module, state.used)
+        restore_persistence(graph_module, state.root)
         arguments = arguments_of(inputs, pytree=recipe.pytree)
         annotated = _annotate(graph_module, recipe.metadata, arguments.args if recipe.pytree else arguments.placed)
     traits = (*kinds, *_other_traits(recipe, inputs, annotated=annotated))
@@ -134,14 +131,6 @@ def random_recipe(seed: int, *, max_nodes: int = 30, features: Features = ALL) -
     return replace(recipe, source=_source("random_case", seed, features, max_nodes=max_nodes, default=30))
 
 
-def _random_crossing_recipe(seed: int, *, max_nodes: int = 36, features: Features = ALL) -> Recipe:
-    """The recipe of a seed with hooks and mutation that cross regions."""
-    source = Random(seed)
-    kinds = (*_some_kinds(source, features), *crossing_kinds(features) * 3)
-    recipe = _recipe(source, kinds, max_nodes=max_nodes, features=features)
-    return replace(recipe, source=_source("random_crossing", seed, features, max_nodes=max_nodes, default=36))
-
-
 def random_nest_recipe(seed: int, *, max_nodes: int = 48, features: Features = ALL) -> Recipe:
     """The recipe of a seed for a nest of modes."""
     source = Random(seed)
@@ -187,7 +176,7 @@ _LEAVES = (*["nests.leave"] * 9, *["nests.cross"] * 3, "nests.forget")
 
 #: The kinds of steps of a nest for hypothesis; as many exit a block as enter one.
 NEST_KINDS = (
-    *("nests.grad", "nests.asked", "nests.autocast", "nests.autocast", "nests.inference", "nests.again"),
+    *("nests.grad", "nests.queried", "nests.autocast", "nests.autocast", "nests.inference", "nests.again"),
     *("nests.leave", "nests.leave", "nests.leave", "nests.cross", "nests.cross", "nests.forget"),
     *_OWN_WORK,
 )
@@ -199,7 +188,7 @@ def _nest_steps(source: Random, features: Features, *, length: int) -> tuple[Ste
     Some programs restore the grad mode by constants, as traced ones do, some query it first, and some do both; about
     half of them have no inference block, since torch has no operator for those.
     """
-    grad = source.choice((("nests.grad",), ("nests.asked",), ("nests.grad", "nests.asked")))
+    grad = source.choice((("nests.grad",), ("nests.queried",), ("nests.grad", "nests.queried")))
     infers = features.inference and source.random() < 0.5
     blocks = (*grad * 4, *["nests.autocast"] * 5, "nests.again", *["nests.inference"] * (2 if infers else 0))
     work = (*_OWN_WORK * 4, *_other_kinds(source, features, infers=infers))
@@ -235,28 +224,20 @@ OUTPUT_KINDS = ("single", "tuple", "list", "dict", "nested", "echo", "twice", "c
 def _structure(draft: Draft, kind: str, chosen: Sequence[Node]) -> Any:
     """What the program returns, in every structure that a graph can return."""
     first, second, third, *more = chosen
-    match kind:
-        case "tuple":
-            return (first, second, third, *more)
-        case "list":
-            return [first, second, third]
-        case "dict":
-            return {"first": first, "second": second}
-        case "nested":
-            return (first, {"inner": [second, (third, None)]})
-        case "echo":
-            return (first, draft.inputs[0], second)
-        case "twice":
-            return (first, second, first)
-        case "constant":
-            return (1, first, None, "text", 0.5, second)
-        case "none":
-            return None
-        case "whole":
-            return (_newest_of(draft, first, tuple, list, dict), first)
-        case "number":
-            return (first, _newest_of(draft, second, int, float))
-    return first
+    structures: dict[str, Any] = {
+        "single": first,
+        "tuple": (first, second, third, *more),
+        "list": [first, second, third],
+        "dict": {"first": first, "second": second},
+        "nested": (first, {"inner": [second, (third, None)]}),
+        "echo": (first, draft.inputs[0], second),
+        "twice": (first, second, first),
+        "constant": (1, first, None, "text", 0.5, second),
+        "none": None,
+        "whole": (_newest_of(draft, first, tuple, list, dict), first),
+        "number": (first, _newest_of(draft, second, int, float)),
+    }
+    return structures[kind]
 
 
 def _chosen(draft: Draft, picks: Picks) -> list[Node]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -34,7 +34,7 @@ class Case:
     def copy(self) -> Case:
         """The same case with its own state and arguments, for a run that may mutate them; aliasing is kept."""
         graph_module, args, kwargs = deepcopy((self.graph_module, self.args, self.kwargs))
-        _restore_persistence(graph_module, self.graph_module)
+        restore_persistence(graph_module, self.graph_module)
         return replace(self, graph_module=graph_module, args=args, kwargs=kwargs)
 
     def run(self) -> object:
@@ -45,8 +45,8 @@ class Case:
         return f"<Case {self.origin}\n{self.graph_module.graph}>"
 
 
-def _restore_persistence(copied: GraphModule, original: GraphModule) -> None:
-    """Makes the same buffers non-persistent as in the original, which torch 2.13 loses in copies of graph modules."""
+def restore_persistence(copied: GraphModule, original: nn.Module) -> None:
+    """Makes the same buffers non-persistent as in the original: torch 2.13 registers all buffers of a graph module."""
     kept = original.state_dict()
     for name, buffer in copied.named_buffers(remove_duplicate=False):
         if name not in kept:
@@ -111,6 +111,10 @@ class Draft:
         return self._add(
             "call_method", name, lambda owner, *rest, **named: getattr(owner, name)(*rest, **named), args, kwargs
         )
+
+    def apply(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
+        """A call of a function, or of the method of this name."""
+        return self.method(target, *args, **kwargs) if isinstance(target, str) else self.call(target, *args, **kwargs)
 
     def module(self, entry: str, *args: Any, **kwargs: Any) -> Node:
         """A call of a module of the state."""

@@ -46,14 +46,6 @@ class State:
             _ENTRIES[entry](self.root)
 
 
-def restore_persistence(root: nn.Module, used: Iterable[str]) -> None:
-    """Makes buffers non-persistent again, since `GraphModule` registers all as persistent."""
-    for entry in used:
-        value = getattr(root, entry, None) if entry in _NON_PERSISTENT else None
-        if isinstance(value, Tensor):
-            root.register_buffer(entry, value, persistent=False)
-
-
 def _parameter(*shape: int, phase: float, trained: bool = True) -> nn.Parameter:
     return nn.Parameter(ramp(*shape, phase=phase), requires_grad=trained)
 
@@ -254,8 +246,6 @@ _ENTRIES: Mapping[str, Callable[[nn.Module], None]] = {
 }
 
 _NEEDS = {"tied": ("weight",), "cache_row": ("cache",), "twin": ("encoder.shift",)}
-_NON_PERSISTENT = ("cache",)
-
 #: Attributes that a program may read, with the entry that installs each of them.
 ATTRIBUTES: Mapping[str, str] = {
     "weight": "weight",

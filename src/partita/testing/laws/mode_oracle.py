@@ -24,11 +24,11 @@ from partita._torch.modes import Ambient, read_ambient, restore_autocast
 from partita._torch.pytrees import flatten
 from partita._torch.toggles import ENTER_INFERENCE, IS_GRAD_ENABLED, SET_GRAD, TOGGLES
 from partita.analysis.mode import Mode as GraphMode
-from partita.equivalence import compare
 from partita.plans import plan
 from partita.policies import ByMode
 from partita.program.program import Program
 from partita.testing.generator.draft import Case
+from partita.testing.laws.core import ONE_CALL, check_equivalent
 from partita.treatments import Mode
 
 
@@ -66,11 +66,7 @@ def wrapped(program: Program, *, under: AbstractContextManager[Any] | None = Non
 
 def means_the_same(subject: ModeSubject, after: Program, *, thoroughly: bool = False) -> None:
     """Raises where a comparison finds a difference; of one call unless `thoroughly`."""
-    comparison = compare(
-        subject.restoring, after, subject.case.args, subject.case.kwargs,
-        second_call=thoroughly, no_grad_call=thoroughly, other_shapes=thoroughly,
-    )  # fmt: skip
-    assert comparison.equal, str(comparison)
+    check_equivalent(subject.restoring, after, subject.case, **({} if thoroughly else ONE_CALL))
 
 
 @dataclass(frozen=True, slots=True)

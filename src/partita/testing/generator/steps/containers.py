@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -77,20 +78,17 @@ def deep(draft: Draft, picks: Picks) -> None:
 
 
 def _pieces(draft: Draft, picks: Picks) -> Node:
-    matrix, dim = draft.matrix(picks[0]), picks[1] % 2
-    match picks[1] // 2 % 6:
-        case 0:
-            return draft.call(torch.chunk, matrix, 2, dim)
-        case 1:
-            return draft.method("split", matrix, [1, 3] if dim == 0 else [2, 4], dim)
-        case 2:
-            return draft.call(torch.unbind, matrix, dim)
-        case 3:
-            return draft.call(aten.split.Tensor, matrix, 2, dim)
-        case 4:
-            return draft.method("chunk", matrix, 2, dim=dim)
-        case _:
-            return draft.call(torch.unsafe_chunk, matrix, 2, dim)
+    dim = picks[1] % 2
+    forms: tuple[tuple[Any, tuple[Any, ...], dict[str, int]], ...] = (
+        (torch.chunk, (2, dim), {}),
+        ("split", ([1, 3] if dim == 0 else [2, 4], dim), {}),
+        (torch.unbind, (dim,), {}),
+        (aten.split.Tensor, (2, dim), {}),
+        ("chunk", (2,), {"dim": dim}),
+        (torch.unsafe_chunk, (2, dim), {}),
+    )
+    target, rest, named = forms[picks[1] // 2 % len(forms)]
+    return draft.apply(target, draft.matrix(picks[0]), *rest, **named)
 
 
 CONTAINERS: Steps = {
@@ -160,14 +158,10 @@ def keyed(draft: Draft, picks: Picks) -> None:
 
 def _list(draft: Draft, picks: Picks) -> Node:
     """A list of at least two views; torch's functions return tuples, its overloads lists."""
-    matrix, dim = draft.matrix(picks[0]), picks[1] % 2
-    match picks[1] // 2 % 3:
-        case 0:
-            return draft.call(aten.split.Tensor, matrix, 2, dim)
-        case 1:
-            return draft.call(aten.chunk.default, matrix, 2, dim)
-        case _:
-            return draft.call(aten.unbind.int, matrix, dim)
+    dim = picks[1] % 2
+    forms = ((aten.split.Tensor, 2, dim), (aten.chunk.default, 2, dim), (aten.unbind.int, dim))
+    target, *rest = forms[picks[1] // 2 % len(forms)]
+    return draft.call(target, draft.matrix(picks[0]), *rest)
 
 
 LISTS: Steps = {

@@ -171,10 +171,10 @@ CHECKS: Steps = {
 UNKNOWN: Steps = {
     "unknown.pure": lambda draft, picks: draft.call((halve, peel)[picks[1] % 2], draft.tensor(picks[0])),
     "unknown.write": lambda draft, picks: draft.call((bump, note)[picks[1] % 2], draft.mutable(picks[0])),
-    "unknown.draw": lambda draft, picks: draft.call(jitter, draft.tensor(picks[0])),
+    "unknown.random": lambda draft, picks: draft.call(jitter, draft.tensor(picks[0])),
     "unknown.containers": unknown_containers,
 }
-HOOKS: Steps = {"hooks.result": hook, "hooks.written": hook_on_mutated, "hooks.view": hook_on_view}
+HOOKS: Steps = {"hooks.result": hook, "hooks.mutated": hook_on_mutated, "hooks.view": hook_on_view}
 HIGHER_ORDER: Steps = {
     "higher_order.grad": grad_body,
     "higher_order.autocast": autocast_body,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,43 +203,33 @@ def detached(draft: Draft, picks: Picks) -> None:
 
 def perhaps_alias(draft: Draft, picks: Picks) -> None:
     """An operator that returns its operand when there is nothing to do."""
-    tensor = draft.tensor(picks[0])
-    match picks[1] % 6:
-        case 0:
-            draft.method("contiguous", tensor)
-        case 1:
-            draft.method("to", tensor, torch.float32)
-        case 2:
-            draft.call(functional.dropout, tensor, 0.5, False)
-        case 3:
-            draft.call(operator.pos, tensor)
-        case 4:
-            draft.method("__pos__", tensor)
-        case _:
-            draft.call(torch.flatten, tensor)
+    forms: tuple[tuple[Any, ...], ...] = (
+        ("contiguous",),
+        ("to", torch.float32),
+        (functional.dropout, 0.5, False),
+        (operator.pos,),
+        ("__pos__",),
+        (torch.flatten,),
+    )
+    target, *rest = forms[picks[1] % len(forms)]
+    draft.apply(target, draft.tensor(picks[0]), *rest)
 
 
 def view_of(draft: Draft, tensor: Node, pick: int) -> Node:
     """A view of `tensor` of the kind that `pick` says."""
-    match pick % 9:
-        case 0:
-            return draft.call(operator.getitem, tensor, slice(0, 2))
-        case 1:
-            return draft.method("view", tensor, -1)
-        case 2:
-            return draft.call(torch.transpose, tensor, 0, -1)
-        case 3:
-            return draft.call(operator.getitem, tensor, (Ellipsis, 1))
-        case 4:
-            return draft.method("select", tensor, 0, 1)
-        case 5:
-            return draft.method("unsqueeze", tensor, 0)
-        case 6:
-            return draft.call(aten.view.default, tensor, [-1, 2])
-        case 7:
-            return draft.call(torch.narrow, tensor, 0, 0, 2)
-        case _:
-            return draft.method("expand_as", tensor, tensor)
+    views: tuple[tuple[Any, ...], ...] = (
+        (operator.getitem, slice(0, 2)),
+        ("view", -1),
+        (torch.transpose, 0, -1),
+        (operator.getitem, (Ellipsis, 1)),
+        ("select", 0, 1),
+        ("unsqueeze", 0),
+        (aten.view.default, [-1, 2]),
+        (torch.narrow, 0, 0, 2),
+        ("expand_as", tensor),
+    )
+    target, *rest = views[pick % len(views)]
+    return draft.apply(target, tensor, *rest)
 
 
 VIEWS: Steps = {

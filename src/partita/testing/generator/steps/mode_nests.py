@@ -12,13 +12,7 @@ from torch.nn import functional
 
 from partita import hops
 from partita._torch.operators import registry as torch_operators
-from partita._torch.toggles import (
-    ENTER_AUTOCAST,
-    ENTER_INFERENCE,
-    EXIT_INFERENCE,
-    IS_GRAD_ENABLED,
-    SET_GRAD,
-)
+from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_INFERENCE, IS_GRAD_ENABLED, SET_GRAD
 from partita.testing.generator.draft import EXITS, Draft, OpenBlock, Steps, UnfitError
 from partita.testing.generator.mode_bodies import MODE_BODIES
 from partita.testing.generator.recipe import LARGEST_PICK, Picks
@@ -163,7 +157,7 @@ def _leave(draft: Draft, at: int, pick: int) -> None:
 
 NESTS: Steps = {
     "nests.grad": grad,
-    "nests.asked": queried,
+    "nests.queried": queried,
     "nests.toggle": toggle,
     "nests.autocast": autocast,
     "nests.inference": inference,
