@@ -44,7 +44,9 @@ CASES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "hint"), CASES, ids=[repr(policy)[:60] for policy, _ in CASES])
+@pytest.mark.parametrize(
+    ("policy", "hint"), CASES, ids=[f"{type(policy).__name__}{at}" for at, (policy, _) in enumerate(CASES)]
+)
 def test_a_policy_without_a_match_is_an_error_with_near_matches(program: Program, policy: Any, hint: str) -> None:
     with pytest.raises(NoMatchError, match=hint) as raised:
         partita.plan(program, policy, Call())
