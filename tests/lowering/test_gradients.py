@@ -10,7 +10,7 @@ import torch
 from tests.helpers.core import program_of
 from tests.lowering.helpers import Counting, plan_of
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, symbolic_trace
 
 from partita import Program, capture, plan, verify
 from partita.policies import ByCapability, ByLabel, ByMode, BySize
@@ -184,3 +184,23 @@ def test_a_detached_input_that_is_mutated_by_what_has_gradients_gets_them(mutate
     w = torch.linspace(-1, 1, 4).requires_grad_(grad)
     verify(program, planned.apply(), (torch.ones(4), w))
     assert ["detached input" in failure.reason for failure in planned.failures] == [True] * grad
+
+
+def test_a_mutated_view_that_no_output_needs_gets_no_gradient() -> None:
+    """The region mutates two views; only one of them reaches the loss."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        unused, used = (x * w).view(-1), x.neg().view(-1)
+        unused.mul_(2)
+        return used.mul_(0.5)
+
+    program = Program.of(symbolic_trace(function))
+    inside = {node.name for node in program.operators() if str(node.target) == "mul_"}
+    policy = ByLabel(lambda node: "region" if node.name in inside else None)
+    module = plan(program, policy, Lower("aot_eager", strict=True)).apply().module()
+    x, w = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    for _ in range(2):
+        x.grad = w.grad = None
+        module(x, w).sum().backward()
+        assert w.grad is None
+        assert torch.equal(x.grad, torch.full((2, 3), -0.5))

@@ -225,6 +225,9 @@ def _mutated_by(value: Tensor, before: Edge) -> tuple[Any, int] | None:
     copying = value.grad_fn if has_history(value) else None
     if copying is None or copying is before[0] or not copying.next_functions:
         return None
+    # A copy into a view is recorded for its base, from which the history of the view then begins.
+    base: Any = copying.next_functions[0][0]
+    copying = base if base is not None and base.name().endswith("CopySlices") else copying
     function, number = copying.next_functions[-1]
     return (function, number) if isinstance(function, BackwardCFunction) else None
 

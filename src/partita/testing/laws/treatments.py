@@ -53,20 +53,22 @@ def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
         tolerance = after.tolerance | summation_tolerance(program)
         comparison = compare(program, after, own.args, own.kwargs, tolerance=tolerance)
         counted = statistics_are_counted(lowering)
-        assert all(is_allowed(found, counted=counted) for found in comparison.differences), str(comparison)
+        assert all(is_allowed(one, comparison, counted=counted) for one in comparison.differences), str(comparison)
     except Exception as error:
         title = f"a program lowered by {found.name} is equivalent to the original"
         raise LawError(f"{title}\n{case!r}\n{lowering}\n{type(error).__name__}: {error}") from error
     return lowering
 
 
-def is_allowed(difference: Difference, *, counted: bool, other_errors: bool = False) -> bool:
+def is_allowed(difference: Difference, comparison: Comparison, *, counted: bool, other_errors: bool = False) -> bool:
     """Compiled code has gradients where autograd refuses them for a view whose base was mutated without its knowledge.
 
     Other treatments may refuse them with `other_errors`. Where compiled code mutates statistics that a norm has saved
     which is not compiled, autograd refuses the backward, as it does where `torch.compile` compiles one of two calls of
     a norm (2.13).
     """
+    if _is_after_exception(difference, comparison):
+        return True
     if difference.kind != "exception" or difference.where != "backward":
         return False
     if counted and "modified by an inplace operation" in difference.detail:
@@ -76,17 +78,31 @@ def is_allowed(difference: Difference, *, counted: bool, other_errors: bool = Fa
     return other_errors and not difference.detail.startswith("no exception")
 
 
+def _is_after_exception(difference: Difference, comparison: Comparison) -> bool:
+    """Whether a value differs after a call in which the original raises: what is independent may have run before that.
+
+    Mutations of different tensors, and what a region does as one, are not ordered against a node that raises.
+    """
+    raising = {
+        note.partition(": the original raises")[0] for note in comparison.notes if ": the original raises" in note
+    }
+    return difference.kind == "value" and difference.when in raising
+
+
 def statistics_are_counted(lowering: Plan) -> bool:
-    """Whether a norm runs eagerly, where version counters miss its mutations, and is called by a lowered region too."""
+    """Whether a lowered region and other code call one norm.
+
+    A region may run eagerly for a call, where version counters miss mutations of statistics that compiled code counts.
+    """
     program, owner = lowering.program, lowering.partition.owner
     lowered = {place for place, treatment in enumerate(lowering.treatments) if isinstance(treatment, Lower)}
-    inside, outside = set[int](), set[int]()
+    callers: dict[int, set[int]] = {}
     for number, node in enumerate(program.index.nodes):
         module = find(program.graph_module, str(node.target)) if node.op == "call_module" else None
         statistics = getattr(module, "running_mean", None)
         if statistics is not None:
-            (inside if owner[number] in lowered else outside).add(id(statistics))
-    return not inside.isdisjoint(outside)
+            callers.setdefault(id(statistics), set()).add(owner[number])
+    return any(len(places) > 1 and not places.isdisjoint(lowered) for places in callers.values())
 
 
 def random_capability(graph: Graph, backend: Backend, seed: int) -> ByCapability:
@@ -197,7 +213,7 @@ def _means_the_same(case: Case, program: Program, after: Program) -> None:
     own = case.copy()
     comparison = compare(program, after, own.args, own.kwargs, tolerance=after.tolerance)
     # Where the original's own backward raises, a recomputed one may succeed, or say something else.
-    allowed = [is_allowed(one, counted=False, other_errors=True) for one in comparison.differences]
+    allowed = [is_allowed(one, comparison, counted=False, other_errors=True) for one in comparison.differences]
     assert all(allowed), str(comparison)
 
 
@@ -263,7 +279,7 @@ def check_mixed_law(case: Case, backend: str | Backend, seed: int) -> tuple[Plan
         tolerance = tolerance_of(found) | after.tolerance | summation_tolerance(program)
         comparison = compare(program, after, own.args, own.kwargs, tolerance=tolerance)
         counted = statistics_are_counted(mixture)
-        allowed = [is_allowed(one, counted=counted, other_errors=True) for one in comparison.differences]
+        allowed = [is_allowed(one, comparison, counted=counted, other_errors=True) for one in comparison.differences]
         assert all(allowed), str(comparison)
     except Exception as error:
         title = "a program with several treatments is equivalent to the original"
@@ -307,6 +323,10 @@ COMPILABLE = replace(ALL, containers=False, lists=False, items=False, inference=
 _WITHOUT_BACKWARD = "does not support RNG ops in recompute regions"
 
 
+#: How torch (2.13) refuses a graph in which inputs share memory and are mutated, in a body though not in a flat graph.
+_REFUSALS = ("aot_autograd() does not yet handle", "please report a bug to PyTorch")
+
+
 def check_compiled_recompute_law(case: Case, compiler: str, seed: int) -> str | None:
     """Raises where the compiled program differs from the compiled original and from the original itself.
 
@@ -330,6 +350,8 @@ def check_compiled_recompute_law(case: Case, compiler: str, seed: int) -> str | 
         return f"torch.compile does not take the original: {plain.failure}"
     if comparison.equal or _WITHOUT_BACKWARD in str(found.failure):
         return None
+    if _share_memory(own) and any(refusal in str(found.failure) for refusal in _REFUSALS):
+        return f"torch.compile does not take bodies whose inputs share memory: {found.failure}"
     # Where the compiled original is wrong itself, it is enough to be like the original.
     found_in = _places(comparison.differences) & _places(compared(program).differences)
     if not found_in:
