@@ -166,7 +166,7 @@ def test_treatments_by_name_and_by_function() -> None:
 
 @pytest.mark.parametrize("treatment", [{"a": Call()}, lambda region: None, Call, "Call", None])
 def test_a_region_without_a_treatment_is_refused(treatment: Any) -> None:
-    with pytest.raises(OptionError, match=r"region '[ab]' has no treatment"):
+    with pytest.raises(OptionError, match=r"region '[ab]' (has no treatment|gets the class)"):
         plan(chain(), by({"sin": "a", "cos": "b"}), treatment)
 
 
@@ -252,7 +252,9 @@ def test_a_second_plan_collides_with_no_name() -> None:
 
 
 def test_a_plan_tells_what_it_is() -> None:
-    assert repr(plan(chain(), by({"sin": "a"}), Call())) == "Plan(1 regions of Program(GraphModule, 7 nodes))"
+    decided = plan(chain(), by({"sin": "a"}), Call())
+    assert repr(decided) == f"Plan of Program(GraphModule, 7 nodes): {decided.summary()}"
+    assert decided.summary().startswith("1 node in 1 region, ")
 
 
 def test_explaining_a_node_looks_at_its_neighbours_and_not_at_the_whole_graph() -> None:
@@ -264,3 +266,14 @@ def test_explaining_a_node_looks_at_its_neighbours_and_not_at_the_whole_graph() 
     made = plan(Program.of(GraphModule(nn.Module(), graph)), BySize(parts=100), Call())
     made.explain("add__7")
     assert calls_during(made.explain, "add__2000") < 1_000
+
+
+def test_a_treatment_in_the_place_of_the_policy_is_named() -> None:
+    with pytest.raises(OptionError, match=r"Call\(\) is a treatment; the policy comes first"):
+        plan(chain(), Call(), by({"sin": "a"}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("treatment", [Call, {"a": Call}])
+def test_a_class_in_the_place_of_a_treatment_is_named(treatment: Any) -> None:
+    with pytest.raises(OptionError, match=r"gets the class Call, not a treatment; write Call\(\.\.\.\)"):
+        plan(chain(), by({"sin": "a"}), treatment)

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.modes import fresh_modes
+from partita._torch.nn_modules import StandsForBody
 from partita._torch.operators.schemas import mutated_nodes, viewed_node
 from partita.dissolve.dissolve import dissolve
 from partita.errors import ModeError, OptionError
@@ -57,6 +58,11 @@ def decomposed_program(
 
 
 def _record(program: Program) -> ExportRecord:
+    if program.export is None and any(isinstance(module, StandsForBody) for module in program.graph_module.children()):
+        raise OptionError(
+            "this program has lowered regions, which an exported program cannot hold; export the program that was "
+            "planned, or pickle the module()"
+        )
     if program.export is None:
         raise OptionError(
             "this program was made from a graph module, which has no signature to export it by; make it from an "

@@ -178,7 +178,7 @@ class Plan:
         return table(self.partition, self.treatments)
 
     def __repr__(self) -> str:
-        return f"Plan({len(self.partition)} regions of {self.program!r})"
+        return f"Plan of {self.program!r}: {self.summary()}"
 
 
 @gc_paused()
@@ -191,6 +191,8 @@ def plan(
     program = program if isinstance(program, Program) else Program.of(program)
     if isinstance(policy, type):
         raise OptionError(f"{policy.__name__} is a class; pass an instance, for example {policy.__name__}(...)")
+    if is_treatment(policy) and not callable(policy):
+        raise OptionError(f"{policy!r} is a treatment; the policy comes first: plan(program, policy, treatment)")
     if not isinstance(policy, Partition) and not callable(policy):
         raise OptionError(f"a policy is called with a program and returns a Partition; {policy!r} is not callable")
     partition = _partition(program, policy)
@@ -240,6 +242,9 @@ def _treatment_for(
     elif not is_treatment(treatment) and callable(treatment) and not isinstance(treatment, type):
         chosen = treatment(region)
     if not is_treatment(chosen):
+        if isinstance(chosen, type):
+            name = chosen.__name__
+            raise OptionError(f"region {region.name!r} gets the class {name}, not a treatment; write {name}(...)")
         raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); set one, for example Call()")
     return chosen
 

@@ -148,7 +148,7 @@ class KeepAtMost:
 
     def __post_init__(self) -> None:
         if type(self.bytes) is not int or self.bytes < 0:
-            raise OptionError(f"bytes is a whole number, not {self.bytes!r}")
+            raise OptionError(f"bytes is a whole number from 0 on, not {self.bytes!r}")
 
     def __call__(self, region: Region) -> Iterable[Node]:
         worth = _worth_keeping(region, keepable(region))
