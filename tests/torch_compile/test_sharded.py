@@ -1,0 +1,95 @@
+"""Recomputed blocks under data parallelism and FSDP2, in two processes: losses and gradients as without Partita."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+
+from partita.policies import ByModule
+from partita.torch_compile import backend, plans
+from partita.treatments import Recompute
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+def _parallel(kind: str, model: _Model) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    if kind == "DDP":
+        return nn.parallel.DistributedDataParallel(model)
+    for block in model.blocks if kind == "each layer" else ():
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def _trained(model: nn.Module, called: Any, rank: int) -> tuple[list[float], list[Tensor]]:
+    """The losses and the last gradients of two steps, each with two backwards under autocast, clipped."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            torch.manual_seed(100 * step + 10 * micro + rank)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = called(torch.randn(8, 16)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
+    return losses, [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients]
+
+
+def _process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    options = {"policy": ByModule("blocks.*"), "treatment": Recompute(), "inner": "aot_eager"}
+    try:
+        for kind in ("DDP", "whole model", "each layer"):
+            found = []
+            for is_compiled in (False, True):
+                torch.compiler.reset()
+                torch.manual_seed(0)
+                model = _parallel(kind, _Model())
+                called = torch.compile(model, backend=backend, options=options) if is_compiled else model
+                found.append(_trained(model, called, rank))
+            (losses, gradients), (own_losses, own_gradients) = found
+            assert losses == own_losses, (kind, losses, own_losses)
+            assert all(map(torch.equal, gradients, own_gradients)), kind
+            labels = {region.label for frame in plans(model) for region in frame.plan.partition}
+            assert labels, kind
+            assert labels <= {"blocks.0", "blocks.1", "blocks.2"}, labels
+    finally:
+        dist.destroy_process_group()
+
+
+def test_recomputed_blocks_train_as_without_partita(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
