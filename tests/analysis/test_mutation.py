@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 import partita
@@ -182,3 +182,28 @@ def test_inputs_that_a_joint_graph_writes_are_found_by_what_they_are_called() ->
     output.meta["desc"] = [Described(node.name) for node in reversed(inputs[1:])] + [object()]
     assert _mutated(output, inputs) == tuple(reversed(inputs[1:]))
     assert len(compared) < 200
+
+
+@pytest.mark.parametrize(
+    "reads", [lambda x: x.to(torch.float32, copy=True), lambda x: x.clone(), lambda x: x.reshape(-1)]
+)
+def test_a_possible_copy_of_a_buffer_that_is_mutated_later_is_saved(reads: Callable[..., Any]) -> None:
+    def function(x: Tensor, buffer: Tensor) -> Tensor:
+        read = reads(buffer)
+        result = x * read
+        buffer.mul_(3)
+        return result
+
+    found = Program.of(torch.fx.symbolic_trace(function)).mutations
+    assert len(found.saved_when_compiled) >= 2  # The copy, and the product if it may be a view.
+
+
+@pytest.mark.parametrize("view", [lambda x: x.view(-1), lambda x: x[:1], lambda x: x.t()])
+def test_a_view_of_a_buffer_computes_nothing(view: Callable[..., Any]) -> None:
+    def function(x: Tensor, buffer: Tensor) -> Tensor:
+        seen = view(buffer)
+        buffer.mul_(3)
+        return x + seen
+
+    found = Program.of(torch.fx.symbolic_trace(function)).mutations
+    assert found.saved_when_compiled == frozenset(("mul_",))

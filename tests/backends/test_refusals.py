@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from tests.backends.helpers import call
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.nn import functional
 
+import partita
 from partita.backends import AotEager, AotInductor, Eager, Inductor
 from partita.backends.refusals import ALIASED_FOREACH
+from partita.policies import BySize
 from partita.testing import CAPTURES, captured_case, random_case
+from partita.treatments import Lower
 
 aten = torch.ops.aten
 TRACING = (AotEager(), Inductor(), AotInductor())
@@ -285,3 +288,21 @@ def test_every_node_of_any_program_gets_the_same_answer_twice() -> None:
                 answer = backend.refusal(node)
                 assert answer is None or (answer and "\n" not in answer)
                 assert backend.refusal(node) == answer
+
+
+def _swaps(a: Tensor, b: Tensor) -> Tensor:
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+    return a.sum()
+
+
+def test_a_swap_of_two_inputs_is_not_left_to_inductor() -> None:
+    """Inductor drops the copy in between (torch 2.13), so that both inputs get one value."""
+    program = partita.capture(_swaps, (torch.ones(3), torch.zeros(3)))
+    decided = partita.plan(program, BySize(parts=1), Lower("inductor"))
+    a, b = torch.arange(3.0), torch.full((3,), 7.0)
+    decided.apply().module()(a, b)
+    assert torch.equal(a, torch.full((3,), 7.0))
+    assert torch.equal(b, torch.arange(3.0))
+    assert "both are mutated" in decided.failures[0].reason

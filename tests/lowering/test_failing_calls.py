@@ -147,3 +147,25 @@ def test_what_eager_mode_refuses_is_refused(function: Any, strict: bool) -> None
         module(x)
     assert torch.equal(x.detach(), torch.ones(2, 4))
     assert not decided.failures  # The call was wrong, not the region.
+
+
+@pytest.mark.parametrize(("size", "stride", "offset"), [((4, 8), (8, 1), 4), ((2,), (1,), 31), ((3,), (16,), 0)])
+def test_a_view_by_strides_stays_in_its_memory(size: Any, stride: Any, offset: int) -> None:
+    """Compiled code does not look: it would read whatever lies behind the tensor."""
+
+    def function(x: Tensor) -> Tensor:
+        return x.as_strided(size, stride, offset) * 2
+
+    module = plan(Program.of(symbolic_trace(function)), BySize(parts=1), Lower("aot_eager")).apply().module()
+    x = torch.ones(32)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        function(x)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        module(x)
+
+
+def test_a_view_by_strides_inside_its_memory_is_compiled() -> None:
+    program = Program.of(symbolic_trace(lambda x: x.as_strided((2, 8), (16, 2), 1) * 2))
+    decided = plan(program, BySize(parts=1), Lower("aot_eager", strict=True))
+    x = torch.arange(32.0)
+    assert torch.equal(decided.apply().module()(x), x.as_strided((2, 8), (16, 2), 1) * 2)

@@ -274,5 +274,19 @@ def _readers(
 
 def _only_views(node: Node, memory: int, classes: Mapping[str, int], *, mutating: Container[str]) -> bool:
     """Whether a node computes nothing from this memory; a module or a body may return a view among other results."""
-    is_view = classes[node.name] == memory and node.name not in mutating
+    is_view = classes[node.name] == memory and node.name not in mutating and not _may_copy(node)
     return is_view and node.op != "call_module" and not is_higher_order(node.target)
+
+
+def _may_copy(node: Node) -> bool:
+    """Whether a call returns a view or a copy, by its arguments."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0] in _VIEW_OR_COPY
+
+
+_VIEW_OR_COPY = frozenset(
+    (
+        *("bfloat16", "contiguous", "cpu", "cuda", "double", "flatten", "float", "half", "int", "long"),
+        *("ravel", "reshape", "reshape_as", "to", "type", "type_as"),
+    )
+)

@@ -64,6 +64,7 @@ RANDPERM = "randperm: Inductor fails where it is an index"
 ALIASED_FOREACH = "an in-place foreach whose tensors may share memory: a trace would mutate it once"
 SHARES_MEMORY = "its results share memory, which a trace does not see"
 RESHAPES = "reshapes a tensor in place"
+SWAPS = "copies an input into another, and both are mutated"
 
 
 def refusal_by_tracing(node: Node) -> str | None:
@@ -80,7 +81,41 @@ def refusal_by_inductor(node: Node) -> str | None:
     reason = _NOT_YET.get(node.target) if is_operator(node.target) else None
     if node.op == "call_function" and _name_called(node) == "randperm":
         reason = RANDPERM
+    if reason is None and _name_called(node) == "copy_" and _copies_mutated_input(node):
+        reason = SWAPS
     return reason or refusal_by_tracing(node)
+
+
+def _copies_mutated_input(node: Node) -> bool:
+    """Whether an input gets the plain value of another input that is mutated too, as in a swap of two.
+
+    Inductor (torch 2.13) drops the copy in between, and then reads the other input after its mutation.
+    """
+    target, source = (_source_of_copies(value) if isinstance(value, Node) else None for value in node.args[:2])
+    if source is None or source is target or source.op not in ("placeholder", "get_attr"):
+        return False
+    reads, seen = [source], {source}
+    while reads:
+        for user in reads.pop().users:
+            name = _name_called(user)
+            is_first = bool(user.args) and user.args[0] in seen
+            if is_first and name.endswith("_") and not name.endswith("__"):
+                return True
+            if is_first and name in _VIEWS_OR_COPIES and user not in seen:
+                seen.add(user)
+                reads.append(user)
+    return False
+
+
+def _source_of_copies(node: Node) -> Node:
+    while _name_called(node) in _VIEWS_OR_COPIES and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+_VIEWS_OR_COPIES = frozenset(
+    ("alias", "clone", "contiguous", "detach", "float", "reshape", "to", "_to_copy", "view", "view_as")
+)
 
 
 def _name_called(node: Node) -> str:

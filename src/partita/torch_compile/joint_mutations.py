@@ -39,11 +39,28 @@ def check_recomputed_reads(program: Program, forward: GraphModule, backward: Gra
     """Raises where a partitioner recomputes a value from an input that the forward has updated."""
     if not program.mutations.mutators:
         return
+    updated = {name for name in _updated_inputs(program) if name in {node.name for node in forward.graph.nodes}}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in updated:
+            raise RecomputeError(
+                f"the partitioner saves the input {node.name!r} for backward, which the forward updates, so that "
+                "gradients would be wrong: a copy of it was removed, as Inductor does (torch 2.13). Keep what is "
+                "computed from the copy, or mutate after the backward"
+            )
     for wrong in _Halves(program, forward, backward).recomputed_after_updates():
         raise RecomputeError(
             f"the partitioner {wrong}, so that gradients would be wrong; omit `then`, and torch's partitioner, which "
             "reads marks, is used"
         )
+
+
+def _updated_inputs(program: Program) -> Iterator[str]:
+    """The names of the inputs that the forward mutates."""
+    joint = program.joint
+    forward = set() if joint is None else {node.name for node in joint.forward}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if not forward.isdisjoint(program.mutations.mutators_of(node)):
+            yield node.name
 
 
 def check_mutations(program: Program, forward: GraphModule, backward: GraphModule) -> None:

@@ -696,7 +696,7 @@ def test_a_condition_that_torch_would_multiply_out_for_ever_is_refused(saved: Pa
     spoilt.program(lambda program: program.update(guards_code=[_product(9)]))
     with pytest.raises(UntrustedArchiveError, match=r"guards_code.*more than 256 terms"):
         load_exported(spoilt.write(tmp_path / "m.pt2"))
-    spoilt.program(lambda program: program.update(guards_code=[_product(6)] * 200))
+    spoilt.program(lambda program: program.update(guards_code=[_product(5)] * 200))
     with pytest.raises(ArchiveError, match="conditions are too many or too complex"):
         load_exported(spoilt.write(tmp_path / "n.pt2"))
 
@@ -763,3 +763,16 @@ def test_a_body_that_raises_leaves_the_grad_mode_as_it_was(tmp_path: Path) -> No
     with pytest.raises(IndexError):
         module(X, rows + 100)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "target", ["_foreach_abs.out", "_foreach_abs.default", "_fused_adam.out", "_stack.default", "sin.out"]
+)
+def test_operators_whose_arguments_torch_does_not_check_are_refused(saved: Path, tmp_path: Path, target: str) -> None:
+    def change(program: Any) -> None:
+        graph(program)["nodes"][0]["target"] = f"torch.ops.aten.{target}"
+
+    spoilt = Spoilt(saved)
+    spoilt.program(change)
+    with pytest.raises(UntrustedArchiveError, match="does more than compute on tensors and numbers"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))

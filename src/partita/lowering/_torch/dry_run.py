@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from partita._torch.dry_runs import is_torchs
 from partita._torch.fx.graph_writer import GraphWriter, input_nodes
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.operators.schemas import is_higher_order, storage_key
@@ -57,12 +58,7 @@ def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun
         torch.set_grad_enabled(found),
     ):
         interpreter = _RecordingInterpreter(body, garbage_collect_values=False)
-        try:
-            interpreter.run(*inputs)
-        except Exception as error:
-            if _is_unsupported(error) or isinstance(error, InvalidCallError):
-                raise
-            raise InvalidCallError(f"the body raises {type(error).__name__}: {error}") from error
+        interpreter.run(*inputs)
         left = torch.is_grad_enabled()
     return BodyRun(interpreter.env, interpreter.fresh, found is not left, frozenset(interpreter.reshaped))
 
@@ -79,7 +75,13 @@ class _RecordingInterpreter(Interpreter):
         arguments = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
         before = list(map(_layout, arguments))
         self._check_mutated(n)
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            if _is_unsupported(error) or not (n.op == "call_method" or is_torchs(n.target)):
+                raise
+            raise InvalidCallError(f"{n.name!r} raises {type(error).__name__}: {error}") from error
+        _check_bounds(n, result)
         self.fresh[n] = list(read_leaves(result))
         self.reshaped.update(id(leaf) for leaf, then in zip(arguments, before, strict=True) if _layout(leaf) != then)
         return result
@@ -91,6 +93,20 @@ class _RecordingInterpreter(Interpreter):
             for _, leaf in read_leaves(self.env[read]):
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and _shares_elements(leaf):
                     raise InvalidCallError(f"{node.name!r} mutates a tensor whose elements share memory")
+
+
+def _check_bounds(node: Node, result: Any) -> None:
+    """Raises where a view by strides leaves its memory: eager mode refuses that, and compiled code does not look."""
+    if "as_strided" not in str(node.target) or not isinstance(result, Tensor):
+        return
+    numbers = (*result.shape, *result.stride(), result.storage_offset(), result.untyped_storage().nbytes())
+    if any(type(number) is not int for number in numbers) or "scatter" in str(node.target):
+        raise InvalidCallError(f"{node.name!r} takes a view by strides whose bounds are not known")
+    last = result.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True)
+    )
+    if result.numel() and (last + 1) * result.element_size() > result.untyped_storage().nbytes():
+        raise InvalidCallError(f"{node.name!r} takes a view by strides that leaves the memory of its tensor")
 
 
 def _shares_elements(tensor: Tensor) -> bool:

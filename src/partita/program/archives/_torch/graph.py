@@ -53,6 +53,8 @@ class GraphReader:
         self._graph = Graph()
         self._root = nn.Module()
         self.bodies: dict[str, Any] = {}
+        #: How many levels of graphs that torch traces again each body may still have below it.
+        self._levels_left: dict[str, int] = {}
         self._nodes: dict[str, Node] = {}
         self._values: dict[str, tuple[Callable[[Data], Any], Data]] = {}
         #: The preferred names of nodes, which hold unless the file refers to a node by another.
@@ -380,9 +382,12 @@ class GraphReader:
             reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1, retraced=retraced)
             self._root.add_module(name, reader.read(graph, {}))
             self.bodies[name] = graph.value
+            self._levels_left[name] = retraced
             self.met.update(reader.met)
         elif self.bodies[name] != graph.value:
             data.malformed(f"two graphs are called {name!r}")
+        elif retraced < self._levels_left[name]:
+            data.malformed(f"{name!r} runs deeper here than where it was first read; use it there first")
         return self._create("get_attr", name, wanted=name)
 
 

@@ -61,7 +61,9 @@ def _computes(found: OpOverload) -> bool:
     schema = found._schema
     types = [str(part.type) for part in (*schema.arguments, *schema.returns)]
     computes = any("Tensor" in kind for kind in types) or schema.name in _ON_NUMBERS
-    return computes and schema.name not in _UNCHECKED and all(map(_is_plain, schema.arguments))
+    is_checked = schema.name not in _UNCHECKED and not schema.name.startswith(_OF_OTHER_PROGRAMS)
+    is_out = any(argument.is_out for argument in schema.arguments)
+    return computes and is_checked and not is_out and all(map(_is_plain, schema.arguments))
 
 
 def _is_plain(argument: Any) -> bool:
@@ -88,7 +90,15 @@ _NAMES_OF_VARIANTS = _words(
 )
 _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_constrain_range_for_size")
 #: Outside of a level, these read at unchecked positions.
-_UNCHECKED = _words("aten::_add_batch_dim aten::_remove_batch_dim")
+_UNCHECKED = _words(
+    """
+    aten::_add_batch_dim aten::_batch_norm_impl_index_backward aten::_new_zeros_with_same_feature_meta
+    aten::_remove_batch_dim aten::_stack aten::sparse_coo_tensor
+    """
+)
+#: Operators of optimizers and of kernels that a program never names; torch does not check their lists and sizes, and
+#: crashes where they do not match (2.13).
+_OF_OTHER_PROGRAMS = ("aten::_foreach_", "aten::_fused_", "aten::_nnpack_", "aten::_thnn_")
 #: Operators that run graphs of the file, with the positions of these arguments.
 _BODIES = {
     **dict.fromkeys(_words("associative_scan hints_wrapper invoke_subgraph map_impl scan strict_mode"), (0,)),

@@ -62,8 +62,8 @@ class SavedProgram:
         data = self._data["graph_module"]
         inputs = [_input_spec(spec) for spec in data["signature"]["input_specs"]]
         outputs = [_output_spec(spec) for spec in data["signature"]["output_specs"]]
-        _check_state(inputs, state, constants, data["signature"])
         _check_paths([spec.target for spec in inputs if spec.target is not None], data["signature"])
+        _check_state(inputs, state, constants, data["signature"])
         names = {place: spec.arg.name for place, spec in enumerate(inputs) if isinstance(spec.arg, ConstantArgument)}
         calls = [_module_call(entry) for entry in data["module_call_graph"]]
         if not calls or calls[0].fqn or calls[0].signature is None:
@@ -255,9 +255,9 @@ def _condition(data: Data) -> tuple[str, int]:
 
 
 def _terms(condition: Expression) -> int:
-    """A bound on the terms of an expression that is multiplied out."""
+    """A bound on the terms of an expression that is multiplied out; torch writes a size as a symbol and an offset."""
     if not isinstance(condition, Operation):
-        return 1
+        return 2 if isinstance(condition, Read) else 1
     counts = [_terms(operand) for operand in condition.operands] or [1]
     terms = math.prod(counts) if condition.name in ("*", "/", "//", "%") else sum(counts)
     if condition.name == "**":
