@@ -625,6 +625,6 @@ def test_a_partitioner_that_ignores_the_marks_is_refused() -> None:
         partition_fn=joint_partition(BySize(parts=1), Recompute(), then=unmarked),
         keep_inference_input_mutations=True,
     )
-    with pytest.raises(Exception, match="saves the input 'primals_3' for backward, which the forward updates") as raised:
+    with pytest.raises(Exception, match="saves the input 'primals_3' for backward") as raised:
         torch.compile(_ReadsAfter(), backend=compiler)(torch.ones(1)).backward()
     assert RecomputeError.__name__ in str(raised.value)
