@@ -121,11 +121,14 @@ def refusal_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         if why is not None:
             return f"{argument.name} is {why}"
         tensors += len(value) if isinstance(value, tuple | list) else 1
-    return f"it reads {tensors} values" if tensors > _MOST_VALUES and is_composite(target) else None
+    most = _MOST_COMBINED if target._schema.name in _COMBINES else _MOST_VALUES
+    return f"it reads {tensors} values" if tensors > most and is_composite(target) else None
 
 
 #: The most values that a composite operator may take; those of lists may be combined in pairs.
 _MOST_VALUES = 2_000
+#: Operators that look for the best order of a product, in time that is cubic in the number of factors.
+_COMBINES, _MOST_COMBINED = frozenset(("aten::chain_matmul", "aten::einsum", "aten::linalg_multi_dot")), 100
 #: The arguments that say how many tensors a list has, and the most that it may have.
 _COUNTS, _MOST_RESULTS = frozenset(("chunks", "r", "sections")), 2**16
 _KINDS: Mapping[str, type] = {"ScalarType": torch.dtype, "MemoryFormat": torch.memory_format, "Layout": torch.layout}
