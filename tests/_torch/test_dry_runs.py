@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from partita import Program, dissolve, plan
+from partita._torch.dry_runs import refusal_of_call
 from partita.errors import ModeError
 from partita.policies import BySize
 from partita.program.flops import Flops
@@ -327,3 +328,10 @@ def test_flops_are_those_of_torchs_counter(target: Any, args: tuple[Any, ...]) -
         result = target(*(tensor(given, lambda shape: torch.empty(shape, device="meta")) for given in args))
     node = traced(graph, result, target, *(tensor(given, placeholder) for given in args))
     assert Flops().of(node) == counter.get_total_flops()
+
+
+def test_products_of_many_factors_are_not_put_in_order() -> None:
+    """The best order takes cubic time, and a file can name many such products."""
+    factor, product = torch.ones(2, 2), torch.ops.aten.linalg_multi_dot.default
+    assert refusal_of_call(product, ([factor] * 101,), {}) == "it reads 101 values"
+    assert refusal_of_call(product, ([factor] * 50,), {}) is None
