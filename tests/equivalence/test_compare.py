@@ -389,3 +389,11 @@ class Tiny(nn.Module):
 
 
 ROUNDING = Tolerance(rounding=torch.finfo(torch.float32).eps)
+
+
+def test_a_compiled_program_whose_backward_ran_before_is_compared() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    arguments = (torch.randn(2, 4),)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(*arguments).sum().backward()
+    verify(model, compiled, arguments)

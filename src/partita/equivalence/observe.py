@@ -392,17 +392,21 @@ def _autograd_grad(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[
     weights = [_weights(number, result) for number, result in enumerate(results)]
     if not results or not wanted:
         return [None] * len(leaves)
+    found: Sequence[Tensor | None]
     try:
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            results, wanted, weights, retain_graph=True, allow_unused=True
-        )
+        # The graph is retained since the other program may share what lies behind the inputs.
+        found = torch.autograd.grad(results, wanted, weights, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
-        if "incompatible with .grad()" not in str(error):
+        if "donated buffers" in str(error):
+            # A backward that torch.compile made for single use overwrites what it saved, so it retains no graph.
+            found = torch.autograd.grad(results, wanted, weights, allow_unused=True)
+        elif "incompatible with .grad()" in str(error):
+            # Reentrant checkpoints only support `.backward()`.
+            with _restored_grads(leaves):
+                torch.autograd.backward(list(results), weights)
+                found = [leaf.grad for leaf in wanted]
+        else:
             raise
-        # Reentrant checkpoints only support `.backward()`.
-        with _restored_grads(leaves):
-            torch.autograd.backward(list(results), weights)
-            found = tuple(leaf.grad for leaf in wanted)
     by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=True)}
     return [by_leaf.get(id(leaf)) for leaf in leaves]
 
