@@ -250,6 +250,36 @@ def test_a_custom_operator_loads_where_it_is_registered_and_allowed(allowed: str
         load_exported(tmp_path / "m.pt2", operators=allowed)
 
 
+_INTERNAL_OPERATORS = {
+    "norms": (nn.Sequential(nn.RMSNorm(4), nn.BatchNorm1d(4)), X),
+    "spectral norm": (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), X),
+    "attention": (nn.TransformerEncoderLayer(4, 2, batch_first=True).eval(), torch.randn(1, 2, 4)),
+    "bicubic": (nn.Upsample(scale_factor=2.0, mode="bicubic"), torch.randn(1, 2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("case", _INTERNAL_OPERATORS)
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_internal_operators_of_exports_and_decompositions_load(case: str, decomposed: bool, tmp_path: Path) -> None:
+    model, x = _INTERNAL_OPERATORS[case]
+    program = torch.export.export(model, (x,))
+    torch.export.save(program.run_decompositions() if decomposed else program, tmp_path / "m.pt2")
+    mine, torchs = Program.of(tmp_path / "m.pt2").module(), torch.export.load(tmp_path / "m.pt2").module()
+    assert torch.equal(mine(x), torchs(x))
+
+
+def test_an_index_that_compilers_take_without_a_check_is_checked(tmp_path: Path) -> None:
+    class Rows(nn.Module):
+        def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+            return torch.ops.aten._unsafe_index(x, [rows])
+
+    rows = torch.tensor([0, 1])
+    torch.export.save(torch.export.export(Rows(), (X, rows)), tmp_path / "m.pt2")
+    loaded = Program.of(tmp_path / "m.pt2")
+    assert [node.target for node in loaded.graph.nodes if node.op == "call_function"] == [torch.ops.aten.index.Tensor]
+    assert torch.equal(loaded.module()(X, rows), X[rows])
+
+
 def test_one_program_under_another_name_loads_and_one_of_several_does_not(tmp_path: Path) -> None:
     from torch.export.pt2_archive._package import package_pt2
 

@@ -27,6 +27,7 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
     if match is None:
         data.refuse(f"{name[:200]!r} is no operator")
     space, base, overload = match.groups()
+    base = _WITH_CHECKS.get(base, base)
     is_allowed = space in allowed or f"{space}::{base}" in allowed
     if space == "higher_order":
         if base not in _BODIES and base not in _OPERATORS:
@@ -61,13 +62,19 @@ def _computes(found: OpOverload) -> bool:
     schema = found._schema
     types = [str(part.type) for part in (*schema.arguments, *schema.returns)]
     computes = any("Tensor" in kind for kind in types) or schema.name in _ON_NUMBERS
-    is_checked = schema.name not in _UNCHECKED and not schema.name.startswith(_OF_OTHER_PROGRAMS)
-    is_out = any(argument.is_out for argument in schema.arguments)
-    return computes and is_checked and not is_out and all(map(_is_plain, schema.arguments))
+    return computes and _is_of_programs(found) and all(map(_is_plain, schema.arguments))
+
+
+def _is_of_programs(found: OpOverload) -> bool:
+    """Whether programs name it: of the kernels behind torch's functions, only those that torch.export writes."""
+    name = found._schema.name.removeprefix("aten::")
+    return name.startswith(_INTERNAL) if name.startswith("_") else not name.startswith(_OF_ONE_LIBRARY)
 
 
 def _is_plain(argument: Any) -> bool:
     kind = str(argument.type)
+    if argument.is_out and kind != "Tensor":  # torch does not check the length of such a list.
+        return False
     is_variant = kind in ("str", "Optional[str]") and argument.name in _NAMES_OF_VARIANTS
     return is_variant or _PLAIN_TYPE.fullmatch(kind) is not None
 
@@ -89,16 +96,22 @@ _NAMES_OF_VARIANTS = _words(
     """
 )
 _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_constrain_range_for_size")
-#: Outside of a level, these read at unchecked positions.
-_UNCHECKED = _words(
+#: How the names of the internal operators begin that torch.export or a decomposition writes. The others are kernels
+#: behind checks that a direct call avoids: torch crashes where sizes or lists do not match (2.13).
+_INTERNAL = tuple(
     """
-    aten::_add_batch_dim aten::_batch_norm_impl_index_backward aten::_new_zeros_with_same_feature_meta
-    aten::_remove_batch_dim aten::_stack aten::sparse_coo_tensor
-    """
+    __ _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
+    _cdist_ _chunk_cat _conj _convolution _ctc_loss _dim_arange _dirichlet_grad _efficientzerotensor _embedding_bag
+    _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_rms_norm _fw_primal _grouped_mm
+    _index_put_impl _int_mm _is_all_true _is_any_true _jagged_to_ _linalg_ _local_scalar_dense _log_softmax
+    _logcumsumexp _lu_with_info _masked_s _native_ _neg_view _pad_circular _pad_enum _padded_dense_ _pdist_
+    _prelu_kernel _reshape_ _safe_softmax _sample_dirichlet _scaled_ _shape_as_tensor _softmax _standard_gamma
+    _to_copy _transform _trilinear _unique _unsafe_masked_index _unsafe_view _upsample_ _weight_
+    """.split()
 )
-#: Operators of optimizers and of kernels that a program never names; torch does not check their lists and sizes, and
-#: crashes where they do not match (2.13).
-_OF_OTHER_PROGRAMS = ("aten::_foreach_", "aten::_fused_", "aten::_nnpack_", "aten::_thnn_")
+_OF_ONE_LIBRARY = ("fbgemm_", "miopen_", "mkldnn_", "mps_", "quantized_", "sparse_")
+#: Operators that a compiler takes without a check of the bounds, and the same with one.
+_WITH_CHECKS = {"_unsafe_index": "index", "_unsafe_index_put": "index_put"}
 #: Operators that run graphs of the file, with the positions of these arguments.
 _BODIES = {
     **dict.fromkeys(_words("associative_scan hints_wrapper invoke_subgraph map_impl scan strict_mode"), (0,)),
