@@ -23,9 +23,10 @@ class Backend(Protocol):
 
     It may also have `tolerance`, a `Tolerance` by which it changes numbers (exact if missing), `trains`, whether
     gradients flow through its functions (true if missing), `takes_symbols`, whether one function may serve inputs of
-    several sizes (true if missing), and `picks_kernels`, whether it keeps the kernels that eager mode picks (false if
-    missing). One whose functions can be stored has `save(compiled) -> bytes` and
-    `load(data) -> compiled` as well.
+    several sizes (true if missing), `picks_kernels`, whether it keeps the kernels that eager mode picks (false if
+    missing), and `wants_constants`, whether it gets parameters and buffers as tensors that the body holds, and not as
+    inputs (false if missing; true means that it does not train). One whose functions can be stored has
+    `save(compiled) -> bytes` and `load(data) -> compiled` as well.
     """
 
     @property
@@ -59,8 +60,13 @@ def tolerance_of(backend: Backend) -> Tolerance:
 
 
 def trains(backend: Backend) -> bool:
-    """Whether gradients flow through the functions of the backend."""
-    return bool(getattr(backend, "trains", True))
+    """Whether gradients flow through the functions of the backend; never to constants that are compiled in."""
+    return bool(getattr(backend, "trains", True)) and not wants_constants(backend)
+
+
+def wants_constants(backend: Backend) -> bool:
+    """Whether the backend compiles the values of parameters and buffers into its functions."""
+    return bool(getattr(backend, "wants_constants", False))
 
 
 def picks_kernels(backend: Backend) -> bool:

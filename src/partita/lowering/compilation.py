@@ -16,6 +16,7 @@ from partita.lowering._torch.bodies import body_for_compiler
 from partita.lowering._torch.conditions import conditions_of, symbolic_places
 from partita.lowering._torch.dry_run import InvalidCallError
 from partita.lowering._torch.gradients import require_gradients
+from partita.lowering.constants import Constants, holding
 from partita.lowering.dry_run import DryRun, dry_run
 from partita.lowering.signature import Place, Signature, Slot, TensorSpec
 from partita.lowering.variant import Fit, Variant, dimensions_of
@@ -46,6 +47,8 @@ class Compilation:
     mutated: tuple[int, ...]
     #: The key of the symbol for each dynamic size.
     dynamic_sizes: Mapping[Place, Hashable]
+    #: The places of values that are compiled in.
+    constants: tuple[int, ...] = ()
 
     def run(self) -> Variant:
         """The variant; errors of the compiler propagate."""
@@ -58,13 +61,17 @@ class Compilation:
             dimensions = tuple(map(dimensions_of, inputs))
             outputs = None if observed is None else observed.compiled
             body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes, outputs=outputs)
+            constants = Constants.of(self.constants, self.values)
+            if constants is not None:
+                body = holding(body, {place: self.values[place] for place in constants.places})
+                inputs = constants.others(inputs)
             computes = outputs is None or outputs or self.effects.effectful
             function = self._compiled(body, inputs) if computes else _no_outputs
         dynamic_integers = frozenset(number for number, axis in self.dynamic_sizes if axis is None)
         fit = Fit(self.signature, dimensions, dynamic_integers, conditions_of(places, fakes.env))
         returned = self.body.graph.output_node().args[0]
         count = len(returned) if outputs is None and isinstance(returned, tuple | list) else None
-        return Variant(fit, function, observed, count=count)
+        return Variant(fit, function, observed, constants=constants, count=count)
 
     def can_dry_run(self) -> bool:
         """Whether the body runs on fake inputs of this signature: it does not where the call itself is wrong."""

@@ -32,6 +32,8 @@ class Lowering:
     #: The key of the modules for which `effects` was computed.
     modules: tuple[Hashable, ...] = ()
     dynamic_sizes: DynamicSizes = field(default_factory=DynamicSizes)
+    #: The inputs that are compiled in as constants, where the backend wants them; else None.
+    constants: tuple[int, ...] | None = None
     strict: bool = False
     #: The name of the region in a profile.
     tag: str = ""

@@ -14,9 +14,18 @@ from partita._torch.fx.structural_hash import body_key, modules_key
 from partita.analysis.mode import AMBIENT
 from partita.analysis.mode import Mode as GraphMode
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.backends.backend import Backend, find_backend, picks_kernels, takes_symbols, tolerance_of, trains
+from partita.backends.backend import (
+    Backend,
+    find_backend,
+    picks_kernels,
+    takes_symbols,
+    tolerance_of,
+    trains,
+    wants_constants,
+)
 from partita.errors import OptionError
 from partita.lowering.config import Lowering, ModeScope
+from partita.lowering.constants import state_inputs
 from partita.lowering.lowered import Lowered
 from partita.lowering.signature import DynamicSizes
 from partita.lowering.variant_cache import variants_for
@@ -82,7 +91,7 @@ class Lower:
 
     def treat(self, body: GraphModule) -> nn.Module:
         """The replacement for a region of which only the body is known."""
-        return self._lowered(Program(body), "region", "the region", Failures(), frozenset())
+        return self._lowered(Program(body), "region", "the region", Failures(), frozenset(), None)
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module:
         title = f"{site.region.name} (region {site.place + 1} of {site.count})"
@@ -97,10 +106,16 @@ class Lower:
                     f"{hooked.hook.name!r} {registers} a hook that gets gradients from inside and outside of the region"
                 )
                 return self._eager(program, Failure(site.region.name, str(self.backend), reason), site.failures)
-        return self._lowered(program, site.region.name, title, site.failures, later)
+        return self._lowered(program, site.region.name, title, site.failures, later, site.region)
 
     def _lowered(
-        self, program: Program, region: str, title: str, failures: Failures, mutated_later: frozenset[str]
+        self,
+        program: Program,
+        region: str,
+        title: str,
+        failures: Failures,
+        mutated_later: frozenset[str],
+        cut: Region | None,
     ) -> nn.Module:
         backend = self._backend_or_reason()
         if isinstance(backend, str):
@@ -113,6 +128,9 @@ class Lower:
                 return self._eager(program, Failure(region, backend.name, refused, node.name), failures)
         body, dynamic = Program(bare.module), self.dynamic if takes_symbols(backend) else False
         tag = self._tag(bare.module, region)
+        constants = None
+        if wants_constants(backend):
+            constants = () if cut is None else state_inputs(bare.module, cut)
         lowering = Lowering(
             region,
             backend.name,
@@ -122,12 +140,13 @@ class Lower:
             effects=body_effects(body, mutated_later),
             modules=modules_key(bare.module),
             dynamic_sizes=DynamicSizes(traced_symbols(body), dynamic),
+            constants=constants,
             strict=self.strict,
             tag=tag,
             title=title if tag == region else f"{title}, tagged {tag!r},",
             failures=failures,
         )
-        key = body_key(bare.module)
+        key = body_key(bare.module) if constants is None else None
         # Equal bodies may differ in which of their results are mutated later, and functions are specialized on that.
         places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in mutated_later)
         variants = variants_for(None if key is None else (key, dynamic, places), backend, keep=self.keep)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Proxy
 
 from partita._torch.fx.lazy_graph_module import make_lazy_again
@@ -234,11 +234,22 @@ class Dispatcher:
             effects,
             mutated,
             dynamic_sizes.of(signature, call),
+            constants=self._constants(call, mutated),
         )
         try:
             return self._variants.find_or_make(compilation, title=lowering.title)
         except Exception as error:
             return self._tried(compilation, error)
+
+    def _constants(self, call: Call, mutated: Collection[int]) -> tuple[int, ...]:
+        """The places of tensors to compile in: inputs and state of modules that are not mutated."""
+        if self._lowering.constants is None:
+            return ()
+        state = range(len(call.values) - len(call.slots), len(call.values))
+        places = (*call.places_of(self._lowering.constants), *state)
+        return tuple(
+            place for place in places if place not in mutated and type(call.values[place]) in (Tensor, nn.Parameter)
+        )
 
     def _tried(self, compilation: Compilation, error: Exception) -> _Trial:
         """What runs after a failed compilation; raises with `strict`, unless the call itself may be wrong."""

@@ -15,6 +15,7 @@ from partita.errors import BackendError
 from partita.lowering._torch.conditions import Check, check_from
 from partita.lowering._torch.gradients import UnusedGradients
 from partita.lowering._torch.guards import Guard
+from partita.lowering.constants import Constants
 from partita.lowering.dry_run import DryRun, copy_of, outputs_to_copy
 from partita.lowering.signature import Signature, TensorSpec
 
@@ -103,6 +104,8 @@ class Variant:
     dry_run: DryRun | None = None
     #: Why there is no function.
     cause: Cause | None = None
+    #: The tensors that are compiled in.
+    constants: Constants | None = None
     #: How many outputs the function has, where there was no dry run.
     count: int | None = None
     _copied: tuple[int, ...] | None = field(default=None, repr=False)
@@ -128,8 +131,13 @@ class Variant:
         return self.fit.takes(signature) and self.allows(values)
 
     def allows(self, values: Sequence[Any]) -> bool:
-        """Whether the dynamic sizes of values that fit otherwise satisfy the conditions."""
-        return self._check is None or self._check(values)
+        """Whether values that fit otherwise have the constants, and dynamic sizes that satisfy the conditions."""
+        has_constants = self.constants is None or self.constants.are_in(values)
+        return has_constants and (self._check is None or self._check(values))
+
+    def is_current(self) -> bool:
+        """Whether a call may still have the tensors that are compiled in."""
+        return self.constants is None or self.constants.is_current()
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """The output of the body for these values."""
@@ -158,7 +166,7 @@ class Variant:
         assert self.function is not None
         unused = self._unused
         edges = () if unused is None else unused.before(inputs)
-        outputs = self.function(*inputs)
+        outputs = self.function(*(inputs if self.constants is None else self.constants.others(inputs)))
         if not self._is_checked:
             self._check_outputs(outputs)
             self._complex = tuple(k for k, out in enumerate(outputs) if isinstance(out, Tensor) and out.is_complex())

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 from weakref import WeakSet, WeakValueDictionary
 
 from partita.lowering.compilation import Compilation, Compiler
+from partita.lowering.constants import Constants
 from partita.lowering.dry_run import DryRun
 from partita.lowering.signature import Signature
 from partita.lowering.variant import Cause, Fit, Variant
@@ -108,7 +109,7 @@ class Variants:
         if self._functions and self._functions[0] is variant:
             return
         with self._ordering:
-            others = (other for other in self._functions if other is not variant)
+            others = (other for other in self._functions if other is not variant and other.is_current())
             self._functions = (variant, *others)[: self._keep]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
@@ -220,6 +221,7 @@ class Stored(NamedTuple):
     fit: Fit
     dry_run: DryRun | None
     function: bytes
+    constants: Constants | None = None
 
 
 def stored(compiler: Any, variants: Iterable[Variant]) -> tuple[Stored, ...]:
@@ -230,7 +232,7 @@ def stored(compiler: Any, variants: Iterable[Variant]) -> tuple[Stored, ...]:
 def _stored(compiler: Any, variants: Iterable[Variant]) -> Iterator[Stored]:
     for variant in variants:
         try:
-            yield Stored(variant.fit, variant.dry_run, compiler.save(variant.function))
+            yield Stored(variant.fit, variant.dry_run, compiler.save(variant.function), variant.constants)
         except Exception as error:
             reason = Cause.of(error).reason
             log.warning("%s cannot store a function, so it will be compiled again: %s", compiler.name, reason)
@@ -238,8 +240,8 @@ def _stored(compiler: Any, variants: Iterable[Variant]) -> Iterator[Stored]:
 
 def _restored(compiler: Any, functions: Iterable[Stored]) -> Iterator[Variant]:
     """The variants that were stored; those that cannot be loaded here will be recompiled."""
-    for fit, dry_run, function in functions:
+    for fit, dry_run, function, constants in functions:
         try:
-            yield Variant(fit, compiler.load(function), dry_run)
+            yield Variant(fit, compiler.load(function), dry_run, constants=constants)
         except Exception as error:
             log.info("%s cannot load a function, so it is compiled again: %s", compiler.name, Cause.of(error).reason)

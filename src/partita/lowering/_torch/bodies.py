@@ -39,7 +39,9 @@ def body_for_compiler(
     held: dict[str, Any] = dict(modules)
     for node in graph.find_nodes(op="get_attr"):
         held[str(node.target)] = _copied_body(body, node)
-    return GraphModule(held, graph, class_name="Body")
+    copied = GraphModule(held, graph, class_name="Body")
+    copied.training = body.training
+    return copied
 
 
 def _copied_body(body: GraphModule, node: Node) -> nn.Module:
@@ -60,7 +62,7 @@ class _BodyCopy:
 
     def __init__(self, source: Graph, modules: Mapping[str, Stateless]) -> None:
         self.source, self.modules = source, modules
-        self.writer = GraphWriter(source._tracer_cls)
+        self.writer = GraphWriter()  # A tracer of torch.export cannot be made again, and a backend may pickle the body.
         self.env: dict[Node, Any] = {}
         self.states: dict[HasPlace, Node] = {}
 

@@ -99,7 +99,8 @@ _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_c
 #: How the names of the internal operators begin that torch.export or a decomposition writes. The others are kernels
 #: behind checks that a direct call avoids: torch crashes where sizes or lists do not match (2.13).
 _INTERNAL = tuple(
-    """
+    _words(
+        """
     __ _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
     _cdist_ _chunk_cat _conj _convolution _ctc_loss _dim_arange _dirichlet_grad _efficientzerotensor _embedding_bag
     _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_rms_norm _fw_primal _grouped_mm
@@ -107,7 +108,8 @@ _INTERNAL = tuple(
     _logcumsumexp _lu_with_info _masked_s _native_ _neg_view _pad_circular _pad_enum _padded_dense_ _pdist_
     _prelu_kernel _reshape_ _safe_softmax _sample_dirichlet _scaled_ _shape_as_tensor _softmax _standard_gamma
     _to_copy _transform _trilinear _unique _unsafe_masked_index _unsafe_view _upsample_ _weight_
-    """.split()
+        """
+    )
 )
 _OF_ONE_LIBRARY = ("fbgemm_", "miopen_", "mkldnn_", "mps_", "quantized_", "sparse_")
 #: Operators that a compiler takes without a check of the bounds, and the same with one.

@@ -1,0 +1,97 @@
+"""ONNX Runtime as a backend: it gets the weights when it compiles, folds them, and can be stored.
+
+python examples/onnxruntime_backend.py
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import onnxruntime
+import torch
+from model import Decoder, some_ids
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+import partita
+from partita.backends import AotEager
+from partita.policies import ByCapability
+from partita.treatments import Lower
+
+
+@dataclass(frozen=True)
+class OnnxRuntime:
+    """Runs bodies on the CPU, for inference; `threads` of each session, 0 for as many as there are cores."""
+
+    threads: int = 0
+
+    name: ClassVar[str] = "onnxruntime"
+    wants_constants: ClassVar[bool] = True
+    takes_symbols: ClassVar[bool] = False
+    tolerance: ClassVar[partita.Tolerance] = partita.Tolerance(relative=1e-3, absolute=1e-4)
+
+    def refusal(self, node: Node) -> str | None:
+        """What cannot be traced, mutations and random numbers; what else ONNX lacks, `compile` finds."""
+        schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
+        if schema is not None and schema.is_mutable:
+            return "mutates a tensor"
+        if torch.Tag.nondeterministic_seeded in tags:
+            return "random numbers"
+        return AotEager().refusal(node)
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Session:
+        """A session of the body, whose buffers are the weights."""
+        if not all(isinstance(value, Tensor) and value.device.type == "cpu" for value in inputs):
+            raise TypeError("only tensors on the CPU")
+        stored = io.BytesIO()
+        with warnings.catch_warnings(action="ignore"):
+            torch.onnx.export(body, tuple(inputs), dynamo=True, verbose=False).save(stored)
+        return Session(stored.getvalue(), self.threads)
+
+    def save(self, compiled: Session) -> bytes:
+        """The ONNX file."""
+        return compiled.model
+
+    def load(self, data: bytes) -> Session:
+        """A session of the ONNX file."""
+        return Session(data, self.threads)
+
+
+class Session:
+    """Calls an ONNX model with tensors."""
+
+    def __init__(self, model: bytes, threads: int) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self.model = model
+        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._names = [one.name for one in self._session.get_inputs()]
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        arrays = (value.numpy(force=True) for value in inputs)
+        found = self._session.run(None, dict(zip(self._names, arrays, strict=True)))
+        return [torch.from_numpy(array) for array in found]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model, ids = Decoder(layers=2).eval(), some_ids()
+    program = partita.capture(model, (ids,))
+    plan = partita.plan(program, ByCapability(OnnxRuntime()), Lower(OnnxRuntime(), strict=True))
+    print(plan.summary())
+    after = plan.apply()
+    with torch.no_grad():
+        print(partita.verify(program, after, (ids,), gradients=False))
+        # The sessions travel with the module, and are not compiled again.
+        loaded = pickle.loads(pickle.dumps(after.module()))
+        assert torch.equal(loaded(ids), after.module()(ids))
+    print("the same after it was stored and loaded")
+
+
+if __name__ == "__main__":
+    main()
