@@ -49,6 +49,7 @@ PUBLIC = {
     },
     "partita.treatments": {
         "Call",
+        "Delegate",
         "Keep",
         "KeepAtMost",
         "KeepEverything",
@@ -83,6 +84,7 @@ PUBLIC = {
         "Inductor",
         "backend_names",
         "find_backend",
+        "register_backend",
     },
     "partita.hops": {
         "call",

@@ -88,6 +88,8 @@ def find_backend(wanted: str | Backend) -> Backend:
         return wanted
     if not isinstance(wanted, str):
         raise OptionError(f"a backend is a name or has `name`, `refusal` and `compile`; {wanted!r} is neither")
+    if wanted in _REGISTERED:
+        return _REGISTERED[wanted]
     found = _entries().get(wanted)
     if found is None:
         names = backend_names()
@@ -102,9 +104,21 @@ def find_backend(wanted: str | Backend) -> Backend:
     return made
 
 
+def register_backend(backend: Backend) -> None:
+    """Makes a backend known by its name in this process; packages have an entry point instead."""
+    if not is_backend(backend):
+        raise OptionError(f"{backend!r} is no backend: it needs `name`, `refusal` and `compile`")
+    if backend.name in _entries() or _REGISTERED.setdefault(backend.name, backend) != backend:
+        raise OptionError(f"another backend is called {backend.name!r}; choose another name")
+
+
+#: Backends of this process.
+_REGISTERED: dict[str, Backend] = {}
+
+
 def backend_names() -> list[str]:
-    """The names of all backends that are installed."""
-    return sorted(_entries())
+    """The names of all backends that are installed or registered."""
+    return sorted({*_entries(), *_REGISTERED})
 
 
 def _entries() -> dict[str, EntryPoint]:

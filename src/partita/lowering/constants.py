@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from partita.analysis.nodes import attribute_of
 from partita.program.program import Program
 from partita.regions import Region
+from partita.rewrite.operator_calls import owned_inputs
 
 #: A tensor, the version of its values, and where they are.
 _Held: TypeAlias = tuple[ref[Tensor], int, int]
@@ -22,26 +24,22 @@ _Held: TypeAlias = tuple[ref[Tensor], int, int]
 def state_inputs(body: GraphModule, region: Region) -> tuple[int, ...]:
     """The inputs of a region's body that are parameters, buffers or constants which the program does not mutate."""
     program = region.surroundings()
-    state = {node.name for node in region.inputs() if _is_state(node, program)}
+    owned = owned_inputs(program)
+    state = {node.name for node in region.inputs() if node in owned or _is_state(node, program)}
     state -= program.mutations.names_mutated(node for node in region.inputs() if node.name in state)
+    if program.export is not None:  # A functional program returns the new values of its buffers.
+        signature = program.export.signature
+        updated = signature.buffers_to_mutate.values()
+        state -= {name for name, path in signature.inputs_to_buffers.items() if path in updated}
     inputs = body.graph.find_nodes(op="placeholder")
     return tuple(place for place, node in enumerate(inputs) if node.name in state)
 
 
 def _is_state(node: Node, program: Program) -> bool:
     if node.op == "get_attr":
-        found: Any = program.graph_module
-        for part in str(node.target).split("."):
-            found = getattr(found, part, None)
-        return isinstance(found, Tensor)
-    if node.op != "placeholder":
-        return False
-    if program.export is None:  # Dynamo makes inputs of parameters.
-        return isinstance(node.meta.get("example_value", node.meta.get("val")), nn.Parameter)
-    signature = program.export.signature
-    held = (signature.inputs_to_parameters, signature.inputs_to_buffers, signature.inputs_to_lifted_tensor_constants)
-    path = next((table[node.name] for table in held if node.name in table), None)
-    return path is not None and path not in signature.buffers_to_mutate.values()
+        return isinstance(attribute_of(program.graph_module, node), Tensor)
+    # Dynamo makes inputs of parameters.
+    return node.op == "placeholder" and isinstance(node.meta.get("example_value"), nn.Parameter)
 
 
 def holding(body: GraphModule, constants: Mapping[int, Tensor]) -> GraphModule:

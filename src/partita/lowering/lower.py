@@ -136,7 +136,7 @@ class Lower:
             backend.name,
             trains=trains(backend),
             picks_kernels=picks_kernels(backend),
-            scope=_scope_of(bare.mode),
+            scope=scope_of(bare.mode),
             effects=body_effects(body, mutated_later),
             modules=modules_key(bare.module),
             dynamic_sizes=DynamicSizes(traced_symbols(body), dynamic),
@@ -180,7 +180,7 @@ def _found(wanted: str | Backend) -> Backend:
 _found_by_name = cache(find_backend)
 
 
-def _scope_of(mode: GraphMode) -> ModeScope | None:
+def scope_of(mode: GraphMode) -> ModeScope | None:
     if mode == AMBIENT:
         return None
     autocast = tuple((one.device, one.dtype, one.enabled, one.cache) for one in mode.autocast)

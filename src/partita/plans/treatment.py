@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.errors import TreatmentError
+from partita.errors import LoweringError, TreatmentError
 from partita.plans.failures import Failures
 from partita.program.program import Program
 from partita.regions import Region
@@ -161,7 +161,7 @@ def _mapping(method: Callable[[Region], Mapping[T, V]], treatment: Treatment, re
 def _call(function: Callable[[T], object], argument: T, treatment: Treatment, region: Region) -> object:
     try:
         return function(argument)
-    except TreatmentError:
+    except (TreatmentError, LoweringError):
         raise
     except Exception as error:
         raise TreatmentError(

@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import exempt_from_dce, generate_code, lazy_module, restore_levels
 from partita._torch.gc_pause import gc_paused
@@ -92,15 +94,19 @@ class ExportRecord:
         paths = (*self.state, *self.constants, *(call.fqn for call in self.module_calls))
         graph, attributes = exported_graph(graph_module, taken={part for path in paths for part in path.split(".")})
         _check_tokens(self.signature, attributes)
+        signature, state, constants = _copied(self.signature), dict(self.state), dict(self.constants)
+        constants.update(lift_tensors(graph, attributes, signature))
+        for path in drop_folded(graph, signature):
+            state.pop(path, None), constants.pop(path, None)
         exported = ModeKeepingProgram(
             root=attributes,
             graph=graph,
-            graph_signature=_copied(self.signature),
-            state_dict=dict(self.state),
+            graph_signature=signature,
+            state_dict=state,
             range_constraints=dict(self.ranges),
             module_call_graph=fitting_calls(self.module_calls, graph),
             example_inputs=self.example_inputs,
-            constants=dict(self.constants),
+            constants=constants,
             verifiers=list(self.verifiers),
         )
         exported.graph_module.meta.update(graph_module.meta)
@@ -174,6 +180,47 @@ def _copied(signature: ExportGraphSignature) -> ExportGraphSignature:
         input_specs=[replace(spec, arg=copy.copy(spec.arg)) for spec in signature.input_specs],
         output_specs=[replace(spec, arg=copy.copy(spec.arg)) for spec in signature.output_specs],
     )
+
+
+def lift_tensors(graph: Graph, attributes: dict[str, Any], signature: ExportGraphSignature) -> dict[str, Tensor]:
+    """Makes inputs of the tensors that nodes read as attributes, as in every exported program; returns them by name."""
+    lifted: dict[str, Tensor] = {}
+    reads = [node for node in graph.find_nodes(op="get_attr") if isinstance(attributes[str(node.target)], Tensor)]
+    if not reads:
+        return lifted
+    inputs = graph.find_nodes(op="placeholder")
+    mode = shared_fake_mode([node.meta.get("val") for node in inputs])
+    own = (InputKind.TOKEN, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    place = sum(spec.kind in own for spec in signature.input_specs)
+    made: dict[str, Node] = {}
+    for node in reads:
+        target = str(node.target)
+        if target not in made:
+            lifted[target] = attributes.pop(target)
+            with graph.inserting_before(inputs[place] if place < len(inputs) else next(iter(graph.nodes))):
+                made[target] = graph.placeholder(f"c_{target}")
+            made[target].meta["val"] = to_fake(lifted[target], mode)
+            argument = TensorArgument(name=made[target].name)
+            signature.input_specs.insert(place + len(made) - 1, InputSpec(InputKind.CONSTANT_TENSOR, argument, target))
+        node.replace_all_uses_with(made[target])
+        graph.erase_node(node)
+    return lifted
+
+
+#: The key in the metadata of a call for the names of inputs whose values are inside of it.
+FOLDED = "partita_folded"
+
+
+def drop_folded(graph: Graph, signature: ExportGraphSignature) -> list[str]:
+    """Removes the parameters and buffers that are inside of calls and that no node reads; returns their paths."""
+    folded = {name for node in graph.nodes for name in node.meta.get(FOLDED, ())}
+    inputs = graph.find_nodes(op="placeholder") if folded else ()
+    gone = {node.name: node for node in inputs if node.name in folded and not node.users}
+    specs = [spec for spec in signature.input_specs if _name(spec.arg) in gone]
+    for spec in specs:
+        signature.input_specs.remove(spec)
+        graph.erase_node(gone[str(_name(spec.arg))])
+    return [str(spec.target) for spec in specs]
 
 
 # The graph, named so that saving, loading and unflattening preserve it.

@@ -1,5 +1,6 @@
 """The public names of the treatments: what happens to a region, and what a recomputed one keeps."""
 
+from partita.lowering.delegate import Delegate
 from partita.lowering.lower import Lower
 from partita.plans import Treatment
 from partita.recompute import (
@@ -16,6 +17,7 @@ from partita.treatments.basic import Call, LeaveEager, Mark, Mode
 
 __all__ = [
     "Call",
+    "Delegate",
     "Keep",
     "KeepAtMost",
     "KeepEverything",

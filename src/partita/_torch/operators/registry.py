@@ -93,6 +93,9 @@ def has_process_lifetime(target: Any) -> bool:
     return module is not None and name is not None and getattr(module, name, None) is target
 
 
+#: What is wrong with a text argument that a file gives, by operator and argument; who defines an operator adds a check.
+TEXT_CHECKS: dict[tuple[str, str], Callable[[str], str | None]] = {}
+
 #: The classes of the objects in `torch.ops`; they print as their qualified name.
 OPERATORS = (OpOverload, OpOverloadPacket)
 

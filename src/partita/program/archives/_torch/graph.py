@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _illegal_names
 
+from partita._torch.operators.registry import TEXT_CHECKS
 from partita.program.archives._torch.operators import (
     LEVELS,
     NAMESPACES,
@@ -189,7 +190,10 @@ class GraphReader:
         if kind == "as_string" and argument.name in ("assert_msg", "msg", "api_name"):
             return content.message()
         if kind == "as_string" and target.namespace not in NAMESPACES:
-            return content.text()  # The user who allowed the operator knows how it handles strings.
+            text = content.text()  # The user who allowed the operator knows how it handles strings.
+            check = TEXT_CHECKS.get((target._schema.name, argument.name))
+            reason = None if check is None else check(text)
+            return text if reason is None else content.malformed(reason)
         return self._argument(given)
 
     def _as_given(self, target: Callable[..., Any], inputs: Data) -> tuple[list[Any], dict[str, Any]]:

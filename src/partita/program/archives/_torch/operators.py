@@ -33,9 +33,11 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
         if base not in _BODIES and base not in _OPERATORS:
             data.refuse(f"{name!r} runs more than graphs of the file")
     elif space not in NAMESPACES and not is_allowed:
+        is_code = f"{space}::{base}" == "partita::delegate"
+        what = "code that a backend has compiled" if is_code else "an operator of another library"
+        library = "" if is_code else f"operators=[{space!r}] or "
         data.refuse(
-            f"{name!r} is an operator of another library; if you know what it does, load the file with "
-            f"operators=[{space!r}] or operators=['{space}::{base}']"
+            f"{name!r} is {what}; if you know what it does, load the file with {library}operators=['{space}::{base}']"
         )
     found = getattr(getattr(torch.ops, space), base, None)
     found = found if isinstance(found, HigherOrderOperator) else getattr(found, overload or "default", None)

@@ -1,0 +1,317 @@
+"""Stored functions of backends, as the operator `partita::delegate` runs them.
+
+The bytes are data of the program. What the function takes and returns is a JSON text, an argument of the operator,
+which is checked before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from threading import Lock
+from typing import Any, NoReturn, TypeAlias, final
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from partita._torch.expressions import (
+    Evaluator,
+    Expression,
+    ExpressionError,
+    Read,
+    Symbol,
+    evaluator,
+    parsed,
+    substituted,
+)
+from partita.backends.backend import Backend, Compiled, find_backend
+from partita.errors import BackendError, OptionError
+from partita.program._torch.guards import functions_of_conditions
+
+#: The version of the JSON text; another one is refused.
+FORMAT = 1
+
+#: A number, or an expression in the symbols of a delegate.
+Number: TypeAlias = int | str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """The metadata of an input or output: sizes and strides are numbers or expressions in symbols."""
+
+    dtype: str
+    device: str
+    sizes: tuple[Number, ...]
+    strides: tuple[Number, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise BackendError(f"{self.dtype!r} is no dtype")
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class DelegateSpec:
+    """What a stored function is: of which region and backend, what it takes and returns, and when it may be called.
+
+    `symbols` are the places of sizes: the number of an input, and an axis of it, or -1 where the input is a number.
+    """
+
+    region: str
+    backend: str
+    version: str
+    inputs: tuple[TensorForm | Number, ...]
+    outputs: tuple[TensorForm, ...]
+    symbols: Mapping[str, tuple[int, int]]
+    conditions: tuple[str, ...]
+
+    def text(self) -> str:
+        """The JSON text."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+
+    @classmethod
+    def of(cls, text: str) -> DelegateSpec:
+        """The specification in a text; raises `BackendError` where it is none."""
+        try:
+            read = json.loads(text)
+            if read.pop("format") != FORMAT:
+                raise BackendError(f"its format is not {FORMAT}; it was written by another version of Partita")
+            forms = [one if type(one) in (int, str) else _form(one) for one in read.pop("inputs")]
+            symbols = {str(name): (int(at), int(axis)) for name, (at, axis) in read.pop("symbols").items()}
+            outputs, conditions = tuple(map(_form, read.pop("outputs"))), tuple(map(str, read.pop("conditions")))
+            names = {name: str(read.pop(name)) for name in ("region", "backend", "version")}
+            spec = cls(**names, inputs=tuple(forms), outputs=outputs, symbols=symbols, conditions=conditions)
+            _ = spec.is_allowed, spec.shapes, spec.numbers
+        except BackendError as error:
+            raise BackendError(f"a delegate cannot be read: {error}") from None
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            raise BackendError(f"a delegate cannot be read: {type(error).__name__}: {error}") from None
+        if read:
+            raise BackendError(f"a delegate cannot be read: it has unknown entries {sorted(read)}")
+        return spec
+
+    @cached_property
+    def is_allowed(self) -> Callable[[Sequence[Any]], bool]:
+        """Whether the sizes of inputs satisfy the conditions under which the function was compiled."""
+        checks = [self._evaluator(condition) for condition in self.conditions]
+        return lambda inputs: all(check(inputs) for check in checks)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[list[Evaluator], list[Evaluator]], ...]:
+        """How the sizes and strides of each output are computed from the inputs."""
+        forms = (*self.tensors, *self.outputs)
+        both = [
+            ([self._evaluator(one) for one in form.sizes], [self._evaluator(one) for one in form.strides])
+            for form in forms
+        ]
+        return tuple(both)
+
+    @cached_property
+    def tensors(self) -> tuple[TensorForm, ...]:
+        """The inputs that are tensors."""
+        return tuple(form for form in self.inputs if isinstance(form, TensorForm))
+
+    @cached_property
+    def numbers(self) -> tuple[Evaluator, ...]:
+        """The inputs that are numbers, as computed from all inputs."""
+        return tuple(self._evaluator(form) for form in self.inputs if not isinstance(form, TensorForm))
+
+    def shape(self, place: int, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The sizes and strides of a tensor, inputs first, for these inputs."""
+        sizes, strides = self.shapes[place]
+        return [compute(inputs) for compute in sizes], [compute(inputs) for compute in strides]
+
+    def _evaluator(self, number: Number) -> Evaluator:
+        if isinstance(number, int):
+            return lambda inputs: number
+        return evaluator(substituted(parsed(number), self._place), functions_of_conditions())
+
+    def _place(self, part: Symbol | Read) -> Expression:
+        if not isinstance(part, Symbol) or part.name not in self.symbols:
+            raise ExpressionError(f"{part!r} is no symbol of it")
+        at, axis = self.symbols[part.name]
+        if not 0 <= at < len(self.inputs) or isinstance(self.inputs[at], TensorForm) is (axis < 0):
+            raise ExpressionError(f"{part.name!r} is at no input")
+        return Read(at) if axis < 0 else Read(at, "size", axis)
+
+
+def _form(read: Any) -> TensorForm:
+    form = TensorForm(
+        str(read.pop("dtype")), str(read.pop("device")), *(tuple(read.pop(key)) for key in ("sizes", "strides"))
+    )
+    numbers = (*form.sizes, *form.strides)
+    if read or len(form.sizes) != len(form.strides) or not all(type(one) in (int, str) for one in numbers):
+        raise BackendError(f"{form} is no metadata of a tensor")
+    _ = form.torch_dtype, torch.device(form.device)
+    return form
+
+
+def unknown_backend(name: str, region: str) -> BackendError:
+    return BackendError(
+        f"region {region!r} was compiled by the backend {name!r}, which is not installed here; install the package "
+        "that has it, or register it with partita.backends.register_backend"
+    )
+
+
+def backend_of(spec: DelegateSpec) -> Backend:
+    """The backend that runs a delegate; raises where it is missing."""
+    try:
+        found = find_backend(spec.backend)
+    except OptionError:
+        raise unknown_backend(spec.backend, spec.region) from None
+    if not can_store(found):
+        raise BackendError(f"region {spec.region!r} needs the backend {spec.backend!r}, which has no `load`")
+    return found
+
+
+def can_store(backend: Backend) -> bool:
+    """Whether the functions of a backend can be stored as bytes."""
+    return callable(getattr(backend, "save", None)) and callable(getattr(backend, "load", None))
+
+
+# The operator ----------------------------------------------------------------------------------------------------
+
+_spec_of = lru_cache(maxsize=1024)(DelegateSpec.of)
+
+
+@final
+class _Loaded:
+    """The functions of blobs, as long as these live."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, tuple[ref[Tensor], int, Compiled]] = {}
+        self._lock = Lock()
+
+    def function(self, spec: DelegateSpec, blob: Tensor) -> Compiled:
+        """The function of a blob, loaded at its first call."""
+        key = id(blob)
+        known = self._functions.get(key)
+        if known is not None and known[0]() is blob and known[1] == blob.data_ptr():
+            return known[2]
+        with self._lock:
+            function = _load(spec, blob)
+            gone = ref(blob, lambda _: self._functions.pop(key, None))
+            self._functions[key] = (gone, blob.data_ptr(), function)
+        return function
+
+
+def _load(spec: DelegateSpec, blob: Tensor) -> Compiled:
+    backend: Any = backend_of(spec)
+    data = blob.detach().cpu().contiguous().numpy().tobytes()
+    try:
+        found = backend.load(data)
+    except Exception as error:
+        raise BackendError(
+            f"region {spec.region!r}: {spec.backend} cannot load what it has stored (version {spec.version!r}; here "
+            f"{version_of(backend)!r}): {error}"
+        ) from error
+    if not callable(found):
+        raise BackendError(
+            f"region {spec.region!r}: `load` of {spec.backend} returned {found!r}, which is not callable"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def version_of(backend: object) -> str:
+    """The version that a backend declares, if it does."""
+    return str(getattr(backend, "version", ""))
+
+
+_LOADED = _Loaded()
+
+
+def _combined(spec: DelegateSpec, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Any]:
+    if (len(tensors), len(numbers)) != (len(spec.tensors), len(spec.numbers)):
+        raise BackendError(
+            f"region {spec.region!r} takes {len(spec.tensors)} tensors and {len(spec.numbers)} numbers, not "
+            f"{len(tensors)} and {len(numbers)}"
+        )
+    left = [iter(numbers), iter(tensors)]
+    return [next(left[isinstance(form, TensorForm)]) for form in spec.inputs]
+
+
+def run(blob: Tensor, spec: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+    """Runs a stored function, after a check that it was compiled for such inputs."""
+    found = _spec_of(spec)
+    inputs = _combined(found, tensors, numbers)
+    for form, tensor in zip(found.tensors, tensors, strict=True):
+        if tensor.dtype is not form.torch_dtype or tensor.dim() != len(form.sizes):
+            raise BackendError(
+                f"region {found.region!r} was compiled for {form.dtype} with {len(form.sizes)} axes, not for "
+                f"{str(tensor.dtype).removeprefix('torch.')} with {tensor.dim()}"
+            )
+    for place, tensor in enumerate(tensors):
+        if list(tensor.shape) != found.shape(place, inputs)[0]:
+            raise BackendError(f"region {found.region!r} was not compiled for an input of shape {tuple(tensor.shape)}")
+    if not found.is_allowed(inputs) or any(
+        compute(inputs) != number for compute, number in zip(found.numbers, numbers, strict=True)
+    ):
+        raise BackendError(
+            f"region {found.region!r} was not compiled for these sizes; it holds where {', '.join(found.conditions)}"
+        )
+    laid_out = [_laid_out(tensor, found.shape(place, inputs)[1]) for place, tensor in enumerate(tensors)]
+    function = _LOADED.function(found, blob)
+    with torch.no_grad():
+        outputs = function(*_combined(found, laid_out, numbers))
+    return _checked(found, outputs, laid_out, len(tensors), inputs)
+
+
+def _checked(
+    spec: DelegateSpec, outputs: Any, tensors: Sequence[Tensor], first: int, inputs: Sequence[Any]
+) -> list[Tensor]:
+    """The outputs in memory of their own, with the layout that was traced."""
+    if not isinstance(outputs, tuple | list) or len(outputs) != len(spec.outputs):
+        raise BackendError(f"region {spec.region!r}: {spec.backend} does not return {len(spec.outputs)} outputs")
+    memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    made = []
+    for place, (output, form) in enumerate(zip(outputs, spec.outputs, strict=True)):
+        sizes, strides = spec.shape(first + place, inputs)
+        if not isinstance(output, Tensor) or output.dtype is not form.torch_dtype or list(output.shape) != sizes:
+            raise BackendError(f"region {spec.region!r}: {spec.backend} does not return {form} as output {place}")
+        memory = output.untyped_storage().data_ptr()
+        made.append(_laid_out(output.clone() if memory in memories else output, strides))
+        memories.add(memory)
+    return made
+
+
+def _laid_out(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """The tensor with these strides; a copy where it has others along axes of more than one element."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if all(size <= 1 or own == wanted for size, own, wanted in pairs):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def run_fake(blob: Tensor, spec: str, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+    """Tensors like the outputs, for fake inputs."""
+    found = _spec_of(spec)
+    inputs = _combined(found, tensors, numbers)
+    made = []
+    for place, form in enumerate(found.outputs):
+        sizes, strides = found.shape(len(tensors) + place, inputs)
+        made.append(torch.empty_strided(sizes, strides, dtype=form.torch_dtype, device=torch.device(form.device)))
+    return made
+
+
+def refuse_gradients(spec: str) -> NoReturn:
+    """What the backward of the operator does."""
+    region = _spec_of(spec).region
+    raise BackendError(
+        f"region {region!r} is a delegate, through which no gradients flow; call the program under no_grad"
+    )
+
+
+def refusal_of_spec(text: str) -> str | None:
+    """Why a file with this text cannot be loaded here; None if it can."""
+    try:
+        backend_of(DelegateSpec.of(text))
+    except BackendError as error:
+        return str(error)
+    return None

@@ -1,0 +1,260 @@
+"""`Delegate`, the treatment that has a backend compile a region now, and carries the stored function in the program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from partita._torch.expressions import Expression, Operation, Read, Symbol, evaluator, parsed, printed, substituted
+from partita._torch.fx.graph_writer import GraphWriter
+from partita._torch.fx.lazy_graph_module import lazy_module
+from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in
+from partita.analysis.nodes import value_of
+from partita.analysis.tolerance import Tolerance
+from partita.backends._torch.compile_context import compiler_scope
+from partita.backends._torch.fake_inputs import FakeInputs
+from partita.backends.backend import (
+    Backend,
+    backend_names,
+    find_backend,
+    takes_symbols,
+    tolerance_of,
+    wants_constants,
+)
+from partita.backends.delegates import DelegateSpec, Number, TensorForm, can_store, version_of
+from partita.errors import LoweringError, OptionError
+from partita.hops.delegate import DELEGATE
+from partita.lowering._torch.bodies import body_for_compiler
+from partita.lowering._torch.conditions import conditions_of, symbolic_places
+from partita.lowering._torch.containers import LEAF
+from partita.lowering.constants import holding, state_inputs
+from partita.lowering.lower import scope_of
+from partita.plans.treatment import Called, Site
+from partita.program._torch.guards import functions_of_conditions, symbolic_expression
+from partita.program.body_effects import body_effects
+from partita.program.exported import FOLDED
+from partita.program.program import Program
+from partita.rewrite.bodies import bare_body
+from partita.rewrite.operator_calls import owned_inputs
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Delegate:
+    """Has `backend` compile the body when the plan is applied, for the sizes that were traced, and stores the function.
+
+    The region becomes one call of the operator `partita::delegate`, which carries the bytes that `backend.save`
+    returned, so that an exported program can hold it. For inference: no gradients flow through it. A region that cannot
+    be compiled or stored is a `LoweringError`.
+    """
+
+    backend: str | Backend = "aot_inductor"
+
+    #: A function is compiled for one mode.
+    allows_mixed_modes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        found = find_backend(self.backend)
+        if not can_store(found):
+            raise OptionError(f"backend {found.name!r} has no `save` and `load`, so its functions cannot be stored")
+        if found.name not in backend_names():
+            raise OptionError(
+                f"a file refers to a backend by its name, and no backend called {found.name!r} is installed; "
+                "register it with partita.backends.register_backend, or give its package an entry point"
+            )
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """That of the backend."""
+        return tolerance_of(find_backend(self.backend))
+
+    def treat_at(self, body: GraphModule, site: Site) -> Called:
+        backend = find_backend(self.backend)
+        program = Program(body, caller=site.caller)
+        bare = bare_body(program)
+        region = _Region(site, bare.module, backend)
+        region.check()
+        scope = scope_of(bare.mode)
+        with torch.no_grad():
+            spec, data = region.compiled() if scope is None else scope.call(lambda _: region.compiled(), ())
+        return Called(region.calling(spec, data), inlined=True)
+
+
+@final
+class _Region:
+    """One region while it is compiled: its inputs as fakes, and what its function takes and returns."""
+
+    def __init__(self, site: Site, body: GraphModule, backend: Backend) -> None:
+        self.name, self.body, self.backend = site.region.name, body, backend
+        self.site = site
+        self.constants = self._constants() if wants_constants(backend) else {}
+        self.inputs = body.graph.find_nodes(op="placeholder")
+        #: The inputs of the compiled function.
+        self.variable = [node for node in self.inputs if node.name not in self.constants]
+        returned: Any = body.graph.output_node().args[0]
+        self.outputs: Sequence[Any] = returned if isinstance(returned, tuple | list) else (returned,)
+
+    def check(self) -> None:
+        """Raises where the region does more than compute tensors from tensors and integers."""
+        for node in self.body.graph.nodes:
+            reason = self.backend.refusal(node) if node.op.startswith("call_") else None
+            if reason is not None:
+                self._fail(f"{self.backend.name} refuses {node.name!r}: {reason}")
+        effects = body_effects(Program(self.body))
+        if effects.effectful or effects.rng:
+            names = ", ".join(map(repr, sorted(effects.effectful | effects.rng)))
+            self._fail(f"{names}: a delegate has no effects; leave them outside of the region")
+        for node in self.variable:
+            if not isinstance(value_of(node), Tensor | torch.SymInt | int):
+                self._fail(f"input {node.name!r} was traced as {value_of(node)!r}, which is no tensor and no integer")
+        for value in self.outputs:
+            if not isinstance(value, Node) or not isinstance(value_of(value), Tensor):
+                self._fail(f"it returns {value!r}, which was not traced as a tensor")
+        mutated = self.site.region.surroundings().mutations.names_mutated_outside(self.site.region.nodes)
+        written = [node.name for node in self.outputs if node.name in mutated]
+        if written:
+            names = ", ".join(map(repr, written))
+            self._fail(f"{names}: it is mutated after the region, and a delegate returns results of its own")
+
+    def compiled(self) -> tuple[DelegateSpec, bytes]:
+        """What the function takes and returns, and the stored function."""
+        places = self._places()
+        with compiler_scope():
+            fakes = FakeInputs()
+            symbols = {name: fakes.size(hint, name) for name, (_, hint) in places.items()}
+            inputs = [self._fake(value_of(node), fakes, symbols) for node in self.variable]
+            known = symbolic_places(inputs)
+            body = body_for_compiler(self.body, (), inputs=(LEAF,) * len(self.inputs))
+            held = {at: self.constants[one.name] for at, one in enumerate(self.inputs) if one.name in self.constants}
+            try:
+                function = self.backend.compile(holding(body, held) if held else body, inputs)
+                data = self.backend.save(function)  # type: ignore[attr-defined]
+            except Exception as error:
+                self._fail(f"{self.backend.name} cannot compile or store it: {error}", error)
+            conditions = conditions_of(known, fakes.env) or ()
+        if not isinstance(data, bytes):
+            self._fail(f"`save` of {self.backend.name} returned {type(data).__name__}, which is not bytes")
+        values = [value_of(node) for node in self.variable]
+        forms = [_form(value) if isinstance(value, Tensor) else _text(value) for value in values]
+        spec = DelegateSpec(
+            region=self.name,
+            backend=self.backend.name,
+            version=version_of(self.backend),
+            inputs=tuple(forms),
+            outputs=tuple(_form(value_of(node)) for node in self.outputs),
+            symbols={name: place for name, (place, _) in places.items()},
+            conditions=_texts(_on_symbols(condition, forms) for condition in conditions),
+        )
+        return DelegateSpec.of(spec.text()), data
+
+    def calling(self, spec: DelegateSpec, data: bytes) -> GraphModule:
+        """A module with the inputs and outputs of the body that calls the operator, and holds the stored function."""
+        writer, env = GraphWriter(), dict[Node, Node]()
+        writer.names.reserve(node.name for node in self.body.graph.nodes)
+        for node in self.inputs:
+            env[node] = writer.copy(node, env.__getitem__, name=node.name)
+        held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        blob = writer.write("get_attr", "delegate", name=writer.names.fresh(f"{self.name}_delegate"))
+        tensors = [env[node] for node in self.variable if isinstance(value_of(node), Tensor)]
+        numbers = [env[node] for node in self.variable if not isinstance(value_of(node), Tensor)]
+        arguments = (blob, spec.text(), tensors, numbers)
+        call = writer.write("call_function", DELEGATE, arguments, name=writer.names.fresh(self.name))
+        call.meta["val"] = [value_of(node) for node in self.outputs]
+        call.meta[FOLDED] = tuple(self.constants)
+        for at, node in enumerate(self.outputs):
+            env[node] = writer.write("call_function", operator.getitem, (call, at), name=node.name)
+            writer.copy_meta(node, env[node])
+        output = self.body.graph.output_node()
+        writer.copy(output, env.__getitem__, name=output.name)
+        module = lazy_module(writer.close(), training=False, is_part=True)
+        module.register_buffer("delegate", held)
+        return module
+
+    def _constants(self) -> dict[str, Tensor]:
+        """The parameters and buffers among the inputs, by name."""
+        held = {node.name: tensor for node, tensor in owned_inputs(self.site.region.surroundings()).items()}
+        names = [node.name for node in self.body.graph.find_nodes(op="placeholder")]
+        wanted = (names[place] for place in state_inputs(self.body, self.site.region))
+        return {name: held[name] for name in wanted if name in held}
+
+    def _places(self) -> dict[str, tuple[tuple[int, int], int]]:
+        """For each symbol the input and axis where it is read, and the number that it was traced with."""
+        found: dict[str, tuple[tuple[int, int], int]] = {}
+        for at, node in enumerate(self.variable):
+            value = value_of(node)
+            numbers = enumerate(value.shape) if isinstance(value, Tensor) else [(-1, value)]
+            for axis, number in numbers:
+                symbol = symbol_of(number)
+                if symbol is not None:
+                    found.setdefault(str(symbol), ((at, axis), hint_of(number)))
+        used = {str(symbol) for node in (*self.variable, *self.outputs) for symbol in symbols_in(value_of(node))}
+        if used - found.keys():
+            names = ", ".join(sorted(used - found.keys()))
+            self._fail(f"the sizes {names} are of no input; take in the operators that they come from")
+        if found and not takes_symbols(self.backend):
+            self._fail(f"{self.backend.name} takes plain sizes only; capture the program without dynamic shapes")
+        return found
+
+    def _fake(self, value: Any, fakes: FakeInputs, symbols: Mapping[str, Any]) -> Any:
+        if not isinstance(value, Tensor):
+            return _with(value, symbols)
+        return fakes.tensor(
+            [_with(size, symbols) for size in value.shape],
+            [_with(stride, symbols) for stride in value.stride()],
+            dtype=value.dtype,
+            device=value.device,
+            requires_grad=False,
+            is_leaf=True,
+        )
+
+    def _fail(self, why: str, error: Exception | None = None) -> NoReturn:
+        raise LoweringError(f"region {self.name!r} cannot be delegated: {why}") from error
+
+
+def _form(value: Tensor) -> TensorForm:
+    sizes, strides = tuple(map(_text, value.shape)), tuple(map(_text, value.stride()))
+    return TensorForm(str(value.dtype).removeprefix("torch."), str(value.device), sizes, strides)
+
+
+def _text(number: Any) -> Number:
+    return printed(symbolic_expression(number.node.expr)) if isinstance(number, torch.SymInt) else int(number)
+
+
+def _with(number: Any, symbols: Mapping[str, Any]) -> Any:
+    """The same expression in other symbols."""
+    if not isinstance(number, torch.SymInt):
+        return number
+    names = list(symbols)
+
+    def place(part: Symbol | Read) -> Expression:
+        return Read(names.index(part.name)) if isinstance(part, Symbol) else part
+
+    placed = substituted(symbolic_expression(number.node.expr), place)
+    return evaluator(placed, functions_of_conditions())(list(symbols.values()))
+
+
+def _texts(conditions: Iterable[Expression]) -> tuple[str, ...]:
+    """The conditions as text, each once, without those that say that a size is itself."""
+    told = (one for one in conditions if not isinstance(one, Operation) or one.operands[:1] != one.operands[1:])
+    return tuple(dict.fromkeys(map(printed, told)))
+
+
+def _on_symbols(condition: Expression, forms: Sequence[TensorForm | Number]) -> Expression:
+    """A condition on inputs as one on symbols."""
+
+    def known(part: Symbol | Read) -> Expression:
+        assert isinstance(part, Read)
+        assert isinstance(part.input, int)
+        number = forms[part.input]
+        if isinstance(number, TensorForm):
+            assert part.axis is not None
+            number = (number.sizes if part.query == "size" else number.strides)[part.axis]
+        return number if isinstance(number, int) else parsed(number)
+
+    return substituted(condition, known)

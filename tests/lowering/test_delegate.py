@@ -1,0 +1,274 @@
+"""`Delegate`: regions whose compiled functions travel in an exported program."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tests.program.archives.helpers import Spoilt
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+import partita
+from partita import Program
+from partita.backends import Eager, backend, register_backend
+from partita.errors import ArchiveError, BackendError, LoweringError, OptionError, UntrustedArchiveError
+from partita.policies import ByCapability, ByModule
+from partita.treatments import Delegate
+
+
+@dataclass(frozen=True)
+class Pickling:
+    """Stores the body itself, as a pickle."""
+
+    name: ClassVar[str] = "pickling"
+    version: ClassVar[str] = "7"
+
+    def refusal(self, node: Node) -> str | None:
+        return "it is erf" if node.target is torch.ops.aten.erf.default else None
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+        return body
+
+    def save(self, compiled: GraphModule) -> bytes:
+        return pickle.dumps(compiled)
+
+    def load(self, data: bytes) -> Any:
+        return pickle.loads(data)
+
+
+@dataclass(frozen=True)
+class Folding(Pickling):
+    name: ClassVar[str] = "folding"
+    wants_constants: ClassVar[bool] = True
+    takes_symbols: ClassVar[bool] = False
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) + x.erf()
+
+
+X, ROWS = torch.randn(3, 4), torch.export.Dim("rows", min=2, max=64)
+ALLOWED = ["partita::delegate"]
+
+
+@pytest.fixture(autouse=True)
+def _backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_REGISTERED", {})
+    register_backend(Pickling())
+    register_backend(Folding())
+
+
+def delegated(model: Any, wanted: Any = "pickling", policy: Any = None, *, dynamic: bool = False) -> Program:
+    program = partita.capture(model, (X,), dynamic_shapes=({0: ROWS},) if dynamic else None)
+    return partita.plan(program, policy or ByCapability(wanted), Delegate(wanted)).apply()
+
+
+def calls(program: Program) -> list[Node]:
+    return program.graph.find_nodes(op="call_function", target=torch.ops.partita.delegate.default)
+
+
+@pytest.mark.parametrize("wanted", ["pickling", "aot_inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
+def test_a_file_with_delegates_is_read_by_both_loaders(wanted: str, dynamic: bool, tmp_path: Path) -> None:
+    model = Net()
+    after = delegated(model, wanted, dynamic=dynamic)
+    assert calls(after)
+    partita.verify(model, after, (X,), gradients=False)
+    torch.export.save(after.exported(), tmp_path / "m.pt2")
+    loaded = [torch.export.load(tmp_path / "m.pt2"), Program.of(tmp_path / "m.pt2", operators=ALLOWED)]
+    for program in loaded:
+        for x in (X, torch.randn(9, 4)) if dynamic else (X,):
+            torch.testing.assert_close(program.module()(x), model(x))
+
+
+@torch.no_grad()
+def test_weights_that_a_backend_folds_are_in_the_file_once(tmp_path: Path) -> None:
+    model = Net()
+    after = delegated(model, "folding", ByModule("first"))
+    torch.export.save(after.exported(), tmp_path / "m.pt2")
+    loaded = Program.of(tmp_path / "m.pt2", operators=ALLOWED)
+    assert sorted(loaded.exported().state_dict) == ["second.bias", "second.weight"]
+    assert torch.equal(loaded.module()(X), model(X))
+    model.first.weight.zero_()
+    assert not torch.equal(loaded.module()(X), model(X))
+
+
+@torch.no_grad()
+def test_a_new_process_runs_the_stored_function_without_a_compiler(tmp_path: Path) -> None:
+    model = Net()
+    torch.export.save(delegated(model, "aot_inductor").exported(), tmp_path / "m.pt2")
+    torch.save((X, model(X)), tmp_path / "values.pt")
+    code = """
+import torch, partita, torch._inductor.compile_fx as compiler
+compiler.compile_fx = compiler.compile_fx_inner = None
+x, expected = torch.load("values.pt")
+torch.testing.assert_close(torch.export.load("m.pt2").module()(x), expected)
+"""
+    environment = {"PATH": "/nowhere", "PYTHONPATH": str(Path(partita.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, timeout=300)
+
+
+def test_a_file_with_delegates_is_code_and_needs_trust(tmp_path: Path) -> None:
+    torch.export.save(delegated(Net()).exported(), tmp_path / "m.pt2")
+    with pytest.raises(UntrustedArchiveError, match=r"is code that a backend has compiled; .*'partita::delegate'"):
+        Program.of(tmp_path / "m.pt2")
+
+
+@torch.no_grad()
+def test_a_missing_backend_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.export.save(delegated(Net()).exported(), tmp_path / "m.pt2")
+    monkeypatch.setattr(backend, "_REGISTERED", {})
+    message = r"region 'pickling_0' was compiled by the backend 'pickling', which is not installed here"
+    with pytest.raises(ArchiveError, match=message):
+        Program.of(tmp_path / "m.pt2", operators=ALLOWED)
+    with pytest.raises(BackendError, match=message):
+        torch.export.load(tmp_path / "m.pt2").module()(X)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"format": 1', '"format": 2'),
+        ('"dtype": "float32"', '"dtype": "load"'),
+        ('"sizes": [3, 4]', '"sizes": [3, "s0"]'),
+        ('"sizes": [3, 4]', '"sizes": [3, null]'),
+        ('"conditions": []', '"conditions": ["__import__(1)"]'),
+        ('"version": "7"', '"other": "7"'),
+    ],
+)
+def test_a_spoilt_specification_is_refused(old: str, new: str, tmp_path: Path) -> None:
+    torch.export.save(delegated(Net()).exported(), tmp_path / "m.pt2")
+
+    def change(program: Any) -> None:
+        for node in program["graph_module"]["graph"]["nodes"]:
+            for given in node["inputs"]:
+                if given["name"] == "spec":
+                    text = given["arg"]["as_string"]
+                    assert old in text
+                    given["arg"]["as_string"] = text.replace(old, new)
+
+    spoilt = Spoilt(tmp_path / "m.pt2")
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="a delegate cannot be read"):
+        Program.of(spoilt.write(tmp_path / "spoilt.pt2"), operators=ALLOWED)
+
+
+def test_no_gradients_flow_through_a_delegate() -> None:
+    result = delegated(Net()).module()(X)
+    with pytest.raises(BackendError, match="'pickling_0' is a delegate, through which no gradients flow"):
+        result.sum().backward()
+
+
+@torch.no_grad()
+def test_inputs_of_another_layout_are_copied_and_others_refused() -> None:
+    program = delegated(nn.Linear(4, 4))
+    (call,) = calls(program)
+    run, spec = torch.ops.partita.delegate, call.args[1]
+    blob, (_, weight, bias) = program.module().pickling_0_delegate, [X, torch.randn(4, 4), torch.randn(4)]
+    expected = nn.functional.linear(X, weight, bias)
+    (found,) = run(blob, spec, [X.t().contiguous().t(), weight, bias], [])
+    assert torch.equal(found, expected)
+    with pytest.raises(BackendError, match="compiled for float32 with 2 axes, not for float64 with 2"):
+        run(blob, spec, [X.double(), weight, bias], [])
+    with pytest.raises(BackendError, match=r"not compiled for an input of shape \(5, 4\)"):
+        run(blob, spec, [torch.randn(5, 4), weight, bias], [])
+    with pytest.raises(BackendError, match="takes 3 tensors and 0 numbers, not 1 and 0"):
+        run(blob, spec, [X], [])
+
+
+@torch.no_grad()
+def test_results_have_memory_of_their_own() -> None:
+    class Views(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            y = x * 2
+            return x.t(), y, y[0]
+
+    first, second, third = delegated(Views()).module()(X)
+    assert torch.equal(first, X.t())
+    assert first.stride() == X.t().stride()
+    assert torch.equal(second, X * 2)
+    assert torch.equal(third, X[0] * 2)
+    assert len({one.untyped_storage().data_ptr() for one in (X, first, second, third)}) == 4
+
+
+class _Dropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, training=True)
+
+
+class _Mutated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x).add_(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(4, 4)
+
+
+class _Failing(Pickling):
+    name: ClassVar[str] = "failing"
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+        raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: delegated(_Dropout()), "'dropout': a delegate has no effects"),
+        (lambda: delegated(_Mutated(), policy=ByModule("inside")), "'linear': it is mutated after the region"),
+        (lambda: delegated(Net(), policy=ByCapability("eager")), "pickling refuses 'erf': it is erf"),
+        (lambda: delegated(nn.Linear(4, 4), "folding", dynamic=True), "folding takes plain sizes only"),
+        (lambda: register_backend(_Failing()) or delegated(Net(), "failing"), "cannot compile or store it: not today"),
+    ],
+)
+def test_what_cannot_be_delegated_is_said(attempt: Callable[[], object], message: str) -> None:
+    with pytest.raises(LoweringError, match=message):
+        attempt()
+
+
+def test_a_backend_that_a_file_cannot_name_is_refused() -> None:
+    with pytest.raises(OptionError, match="'eager' has no `save` and `load`"):
+        Delegate(Eager())
+
+    class Unknown(Pickling):
+        name: ClassVar[str] = "unknown"
+
+    with pytest.raises(OptionError, match="no backend called 'unknown' is installed; register it with"):
+        Delegate(Unknown())
+
+
+def test_a_name_is_registered_once() -> None:
+    register_backend(Pickling())
+    for taken in ("pickling", "inductor"):
+        other = type("Other", (Pickling,), {"name": taken})()
+        with pytest.raises(OptionError, match=f"another backend is called '{taken}'"):
+            register_backend(other)
+    with pytest.raises(OptionError, match="is no backend"):
+        register_backend("pickling")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_a_program_with_delegates_is_copied_compiled_and_decomposed() -> None:
+    model = Net()
+    after = delegated(model, dynamic=True)
+    expected, module = model(X), after.module()
+    assert torch.equal(pickle.loads(pickle.dumps(module))(X), expected)
+    assert torch.equal(torch.compile(module, backend="aot_eager")(X), expected)
+    decomposed = after.decomposed()
+    assert torch.allclose(decomposed.module()(X), expected)
+    assert torch.ops.partita.delegate.default in [node.target for node in decomposed.graph.nodes]
