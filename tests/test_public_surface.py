@@ -211,7 +211,9 @@ PUBLIC = {
     },
     "partita.torch_compile": {
         "FramePlan",
+        "InputKind",
         "backend",
+        "input_kinds",
         "joint_partition",
         "plans",
     },

@@ -22,7 +22,7 @@ from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import CycleError, OptionError
 from partita.policies import AroundOperators, ByCapability, ByLabel, ByModule, BySize, SplitAt
 from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
-from partita.torch_compile import backend
+from partita.torch_compile import backend, input_kinds
 from partita.treatments import Call, Lower, Recompute
 
 EVERY_NODE = BySize(operators=1)
@@ -375,3 +375,29 @@ def test_importing_the_backend_brings_neither_dynamo_nor_inductor() -> None:
 def _sharing(tensors: Sequence[Tensor]) -> list[list[bool]]:
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [[one == other for other in memory] for one in memory]
+
+
+class _WithState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.relu(self.linear(x) * self.scale) * y
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kinds_of_inputs_are_told_apart(dynamic: bool) -> None:
+    kinds: list[tuple[str, ...]] = []
+
+    def inner(body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert len(input_kinds(body)) == len(inputs)
+        kinds.append(tuple(sorted(input_kinds(body))))
+        return body.forward
+
+    options = {"policy": AroundOperators(torch.relu), "inner": inner}
+    torch.compile(_WithState(), backend=backend, dynamic=dynamic, options=options)(torch.ones(3, 4), torch.ones(4))
+    assert ("buffer" in kinds[0], kinds[0].count("parameter")) == (True, 2)
+    assert ("dynamic" in kinds[0], "static" in kinds[0]) == (dynamic, not dynamic)
+    assert "parameter" not in kinds[-1]

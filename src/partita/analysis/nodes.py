@@ -129,6 +129,12 @@ def settle_stacks(graph: Graph) -> None:
 VALUE_KEYS = ("val", "example_value")
 
 
+def is_module_state(node: Node) -> bool:
+    """Whether Dynamo made an input of a parameter, a buffer or another tensor that a module holds."""
+    held = node.meta.get("tensor_dict") or {}
+    return "_dynamo_static_input_type" in held or isinstance(node.meta.get("example_value"), nn.Parameter)
+
+
 def value_of(node: Node) -> Any:
     """The traced value of `node`, or None."""
     meta = node.meta

@@ -86,7 +86,7 @@ def _parts(
         grown = grown_parts(units.relation, units.kinds)
         if grown is not None:
             return _parts_by_unit(program, supported, units, grown, _parts_of_items(program, items, units, grown))
-    elif len(units.accepted_by) <= 1:
+    elif len(units.kind_keys) <= 1:
         between = units.relation
         data = Relation(between.order, between.reads, between.readers, between.reads, between.readers)
         levels = latest_levels(data, units.kinds, max(earliest_levels(data, units.kinds), default=0))

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias, final
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partita.analysis.nodes import attribute_of
+from partita.analysis.nodes import attribute_of, is_module_state
 from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.operator_calls import owned_inputs
@@ -38,8 +38,7 @@ def state_inputs(body: GraphModule, region: Region) -> tuple[int, ...]:
 def _is_state(node: Node, program: Program) -> bool:
     if node.op == "get_attr":
         return isinstance(attribute_of(program.graph_module, node), Tensor)
-    # Dynamo makes inputs of parameters.
-    return node.op == "placeholder" and isinstance(node.meta.get("example_value"), nn.Parameter)
+    return node.op == "placeholder" and is_module_state(node)
 
 
 def holding(body: GraphModule, constants: Mapping[int, Tensor]) -> GraphModule:

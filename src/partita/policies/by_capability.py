@@ -21,6 +21,7 @@ from partita.policies.constraints import (
     worthwhile_nodes,
 )
 from partita.policies.legalize import Piece, partition_of, unassigned
+from partita.policies.switching import SwitchCost, Switching, check_switch_cost
 from partita.program.flops import Flops
 from partita.program.program import Program
 from partita.regions import Partition, Region
@@ -58,6 +59,9 @@ class ByCapability:
     `worthwhile` is called for every region, also for one that results from it: it returns True, False, the reason to
     exclude the region, or the nodes to keep. Regions hold nodes of one mode unless `modes_apart` is False, of one
     device if `devices_apart` is True, and nodes for which the function `apart` returns the same.
+
+    `switch_cost`, a number of bytes or a function of a region that returns it, is what a call of a region costs: one
+    that computes fewer bytes of results goes to the next capability that accepts all of it, and else to the caller.
     """
 
     takers: Capability | tuple[Capability, ...]
@@ -71,10 +75,12 @@ class ByCapability:
     modes_apart: bool = True
     devices_apart: bool = False
     apart: Apart | None = None
+    switch_cost: SwitchCost = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takers", checked_capabilities(self.takers))
         check_flags(self, "modes_apart", "devices_apart", "connected")
+        check_switch_cost(self.switch_cost)
         if self.apart is not None and not callable(self.apart):
             raise OptionError(f"`apart` is a function from a node to what keeps it apart, not {self.apart!r}")
         object.__setattr__(self, "together", checked_together(self.together))
@@ -104,6 +110,10 @@ class ByCapability:
             return self._partition(program, waiting_for_symbols(program, units))
 
     def _partition(self, program: Program, units: Units) -> Partition:
+        assert isinstance(self.takers, tuple)
+        if self.switch_cost:
+            switching = Switching(program, self.takers, self.switch_cost)
+            units = switching.handed_over(units, lambda found: self._units_of_parts(program, found))
         parts, reasons = self._parts(program, units), units.reasons
         if self.max_size is not None or self.worthwhile is not None or self.min_size > 1 or self.min_flops:
             limiter = _Limiter(self, program, units)
@@ -119,6 +129,12 @@ class ByCapability:
     def _parts(self, program: Program, units: Units) -> list[Part]:
         """All that is accepted, in parts that are named by the capability, in the order of the calls."""
         assert isinstance(self.takers, tuple)
+        found = self._units_of_parts(program, units)
+        names = [name_of(capability) for capability in self.takers]
+        by = [names[units.kind_keys[units.kinds[part[0]]][0]] for part in found]
+        return [Part(Piece(f"{name}_{at}", name), part) for at, (name, part) in enumerate(zip(by, found, strict=True))]
+
+    def _units_of_parts(self, program: Program, units: Units) -> list[list[int]]:
         by_step = _accepted_units(units, _steps(program, units).levels)
         found = [by_step[step] for step in sorted(by_step)]
         if self.connected:
@@ -126,15 +142,13 @@ class ByCapability:
             grown_part_of = grown_parts(units.relation, units.kinds)  # None for some large graphs.
             if grown_part_of is not None:
                 found = min([*_accepted_units(units, grown_part_of).values()], found, key=len)
-        names = [name_of(capability) for capability in self.takers]
-        by = [names[units.accepted_by[units.kinds[part[0]]]] for part in found]
-        return [Part(Piece(f"{name}_{at}", name), part) for at, (name, part) in enumerate(zip(by, found, strict=True))]
+        return found
 
 
 def _steps(program: Program, units: Units) -> Steps:
     """The fewest steps for one kind, few for several, and then those with fewer bytes across borders."""
     relation, kinds = units.relation, units.kinds
-    if len(units.accepted_by) != 1:
+    if len(units.kind_keys) != 1:
         steps = few_steps(relation, kinds)
         return moved_for_bytes(relation, kinds, steps, free=relation.order, sizes=_sizes(program, relation.order))
     early = earliest_levels(relation, kinds)

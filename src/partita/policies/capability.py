@@ -40,8 +40,8 @@ class Units:
     relation: Relation
     unit_of: Sequence[int]
     kinds: list[int]
-    #: The capability that accepts each kind, by its position in the order of preference.
-    accepted_by: list[int]
+    #: For each kind the capability, by its position in the order of preference, and what the units have in common.
+    kind_keys: list[tuple[int, Hashable]]
     reasons: dict[Node, str]
 
     def members(self) -> dict[int, list[int]]:
@@ -66,11 +66,10 @@ def units_of(
     numbers = list(assignable(program))
     unit_of, order = _units(program, numbers, together)
     submodules = dict(program.graph_module.named_modules(remove_duplicate=False))
-    checks, nodes = [_Check.of(one, submodules) for one in capabilities], program.index.nodes
+    checks, nodes = [Check.of(one, submodules) for one in capabilities], program.index.nodes
     kept_apart = KeptApart(program, modes=modes_apart, devices=devices_apart, label=apart)
     kinds, reasons = [REFUSED] * len(unit_of), dict[Node, str]()
-    known: dict[Hashable, int] = {}
-    accepted_by: list[int] = []
+    known: dict[tuple[int, Hashable], int] = {}
     with transforms_found_once(program.graph):
         for unit, members in _grouped(numbers, unit_of, is_grouped=together is not None):
             held = [nodes[number] for number in members]
@@ -78,11 +77,9 @@ def units_of(
             if isinstance(accepting, _Refusal):
                 reasons.update(_reasons(held, accepting))
                 continue
-            kind = kinds[unit] = known.setdefault((accepting, kept_apart.shared_by(members)), len(known))
-            if kind == len(accepted_by):
-                accepted_by.append(accepting)
+            kinds[unit] = known.setdefault((accepting, kept_apart.shared_by(members)), len(known))
     between = _relation(program, unit_of, order, waits=())
-    return Units(between, unit_of, kinds, accepted_by, reasons)
+    return Units(between, unit_of, kinds, list(known), reasons)
 
 
 def waiting_for_symbols(program: Program, units: Units) -> Units:
@@ -110,7 +107,7 @@ def checked_capabilities(option: object) -> tuple[Capability, ...]:
 
 def name_of(capability: Capability) -> str:
     """The name of a capability in regions and reasons."""
-    return _Check.of(capability, {}).name
+    return Check.of(capability, {}).name
 
 
 def _units(program: Program, numbers: Sequence[int], together: Together | None) -> tuple[list[int], list[int]]:
@@ -169,7 +166,7 @@ class _Refusal(NamedTuple):
     reason: Reason
 
 
-def _first_accepting(checks: Sequence[_Check], nodes: Sequence[Node]) -> int | _Refusal:
+def _first_accepting(checks: Sequence[Check], nodes: Sequence[Node]) -> int | _Refusal:
     """The position of the first capability that accepts all of the nodes, or the first refused node and why."""
     refusals: list[tuple[str, str]] = []
     refused: Node | None = None
@@ -195,14 +192,14 @@ def _joined(refusals: Sequence[tuple[str, str]]) -> Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class _Check:
+class Check:
     """A capability as a function with a name; its errors name the node."""
 
     name: str
     function: Callable[[Node], Any]
 
     @classmethod
-    def of(cls, capability: Capability, submodules: Mapping[str, nn.Module]) -> _Check:
+    def of(cls, capability: Capability, submodules: Mapping[str, nn.Module]) -> Check:
         if isinstance(capability, str) or is_backend(capability):
             backend = find_backend(capability)
             return cls(backend.name, backend.refusal)

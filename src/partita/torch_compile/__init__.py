@@ -2,6 +2,7 @@
 
 from partita.torch_compile.backend import backend
 from partita.torch_compile.frames import FramePlan, plans
+from partita.torch_compile.inputs import InputKind, input_kinds
 from partita.torch_compile.joint import joint_partition
 
-__all__ = ["FramePlan", "backend", "joint_partition", "plans"]
+__all__ = ["FramePlan", "InputKind", "backend", "input_kinds", "joint_partition", "plans"]
