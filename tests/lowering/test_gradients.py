@@ -204,3 +204,42 @@ def test_a_mutated_view_that_no_output_needs_gets_no_gradient() -> None:
         module(x, w).sum().backward()
         assert w.grad is None
         assert torch.equal(x.grad, torch.full((2, 3), -0.5))
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x).sin(), self.unused(x).cos()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_unused_parameters_never_get_none(register: str) -> None:
+    model, x, seen = _TwoHeads(), torch.randn(2, 4), list[Tensor]()
+
+    def hook(value: Tensor) -> None:
+        gradient = value if register == "register_hook" else value.grad
+        assert gradient is not None
+        seen.append(gradient * 0.5)
+
+    getattr(model.unused.weight, register)(hook)
+    lowered = plan(capture(model, (x,)), BySize(parts=1), Lower("aot_eager")).apply().module()
+    lowered(x)[0].sum().backward()
+    assert all(not one.any() for one in seen)
+    assert model.unused.bias.grad is None
+
+
+def test_an_unused_complex_result_between_regions_has_no_gradient() -> None:
+    def between(x: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.fft.fft(x * 2)
+        return x.sin() * 3, z.abs() + 1
+
+    x = torch.randn(6, requires_grad=True)
+    program = capture(between, (x,))
+    names = [node.name for node in program.operators()]
+    halves = ByLabel(lambda node: names.index(node.name) < names.index("abs_1"))
+    lowered = plan(program, halves, Lower("aot_eager")).apply().module()
+    lowered(x)[0].sum().backward()
+    assert x.grad is not None

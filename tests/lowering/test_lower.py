@@ -324,7 +324,7 @@ def test_a_region_that_holds_a_refused_node_runs_eagerly() -> None:
     assert torch.equal(decided.apply().module()(x, y), wave(x, y))
     assert list(decided.failures) == [Failure("whole", "counting", "it refuses this node: sines", "sin")]
     assert backend.made == []
-    with pytest.raises(TreatmentError, match="it refuses this node: sines"):
+    with pytest.raises(LoweringError, match="it refuses this node: sines"):
         plan_of(wave, Lower(backend, strict=True)).apply()
 
 

@@ -15,6 +15,7 @@ from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, comp
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 from partita import Partition, Program, Region
 from partita._torch.fx.lazy_graph_module import LazyModule
@@ -23,7 +24,7 @@ from partita.errors import CycleError, OptionError
 from partita.policies import AroundOperators, ByCapability, ByLabel, ByModule, BySize, SplitAt
 from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
 from partita.torch_compile import backend, input_kinds
-from partita.treatments import Call, Lower, Recompute
+from partita.treatments import Call, LeaveEager, Lower, Recompute
 
 EVERY_NODE = BySize(operators=1)
 EVERY_THREE = BySize(operators=3)
@@ -401,3 +402,62 @@ def test_kinds_of_inputs_are_told_apart(dynamic: bool) -> None:
     assert ("buffer" in kinds[0], kinds[0].count("parameter")) == (True, 2)
     assert ("dynamic" in kinds[0], "static" in kinds[0]) == (dynamic, not dynamic)
     assert "parameter" not in kinds[-1]
+
+
+class _TwoFrames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+@pytest.mark.parametrize(("treatment", "frames"), [(Recompute(), 2), ({"first": Recompute()}, 2), (Call(), 1)])
+def test_a_frame_without_a_match_runs_as_nodes_outside_of_regions_do(treatment: Any, frames: int) -> None:
+    seen: list[GraphModule] = []
+
+    def inner(body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append(body)
+        return body.forward
+
+    options = {"policy": ByModule("first"), "treatment": treatment, "inner": inner}
+    torch.compile(_TwoFrames(), backend=backend, options=options)(torch.ones(3, 4))
+    assert len(seen) == frames
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.after = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(checkpoint(self.dropped, x, use_reentrant=False))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.inside(x).sin(), 0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": ByModule("after")},
+        {"policy": ByModule("missing", allow_empty=True)},
+        {"policy": BySize(parts=2), "treatment": LeaveEager()},
+        {"policy": BySize(parts=2), "treatment": Lower("eager")},
+        {"policy": BySize(parts=2)},
+    ],
+)
+def test_a_checkpoint_of_the_model_restores_the_random_numbers(options: dict[str, Any]) -> None:
+    model, x = _Checkpointed(), torch.randn(4, 6)
+    torch.manual_seed(1)
+    model(x).square().sum().backward()
+    expected, model.inside.weight.grad = model.inside.weight.grad, None
+    torch.manual_seed(1)
+    result = torch.compile(model, backend=backend, options={"inner": "aot_eager", **options})(x)
+    state = torch.get_rng_state()
+    result.square().sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(model.inside.weight.grad, expected)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from partita import Program, plan
 from partita.errors import TreatmentError
-from partita.policies import ByCapability, ByLabel, BySize
+from partita.policies import ByCapability, ByLabel, ByModule, BySize, SplitAt
+from partita.torch_compile import backend
 from partita.treatments import Call, KeepOperators, Lower, Recompute
 
 
@@ -294,3 +295,79 @@ def test_a_region_that_registers_a_hook_is_not_recomputed_by_a_second_run() -> N
         return graph_module.forward
 
     torch.compile(Model(hook_on_all_uses), backend=cut)(torch.randn(3, 4))
+
+
+class _NormTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, momentum=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.norm(x + 10)
+
+
+@pytest.mark.parametrize("policy", [BySize(parts=2), BySize(parts=1), ByModule("norm")])
+def test_statistics_that_two_regions_update_are_those_of_eager(policy: Any) -> None:
+    eager, model, x = _NormTwice(), _NormTwice(), torch.randn(4, 6)
+    cut = torch.compile(model, backend=backend, options={"policy": policy, "inner": "aot_eager"})
+    for _ in range(2):
+        eager(x).sum().backward()
+        cut(x).sum().backward()
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+
+
+def _add_into(cache: Tensor, value: Tensor) -> None:
+    cache.add_(value)
+
+
+def test_a_custom_operator_whose_fake_kernel_writes_nothing_mutates_in_two_regions() -> None:
+    library = torch.library.Library("partita_cut", "DEF")
+    library.define("add_into(Tensor(a!) cache, Tensor value) -> ()")
+    library.impl("add_into", _add_into, "CPU")
+    library.impl("add_into", lambda cache, value: None, "Meta")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("cache", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.ops.partita_cut.add_into(self.cache, self.linear(x).detach()[0])
+            y = self.linear(x + 1)
+            torch.ops.partita_cut.add_into(self.cache, y.detach()[0] * 10)
+            return y + self.cache * 1
+
+    model = Model()
+    eager, x = copy.deepcopy(model), torch.ones(1, 2)
+    cut = torch.compile(model, backend=backend, options={"policy": BySize(parts=2), "inner": "aot_eager"})
+    torch.testing.assert_close(cut(x), eager(x))
+    torch.testing.assert_close(model.cache, eager.cache)
+
+
+class _Metric(nn.Module):
+    """Mutates a value that relu saved, but no backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        a = torch.relu(h)
+        a.mul_(2)
+        self.mean.lerp_(a.detach().mean(0), 0.1)
+        return self.second(h)
+
+
+@pytest.mark.parametrize("treatment", [Call(), Lower("aot_eager")])
+@pytest.mark.parametrize("place", ["mul_", "detach"])
+def test_a_saved_value_may_be_mutated_where_no_backward_needs_it(treatment: Any, place: str) -> None:
+    model = _Metric()
+    eager, x = copy.deepcopy(model), torch.randn(4, 6)
+    options = {"policy": SplitAt(lambda node: place in node.name), "treatment": treatment, "inner": "aot_eager"}
+    torch.compile(model, backend=backend, options=options)(x).sum().backward()
+    eager(x).sum().backward()
+    torch.testing.assert_close(model.first.weight.grad, eager.first.weight.grad)
+    torch.testing.assert_close(model.mean, eager.mean)

@@ -95,9 +95,8 @@ class Lower:
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module:
         title = f"{site.region.name} (region {site.place + 1} of {site.count})"
-        # A backend that runs the operators unchanged saves for backward what eager mode saves.
-        rewrites = self.tolerance.relative > 0 or self.tolerance.absolute > 0
-        later = names_mutated_later(body, site.region) if rewrites else frozenset[str]()
+        # A compiled function has one backward for all of its results, which reads all that was saved.
+        later = names_mutated_later(body, site.region)
         program, nodes = Program(body, caller=site.caller), set(site.region.nodes)
         for hooked in () if site.program is None else site.program.hooked_tensors:
             if hooked.is_divided_by(nodes):

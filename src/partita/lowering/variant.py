@@ -173,7 +173,7 @@ class Variant:
         for place in self._complex:
             # Autograd may pass a lazily conjugated gradient, and compiled code would ignore its conjugate bit.
             if outputs[place].requires_grad:
-                outputs[place].register_hook(Tensor.resolve_conj)
+                outputs[place].register_hook(_resolved)
         if unused is not None:
             unused.hook_backward(edges, outputs, inputs)
         return outputs
@@ -185,6 +185,10 @@ class Variant:
         else:
             check_outputs(outputs, count=len(self.dry_run.compiled), tensors=self.dry_run.tensors)
         self._is_checked = True
+
+
+def _resolved(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.resolve_conj()
 
 
 def dimensions_of(value: Any) -> Dimensions | None:

@@ -227,7 +227,8 @@ def _treatments(
 def _check_names(partition: Partition, treatment: object) -> None:
     names = dict.fromkeys(region.name for region in partition)
     unknown = [name for name in treatment if name not in names] if isinstance(treatment, Mapping) else []
-    if unknown:
+    # Another frame of the model may have the region.
+    if unknown and partition.program.frame is None:
         near = get_close_matches(str(unknown[0]), names, n=3) or list(names)[:3]
         known = f"; there are {', '.join(map(repr, near))}{' and others' if len(names) > len(near) else ''}"
         raise OptionError(f"there is a treatment for {unknown[0]!r}, but no such region{known if names else ''}")

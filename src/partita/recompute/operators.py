@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -178,6 +180,22 @@ def _warn_of_reentrance() -> None:
     log.warning("a checkpoint operator is never reentrant, here as in torch: use_reentrant=True is ignored")
 
 
+def restore_rng_in_checkpoints(module: nn.Module) -> None:
+    """Replaces torch's checkpoint operators in the graphs of a module that runs eagerly, where they draw new numbers.
+
+    Dynamo writes them for `torch.utils.checkpoint`, for compilers; called as they are, they do not restore the RNG
+    state for the backward (torch 2.13).
+    """
+    for inner in module.modules():
+        if isinstance(inner, GraphModule):
+            calls = [node for name in _TORCHS for node in inner.graph.find_nodes(op="call_function", target=name)]
+            for node in calls:
+                node.target = tag_activation_checkpoint
+            if calls:
+                inner.recompile()
+
+
+_TORCHS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap_activation_checkpoint)
 _HOME = "partita.recompute"
 
 wrap_activation_checkpoint = registered(

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from partita._torch.fx.structural_hash import body_key
 from partita.analysis.mode import Mode
 from partita.plans import Plan, plan
-from partita.plans.treatment import annotation_suffices
+from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
 from partita.torch_compile.frames import FramePlan, RunningModel
 from partita.torch_compile.options import BackendOptions, Inner
@@ -48,7 +48,7 @@ def backend(
     program = Program(gm, caller=Mode(grad=torch.is_grad_enabled()), frame=model.frame)
     decided = plan(program, chosen.policy, chosen.treatment)
     with _annotated(decided, example_inputs):
-        if decided.treatments and all(map(annotation_suffices, decided.treatments)):
+        if _suffice_annotations(decided, chosen.treatment):
             border, compiled = border_of_graph(gm), inner(gm, example_inputs)
             function = compiled if border == Border() else Bordered(compiled, border)
         else:
@@ -60,6 +60,14 @@ def backend(
     if chosen.on_plan is not None:
         chosen.on_plan(report)
     return model.warning_if_unmatched(function, report)
+
+
+def _suffice_annotations(decided: Plan, option: object) -> bool:
+    """Whether the whole graph is compiled, with marks; also one without a region, next to others of its model."""
+    if decided.treatments:
+        return all(map(annotation_suffices, decided.treatments))
+    possible = list(option.values()) if isinstance(option, Mapping) else [option]
+    return bool(possible) and all(is_treatment(one) and annotation_suffices(one) for one in possible)
 
 
 @final

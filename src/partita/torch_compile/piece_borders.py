@@ -117,6 +117,16 @@ def snapshots_of(values: Iterable[Any]) -> tuple[_Snapshot | None, ...]:
     return tuple(_snapshot(value) if isinstance(value, Tensor) else None for value in values)
 
 
+def count_mutations(tensors: Sequence[Any], *, before: Sequence[_Snapshot | None]) -> None:
+    """Raises the version counters of tensors that were mutated without that.
+
+    The running statistics of a batch norm are, and what a custom operator mutates whose fake kernel does nothing.
+    """
+    for tensor, known in zip(tensors, before, strict=True):
+        if known is not None and known.version is not None and version_of(tensor) == known.version:
+            torch.autograd.graph.increment_version(tensor)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class PieceCall:

@@ -34,6 +34,7 @@ from partita.plans.treatment import (
 )
 from partita.program.body_effects import inputs_read_once, mutated_inputs
 from partita.program.program import Program
+from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.rewrite.bodies import copy_mutated_inputs
 from partita.torch_compile._torch.backends import adopt_origin, own_tracing_context, sources_of
 from partita.torch_compile.options import Inner
@@ -42,6 +43,7 @@ from partita.torch_compile.piece_borders import (
     Border,
     Bordered,
     PieceCall,
+    count_mutations,
     edges_before,
     snapshots_of,
 )
@@ -56,6 +58,7 @@ def compile_pieces(cut: GraphModule, root: GraphModule, inner: Inner, example_in
         compiler.run(*example_inputs, enable_io_processing=False)
     for call in compiler.calls:
         compiler.add_border(call)
+    restore_rng_in_checkpoints(cut)  # What was compiled is no graph module any more.
 
 
 @final
@@ -100,7 +103,7 @@ class _PieceCompiler(Interpreter):
             self._check_copies(border)
         except AliasedMutationError as error:
             if isinstance(compiled, Compiled):
-                self._leave_uncompiled(call.name, GraphModule(piece.body, piece.graph), str(error))
+                self._leave_uncompiled(call.name, piece.fresh_body(), str(error))
             return
         if not isinstance(compiled, Compiled):
             border = Border(owned=border.owned)  # The treatment is responsible for what it saves.
@@ -127,9 +130,10 @@ class _PieceCompiler(Interpreter):
         return call
 
     def _run_piece(self, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
-        before, edges = snapshots_of(args), edges_before(args)
+        before, edges, mutated = snapshots_of(args), edges_before(args), piece.mutated_args()
         with runs_fake(self._mode, as_dynamo=True), own_tracing_context(self._mode):
             outputs = piece.interpreter(PropagateUnbackedSymInts).run(*args)
+        count_mutations([args[place] for place in mutated], before=[before[place] for place in mutated])
         self.calls.append(PieceCall.of(str(node.target), args, outputs, before=before, edges=edges))
         return self.calls[-1]
 
@@ -157,8 +161,16 @@ class _PieceCompiler(Interpreter):
     def _compile(self, call: Node, body: GraphModule, args: list[Any]) -> None:
         sources = [self._sources.get(arg) if isinstance(arg, Node) else None for arg in call.args]
         adopt_origin(body, self._root, sources=sources, args=args)
-        with own_tracing_context(self._mode):
-            compiled = self._inner(body, args)
+        try:
+            with own_tracing_context(self._mode):
+                compiled = self._inner(body, args)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            # Eager mode allows it as long as no backward needs the old value; a compiled piece has one for all.
+            reason = "mutates a value that its backward would need"
+            self._leave_uncompiled(str(call.target), self._pieces[str(call.target)].fresh_body(), reason)
+            return
         if not callable(compiled):
             raise OptionError(
                 f"the inner backend {self._inner!r} returned {type(compiled).__name__} for {call.target!r}; "
@@ -189,6 +201,18 @@ class Piece(nn.Module):
         self.treated = treated
         #: A compiler owns the graph that it compiles and may change it, so a copy is kept.
         self.graph: Graph = copy.deepcopy(body.graph)
+        self._mutated_args: tuple[int, ...] | None = None
+
+    def mutated_args(self) -> tuple[int, ...]:
+        """The arguments that its operators mutate, as far as their schemas say."""
+        if self._mutated_args is None:
+            program = Program(self.fresh_body())
+            self._mutated_args = () if program.effects.barriers else mutated_inputs(program)
+        return self._mutated_args
+
+    def fresh_body(self) -> GraphModule:
+        """The body as it was before a compiler got it."""
+        return GraphModule(self.body, self.graph)
 
     def interpreter(self, kind: type[Interpreter]) -> Interpreter:
         """Runs the body node by node, without generating code for it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -202,15 +203,41 @@ class UnusedGradients:
             *(link for producer, link in made if producer is None or producer[0] is not function)
         )
         known = {producer[1]: link for producer, link in made if producer is not None and producer[0] is function}
+        hooks = _Hooks(function, inputs, places)
 
         def hook(gradients: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...]:
             numbers = (number for number, gradient in enumerate(used) if gradient is not None)
             needed = frozenset[int]().union(*(known.get(number, hidden) for number in numbers))
             return tuple(
-                None if at in places and not places[at] & needed else gradient for at, gradient in enumerate(gradients)
+                None if at in places and not places[at] & needed and not hooks.see(at) else gradient
+                for at, gradient in enumerate(gradients)
             )
 
         function.register_hook(hook)
+
+
+@final
+class _Hooks:
+    """Which gradients of a compiled function hooks of the user get: these cannot take None.
+
+    Eager mode does not call them for an unused gradient. A compiled function has computed zeros.
+    """
+
+    def __init__(self, function: Any, inputs: Sequence[Any], places: Mapping[int, frozenset[int]]) -> None:
+        self._function = ref(function)
+        self._inputs = {at: [ref(inputs[place]) for place in places[at]] for at in places}
+        self._hooked = {at for at, held in places.items() if any(inputs[place]._backward_hooks for place in held)}
+
+    def see(self, at: int) -> bool:
+        """Whether a hook gets the gradient with this number."""
+        if at in self._hooked:
+            return True
+        function = self._function()
+        leaf = None if function is None else getattr(function.next_functions[at][0], "variable", None)
+        tensors = [leaf, *(held() for held in self._inputs.get(at, ()))]
+        return any(
+            tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors if tensor is not None
+        )
 
 
 def _made_by(value: Any) -> tuple[Any, int] | None:
