@@ -335,3 +335,19 @@ def test_products_of_many_factors_are_not_put_in_order() -> None:
     factor, product = torch.ones(2, 2), torch.ops.aten.linalg_multi_dot.default
     assert refusal_of_call(product, ([factor] * 101,), {}) == "it reads 101 values"
     assert refusal_of_call(product, ([factor] * 50,), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "reason"),
+    [
+        (torch.ops.aten.combinations.default, (torch.ones(1), 65_000), "r is 65000"),
+        (torch.ops.aten.tensor_split.sections, (torch.ones(4), 10**9), "sections is 1000000000"),
+        (torch.ops.aten.round.decimals, (torch.ones(1),), None),
+        (torch.ops.aten.expand.default, (torch.ones(1), [1] * 70), "size is a list of 70"),
+        (torch.ops.aten.expand.default, (torch.ones(1), [1] * 64), None),
+    ],
+)
+def test_calls_whose_results_are_out_of_proportion_are_refused(operator: Any, arguments: Any, reason: Any) -> None:
+    assert refusal_of_call(operator, arguments, {}) == reason
+    if operator is torch.ops.aten.round.decimals:
+        assert refusal_of_call(operator, arguments, {"decimals": -(10**18)}) == "decimals is -1000000000000000000"

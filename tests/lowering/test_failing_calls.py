@@ -11,7 +11,7 @@ from tests.lowering.helpers import Counting, Failing, lowered, plan_of, region_o
 from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
 
-from partita import Program, plan
+from partita import Program, capture, plan
 from partita.errors import LoweringError
 from partita.lowering.variant_cache import LruTable
 from partita.policies import BySize
@@ -169,3 +169,15 @@ def test_a_view_by_strides_inside_its_memory_is_compiled() -> None:
     decided = plan(program, BySize(parts=1), Lower("aot_eager", strict=True))
     x = torch.arange(32.0)
     assert torch.equal(decided.apply().module()(x), x.as_strided((2, 8), (16, 2), 1) * 2)
+
+
+@pytest.mark.parametrize(("scale", "is_compiled"), [(2.0, True), (None, True), (0.001, False)])
+def test_scales_that_do_not_fit_the_sizes_are_left_to_eager_mode(scale: float | None, is_compiled: bool) -> None:
+    def enlarge(x: Tensor) -> Tensor:
+        return torch.ops.aten.upsample_nearest2d(x, [8, 8], scale, scale)
+
+    x = torch.arange(16.0).reshape(1, 1, 4, 4)
+    decided = plan(capture(enlarge, (x,)), BySize(parts=1), Lower("aot_eager"))
+    with torch.no_grad():
+        assert torch.equal(decided.apply().module()(x), enlarge(x))
+    assert ("do not fit its sizes" in str(decided.failures)) is not is_compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.symbolic_shapes import hint_of
@@ -129,8 +131,10 @@ def refusal_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 _MOST_VALUES = 2_000
 #: Operators that look for the best order of a product, in time that is cubic in the number of factors.
 _COMBINES, _MOST_COMBINED = frozenset(("aten::chain_matmul", "aten::einsum", "aten::linalg_multi_dot")), 100
-#: The arguments that say how many tensors a list has, and the most that it may have.
-_COUNTS, _MOST_RESULTS = frozenset(("chunks", "r", "sections")), 2**16
+#: The largest numbers that some arguments may be: how many tensors a list has, how many axes a result, how many digits.
+_MOST = {"chunks": 2**16, "sections": 2**16, "r": 20, "decimals": 400}
+#: The arguments whose length is the number of axes of a result, of which torch supports 64 in most operators.
+_SHAPES, _MOST_AXES = frozenset(("size", "shape", "repeats", "dims", "output_size", "stride", "expanded_size")), 64
 _KINDS: Mapping[str, type] = {"ScalarType": torch.dtype, "MemoryFormat": torch.memory_format, "Layout": torch.layout}
 
 
@@ -138,8 +142,10 @@ def _why_rejected(target: OpOverload, argument: Any, value: Any) -> str | None:
     kind = _KINDS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
     if kind is not None and not isinstance(value, kind):
         return f"no {kind.__name__}"
-    if argument.name in _COUNTS and isinstance(value, int) and value > _MOST_RESULTS:
-        return str(value)
+    if isinstance(value, int | torch.SymInt) and abs(hint_of(value)) > _MOST.get(argument.name, math.inf):
+        return str(hint_of(value))
+    if argument.name in _SHAPES and isinstance(value, tuple | list) and len(value) > _MOST_AXES:
+        return f"a list of {len(value)}"
     # N = 1 only says that a number may replace a list.
     if (argument.N or 1) > 1 and isinstance(value, tuple | list) and len(value) != argument.N:
         # Kernels expand a single number; those of derivatives need not.
@@ -147,6 +153,24 @@ def _why_rejected(target: OpOverload, argument: Any, value: Any) -> str | None:
         if not is_single and not (argument.has_default_value() and list(value) == argument.default_value):
             return f"a list of {len(value)} and not of {argument.N}"
     return None
+
+
+def refusal_of_device(values: Any) -> str | None:
+    """Why autograd cannot run on tensors on such devices: torch would end the process; None if it can."""
+    for value in pytree.tree_leaves(values):
+        device = value.device if isinstance(value, Tensor) else value
+        if isinstance(device, torch.device) and not _has_device(device.type):
+            return f"it is on {device.type}, which this build of torch does not support"
+    return None
+
+
+@cache
+def _has_device(kind: str) -> bool:
+    try:
+        torch.Stream(device=kind)
+    except RuntimeError as error:  # Without a driver it raises, too, but autograd runs.
+        return "not linked with support" not in str(error)
+    return True
 
 
 @cache

@@ -9,10 +9,12 @@ import torch
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.dry_runs import refusal_of_device
 from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.modes import fresh_modes
 from partita._torch.nn_modules import StandsForBody
 from partita._torch.operators.schemas import mutated_nodes, viewed_node
+from partita.analysis.nodes import value_of
 from partita.dissolve.dissolve import dissolve
 from partita.errors import ModeError, OptionError
 from partita.program._torch.guards import guards_of, set_guards
@@ -43,6 +45,9 @@ def decomposed_program(
     gets gradients (torch 2.13). So the modes are dissolved first, into casts and `detach`.
     """
     guards = _record(program).guards
+    why = refusal_of_device([value_of(node) for node in program.graph.nodes])
+    if why is not None:
+        raise OptionError(f"the program cannot be decomposed here, since {why}; decompose it where it was exported")
     table = default_decompositions() if table is None else dict(table)
     # The table turns it into an alias, through which gradients flow.
     table.pop(torch.ops.aten.detach.default, None)

@@ -17,7 +17,15 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from partita._torch.dry_runs import Allowance, has_kernel_for_fakes, is_loop, is_of_level, is_torchs, refusal_of_call
+from partita._torch.dry_runs import (
+    Allowance,
+    has_kernel_for_fakes,
+    is_loop,
+    is_of_level,
+    is_torchs,
+    refusal_of_call,
+    refusal_of_device,
+)
 from partita._torch.fake_sandbox import FakeCopies, tensors_in
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.modes import read_ambient, restore_after_error
@@ -180,7 +188,8 @@ def _refusal_of_call(node: Node, *, is_body: bool) -> str | None:
         return "it is an operator of another library that has no fake kernel"
     if is_body and is_loop(node.target):
         return "it is a loop in a body"
-    return refusal_of_call(node.target, node.args, node.kwargs)
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
+    return refusal_of_call(node.target, args, kwargs) or refusal_of_device((args, kwargs, value_of(node)))
 
 
 #: The most bits of a number that a dry run may compute; its inputs have up to 64.

@@ -23,9 +23,12 @@ from tests.program.archives.helpers import Spoilt, X, call, exported, plain_pois
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import partita
 from partita import Program
-from partita.errors import ArchiveError, UntrustedArchiveError
+from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
+from partita.policies import BySize
 from partita.program.archives import inspect_archive, load_exported
+from partita.treatments import KeepExpensive, Recompute
 
 Attack = Callable[[Spoilt, Path], None]
 
@@ -776,3 +779,73 @@ def test_operators_whose_arguments_torch_does_not_check_are_refused(saved: Path,
     spoilt.program(change)
     with pytest.raises(UntrustedArchiveError, match="does more than compute on tensors and numbers"):
         load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("_reshape_alias.default", "does more than compute on tensors and numbers"),
+        ("random.from", "cannot be written in Python"),
+    ],
+)
+def test_a_view_that_nobody_checks_and_a_keyword_are_no_operators(
+    saved: Path, tmp_path: Path, target: str, message: str
+) -> None:
+    def change(program: Any) -> None:
+        graph(program)["nodes"][0]["target"] = f"torch.ops.aten.{target}"
+
+    spoilt = Spoilt(saved)
+    spoilt.program(change)
+    with pytest.raises(UntrustedArchiveError, match=message):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_two_keywords_have_two_names(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+
+    def change(program: Any) -> None:
+        signature = program["graph_module"]["module_call_graph"][0]["signature"]
+        assert "mode" in signature["in_spec"]
+        signature["in_spec"] = signature["in_spec"].replace("mode", "scale")
+
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="two of its keywords have one name"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_a_graph_has_the_results_that_its_call_returns(tmp_path: Path) -> None:
+    class Frozen(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                y, z = x.sin(), x.cos()
+            return y + x, z + x
+
+    torch.export.save(torch.export.export(Frozen(), (X,)), tmp_path / "m.pt2")
+
+    def change(program: Any) -> None:
+        (call,) = [node for node in graph(program)["nodes"] if "set_grad" in node["target"]]
+        (body,) = [given["arg"]["as_graph"]["graph"] for given in call["inputs"] if "as_graph" in given["arg"]]
+        del body["outputs"][1]
+
+    spoilt = Spoilt(tmp_path / "m.pt2")
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="the graph that it runs has fewer results"):
+        load_exported(spoilt.write(tmp_path / "n.pt2"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch supports the device")
+def test_a_program_for_another_device_is_planned_without_a_crash(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "m.pt2")
+
+    def change(program: Any) -> None:
+        for value in graph(program)["tensor_values"].values():
+            value["device"] = {"type": "cuda", "index": 0}
+
+    spoilt = Spoilt(tmp_path / "m.pt2")
+    spoilt.program(change)
+    program = Program.of(spoilt.write(tmp_path / "n.pt2"))
+    plan = partita.plan(program, BySize(parts=1), Recompute(KeepExpensive(2)))
+    assert "it is on cuda, which this build of torch does not support" in str(plan.saved_memory())
+    plan.apply()
+    with pytest.raises(OptionError, match="cannot be decomposed here, since it is on cuda"):
+        program.decomposed()

@@ -82,9 +82,26 @@ class _RecordingInterpreter(Interpreter):
                 raise
             raise InvalidCallError(f"{n.name!r} raises {type(error).__name__}: {error}") from error
         _check_bounds(n, result)
+        self._check_scales(n)
         self.fresh[n] = list(read_leaves(result))
         self.reshaped.update(id(leaf) for leaf, then in zip(arguments, before, strict=True) if _layout(leaf) != then)
         return result
+
+    def _check_scales(self, node: Node) -> None:
+        """Raises where scales do not fit sizes: eager mode clamps what it reads, and compiled code does not look."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.name.startswith(("aten::upsample_", "aten::_upsample_")):
+            return
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        scales = [value for name, value in named.items() if name.startswith("scale") and value is not None]
+        source, sizes = next(iter(named.values())), named.get("output_size")
+        flat = [scale for value in scales for scale in (value if isinstance(value, tuple | list) else (value,))]
+        if not flat or not isinstance(source, Tensor) or sizes is None:
+            return
+        pairs = zip(source.shape[-len(flat) :], sizes[-len(flat) :], flat, strict=False)
+        if any(not _is_scaled(before, after, scale) for before, after, scale in pairs):
+            raise InvalidCallError(f"{node.name!r} has scales that do not fit its sizes")
 
     def _check_mutated(self, node: Node) -> None:
         """Raises where a call mutates an expanded tensor: eager mode refuses that, and fake tensors do not."""
@@ -107,6 +124,13 @@ def _check_bounds(node: Node, result: Any) -> None:
     )
     if result.numel() and (last + 1) * result.element_size() > result.untyped_storage().nbytes():
         raise InvalidCallError(f"{node.name!r} takes a view by strides that leaves the memory of its tensor")
+
+
+def _is_scaled(before: Any, after: Any, scale: Any) -> bool:
+    """Whether a size is another one times a scale, rounded down; unknown sizes are taken to be."""
+    if type(before) is not int or type(after) is not int or not isinstance(scale, float | int):
+        return True
+    return abs(before * scale - after) < 1 or abs(after / max(before, 1) - scale) < 1e-3
 
 
 def _shares_elements(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from partita._torch.dry_runs import Allowance, is_composite, is_torchs, on_meta, refusal_of_call
+from partita._torch.dry_runs import Allowance, is_composite, is_torchs, on_meta, refusal_of_call, refusal_of_device
 from partita._torch.fake_sandbox import Tracing, _muted, map_tensors, tracing_now
 from partita._torch.modes import fresh_modes
 from partita._torch.operators.schemas import storage_key
@@ -28,6 +28,8 @@ DYNAMO_SKIPS = True
 def allocated_tensors(function: Any, args: Any, kwargs: Any, *, allowance: Allowance) -> list[Tensor] | None:
     """A tensor for each storage that a call on fake tensors allocates; None if unknown."""
     if not is_torchs(function) or refusal_of_call(function, args, kwargs) is not None:
+        return None
+    if refusal_of_device((args, kwargs)) is not None:
         return None
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     modes = {id(mode): mode for leaf in leaves if (mode := getattr(leaf, "fake_mode", None)) is not None}

@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from partita.program.archives._torch.operators import (
     called_by,
     is_retraced,
     operator_of,
+    returns_results_of_body,
 )
 from partita.program.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
 from partita.program.archives.data import LONGEST_NAME, MOST_DOTS, Data
@@ -265,6 +266,8 @@ class GraphReader:
 
     def _add_values(self, node: Node, data: Data, metadata: Mapping[str, Any]) -> None:
         outputs = list(data["outputs"])
+        if returns_results_of_body(node.target) and any(len(outputs) > results for results in self._results_of(node)):
+            data["outputs"].malformed("the graph that it runs has fewer results")
         kinds = [given.choice()[0] for given in outputs]
         is_tuple = data.value.get("is_hop_single_tensor_return") is False and isinstance(
             node.target, HigherOrderOperator
@@ -279,6 +282,12 @@ class GraphReader:
                 outputs = _listed(outputs[0])
             node.meta["val"] = tuple(self._items(node, outputs, metadata, _DEEPEST))
             self._nodes.setdefault(self._wanted[node], node)
+
+    def _results_of(self, node: Node) -> list[int]:
+        """How many results the graphs have that an operator runs."""
+        bodies = [self._root.get_submodule(str(value.target)) for value in node.args if _is_body(value)]
+        returned = [body.graph.output_node().args[0] for body in bodies if isinstance(body, GraphModule)]
+        return [len(results) if isinstance(results, tuple | list) else 1 for results in returned]
 
     def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
         """The values of the items of a result, each with a node that takes it."""
@@ -393,6 +402,10 @@ class GraphReader:
         elif retraced < self._levels_left[name]:
             data.malformed(f"{name!r} runs deeper here than where it was first read; use it there first")
         return self._create("get_attr", name, wanted=name)
+
+
+def _is_body(value: Any) -> TypeGuard[Node]:
+    return isinstance(value, Node) and value.op == "get_attr"
 
 
 def value_name(given: Data) -> str:

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
     if match is None:
         data.refuse(f"{name[:200]!r} is no operator")
     space, base, overload = match.groups()
-    base = _WITH_CHECKS.get(base, base)
+    base = _WITH_CHECKS.get(base, base) if space == "aten" else base
+    if overload is not None and iskeyword(overload):
+        data.refuse(f"{name!r} cannot be written in Python")
     is_allowed = space in allowed or f"{space}::{base}" in allowed
     if space == "higher_order":
         if base not in _BODIES and base not in _OPERATORS:
@@ -51,6 +54,12 @@ def operator_of(data: Data, allowed: Collection[str]) -> Callable[..., Any]:
 def is_retraced(target: Callable[..., Any]) -> bool:
     """Whether torch traces the graphs of an operator several times, at each level of a nest, when it compiles it."""
     return isinstance(target, HigherOrderOperator) and target.name() in _RETRACED
+
+
+def returns_results_of_body(target: Any) -> bool:
+    """Whether an operator returns what the graph that it runs returns; loops return more, or stack it."""
+    loops = ("associative_scan", "map_impl", "scan", "while_loop", "while_loop_stack_output")
+    return isinstance(target, HigherOrderOperator) and target.name() in _BODIES and target.name() not in loops
 
 
 def called_by(target: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,10 +114,11 @@ _INTERNAL = tuple(
         """
     __ _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
     _cdist_ _chunk_cat _conj _convolution _ctc_loss _dim_arange _dirichlet_grad _efficientzerotensor _embedding_bag
-    _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_rms_norm _fw_primal _grouped_mm
+    _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_rms_norm
+        _fused_moving_avg_obs_fq_helper _fw_primal _histogramdd_ _pack_padded_sequence _pad_packed_sequence _grouped_mm
     _index_put_impl _int_mm _is_all_true _is_any_true _jagged_to_ _linalg_ _local_scalar_dense _log_softmax
     _logcumsumexp _lu_with_info _masked_s _native_ _neg_view _pad_circular _pad_enum _padded_dense_ _pdist_
-    _prelu_kernel _reshape_ _safe_softmax _sample_dirichlet _scaled_ _shape_as_tensor _softmax _standard_gamma
+    _prelu_kernel _reshape_copy _safe_softmax _sample_dirichlet _scaled_ _shape_as_tensor _softmax _standard_gamma
     _to_copy _transform _trilinear _unique _unsafe_masked_index _unsafe_view _upsample_ _weight_
         """
     )
