@@ -10,10 +10,11 @@ import torch
 from tests.helpers.core import text
 from tests.plans.helpers import Checkpoint, bytes_alive, predicted_when_recomputed
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import partita
 from partita import Plan, Program, Region, capture
-from partita.errors import TreatmentError
+from partita.errors import OptionError, TreatmentError
 from partita.plans.memory import SavedBytes, saved_bytes_of, saved_memory
 from partita.policies import ByLabel, BySize
 from partita.program.saved_tensors import Origin, SavedTensors, saved_tensors_of
@@ -135,9 +136,68 @@ def test_the_table_shows_what_is_held_where_a_treatment_says_it() -> None:
         ------  -----  --  ---  --------  ---------  -----  -----  -----------  ----------------  ------------  -----
         one     3      1   1    96        64         192    160    96           192               Checkpoint()  one
         saved for backward: 256 bytes, 256 after; 192 FLOPs are recomputed
+          called under enable_grad, no autocast
         excluded: 2 nodes: its label is None
         """
     )
+
+
+_AUTOCAST = torch.autocast("cpu", torch.bfloat16)
+
+
+def test_bytes_are_those_under_the_autocast_that_the_caller_has() -> None:
+    program = capture(lambda x: x.sin() @ x.t(), (_input(),))
+    plan = _cut(program, {"sin": "one"})
+    # The sine saves its input; the product both of its inputs, under autocast as casts.
+    assert _numbers(plan.saved_memory().total) == (96 + 96, 96 + 96, 0)
+    found = plan.saved_memory(under=_AUTOCAST)
+    assert _numbers(found.total) == (96 + 48 + 48, 96 + 48 + 48, 0)
+    assert str(found) == text(
+        """
+        saved for backward: 192 bytes, 192 after; 0 FLOPs are recomputed
+          called under enable_grad, autocast on cpu bfloat16
+        """
+    )
+
+
+def test_the_modes_of_the_caller_are_entered_from_the_outermost_to_the_innermost() -> None:
+    plan = _cut(capture(_chain, (_input(),)), {"t": "one"})
+    off = torch.autocast("cpu", enabled=False)
+    assert plan.saved_memory(under=(_AUTOCAST, off)).total != plan.saved_memory(under=(off, _AUTOCAST)).total
+    found = plan.saved_memory(under=[_AUTOCAST, torch.no_grad()])
+    assert _numbers(found.total) == (0, 0, 0)
+    assert (found.caller.grad, found.caller.autocast[0].dtype) == (False, torch.bfloat16)
+
+
+def test_the_modes_in_which_a_plan_is_asked_for_its_bytes_make_no_difference() -> None:
+    plan = _cut(capture(_chain, (_input(),)), {"t": "one"})
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        inside = plan.saved_memory(under=_AUTOCAST), plan.saved_memory()
+        assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (False, True)
+    assert list(map(str, inside)) == [str(plan.saved_memory(under=_AUTOCAST)), str(plan.saved_memory())]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("odd", [torch.no_grad, "cpu", None, torch.bfloat16, [torch.profiler.record_function("x")]])
+def test_the_modes_of_the_caller_are_contexts_of_modes(odd: Any) -> None:
+    plan = _cut(capture(_chain, (_input(),)), {"t": "one"})
+    with pytest.raises(OptionError, match=r"`under` takes the modes .* such as torch.autocast"):
+        plan.saved_memory(under=odd)
+
+
+def test_a_graph_that_was_traced_under_autocast_says_how_to_count() -> None:
+    graphs: list[GraphModule] = []
+
+    def keep(graph_module: GraphModule, example_inputs: object) -> GraphModule:
+        graphs.append(graph_module)
+        return graph_module
+
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(lambda x: (x @ x.t()).sin(), backend=keep)(_input())
+    plan = partita.plan(Program.of(graphs[0]), ByLabel(lambda node: "all"), Checkpoint())
+    assert "plan.saved_memory(under=torch.autocast(...))" in str(plan.saved_memory())
+    # A recomputed region saves its input; without, the product saves casts of both of its own, and the sine its input.
+    assert _numbers(plan.saved_memory(under=_AUTOCAST).total) == (48 + 48 + 32, 96, _PRODUCT)
 
 
 def test_the_table_has_question_marks_and_a_reason_where_nothing_is_known() -> None:

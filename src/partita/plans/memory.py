@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Protocol, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
+import torch
 from torch.fx import Node
 
-from partita.errors import PartitaError, TreatmentError
+from partita._torch.modes import fresh_modes, read_ambient
+from partita.analysis.mode import AMBIENT, Autocast, Grad, Inference, Mode
+from partita.errors import OptionError, PartitaError, TreatmentError
 from partita.plans.treatment import Treatment
 from partita.program.saved_tensors import Memory, Origin, SavedTensors, bytes_in, saved_tensors_of
 from partita.regions import Partition, Region
@@ -47,12 +51,73 @@ class SavedBytes:
 class SavedMemory:
     """What each region of a plan saves, None where its treatment does not report it, and the whole program.
 
-    Nothing is known where there is a `reason`.
+    Nothing is known where there is a `reason`. It prints as a few lines.
     """
 
     regions: tuple[SavedBytes | None, ...]
     total: SavedBytes | None = None
     reason: str | None = None
+    #: The modes of the caller that it is counted for; gradients are on and autocast is off where they say nothing else.
+    caller: Mode = AMBIENT
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The whole program: what is saved and recomputed, and the modes; memory of several regions counts once."""
+        if self.total is None:
+            yield f"saved for backward: not known: {self.reason}"
+        else:
+            plain, treated = self.total.plain_bytes, self.total.treated_bytes
+            yield (
+                f"saved for backward: {shown_count(plain)} bytes, {shown_count(treated)} after; "
+                f"{self.total.extra_flops:,} FLOPs are recomputed"
+            )
+        yield f"  called under {_in_words(self.caller)}"
+
+
+def shown_count(number: int | None) -> str:
+    """A number for printing; a question mark where it is not known."""
+    return "?" if number is None else f"{number:,}"
+
+
+#: The modes that a program is called under, as the context managers that the call is in; the outermost first.
+CallerContexts = AbstractContextManager[Any] | Sequence[AbstractContextManager[Any]]
+
+_MODE_CONTEXTS = (torch.autocast, torch.no_grad, torch.enable_grad, torch.inference_mode)
+
+
+def caller_mode(under: CallerContexts) -> Mode:
+    """The mode inside of these blocks of autocast, `no_grad`, `enable_grad` or `inference_mode`; each can be reused."""
+    found: Any = under
+    contexts = tuple(found) if isinstance(found, list | tuple) else (found,)
+    for context in contexts:
+        if not isinstance(context, _MODE_CONTEXTS):
+            raise OptionError(
+                f"`under` takes the modes that the program is called under, such as torch.autocast('cuda', "
+                f"torch.bfloat16) or torch.no_grad(), not {context!r}"
+            )
+    if not contexts:
+        return AMBIENT
+    with fresh_modes(grad=True), ExitStack() as stack:
+        outside = read_ambient()
+        for context in contexts:
+            stack.enter_context(context)
+        inside = read_ambient()
+    return Mode(
+        inside.grad,
+        inside.inference or None,
+        tuple(
+            Autocast(device, dtype, enabled, inside.autocast_cache)
+            for (device, enabled, dtype), before in zip(inside.autocast, outside.autocast, strict=True)
+            if (device, enabled, dtype) != before
+        ),
+    )
+
+
+def _in_words(caller: Mode) -> str:
+    grad = Inference(True) if caller.inference else Grad(caller.grad is not False)
+    return ", ".join([str(grad), *(map(str, caller.autocast) if caller.autocast else ["no autocast"])])
 
 
 @runtime_checkable
@@ -72,12 +137,12 @@ def saved_memory(
     """
     saved = saved_tensors_of(partition.program) if saved is None else saved
     if saved.reason is not None:
-        return SavedMemory((None,) * len(partition), reason=saved.reason)
+        return SavedMemory((None,) * len(partition), reason=saved.reason, caller=saved.caller)
     found = [
         _reported(treatment, region, saved) if isinstance(treatment, ReportsSavedBytes) else None
         for region, treatment in zip(partition, treatments, strict=True)
     ]
-    return SavedMemory(tuple(found), _total(partition, found, saved))
+    return SavedMemory(tuple(found), _total(partition, found, saved), caller=saved.caller)
 
 
 def saved_bytes_of(region: Region, saved: SavedTensors, kept: Collection[Node] = ()) -> SavedBytes | None:

@@ -24,6 +24,7 @@ from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import StandsForBody
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, hint_of, is_unbacked, symbols_in
 from partita._torch.toggles import TOGGLES
+from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.analysis.nodes import tensors_in as traced_tensors
 from partita.program._torch.saved_tensors import (
@@ -70,7 +71,7 @@ class NodeRun:
     saves: tuple[Memory, ...] = ()
     #: The storages of its result.
     returns: tuple[Memory, ...] = ()
-    #: The results of the operators that it decomposes into; views do not count.
+    #: The results of the operators that it decomposes into; views and casts that autocast inserts do not count.
     computes: tuple[Memory, ...] = ()
     #: Existing storages that it mutates.
     mutates: tuple[Memory, ...] = ()
@@ -91,6 +92,8 @@ class SavedTensors:
     program: Program
     nodes: Mapping[Node, NodeRun] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     reason: str | None = None
+    #: The modes that the program was called under; gradients are on and autocast is off where they say nothing else.
+    caller: Mode = AMBIENT
     #: The nodes that mutate each existing storage, in order.
     mutators: Mapping[Memory, Sequence[Node]] = field(init=False, repr=False)
 
@@ -123,24 +126,26 @@ _NO_EFFECTS = NodeRun()
 # The dry run of a program: on fake tensors with gradients enabled, node by node.
 
 
-def saved_tensors_of(program: Program) -> SavedTensors:
+def saved_tensors_of(program: Program, under: Mode = AMBIENT) -> SavedTensors:
     """What a forward run of `program` saves for backward; one dry run, in time linear in its nodes.
 
-    The program, the ambient modes and the RNG state are unchanged. If the run is impossible, the result has the reason:
-    inputs without traced values, unknown code, an operator that fails on fake tensors.
+    It runs under the modes that the program is known to be called under, and those of `under`. The program, the ambient
+    modes and the RNG state are unchanged. If the run is impossible, the result has the reason: inputs without traced
+    values, unknown code, an operator that fails on fake tensors.
     """
+    caller = under.within(program.caller)
     reason = _refusal(program)
     if reason is not None:
-        return SavedTensors(program, reason=reason)
-    run = _DryRun(program)
+        return SavedTensors(program, reason=reason, caller=caller)
+    run = _DryRun(program, casts=bool(caller.autocast))
     try:
-        with _caller_modes(program):
+        with _called_under(caller):
             nodes = run.found()
     except Exception as error:  # An operator may reject fake tensors with any error.
         lines = str(error).splitlines() or [""]
         where = "" if run.at is None else f"node {run.at.name!r}: "
-        return SavedTensors(program, reason=f"{where}{type(error).__name__}: {lines[0]}")
-    return SavedTensors(program, nodes)
+        return SavedTensors(program, reason=f"{where}{type(error).__name__}: {lines[0]}", caller=caller)
+    return SavedTensors(program, nodes, caller=caller)
 
 
 def _refusal(program: Program) -> str | None:
@@ -233,9 +238,8 @@ _STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
 
 
 @contextmanager
-def _caller_modes(program: Program) -> Iterator[None]:
-    """The modes that the program is called under as far as they are known; by default, gradients are enabled."""
-    caller = program.caller
+def _called_under(caller: Mode) -> Iterator[None]:
+    """Inside, the modes are those of the caller; where it says nothing, gradients are enabled and autocast is off."""
     with ExitStack() as stack:
         stack.enter_context(isolated_from_caller(grad=caller.grad is not False and not caller.inference))
         for block in caller.autocast:
@@ -250,10 +254,11 @@ _CALLS, _CALLS_BY_NODE = 100_000, 100
 
 
 class _DryRun:
-    """One dry run of a program; `at` is the node that runs."""
+    """One dry run of a program; `at` is the node that runs. It may cast other values than the trace did."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, casts: bool) -> None:
         self._program = program
+        self._casts = casts
         self._fakes = FakeCopies()
         self._root = nn.Module()
         self._values: dict[Node, Any] = {}
@@ -313,7 +318,8 @@ class _DryRun:
         result = _result_of(node, module, args, kwargs)
         origin = Origin.STATE if node.op == "get_attr" else Origin.RESULT
         self._recorder.end(tensors_in(result), origin, self._monitor.flops)
-        _check_dtype(node, result)
+        if not self._casts:
+            _check_dtype(node, result)
         if node.users or node.op == "output":
             self._values[node] = result
 
@@ -345,7 +351,10 @@ def _check_dtype(node: Node, result: Any) -> None:
     """Raises if the run diverges from the trace: autocast may have been enabled only there."""
     traced = value_of(node)
     if isinstance(traced, Tensor) and isinstance(result, Tensor) and traced.dtype != result.dtype:
-        raise TypeError(f"it returns {result.dtype} here, but was traced as {traced.dtype}")
+        raise TypeError(
+            f"it returns {result.dtype} here, but was traced as {traced.dtype}; if it was traced under autocast, say "
+            "so: plan.saved_memory(under=torch.autocast(...))"
+        )
 
 
 # The record of a dry run: which storages exist, which node allocated them, and which autograd still holds at the end.
@@ -379,13 +388,16 @@ class _Recorder:
         self._current.flops_until_saved = flops - self._current.flops_before
         return packed
 
-    def computed(self, result: Any) -> None:
-        """Records the result of an operator."""
-        self._current.computed += map(self._number, tensors_in(result))
+    def computed(self, result: Any, *, is_cast: bool) -> None:
+        """Records the result of an operator; a cast for the next operator of its node is recomputed with that."""
+        numbers = list(map(self._number, tensors_in(result)))
+        self._current.last_cast = numbers if is_cast else []
+        self._current.computed += [] if is_cast else numbers
 
     def end(self, results: Sequence[Tensor], origin: Origin, flops: int) -> None:
         """Ends the node; what it allocated and did not return is a temporary."""
         current = self._current
+        current.computed += current.last_cast
         current.returned = list(map(self._number, results))
         for number in current.returned:
             storage = self._storages[number]
@@ -438,6 +450,8 @@ class _NodeRecord:
     read: list[tuple[Tensor, int]] = field(default_factory=list)
     saved: list[tuple[int, weakref.ref[_PackedTensor]]] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
+    #: The result of the last operator, if that is a cast.
+    last_cast: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     mutated: list[int] = field(default_factory=list)
     flops: int = 0
