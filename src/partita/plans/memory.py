@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 from partita._torch.modes import fresh_modes, read_ambient
 from partita.analysis.mode import AMBIENT, Autocast, Grad, Inference, Mode
 from partita.errors import OptionError, PartitaError, TreatmentError
 from partita.plans.treatment import Treatment
-from partita.program.saved_tensors import Memory, Origin, SavedTensors, bytes_in, saved_tensors_of
+from partita.program.saved_tensors import Memory, Origin, SavedTensors, bytes_in, parameters_of, saved_tensors_of
 from partita.regions import Partition, Region
 
 __all__ = ["ReportsSavedBytes", "SavedBytes", "SavedMemory", "saved_bytes_of", "saved_memory"]
@@ -45,6 +47,19 @@ class SavedBytes:
         """None where a size is only known once the program runs."""
         return bytes_in(self.treated)
 
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the backward makes memory again that was not kept."""
+        return not self.plain <= self.treated
+
+    @property
+    def recomputing_bytes(self) -> int | None:
+        """What is alive of the region once it is recomputed: all that autograd saves, and what was saved before.
+
+        Temporaries, and copies of what a region mutates, come on top while it runs.
+        """
+        return bytes_in(self.plain | self.treated)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,14 @@ class SavedMemory:
     reason: str | None = None
     #: The modes of the caller that it is counted for; gradients are on and autocast is off where they say nothing else.
     caller: Mode = AMBIENT
+    #: The bytes of all parameters; one with several names counts once.
+    parameter_bytes: int = 0
+    #: The bytes of a gradient for each parameter that requires one.
+    gradient_bytes: int = 0
+    #: The region of which most is alive once it is recomputed (`recomputing_bytes`); None if none is recomputed.
+    largest: Region | None = None
+    #: What that is; None where a size is only known once the program runs.
+    largest_bytes: int | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -73,7 +96,11 @@ class SavedMemory:
                 f"saved for backward: {shown_count(plain)} bytes, {shown_count(treated)} after; "
                 f"{self.total.extra_flops:,} FLOPs are recomputed"
             )
-        yield f"  called under {_in_words(self.caller)}"
+        yield f"  called under: {_in_words(self.caller)}"
+        yield f"  parameters: {self.parameter_bytes:,} bytes; gradients: {self.gradient_bytes:,} bytes"
+        if self.largest is not None:
+            alive = shown_count(self.largest_bytes)
+            yield f"  largest recomputed region: {self.largest.name}, {alive} bytes while its backward runs"
 
 
 def shown_count(number: int | None) -> str:
@@ -136,13 +163,23 @@ def saved_memory(
     Without `saved`, the program is run once on fake tensors.
     """
     saved = saved_tensors_of(partition.program) if saved is None else saved
+    parameters = parameters_of(partition.program)
+    known = SavedMemory(
+        (None,) * len(partition),
+        reason=saved.reason,
+        caller=saved.caller,
+        parameter_bytes=sum(map(_bytes_of, parameters)),
+        gradient_bytes=sum(_bytes_of(parameter) for parameter in parameters if parameter.requires_grad),
+    )
     if saved.reason is not None:
-        return SavedMemory((None,) * len(partition), reason=saved.reason, caller=saved.caller)
+        return known
     found = [
         _reported(treatment, region, saved) if isinstance(treatment, ReportsSavedBytes) else None
         for region, treatment in zip(partition, treatments, strict=True)
     ]
-    return SavedMemory(tuple(found), _total(partition, found, saved), caller=saved.caller)
+    largest, its_bytes = _largest(partition, found)
+    total = _total(partition, found, saved)
+    return replace(known, regions=tuple(found), total=total, largest=largest, largest_bytes=its_bytes)
 
 
 def saved_bytes_of(region: Region, saved: SavedTensors, kept: Collection[Node] = ()) -> SavedBytes | None:
@@ -181,6 +218,17 @@ def _reported(treatment: ReportsSavedBytes, region: Region, saved: SavedTensors)
             "SavedBytes, for example by `saved_bytes_of`, or None"
         )
     return found
+
+
+def _bytes_of(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _largest(partition: Partition, found: Sequence[SavedBytes | None]) -> tuple[Region | None, int | None]:
+    """The region with most bytes alive once it is recomputed, the first of equals; an unknown number is the most."""
+    regions = zip(partition, found, strict=True)
+    alive = [(region, one.recomputing_bytes) for region, one in regions if one is not None and one.is_recomputed]
+    return max(alive, key=lambda pair: inf if pair[1] is None else pair[1], default=(None, None))
 
 
 def _inputs(region: Region, saved: SavedTensors) -> Iterator[Memory]:

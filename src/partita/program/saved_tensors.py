@@ -120,6 +120,13 @@ def bytes_in(memory: Iterable[Memory]) -> int | None:
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
+def parameters_of(program: Program) -> tuple[nn.Parameter, ...]:
+    """The parameters of a program, each once: of its modules, of an exported program, and those that Dynamo lifts."""
+    lifted: Iterable[Any] = map(value_of, program.graph.find_nodes(op="placeholder"))
+    found = (*program.graph_module.parameters(), *(lifted if program.export is None else program.export.state.values()))
+    return tuple({id(value): value for value in found if isinstance(value, nn.Parameter)}.values())
+
+
 _NO_EFFECTS = NodeRun()
 
 
