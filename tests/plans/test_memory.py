@@ -198,7 +198,7 @@ def test_a_graph_that_was_traced_under_autocast_says_how_to_count() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         torch.compile(lambda x: (x @ x.t()).sin(), backend=keep)(_input())
     plan = partita.plan(Program.of(graphs[0]), ByLabel(lambda node: "all"), Checkpoint())
-    assert "plan.saved_memory(under=torch.autocast(...))" in str(plan.saved_memory())
+    assert "plan.saved_memory(under=torch.autocast(...))" in str(plan)
     # A recomputed region saves its input; without, the product saves casts of both of its own, and the sine its input.
     assert _numbers(plan.saved_memory(under=_AUTOCAST).total) == (48 + 48 + 32, 96, _PRODUCT)
 

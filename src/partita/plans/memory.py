@@ -124,22 +124,16 @@ def caller_mode(under: CallerContexts) -> Mode:
                 f"`under` takes the modes that the program is called under, such as torch.autocast('cuda', "
                 f"torch.bfloat16) or torch.no_grad(), not {context!r}"
             )
-    if not contexts:
-        return AMBIENT
+    devices = {context.device for context in contexts if isinstance(context, torch.autocast)}
     with fresh_modes(grad=True), ExitStack() as stack:
-        outside = read_ambient()
         for context in contexts:
             stack.enter_context(context)
         inside = read_ambient()
-    return Mode(
-        inside.grad,
-        inside.inference or None,
-        tuple(
-            Autocast(device, dtype, enabled, inside.autocast_cache)
-            for (device, enabled, dtype), before in zip(inside.autocast, outside.autocast, strict=True)
-            if (device, enabled, dtype) != before
-        ),
-    )
+    blocks = (Autocast(device, dtype, on, inside.autocast_cache) for device, on, dtype in inside.autocast)
+    autocast = tuple(block for block in blocks if block.device in devices)
+    if all(isinstance(context, torch.autocast) for context in contexts):
+        return Mode(autocast=autocast)
+    return Mode(inside.grad, inside.inference, autocast)
 
 
 def _in_words(caller: Mode) -> str:

@@ -140,7 +140,8 @@ def saved_tensors_of(program: Program, under: Mode = AMBIENT) -> SavedTensors:
     modes and the RNG state are unchanged. If the run is impossible, the result has the reason: inputs without traced
     values, unknown code, an operator that fails on fake tensors.
     """
-    caller = under.within(program.caller)
+    frame = Mode() if program.frame is None else Mode(autocast=program.frame.autocast)
+    caller = under.within(frame.within(program.caller))
     reason = _refusal(program)
     if reason is not None:
         return SavedTensors(program, reason=reason, caller=caller)
