@@ -261,6 +261,7 @@ PUBLIC = {
         "MissingTargetError",
         "ModeError",
         "NoMatchError",
+        "NotPicklableError",
         "OptionError",
         "PartitaError",
         "RecomputeError",
