@@ -19,7 +19,7 @@ from partita.plans.memory import SavedBytes, saved_bytes_of, saved_memory
 from partita.policies import ByLabel, BySize
 from partita.program.saved_tensors import Origin, SavedTensors, saved_tensors_of
 from partita.testing.captured import Attention, Buffered, Casting, Frozen, Mixer
-from partita.treatments import Call, KeepEverything, Recompute
+from partita.treatments import Call, KeepEverything, KeepOperators, Recompute
 
 
 def _input() -> Tensor:
@@ -258,6 +258,31 @@ def test_what_was_predicted_is_alive_with_copies_of_what_is_mutated(model: type[
     plan = partita.plan(program, BySize(parts=parts), Recompute())
     predicted, _ = predicted_when_recomputed(plan, saved_tensors_of(program))
     assert predicted == bytes_alive(plan.apply().module(), inputs)
+
+
+class _CastsLast(nn.Module):
+    """A cast at the end of an autocast block, and one that another operator follows in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            first = self.linear(x).float().sin()
+            last = first.cos().to(torch.float64)
+        return last.exp() * first
+
+
+@pytest.mark.parametrize("keep", [KeepEverything(), KeepOperators("aten.to"), KeepOperators("aten.linear", "aten.to")])
+def test_kept_casts_count_where_they_are_not_recomputed(keep: Any) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": _input()}
+    program = capture(_CastsLast(), (), inputs)
+    plan = partita.plan(program, ByLabel(lambda node: "all"), Recompute(keep))
+    found = plan.saved_memory().total
+    assert found is not None
+    assert found.treated_bytes == bytes_alive(plan.apply().module(), inputs)
 
 
 class _Layers(nn.Module):

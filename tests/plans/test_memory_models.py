@@ -134,7 +134,7 @@ class _UnderAutocast(nn.Module):
 _TOO_LITTLE = {"BERT": 2 * 16 * 2}
 
 
-@pytest.mark.parametrize("keep", _KEEPS[:3], ids=str)
+@pytest.mark.parametrize("keep", _KEEPS, ids=str)
 @pytest.mark.parametrize("name", slow_but(_MODELS, "GPT-2"))
 def test_under_the_autocast_of_the_caller_a_model_saves_what_was_predicted_for_it(name: str, keep: Keep) -> None:
     program, inputs, layers = _captured(name)

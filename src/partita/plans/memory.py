@@ -191,7 +191,7 @@ def saved_bytes_of(region: Region, saved: SavedTensors, kept: Collection[Node] =
         return SavedBytes(plain, frozenset(), 0)
     inputs = set(_inputs(region, saved))
     mutated = _mutated(region, inputs, saved)
-    results = (memory for node in kept for memory in saved.of(node).computes)
+    results = _kept_results(nodes, frozenset(kept), saved)
     held = {memory for memory in (*(inputs - mutated), *results) if memory.origin is not Origin.STATE}
     copies = {Memory(memory.bytes, Origin.INSIDE, memory.node) for memory in mutated}
     return SavedBytes(plain, frozenset(held | copies), _recomputed_flops(nodes, frozenset(kept), saved))
@@ -239,6 +239,24 @@ def _inputs(region: Region, saved: SavedTensors) -> Iterator[Memory]:
         for read in node.all_input_nodes:
             if not is_inside(read):
                 yield from saved.of(read).returns
+
+
+def _kept_results(nodes: Sequence[Node], kept: frozenset[Node], saved: SavedTensors) -> set[Memory]:
+    """The results of kept nodes; of neighbours, which are kept together, casts for the next operator are recomputed."""
+    modes, number = saved.program.modes, saved.program.index.number
+    results: set[Memory] = set()
+    casts, mode = tuple[Memory, ...](), AMBIENT
+    for node in nodes:
+        if node not in kept or modes.at(number[node]) != mode:
+            casts, mode = (), modes.at(number[node])
+        if node not in kept:
+            continue
+        run = saved.of(node)
+        if run.computes:
+            results.difference_update(casts)
+            casts = run.casts
+        results.update(run.computes)
+    return results
 
 
 def _mutated(region: Region, inputs: Collection[Memory], saved: SavedTensors) -> set[Memory]:

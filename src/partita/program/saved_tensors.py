@@ -73,6 +73,8 @@ class NodeRun:
     returns: tuple[Memory, ...] = ()
     #: The results of the operators that it decomposes into; views and casts that autocast inserts do not count.
     computes: tuple[Memory, ...] = ()
+    #: Of these, the result of the last operator if autocast may have inserted it, as a cast for the next one.
+    casts: tuple[Memory, ...] = ()
     #: Existing storages that it mutates.
     mutates: tuple[Memory, ...] = ()
     flops: int = 0
@@ -473,6 +475,7 @@ class _NodeRecord:
             saves=once(number for number, packed in self.saved if packed() is not None),
             returns=once(self.returned),
             computes=once(self.computed),
+            casts=once(self.last_cast),
             mutates=once(self.mutated),
             flops=self.flops,
             flops_until_saved=self.flops_until_saved,
