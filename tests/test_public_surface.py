@@ -265,6 +265,7 @@ PUBLIC = {
         "MissingTargetError",
         "ModeError",
         "NoMatchError",
+        "NotPicklableError",
         "OptionError",
         "PartitaError",
         "RecomputeError",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pickle import PicklingError
+
 __all__ = [
     "ArchiveError",
     "BackendError",
@@ -14,6 +16,7 @@ __all__ = [
     "MissingTargetError",
     "ModeError",
     "NoMatchError",
+    "NotPicklableError",
     "OptionError",
     "PartitaError",
     "RecomputeError",
@@ -99,6 +102,10 @@ class SignatureError(PartitaError, ValueError):
 
 class CaptureError(PartitaError, RuntimeError):
     """A model cannot be captured, or not with the full meaning of its mode blocks."""
+
+
+class NotPicklableError(PartitaError, PicklingError, TypeError):
+    """A module calls something that no other process could find."""
 
 
 class VerificationError(PartitaError, AssertionError):

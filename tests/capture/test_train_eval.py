@@ -165,6 +165,85 @@ def test_the_state_dict_has_the_names_of_the_training_variant() -> None:
         module.load_state_dict(missing)
 
 
+class _Scaled(nn.Module):
+    """Buffers of all kinds, and tied weights; the variants have different names after a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x)) * self.scale
+        found: torch.Tensor = self.second(x.sin() if self.training else x.cos().exp())
+        return found
+
+
+def _scaled(treatment: Any) -> tuple[nn.Module, TrainEval]:
+    model, variants = _Scaled(), []
+    for training, parts in ((True, 2), (False, 3)):
+        program = partita.capture(model.train(training), (torch.randn(3, 4),))
+        cut = partita.plan(program, BySize(parts=parts), treatment).apply(state_names="split")
+        variants.append(cut.module())
+    return model, TrainEval(*variants)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in another module"])
+def test_what_is_missing_or_does_not_fit_is_named_once(*, inside: bool) -> None:
+    _, module = _scaled(Call())
+    names = list(module.state_dict())
+    holder = nn.ModuleDict({"left": module, "evaluation_variant": _scaled(Call())[1]}) if inside else module
+    state, prefix = holder.state_dict(), "left." if inside else ""
+    missing, odd = prefix + names[0], prefix + names[1]
+    del state[missing]
+    found = holder.load_state_dict({**state, f"{prefix}more": torch.ones(1)}, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == ([missing], [f"{prefix}more"])
+    with pytest.raises(RuntimeError) as caught:
+        holder.load_state_dict({**state, odd: torch.ones(9, 9, 9)})
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == 2
+    assert f'"{missing}"' in lines[0]
+    assert f"size mismatch for {odd}:" in lines[1]
+    empty = holder.load_state_dict({}, strict=False)
+    assert empty.missing_keys == list(holder.state_dict())
+
+
+def test_a_buffer_that_is_not_saved_is_unexpected_by_its_own_name() -> None:
+    _, module = _scaled(Call())
+    found = module.load_state_dict({**module.state_dict(), "scale": torch.ones(4)}, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == ([], ["scale"])
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS, ids=repr)
+@pytest.mark.parametrize("convert", [nn.Module.double, lambda module: module.to(torch.float64)], ids=["double", "to"])
+def test_converted_variants_share_with_the_model(convert: Any, treatment: Any) -> None:
+    torch.manual_seed(0)
+    model, module = _scaled(treatment)
+    x = torch.randn(3, 4)
+    module.train()(x), module.eval()(x)  # What is compiled for one dtype must not run for another.
+    convert(module)
+    state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for variant in (module.training_variant, module.evaluation_variant):
+        assert {id(tensor) for tensor in (*variant.parameters(), *variant.buffers())} == state
+    assert {tensor.dtype for tensor in model.buffers()} == {torch.float64, torch.int64}
+    x = x.double()
+    for training in (True, False, True):
+        module.train(training)
+        expected = copy.deepcopy(model).train(training)(x)
+        torch.testing.assert_close(module(x), expected)
+    assert model.norm.num_batches_tracked == 3
+
+
+def test_what_cannot_take_the_place_of_a_buffer_replaces_it_in_both_variants() -> None:
+    _, module = _scaled(Call())
+    module.to("meta")
+    training, evaluation = module.training_variant, module.evaluation_variant
+    assert {id(buffer) for buffer in training.buffers()} == {id(buffer) for buffer in evaluation.buffers()}
+    assert all(buffer.is_meta for buffer in training.buffers())
+
+
 def test_a_functional_call_replaces_the_state_of_the_variant_that_runs() -> None:
     module, x = _variant(_model(), Recompute(), training=False), torch.randn(3, 4)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in module.named_parameters()}

@@ -92,6 +92,21 @@ def bytes_alive(module: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     return sum(size for address, size in alive.items() if address not in owned)
 
 
+def bytes_alive_when_recomputed(module: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """What is alive when the last recomputation of a backward is over, less what `module` owns, and gradients."""
+    births = _RecomputedBirths()
+    with births:
+        results = module(**{name: value.clone() for name, value in inputs.items()})
+    loss = torch.stack([leaf.double().sum() for leaf in flatten(results).leaves if isinstance(leaf, Tensor)]).sum()
+    del results
+    gradient = torch.ones_like(loss)
+    with births:
+        loss.backward(gradient)
+    owned = {tensor.untyped_storage()._cdata for tensor in _owned(module)}
+    assert births.alive is not None
+    return sum(size for address, size in births.alive.items() if address not in owned)
+
+
 def backward_flops(call: Callable[[], Any]) -> int:
     """The FLOPs of the backward from all that `call` gives."""
     return _counted(call, forward=False)
@@ -153,6 +168,26 @@ class _Births(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
+
+
+class _RecomputedBirths(_Births):
+    """Storages made with gradients on, and which of them are alive when the last recomputation is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_recomputing = False
+        self.alive: dict[int, int] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_backward = torch._C._current_graph_task_id() >= 0
+        if torch.is_grad_enabled():  # The backward itself runs without, and so do blocks of a region.
+            self._is_recomputing = is_backward
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._is_recomputing:
+            self._is_recomputing = False
+            living = ((address, size) for address, (storage, size) in self.seen.items() if not storage.expired())
+            self.alive = dict(living)
+        return func(*args, **(kwargs or {}))
 
 
 class _Packed:

@@ -196,3 +196,20 @@ def test_a_region_can_be_left_to_python() -> None:
     assert torch.equal(found, model(x))
     assert len(compiled_bodies) == 1
     found.sum().backward()
+
+
+def test_the_plan_of_a_frame_counts_under_the_autocast_that_it_was_compiled_under() -> None:
+    model = _Model()
+    compiled = torch.compile(model, backend=backend, options={"treatment": Recompute(), "inner": "aot_eager"})
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(torch.randn(4, 8))
+    (frame,) = plans(model)
+    found = frame.plan.saved_memory()
+    assert "called under: enable_grad, autocast on cpu bfloat16" in str(frame.plan)
+    # Of each block a cast of the input, and the result of relu; of the second a cast of the weight.
+    assert found.total is not None
+    assert found.total.plain_bytes == 2 * (64 + 64) + 128
+    without = frame.plan.saved_memory(under=torch.autocast("cpu", enabled=False))
+    assert "called under: enable_grad, no autocast on cpu" in str(without)
+    assert without.total is not None
+    assert without.total.plain_bytes == 2 * (128 + 128)

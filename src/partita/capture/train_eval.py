@@ -19,7 +19,8 @@ class TrainEval(nn.Module):
 
     Both are programs or modules made from one model, captured once after `model.train()` and once after
     `model.eval()`, and may be treated differently. They share parameters and buffers, also when the module is moved,
-    converted, copied, pickled or loaded; the state dict has the names of `train`.
+    converted, copied, pickled or loaded; the state dict has the names of `train`. Moved and converted, they are still
+    those of the model.
     """
 
     def __init__(self, train: Program | nn.Module, evaluation: Program | nn.Module) -> None:
@@ -43,6 +44,7 @@ class TrainEval(nn.Module):
         self.evaluation_variant.eval()
         self.register_state_dict_post_hook(_names_of_training)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_names_of_variants)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_report_each_once)  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool = True) -> TrainEval:  # noqa: FBT001, FBT002  The signature is torch's.
         """Switches to the training variant, or to the evaluation variant."""
@@ -61,9 +63,10 @@ class TrainEval(nn.Module):
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainEval:  # noqa: FBT001, FBT002
-        shared = self._shared()
+        shared, buffers = self._shared(), [slot for slot in _slots(self) if slot.table is not slot.owner._parameters]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         _share(shared)
+        _keep_tensors(buffers)
         return self
 
     def _shared(self) -> list[tuple[_Slot, _Slot]]:
@@ -76,6 +79,7 @@ class TrainEval(nn.Module):
 class _Slot(NamedTuple):
     """A place in a module that holds a parameter or a buffer."""
 
+    owner: nn.Module
     table: dict[str, Any]
     key: str
     name: str
@@ -90,12 +94,31 @@ def _slots(module: nn.Module) -> Iterator[_Slot]:
             for key, tensor in table.items():
                 if tensor is not None:
                     persistent = table is part._parameters or key not in part._non_persistent_buffers_set
-                    yield _Slot(table, key, prefix + key, tensor, persistent)
+                    yield _Slot(part, table, key, prefix + key, tensor, persistent)
 
 
 def _share(pairs: list[tuple[_Slot, _Slot]]) -> None:
     for slot, source in pairs:
         slot.table[slot.key] = source.table[source.key]
+
+
+def _keep_tensors(buffers: list[_Slot]) -> None:
+    """Puts what a conversion made of each buffer into the tensor that it was, which the model has, too.
+
+    torch does so with parameters, but replaces buffers (2.13).
+    """
+    made = {id(slot.tensor): (slot.tensor, slot.table[slot.key]) for slot in buffers}
+    kept = {}
+    for tensor, new in made.values():
+        if new is not tensor and new is not None:
+            try:
+                tensor.data = new
+            except RuntimeError:  # It has another implementation there, as on some devices: a new tensor for both.
+                continue
+            kept[id(tensor)] = tensor
+    for slot in buffers:
+        if id(slot.tensor) in kept:
+            slot.table[slot.key] = slot.tensor
 
 
 def _names_of_training(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -108,14 +131,35 @@ def _names_of_training(module: nn.Module, state: dict[str, Any], prefix: str, _:
                 state[prefix + name] = value
 
 
-def _names_of_variants(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _names_of_variants(module: Any, state: dict[str, Any], prefix: str, *report: Any) -> None:
     """Adds the names that both variants have for a state with the names of the training variant."""
     places: dict[int, list[str]] = {}
-    for slot in _slots(module.evaluation_variant):
+    for slot in filter(_is_persistent, _slots(module.evaluation_variant)):
         places.setdefault(id(slot.tensor), []).append(slot.name)
-    for slot in _slots(module.training_variant):
+    for slot in filter(_is_persistent, _slots(module.training_variant)):
         if prefix + slot.name in state:
             value = state.pop(prefix + slot.name)
             state[f"{prefix}{_TRAINING}.{slot.name}"] = value
             for name in places.get(id(slot.tensor), ()):
                 state[f"{prefix}{_EVALUATION}.{name}"] = value
+    module._loading = _Loading(prefix, errors=report[-1])
+
+
+def _is_persistent(slot: _Slot) -> bool:
+    return slot.is_persistent
+
+
+class _Loading(NamedTuple):
+    """Where a module is in what is loaded, and the errors found so far."""
+
+    prefix: str
+    errors: list[str]
+
+
+def _report_each_once(module: Any, keys: Any) -> None:
+    """Names what is missing or does not fit once, by the names of the state dict."""
+    (prefix, errors), module._loading = module._loading, None
+    ours, theirs = f"{prefix}{_TRAINING}.", f"{prefix}{_EVALUATION}."
+    # All that the evaluation variant has is in the training variant, too. What is found later has other prefixes.
+    for found in (keys.missing_keys, errors):
+        found[:] = [text.replace(ours, prefix) for text in found if theirs not in text]

@@ -18,7 +18,7 @@ from partita.analysis.mode import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
 from partita.plans.failures import Failures
-from partita.plans.memory import SavedMemory, saved_memory
+from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
 from partita.plans.report import Excluded, Explanation, excluded, explanation, table
 from partita.plans.treatment import (
     Called,
@@ -34,6 +34,7 @@ from partita.plans.treatment import (
     treated,
 )
 from partita.program.program import Program
+from partita.program.saved_tensors import saved_tensors_of
 from partita.regions import Partition, Region
 from partita.regions.joint_forward import forward_alone
 from partita.rewrite.inline import inline
@@ -151,9 +152,14 @@ class Plan:
         found = self.program.node(node) if isinstance(node, str) else node
         return explanation(self.partition, self.treatments, found)
 
-    def saved_memory(self) -> SavedMemory:
-        """What each region saves for backward, without its treatment and with it, and the whole program."""
-        return saved_memory(self.partition, self.treatments)
+    def saved_memory(self, *, under: CallerContexts = ()) -> SavedMemory:
+        """What each region saves for backward, without its treatment and with it, and the whole program.
+
+        `under` has the modes that the program is called under: `torch.autocast("cuda", torch.bfloat16)`, say, or
+        several in a tuple, the outermost first. Without them it is called as it was captured.
+        """
+        saved = saved_tensors_of(self.program, caller_mode(under))
+        return saved_memory(self.partition, self.treatments, saved)
 
     def excluded(self) -> tuple[Excluded, ...]:
         """The operators outside every region, by reason; each prints as a line."""

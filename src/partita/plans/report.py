@@ -12,7 +12,7 @@ from torch.fx import Node
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.nodes import bytes_of, bytes_of_value, container_items, find, value_of
 from partita.errors import PartitaError, UnknownNodeError
-from partita.plans.memory import ReportsSavedBytes, SavedBytes, SavedMemory, saved_memory
+from partita.plans.memory import ReportsSavedBytes, SavedBytes, SavedMemory, saved_memory, shown_count
 from partita.plans.treatment import Treatment
 from partita.program.flops import Flops
 from partita.regions import Partition
@@ -117,7 +117,7 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *([_saved_line(saved)] if saved else []), *_plan_remarks(partition)])
+    return "\n".join([*lines, *(saved.lines() if saved else []), *_plan_remarks(partition)])
 
 
 def excluded(partition: Partition) -> tuple[Excluded, ...]:
@@ -198,19 +198,8 @@ def _saved_bytes(saved_bytes: SavedBytes | None, treatment: Treatment) -> tuple[
 
 
 def _counts(saved_bytes: SavedBytes) -> tuple[str, str, str]:
-    return _count(saved_bytes.plain_bytes), _count(saved_bytes.treated_bytes), f"{saved_bytes.extra_flops:,}"
-
-
-def _count(number: int | None) -> str:
-    return "?" if number is None else f"{number:,}"
-
-
-def _saved_line(saved: SavedMemory) -> str:
-    """The whole program in one line; memory of several regions counts once."""
-    if saved.total is None:
-        return f"saved for backward: not known: {saved.reason}"
-    plain, treated, flops = _counts(saved.total)
-    return f"saved for backward: {plain} bytes, {treated} after; {flops} FLOPs are recomputed"
+    plain, treated = shown_count(saved_bytes.plain_bytes), shown_count(saved_bytes.treated_bytes)
+    return plain, treated, f"{saved_bytes.extra_flops:,}"
 
 
 def _plan_remarks(partition: Partition) -> list[str]:

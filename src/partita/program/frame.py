@@ -6,6 +6,8 @@ from typing import NamedTuple, final
 
 from torch import nn
 
+from partita.analysis.mode import Autocast
+
 
 @final
 class Frame(NamedTuple):
@@ -18,3 +20,5 @@ class Frame(NamedTuple):
     type: type[nn.Module] | None = None
     #: The paths of that module in the modules that were running around it, in the outermost one first.
     paths: tuple[str, ...] = ()
+    #: The autocast that it was traced under, and is called under: Dynamo guards on it.
+    autocast: tuple[Autocast, ...] = ()

@@ -32,6 +32,7 @@ from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import StandsForBody
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, hint_of, is_unbacked, symbols_in
 from partita._torch.toggles import TOGGLES
+from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.analysis.nodes import tensors_in as traced_tensors
 from partita.program._torch.saved_tensors import (
@@ -78,8 +79,10 @@ class NodeRun:
     saves: tuple[Memory, ...] = ()
     #: The storages of its result.
     returns: tuple[Memory, ...] = ()
-    #: The results of the operators that it decomposes into; views do not count.
+    #: The results of the operators that it decomposes into; views and casts that autocast inserts do not count.
     computes: tuple[Memory, ...] = ()
+    #: Of these, the result of the last operator if autocast may have inserted it, as a cast for the next one.
+    casts: tuple[Memory, ...] = ()
     #: Existing storages that it mutates.
     mutates: tuple[Memory, ...] = ()
     flops: int = 0
@@ -99,6 +102,8 @@ class SavedTensors:
     program: Program
     nodes: Mapping[Node, NodeRun] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     reason: str | None = None
+    #: The modes that the program was called under; gradients are on and autocast is off where they say nothing else.
+    caller: Mode = AMBIENT
     #: The nodes that mutate each existing storage, in order.
     mutators: Mapping[Memory, Sequence[Node]] = field(init=False, repr=False)
 
@@ -125,30 +130,40 @@ def bytes_in(memory: Iterable[Memory]) -> int | None:
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
+def parameters_of(program: Program) -> tuple[nn.Parameter, ...]:
+    """The parameters of a program, each once: of its modules, of an exported program, and those that Dynamo lifts."""
+    lifted: Iterable[Any] = map(value_of, program.graph.find_nodes(op="placeholder"))
+    found = (*program.graph_module.parameters(), *(lifted if program.export is None else program.export.state.values()))
+    return tuple({id(value): value for value in found if isinstance(value, nn.Parameter)}.values())
+
+
 _NO_EFFECTS = NodeRun()
 
 
 # The dry run of a program: on fake tensors with gradients enabled, node by node.
 
 
-def saved_tensors_of(program: Program) -> SavedTensors:
+def saved_tensors_of(program: Program, under: Mode = AMBIENT) -> SavedTensors:
     """What a forward run of `program` saves for backward; one dry run, in time linear in its nodes.
 
-    The program, the ambient modes and the RNG state are unchanged. If the run is impossible, the result has the reason:
-    inputs without traced values, unknown code, an operator that fails on fake tensors.
+    It runs under the modes that the program is known to be called under, and those of `under`. The program, the ambient
+    modes and the RNG state are unchanged. If the run is impossible, the result has the reason: inputs without traced
+    values, unknown code, an operator that fails on fake tensors.
     """
+    frame = Mode() if program.frame is None else Mode(autocast=program.frame.autocast)
+    caller = under.within(frame.within(program.caller))
     reason = _refusal(program)
     if reason is not None:
-        return SavedTensors(program, reason=reason)
-    run = _DryRun(program)
+        return SavedTensors(program, reason=reason, caller=caller)
+    run = _DryRun(program, casts=bool(caller.autocast))
     try:
-        with _caller_modes(program):
+        with _called_under(caller):
             nodes = run.found()
     except Exception as error:  # An operator may reject fake tensors with any error.
         lines = str(error).splitlines() or [""]
         where = "" if run.at is None else f"node {run.at.name!r}: "
-        return SavedTensors(program, reason=f"{where}{type(error).__name__}: {lines[0]}")
-    return SavedTensors(program, nodes)
+        return SavedTensors(program, reason=f"{where}{type(error).__name__}: {lines[0]}", caller=caller)
+    return SavedTensors(program, nodes, caller=caller)
 
 
 def _refusal(program: Program) -> str | None:
@@ -242,9 +257,8 @@ _STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
 
 
 @contextmanager
-def _caller_modes(program: Program) -> Iterator[None]:
-    """The modes that the program is called under as far as they are known; by default, gradients are enabled."""
-    caller = program.caller
+def _called_under(caller: Mode) -> Iterator[None]:
+    """Inside, the modes are those of the caller; where it says nothing, gradients are enabled and autocast is off."""
     with ExitStack() as stack:
         stack.enter_context(isolated_from_caller(grad=caller.grad is not False and not caller.inference))
         for block in caller.autocast:
@@ -259,10 +273,11 @@ _CALLS, _CALLS_BY_NODE = 100_000, 100
 
 
 class _DryRun:
-    """One dry run of a program; `at` is the node that runs."""
+    """One dry run of a program; `at` is the node that runs. It may cast other values than the trace did."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, casts: bool) -> None:
         self._program = program
+        self._casts = casts
         self._fakes = FakeCopies()
         self._root = nn.Module()
         self._values: dict[Node, Any] = {}
@@ -322,7 +337,8 @@ class _DryRun:
         result = _result_of(node, module, args, kwargs)
         origin = Origin.STATE if node.op == "get_attr" else Origin.RESULT
         self._recorder.end(tensors_in(result), origin, self._monitor.flops)
-        _check_dtype(node, result)
+        if not self._casts:
+            _check_dtype(node, result)
         if node.users or node.op == "output":
             self._values[node] = result
 
@@ -354,7 +370,10 @@ def _check_dtype(node: Node, result: Any) -> None:
     """Raises if the run diverges from the trace: autocast may have been enabled only there."""
     traced = value_of(node)
     if isinstance(traced, Tensor) and isinstance(result, Tensor) and traced.dtype != result.dtype:
-        raise TypeError(f"it returns {result.dtype} here, but was traced as {traced.dtype}")
+        raise TypeError(
+            f"it returns {result.dtype} here, but was traced as {traced.dtype}; if it was traced under autocast, say "
+            "so: plan.saved_memory(under=torch.autocast(...))"
+        )
 
 
 # The record of a dry run: which storages exist, which node allocated them, and which autograd still holds at the end.
@@ -388,13 +407,16 @@ class _Recorder:
         self._current.flops_until_saved = flops - self._current.flops_before
         return packed
 
-    def computed(self, result: Any) -> None:
-        """Records the result of an operator."""
-        self._current.computed += map(self._number, tensors_in(result))
+    def computed(self, result: Any, *, is_cast: bool) -> None:
+        """Records the result of an operator; a cast for the next operator of its node is recomputed with that."""
+        numbers = list(map(self._number, tensors_in(result)))
+        self._current.last_cast = numbers if is_cast else []
+        self._current.computed += [] if is_cast else numbers
 
     def end(self, results: Sequence[Tensor], origin: Origin, flops: int) -> None:
         """Ends the node; what it allocated and did not return is a temporary."""
         current = self._current
+        current.computed += current.last_cast
         current.returned = list(map(self._number, results))
         for number in current.returned:
             storage = self._storages[number]
@@ -447,6 +469,8 @@ class _NodeRecord:
     read: list[tuple[Tensor, int]] = field(default_factory=list)
     saved: list[tuple[int, weakref.ref[_PackedTensor]]] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
+    #: The result of the last operator, if that is a cast.
+    last_cast: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     mutated: list[int] = field(default_factory=list)
     flops: int = 0
@@ -460,6 +484,7 @@ class _NodeRecord:
             saves=once(number for number, packed in self.saved if packed() is not None),
             returns=once(self.returned),
             computes=once(self.computed),
+            casts=once(self.last_cast),
             mutates=once(self.mutated),
             flops=self.flops,
             flops_until_saved=self.flops_until_saved,

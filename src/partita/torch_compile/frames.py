@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.fx import GraphModule
 
+from partita._torch.modes import read_ambient
+from partita.analysis.mode import Autocast
 from partita.plans import Plan
 from partita.plans.plan import Policy
 from partita.program.frame import Frame
@@ -70,7 +72,11 @@ class RunningModel:
             if own is not None and _has_traced_modules(own, graph_module)
             else []
         )
-        self.frame = Frame(None if own is None else type(own), tuple(dict.fromkeys(path for path in paths if path)))
+        self.frame = Frame(
+            None if own is None else type(own),
+            tuple(dict.fromkeys(path for path in paths if path)),
+            tuple(_ambient_autocast()),
+        )
 
     def record(self, plan: FramePlan) -> None:
         """Adds a plan to those of the model."""
@@ -115,6 +121,14 @@ class _WarnsAtSecondCall:
                 policy,
                 len(frames),
             )
+
+
+def _ambient_autocast() -> Iterator[Autocast]:
+    """The autocast that is on now, by device; Dynamo compiles a frame under the modes that it is called under."""
+    ambient = read_ambient()
+    for device, is_enabled, dtype in ambient.autocast:
+        if is_enabled:
+            yield Autocast(device, dtype, cache=ambient.autocast_cache)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from types import BuiltinFunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from partita._torch.operators.registry import (
     entered_by_any,
     is_dual_level_open,
 )
-from partita.errors import CaptureError
+from partita.errors import CaptureError, MissingTargetError, NotPicklableError
 
 # Boxed calls, as by AOTAutograd: a graph takes its inputs in one list, which it clears, so that each input can be freed
 # after its last use.
@@ -84,7 +84,8 @@ class LazyModule(_LazyGraphModule):
     """A graph module whose code is generated on the first call, and that keeps its graph when pickled or copied.
 
     torch's own graph modules are pickled as source text and traced again on load, which executes and drops every node
-    without a tensor input (mode toggles, random numbers, constants). This one stores the nodes.
+    without a tensor input (mode toggles, random numbers, constants). This one stores the nodes, also of torch's graph
+    modules directly in it, such as the branches of a `cond`; these are lazy modules when they are loaded.
     """
 
     #: Whether the graph switches modes and must restore them when a node in it raises.
@@ -147,10 +148,7 @@ class LazyModule(_LazyGraphModule):
             super().real_recompile()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {key: value for key, value in self.__dict__.items() if key != "_graph"}
-        # State of a live trace has no meaning in another process, and does not pickle.
-        state |= {"shape_env": None, "meta": {key: value for key, value in self.meta.items() if is_plain(value)}}
-        return _unpickle, (type(self).__name__, state, record_of_graph(self._graph))
+        return _reduced(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyModule:
         graph: Any = Graph(tracer_cls=self._graph._tracer_cls)
@@ -203,12 +201,11 @@ def lazy_module(
     """A module without state that runs `graph`; register the attributes that its nodes refer to before a call."""
     module = _blank("GraphModule")
     module.__dict__.update(blank_attributes())
-    tracer = graph._tracer_cls
     module.__dict__.update(
         training=training,
         meta={},
         shape_env=None,
-        _tracer_cls=tracer if tracer is not None and "<locals>" not in tracer.__qualname__ else None,
+        _tracer_cls=_lasting(graph._tracer_cls),
         _tracer_extras=graph._tracer_extras or {},
         _replace_hooks=[],
         _create_node_hooks=[],
@@ -261,6 +258,41 @@ def _call_as_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _adopt(module: LazyModule, graph: Graph) -> None:
     module.__dict__["_graph"] = graph
     graph.owning_module = module
+
+
+def _reduced(module: GraphModule) -> tuple[Any, ...]:
+    """What a pickle stores of a graph module."""
+    state = {key: value for key, value in module.__dict__.items() if key not in _GENERATED}
+    parts: dict[Any, Any] = {
+        part: _AsData(part) for part in module.children() if isinstance(part, GraphModule) and _is_torchs(part)
+    }
+    # State of a live trace has no meaning in another process, and does not pickle.
+    state |= {
+        "shape_env": None,
+        "meta": {key: value for key, value in module.meta.items() if is_plain(value)},
+        "_tracer_cls": _lasting(module.__dict__.get("_tracer_cls")),
+        "_modules": {name: parts.get(part, part) for name, part in module._modules.items()},
+    }
+    return _unpickle, (type(module).__name__, state, record_of_graph(module.graph))
+
+
+#: The graph, which is stored as a record, and what torch generates from it.
+_GENERATED = ("_graph", "_code", "_lineno_map", "_prologue_start")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AsData:
+    """Pickles a graph module of torch as data, too."""
+
+    module: GraphModule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduced(self.module)
+
+
+def _is_torchs(module: GraphModule) -> bool:
+    """Whether torch would pickle it as source text; a subclass with its own way may store more."""
+    return type(module).__reduce__ in (GraphModule.__reduce__, _LazyGraphModule.__reduce__)
 
 
 def _unpickle(class_name: str, state: dict[str, Any], record: Any) -> LazyModule:
@@ -376,6 +408,7 @@ def record_of_graph(graph: Graph) -> GraphRecord:
     references: dict[Node, _Reference] = {}
     rows = []
     for node in graph.nodes:
+        _check_has_name(node)
         rows.append(
             (
                 node.op,
@@ -388,10 +421,12 @@ def record_of_graph(graph: Graph) -> GraphRecord:
             )
         )
         references[node] = _Reference(len(references))
-    tracer = graph._tracer_cls
-    return GraphRecord(
-        tuple(rows), graph._codegen, tracer if tracer and "<locals>" not in tracer.__qualname__ else None
-    )
+    return GraphRecord(tuple(rows), graph._codegen, _lasting(graph._tracer_cls))
+
+
+def _lasting(tracer: Any) -> Any:
+    """A class of tracers, if another process can import it."""
+    return None if tracer is None or "<locals>" in tracer.__qualname__ else tracer
 
 
 def graph_from_record(record: GraphRecord) -> Graph:
@@ -447,6 +482,22 @@ def _with_leaves(argument: Any, change: Callable[[Any], Any]) -> Any:
     return change(argument)
 
 
+def _check_has_name(node: Node) -> None:
+    """Raises for a function that another process could not find."""
+    target = node.target
+    if not isinstance(target, FunctionType):
+        return
+    try:
+        found = attrgetter(target.__qualname__)(sys.modules[target.__module__])
+    except (AttributeError, KeyError):
+        found = None
+    if found is not target:
+        raise NotPicklableError(
+            f"node {node.name!r} calls {target.__module__}.{target.__qualname__}, which has no name that another "
+            "process could import it by; call a function of a module, or copy the graph module with copy.deepcopy"
+        )
+
+
 def _packed_target(target: Any) -> Any:
     if isinstance(target, OpOverload):
         name, overload = target._schema.name.partition("::")[2], target._overloadname
@@ -455,7 +506,9 @@ def _packed_target(target: Any) -> Any:
         namespace, _, name = target._qualified_op_name.partition("::")
         return _Operator(namespace, name, None)
     if isinstance(target, HigherOrderOperator):
-        return _Operator("higher_order", target.name(), None)
+        # Ours know the module that registers them, which need not be imported yet where the pickle is loaded.
+        knows_home = type(target).__reduce__ is not object.__reduce__
+        return target if knows_home else _Operator("higher_order", target.name(), None)
     if isinstance(target, BuiltinFunctionType) and isinstance(target.__self__, ModuleType):
         # Older pickle protocols, which torch.save uses, would try to store the module itself.
         return _Builtin(target.__self__.__name__, target.__name__)
@@ -467,8 +520,15 @@ def _unpacked_target(target: Any) -> Any:
         return attrgetter(target.name)(_module(target.module))
     if not isinstance(target, _Operator):
         return target
-    packet = getattr(getattr(torch.ops, target.namespace), target.name)
-    return packet if target.overload is None else getattr(packet, target.overload)
+    try:
+        packet = getattr(getattr(torch.ops, target.namespace), target.name)
+        return packet if target.overload is None else getattr(packet, target.overload)
+    except AttributeError as error:
+        name = ".".join(part for part in (target.name, target.overload) if part)
+        raise MissingTargetError(
+            f"the operator {target.namespace}::{name} is not registered in this process; import the library that "
+            "registers it before you load the module"
+        ) from error
 
 
 def _module(path: str) -> Any:

@@ -145,7 +145,7 @@ def _with_gradient(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_().clone() if can_have_one else tensor
 
 
-def _ignore(result: Any) -> None:
+def _ignore(result: Any, *, is_cast: bool) -> None:
     """Ignores the result of an operator."""
 
 
@@ -155,12 +155,13 @@ def _ignore(result: Any) -> None:
 class OperatorMonitor(TorchDispatchMode):
     """Counts the FLOPs of operators as torch does, and calls `on_result` with their results, except views.
 
+    With `is_cast`, autocast may have inserted the operator for the next one.
     Raises if the operators exceed `allowance`. With `makes_meta`, factories make meta tensors.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_result: Callable[[Any], object], allowance: Allowance, *, makes_meta: bool = False) -> None:
+    def __init__(self, on_result: Callable[..., object], allowance: Allowance, *, makes_meta: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self._on_result = on_result
@@ -173,7 +174,7 @@ class OperatorMonitor(TorchDispatchMode):
             self._allowance.spend(func, args, kwargs)
             self.flops += self._flops_of_branches(func, args)
             result = func(*args, **kwargs)
-            self._on_result(result)
+            self._on_result(result, is_cast=False)
             return result
         if func.namespace == "prim":  # Device queries of fake tensors, which are frequent.
             return func(*args, **kwargs)
@@ -190,7 +191,7 @@ class OperatorMonitor(TorchDispatchMode):
         if formula is not None:
             self.flops += int(hint_of(formula(*args, **kwargs, out_val=result)))
         if not _returns_views(func):
-            self._on_result(result)
+            self._on_result(result, is_cast=is_differentiable_cast(func, args) and is_inside_autocast())
         return result
 
     def _flops_of_branches(self, func: Any, args: Any) -> int:
@@ -209,6 +210,17 @@ class OperatorMonitor(TorchDispatchMode):
             return self.flops - before
         finally:
             self.flops, self._on_result = before, on_result
+
+
+def is_differentiable_cast(func: Any, args: Any) -> bool:
+    """Whether an operator is a cast, or another copy, of a tensor that requires gradients."""
+    return func is torch.ops.aten._to_copy.default and bool(args[0].requires_grad)
+
+
+def is_inside_autocast() -> bool:
+    """Whether a block of autocast is open; whether it is enabled cannot be queried below autograd."""
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting() > 0)
 
 
 @cache

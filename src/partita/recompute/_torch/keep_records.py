@@ -20,6 +20,7 @@ from partita._torch.fake_sandbox import tensors_in
 from partita._torch.operators.schemas import storage_key
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
+from partita.program._torch.saved_tensors import is_differentiable_cast, is_inside_autocast
 from partita.recompute._torch.inputs import is_trained
 
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
@@ -59,9 +60,8 @@ class AutocastCasts:
 
 
 def may_be_autocast(cast: Cast | None) -> bool:
-    """Whether autocast may have inserted a cast; whether it is enabled cannot be queried below autograd."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting() > 0 and cast is not None
+    """Whether autocast may have inserted a cast."""
+    return cast is not None and is_inside_autocast()
 
 
 def was_cached(cast: Cast | None, record: OperatorRecord | None) -> bool:
@@ -276,7 +276,7 @@ def allocates_result(func: Any) -> bool:
 
 def cast_by(func: Any, args: Any) -> Cast | None:
     """Which cast an operator is; None for other operators, and where no gradients are required."""
-    if func is not torch.ops.aten._to_copy.default or not args[0].requires_grad:
+    if not is_differentiable_cast(func, args):
         return None
     return Cast.OF_LEAF if is_trained(args[0]) else Cast.OF_RESULT
 
