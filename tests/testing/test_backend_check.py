@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -257,3 +259,40 @@ def test_a_body_about_views_is_lowered_too() -> None:
 def test_an_unknown_body_is_said() -> None:
     with pytest.raises(OptionError, match="no body is called 'view'; try 'views'"):
         check_backend("eager", programs=0, bodies=("view",))
+
+
+class OnlyAten(Faithful):
+    """Knows the operators of captured programs, and can store nothing."""
+
+    name: ClassVar[str] = "only aten"
+
+    def refusal(self, node: Node) -> str | None:
+        is_known = hasattr(node.target, "_schema") or node.target is operator.getitem
+        return None if node.op != "call_function" or is_known else "no operator of aten"
+
+    def save(self, compiled: Any) -> bytes:
+        raise TypeError("not today")
+
+    def load(self, data: bytes) -> Any:
+        raise TypeError("not today")
+
+
+class OnlyAtenAddsALittle(OnlyAten):
+    def run(self, body: Run, *given: Any) -> Any:
+        return [value + 1e-3 if _is_float(value) else value for value in body(*given)]
+
+
+def test_a_backend_that_knows_only_aten_is_checked_on_captured_bodies() -> None:
+    report = check_backend(OnlyAten(), programs=1, bodies=["elementwise", "arithmetic", "views"])
+    assert report.holds
+    assert "not stored: TypeError: not today: elementwise, arithmetic, views" in report.notes
+    assert not any("refuses" in note for note in report.notes)
+    with pytest.raises(LawError, match="arithmetic, as aten operators"):
+        check_backend(OnlyAtenAddsALittle(), programs=0, bodies=["arithmetic"])
+
+
+def test_a_report_is_had_as_data() -> None:
+    report = check_backend(OnlyAtenAddsALittle(), programs=0, bodies=["arithmetic"], raises=False)
+    found = json.loads(json.dumps(report.as_dict()))
+    assert (found["backend"], found["holds"]) == ("only aten", False)
+    assert found["broken"][0]["where"] == "arithmetic, as aten operators"

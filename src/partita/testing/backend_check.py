@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.export import Dim
 from torch.fx import GraphModule, Node
 
 from partita._torch.modes import read_ambient
@@ -18,8 +19,9 @@ from partita.backends import Backend, find_backend
 from partita.backends._torch.compile_context import compiler_scope
 from partita.backends._torch.fake_inputs import FakeInputs, strides_of
 from partita.backends.backend import takes_symbols, tolerance_of, trains
+from partita.capture import capture
 from partita.equivalence import Comparison, compare
-from partita.errors import BackendError, OptionError
+from partita.errors import OptionError
 from partita.lowering._torch.conditions import Check, check_from, conditions_of, symbolic_places
 from partita.lowering.variant import WrongOutputsError, check_outputs
 from partita.plans import plan
@@ -33,12 +35,18 @@ from partita.treatments import Lower
 
 
 def check_backend(
-    backend: str | Backend, *, programs: int | Iterable[Case] = 5, bodies: Iterable[str] | None = None
+    backend: str | Backend,
+    *,
+    programs: int | Iterable[Case] = 5,
+    bodies: Iterable[str] | None = None,
+    raises: bool = True,
 ) -> BackendReport:
-    """Checks the laws on small bodies, all or those named, and on programs; raises if one is broken.
+    """Checks the laws on small bodies, all or those named, and on programs.
 
-    What the backend refuses is excluded, and a failure to compile breaks no law as long as something compiles: both
-    are in the notes. The message of the error is the report.
+    A body of torch's functions that the backend refuses is tried once more as aten operators, as `partita.capture`
+    writes it. What it refuses then is excluded, and a failure to compile or to store breaks no law as long as something
+    compiles: both are in the notes. If a law is broken, it raises `LawError`, whose message is the report, or returns
+    the report where `raises` is False.
     """
     found = find_backend(backend)
     cases = [random_case(seed) for seed in range(programs)] if isinstance(programs, int) else list(programs)
@@ -49,7 +57,7 @@ def check_backend(
     for case in cases:
         checking.check_program(case)
     report = checking.report()
-    if not report.holds:
+    if raises and not report.holds:
         raise LawError(str(report))
     return report
 
@@ -89,6 +97,10 @@ class BackendReport:
     def holds(self) -> bool:
         """Whether nothing is broken."""
         return not self.broken
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {"backend": self.backend, "holds": self.holds, **asdict(self)}
 
     def __str__(self) -> str:
         laws = list(dict.fromkeys(broken.law for broken in self.broken))
@@ -136,14 +148,18 @@ class _BackendCheck:
 
     def check_body(self, body: Body) -> None:
         """Checks the compiled body, for static and for dynamic sizes, and whether it can be stored."""
-        module = body.graph_module()
-        refused = self.check_refusals(module, body.name)
+        module, name = body.graph_module(), body.name
+        refused = self.check_refusals(module, name)
+        operators = _as_operators(body) if refused else None
+        if operators is not None:
+            module, name = operators, f"{name}, as aten operators"
+            refused = self.check_refusals(module, name)
         if refused:
             self.note(f"excluded since it refuses {refused!r}", body.name)
             return
         ways = (False, True) if takes_symbols(self.backend) else (False,)
         for symbols in ways:
-            where = f"{body.name}, with symbols for sizes" if symbols else body.name
+            where = f"{name}, with symbols for sizes" if symbols else name
             calls = _CompiledCalls(self.backend, module, symbols=symbols)
             self.hold(body.law, where, lambda calls=calls: self._compared(body, module, calls))  # type: ignore[misc]
             self.hold("compiling disturbs nothing", where, lambda calls=calls: "; ".join(calls.disturbed) or None)  # type: ignore[misc]
@@ -217,8 +233,8 @@ class _BackendCheck:
         for function in functions[:1]:
             try:
                 data = backend.save(function)
-            except BackendError as error:
-                self.note(f"not stored: {error}", body.name)
+            except Exception as error:
+                self.note(f"not stored: {_one_line(error)}", body.name)
                 continue
             if not isinstance(data, bytes):
                 return f"`save` returns bytes, not {type(data).__name__}"
@@ -231,6 +247,10 @@ class _BackendCheck:
     def _lowered(self, case: Case) -> str | None:
         program = Program.of(case.graph_module)
         lowering = plan(program, ByCapability(self.backend), Lower(self.backend))
+        if not len(lowering.partition):
+            captured = _captured(case)
+            program = program if captured is None else captured
+            lowering = plan(program, ByCapability(self.backend), Lower(self.backend))
         after = lowering.apply()
         with torch.set_grad_enabled(trains(self.backend)):
             comparison = compare(program, after, case.args, case.kwargs, gradients=trains(self.backend))
@@ -238,6 +258,29 @@ class _BackendCheck:
             self.note(f"it failed with {failure.reason}", f"{failure.region} of {case.origin}")
         self.lowered += len(lowering.partition) - len({failure.region for failure in lowering.failures})
         return None if comparison.equal else str(comparison)
+
+
+def _as_operators(body: Body) -> GraphModule | None:
+    """The body as aten operators, for any number of rows; None where it cannot be captured."""
+    inputs = body.inputs(5)
+    sizes = tuple({0: Dim.AUTO} if isinstance(value, Tensor) and value.dim() else None for value in inputs)
+    try:
+        with body.under():
+            return capture(body.graph_module(), inputs, dynamic_shapes=sizes).graph_module
+    except Exception:  # A body does what a tracer may refuse, with any error.
+        return None
+
+
+def _captured(case: Case) -> Program | None:
+    held = case.copy()
+    try:
+        return capture(held.graph_module, held.args, held.kwargs)
+    except Exception:
+        return None
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 _RETURNING = "it makes functions that return a tuple or a list, with all outputs of the body"
@@ -334,7 +377,7 @@ class _CompiledCalls:
             try:
                 function = self._backend.compile(body, fake_inputs)
             except Exception as error:
-                self.failed[f"{type(error).__name__}: {error}".partition("\n")[0]] = None
+                self.failed[_one_line(error)] = None
                 return _Made(self._body, None)
             if read_ambient() != modes:
                 self.disturbed["compiling leaves modes switched"] = None
