@@ -116,8 +116,8 @@ def test_the_chapter_on_lowering_compiles_equal_regions_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lowering, "find_spec", lambda name: None)
-    # With another `keep`, nothing is shared with what other tests have compiled.
-    monkeypatch.setattr(with_inductor, "Lower", lambda name: Lower("aot_eager", keep=5))
+    # With another `max_variants`, nothing is shared with what other tests have compiled.
+    monkeypatch.setattr(with_inductor, "Lower", lambda name: Lower("aot_eager", max_variants=5))
     with caplog.at_level(logging.INFO, "partita.lowering"):
         assert with_inductor.main() == 0
     assert capsys.readouterr().out.startswith("  4 regions do at least 300,000 FLOPs")

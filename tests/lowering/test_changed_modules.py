@@ -88,7 +88,7 @@ def test_a_setting_that_is_put_back_is_not_compiled_for_again() -> None:
 
 def test_a_setting_that_changes_in_every_call_runs_eagerly_in_the_end() -> None:
     backend, model = Counting(), block()
-    decided = plan_of(model, Lower(backend, keep=1))
+    decided = plan_of(model, Lower(backend, max_variants=1))
     module = decided.apply().module()
     for number in range(8):
         model[1].negative_slope = 0.1 * number

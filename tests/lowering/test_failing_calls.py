@@ -72,7 +72,7 @@ def test_lists_that_grow_are_compiled_for_a_bounded_number_of_times() -> None:
         return torch.cat(values).relu()
 
     backend = Counting()
-    decided = plan_of(joined, Lower(backend, keep=2))
+    decided = plan_of(joined, Lower(backend, max_variants=2))
     module = decided.apply().module()
     for length in range(1, 80):
         values = [torch.randn(3) for _ in range(length)]

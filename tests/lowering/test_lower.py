@@ -69,7 +69,7 @@ def test_a_number_is_part_of_the_signature() -> None:
 
 def test_only_the_last_used_functions_are_kept() -> None:
     backend = Counting()
-    module = lowered(lambda x: x.sin(), Lower(backend, keep=2, dynamic=False))
+    module = lowered(lambda x: x.sin(), Lower(backend, max_variants=2, dynamic=False))
     for size in (3, 4, 3, 5, 3, 4):
         module(torch.randn(size))
     assert [inputs[0].shape[0] for inputs in backend.made] == [3, 4, 5, 4]
@@ -77,7 +77,7 @@ def test_only_the_last_used_functions_are_kept() -> None:
 
 def test_calls_that_never_repeat_run_eagerly_in_the_end() -> None:
     backend = Counting()
-    decided = plan_of(lambda x, a: x * a, Lower(backend, keep=1))
+    decided = plan_of(lambda x, a: x * a, Lower(backend, max_variants=1))
     module = decided.apply().module()
     for a in range(9):
         assert torch.equal(module(torch.ones(2), float(a)), torch.ones(2) * a)
@@ -345,8 +345,8 @@ def test_a_region_takes_one_mode() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 0}, "at least 1"),
-        ({"keep": True}, "at least 1"),
+        ({"max_variants": 0}, "at least 1"),
+        ({"max_variants": True}, "at least 1"),
         ({"dynamic": "yes"}, "dynamic is True, False or None"),
         ({"dumper": "there"}, "dumper is a function"),
         ({"backend": 3}, "a backend is a name or has"),

@@ -47,7 +47,7 @@ def test_equal_bodies_are_compiled_once() -> None:
 def test_equal_bodies_of_other_sizes_stay_free_of_symbols() -> None:
     backend = Counting()
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 5))
-    module = plan(program_of(model), ByLabel(by_layer), Lower(backend, keep=1)).apply().module()
+    module = plan(program_of(model), ByLabel(by_layer), Lower(backend, max_variants=1)).apply().module()
     for _ in range(2):
         module(torch.randn(2, 3))
     assert len(backend.made) == 3

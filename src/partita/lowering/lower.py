@@ -43,7 +43,7 @@ class Lower:
     """Has `backend`, a name or a backend with options, compile the body at the first call.
 
     Another function is compiled for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,
-    modes), and the `keep` last used are kept. Sizes that were traced as symbols are symbols for the backend too, and
+    modes), and the `max_variants` last used are kept. Sizes that were traced as symbols are symbols for the backend too, and
     so is a size that has changed; `dynamic=True` makes symbols of all sizes, `dynamic=False` of none. Where a
     compilation fails, the region runs eagerly and `plan.failures` says why; with `strict`, `LoweringError` is raised.
     `dumper` gets the text of the body and returns the tag under which a profiler shows the region; without it, the tag
@@ -54,7 +54,7 @@ class Lower:
     _: KW_ONLY
     dynamic: bool | None = None
     strict: bool = False
-    keep: int = 8
+    max_variants: int = 8
     dumper: Callable[[str], str] | None = None
     tag: str | None = None
 
@@ -66,8 +66,10 @@ class Lower:
             raise OptionError(f"dynamic is True, False or None, not {self.dynamic!r}")
         if not isinstance(self.strict, bool):
             raise OptionError(f"strict is True or False, not {self.strict!r}")
-        if type(self.keep) is not int or self.keep < 1:
-            raise OptionError(f"keep is how many compiled functions a region keeps, at least 1, not {self.keep!r}")
+        if type(self.max_variants) is not int or self.max_variants < 1:
+            raise OptionError(
+                f"max_variants is how many compiled functions a region keeps, at least 1, not {self.max_variants!r}"
+            )
         if self.dumper is not None and not callable(self.dumper):
             raise OptionError(f"dumper is a function from the text of a body to a tag; {self.dumper!r} is none")
         if self.tag is not None and not isinstance(self.tag, str):
@@ -148,7 +150,7 @@ class Lower:
         key = body_key(bare.module) if constants is None else None
         # Equal bodies may differ in which of their results are mutated later, and functions are specialized on that.
         places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in mutated_later)
-        variants = variants_for(None if key is None else (key, dynamic, places), backend, keep=self.keep)
+        variants = variants_for(None if key is None else (key, dynamic, places), backend, keep=self.max_variants)
         return Lowered(bare.module, lowering, variants)
 
     def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:

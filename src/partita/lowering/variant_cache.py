@@ -183,7 +183,7 @@ class CompileBackoff:
 
 _TOO_MANY_COMPILATIONS = (
     "it was compiled {} times for calls that differ in nothing but sizes, constants, lengths of containers and "
-    "settings of modules; make a tensor of what changes, or raise `keep`"
+    "settings of modules; make a tensor of what changes, or raise `max_variants`"
 )
 
 
