@@ -43,8 +43,8 @@ class Lower:
     """Has `backend`, a name or a backend with options, compile the body at the first call.
 
     Another function is compiled for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,
-    modes), and the `max_variants` last used are kept. Sizes that were traced as symbols are symbols for the backend too, and
-    so is a size that has changed; `dynamic=True` makes symbols of all sizes, `dynamic=False` of none. Where a
+    modes), and the `max_variants` last used are kept. Sizes that were traced as symbols are symbols for the backend
+    too, and so is a size that has changed; `dynamic=True` makes symbols of all sizes, `dynamic=False` of none. Where a
     compilation fails, the region runs eagerly and `plan.failures` says why; with `strict`, `LoweringError` is raised.
     `dumper` gets the text of the body and returns the tag under which a profiler shows the region; without it, the tag
     is `tag`, or the name of the region.
