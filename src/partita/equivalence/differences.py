@@ -33,7 +33,7 @@ class Difference:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """All differences, notes on what was not checked, and how many calls of each program were compared."""
 
@@ -55,6 +55,11 @@ class Comparison:
         lines += [f"  {difference}" for difference in self.differences]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """The first line, and the first difference."""
+        first, *others = str(self).splitlines()
+        return f"Comparison({first}{': ' + others[0].strip() if self.differences else ''})"
 
 
 _PROPERTIES = (
