@@ -400,5 +400,5 @@ def test_a_compiled_program_whose_backward_ran_before_is_compared() -> None:
 
 
 def test_a_comparison_is_shown_by_its_first_line() -> None:
-    assert repr(compare(torch.sin, torch.sin, (torch.ones(2),))) == "Comparison(nothing differs in 2 calls)"
-    assert repr(compare(torch.sin, torch.cos, (torch.ones(2),))).startswith("Comparison(1 difference in 2 calls: value")
+    assert repr(compare(torch.sin, torch.sin, (torch.ones(2),))) == "Comparison(nothing differs in 3 calls)"
+    assert repr(compare(torch.sin, torch.cos, (torch.ones(2),))).startswith("Comparison(1 difference in 3 calls: value")
