@@ -1,14 +1,18 @@
 """Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program means the same."""
 
-from partita import hops
-from partita.capture import TrainEval, capture, capture_joint
-from partita.dissolve import dissolve
-from partita.equivalence import Comparison, Tolerance, compare, verify
-from partita.plans import Plan, Policy, Treatment, mode_tree, plan
-from partita.program.fingerprint import fingerprint
-from partita.program.program import Program
-from partita.regions import Partition, Region
-from partita.rewrite import gather, inline, outline
+from partita._torch.gc_pause import gc_paused
+
+# Importing makes enough objects to start a full collection, which would visit all of torch's.
+with gc_paused():
+    from partita import hops
+    from partita.capture import TrainEval, capture, capture_joint
+    from partita.dissolve import dissolve
+    from partita.equivalence import Comparison, Tolerance, compare, verify
+    from partita.plans import Plan, Policy, Treatment, mode_tree, plan
+    from partita.program.fingerprint import fingerprint
+    from partita.program.program import Program
+    from partita.regions import Partition, Region
+    from partita.rewrite import gather, inline, outline
 
 __version__ = "0.1.0"
 
