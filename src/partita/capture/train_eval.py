@@ -142,7 +142,7 @@ def _names_of_variants(module: Any, state: dict[str, Any], prefix: str, *report:
             state[f"{prefix}{_TRAINING}.{slot.name}"] = value
             for name in places.get(id(slot.tensor), ()):
                 state[f"{prefix}{_EVALUATION}.{name}"] = value
-    module._loading = _Loading(prefix, errors=report[-1])
+    module.being_loaded = _Loading(prefix, errors=report[-1])
 
 
 def _is_persistent(slot: _Slot) -> bool:
@@ -158,7 +158,7 @@ class _Loading(NamedTuple):
 
 def _report_each_once(module: Any, keys: Any) -> None:
     """Names what is missing or does not fit once, by the names of the state dict."""
-    (prefix, errors), module._loading = module._loading, None
+    (prefix, errors), module.being_loaded = module.being_loaded, None
     ours, theirs = f"{prefix}{_TRAINING}.", f"{prefix}{_EVALUATION}."
     # All that the evaluation variant has is in the training variant, too. What is found later has other prefixes.
     for found in (keys.missing_keys, errors):

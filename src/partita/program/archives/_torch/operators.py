@@ -112,14 +112,14 @@ _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_c
 _INTERNAL = tuple(
     _words(
         """
-    __ _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
-    _cdist_ _chunk_cat _conj _convolution _ctc_loss _dim_arange _dirichlet_grad _efficientzerotensor _embedding_bag
-    _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_rms_norm
-        _fused_moving_avg_obs_fq_helper _fw_primal _histogramdd_ _pack_padded_sequence _pad_packed_sequence _grouped_mm
-    _index_put_impl _int_mm _is_all_true _is_any_true _jagged_to_ _linalg_ _local_scalar_dense _log_softmax
-    _logcumsumexp _lu_with_info _masked_s _native_ _neg_view _pad_circular _pad_enum _padded_dense_ _pdist_
-    _prelu_kernel _reshape_copy _safe_softmax _sample_dirichlet _scaled_ _shape_as_tensor _softmax _standard_gamma
-    _to_copy _transform _trilinear _unique _unsafe_masked_index _unsafe_view _upsample_ _weight_
+        __ _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
+        _cdist_ _chunk_cat _conj _convolution _ctc_loss _dim_arange _dirichlet_grad _efficientzerotensor _embedding_bag
+        _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_moving_avg_obs_fq_helper
+        _fused_rms_norm _fw_primal _grouped_mm _histogramdd_ _index_put_impl _int_mm _is_all_true _is_any_true
+        _jagged_to_ _linalg_ _local_scalar_dense _log_softmax _logcumsumexp _lu_with_info _make_dual _masked_s _native_
+        _neg_view _pack_padded_sequence _pad_circular _pad_enum _pad_packed_sequence _padded_dense_ _pdist_
+        _prelu_kernel _reshape_copy _safe_softmax _sample_dirichlet _scaled_ _shape_as_tensor _softmax _standard_gamma
+        _to_copy _transform _trilinear _unique _unpack_dual _unsafe_masked_index _unsafe_view _upsample_ _weight_
         """
     )
 )
