@@ -16,6 +16,7 @@ from benchmarks import (
     fusing,
     growth,
     held,
+    importing,
     lowering,
     memory,
     modes,
@@ -37,6 +38,7 @@ SECTIONS = {
     "memory": memory.rows,
     "held": held.rows,
     "growth": growth.rows,
+    "import": importing.rows,
 }
 _HERE = Path(__file__).resolve().parent
 
