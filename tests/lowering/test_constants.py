@@ -195,3 +195,25 @@ def test_onnx_runtime_runs_real_models(onnx_runtime: Any, make: Any) -> None:
     with torch.no_grad():
         partita.verify(program, plan.apply(), arguments, gradients=False)
     assert not plan.failures
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_step_is_noticed_although_fused_kernels_raise_no_version(fused: bool) -> None:
+    model = nn.Linear(4, 4)
+    module = lowered(partita.capture(model, (X,)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    for _ in range(2):
+        model(X).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(module(X), model(X))
+
+
+@torch.no_grad()
+def test_statistics_that_a_batch_norm_updates_are_noticed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    module = lowered(partita.capture(model, (X,)))
+    first = module(X)
+    model.train()(X)
+    assert torch.equal(module(X), model.eval()(X))
+    assert not torch.equal(module(X), first)

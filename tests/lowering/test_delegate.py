@@ -272,3 +272,29 @@ def test_a_program_with_delegates_is_copied_compiled_and_decomposed() -> None:
     decomposed = after.decomposed()
     assert torch.allclose(decomposed.module()(X), expected)
     assert torch.ops.partita.delegate.default in [node.target for node in decomposed.graph.nodes]
+
+
+@torch.no_grad()
+def test_a_region_in_an_autocast_block_runs_in_it() -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.linear(x) + x
+
+    model = Casting()
+    after = delegated(model)
+    assert '"autocast": [["cpu", "bfloat16", true]]' in str(calls(after)[0].args[1])
+    assert torch.equal(after.module()(X), model(X))
+
+
+@torch.no_grad()
+def test_modes_that_a_stored_function_cannot_follow_are_refused() -> None:
+    module = delegated(nn.Linear(4, 4)).module()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(BackendError, match="compiled without autocast on cpu"):
+        module(X)
+    with pytest.raises(BackendError, match="through which no tangents flow"):
+        torch.func.jvp(module, (X,), (X,))

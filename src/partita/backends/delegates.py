@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from threading import Lock
@@ -27,6 +28,7 @@ from partita._torch.expressions import (
     parsed,
     substituted,
 )
+from partita.backends._torch.forward_mode import in_forward_mode
 from partita.backends.backend import Backend, Compiled, find_backend
 from partita.errors import BackendError, OptionError
 from partita.program._torch.guards import functions_of_conditions
@@ -71,6 +73,8 @@ class DelegateSpec:
     outputs: tuple[TensorForm, ...]
     symbols: Mapping[str, tuple[int, int]]
     conditions: tuple[str, ...]
+    #: The autocast blocks around the region: device type, dtype, enabled.
+    autocast: tuple[tuple[str, str | None, bool], ...] = ()
 
     def text(self) -> str:
         """The JSON text."""
@@ -86,8 +90,16 @@ class DelegateSpec:
             forms = [one if type(one) in (int, str) else _form(one) for one in read.pop("inputs")]
             symbols = {str(name): (int(at), int(axis)) for name, (at, axis) in read.pop("symbols").items()}
             outputs, conditions = tuple(map(_form, read.pop("outputs"))), tuple(map(str, read.pop("conditions")))
+            autocast = tuple(_block(*block) for block in read.pop("autocast"))
             names = {name: str(read.pop(name)) for name in ("region", "backend", "version")}
-            spec = cls(**names, inputs=tuple(forms), outputs=outputs, symbols=symbols, conditions=conditions)
+            spec = cls(
+                **names,
+                inputs=tuple(forms),
+                outputs=outputs,
+                symbols=symbols,
+                conditions=conditions,
+                autocast=autocast,
+            )
             _ = spec.is_allowed, spec.shapes, spec.numbers
         except BackendError as error:
             raise BackendError(f"a delegate cannot be read: {error}") from None
@@ -140,6 +152,14 @@ class DelegateSpec:
         if not 0 <= at < len(self.inputs) or isinstance(self.inputs[at], TensorForm) is (axis < 0):
             raise ExpressionError(f"{part.name!r} is at no input")
         return Read(at) if axis < 0 else Read(at, "size", axis)
+
+
+def _block(device: object, dtype: object, enabled: object) -> tuple[str, str | None, bool]:
+    if not isinstance(device, str) or not isinstance(enabled, bool) or not isinstance(dtype, str | None):
+        raise BackendError(f"{(device, dtype, enabled)} is no autocast block")
+    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise BackendError(f"{dtype!r} is no dtype")
+    return device, dtype, enabled
 
 
 def _form(read: Any) -> TensorForm:
@@ -257,10 +277,26 @@ def run(blob: Tensor, spec: str, tensors: Sequence[Tensor], numbers: Sequence[in
             f"region {found.region!r} was not compiled for these sizes; it holds where {', '.join(found.conditions)}"
         )
     laid_out = [_laid_out(tensor, found.shape(place, inputs)[1]) for place, tensor in enumerate(tensors)]
+    _check_modes(found, tensors)
     function = _LOADED.function(found, blob)
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as modes:
+        for device, dtype, enabled in found.autocast:
+            modes.enter_context(torch.autocast(device, None if dtype is None else getattr(torch, dtype), enabled))
         outputs = function(*_combined(found, laid_out, numbers))
     return _checked(found, outputs, laid_out, len(tensors), inputs)
+
+
+def _check_modes(spec: DelegateSpec, tensors: Sequence[Tensor]) -> None:
+    """Raises in modes that eager mode would follow, and a stored function cannot."""
+    known = {device for device, _, _ in spec.autocast}
+    for device in {tensor.device.type for tensor in tensors} - known:
+        if torch.is_autocast_enabled(device):
+            raise BackendError(
+                f"region {spec.region!r} was compiled without autocast on {device}; call the program outside of it, or "
+                "put the block into the model"
+            )
+    if in_forward_mode():
+        raise BackendError(f"region {spec.region!r} is a delegate, through which no tangents flow")
 
 
 def _checked(

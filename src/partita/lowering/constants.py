@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, final
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from partita._torch.tensors import version_of
 from partita.analysis.nodes import attribute_of, is_module_state
 from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.operator_calls import owned_inputs
 
-#: A tensor, the version of its values, and where they are.
-_Held: TypeAlias = tuple[ref[Tensor], int, int]
+#: Buffers of at most so many elements are compared by value at every call: a batch norm updates its statistics without
+#: raising the version counter.
+_SMALL = 1 << 14
 
 
 def state_inputs(body: GraphModule, region: Region) -> tuple[int, ...]:
@@ -69,19 +72,19 @@ class Constants:
     @classmethod
     def of(cls, places: Collection[int], values: Sequence[Any]) -> Constants | None:
         """Those at `places`; None if there are none."""
-        return cls(tuple(places), _held(values[place] for place in places)) if places else None
+        return cls(tuple(places), tuple(_Held(values[place]) for place in places)) if places else None
 
     def are_in(self, values: Sequence[Any]) -> bool:
         """Whether these values have the same tensors in the same places, unchanged."""
         tensors = [values[place] for place in self.places]
         if self._held is None:
-            self._held = _held(tensors) if _digest_of(tensors) == self._digest else ()
+            self._held = tuple(map(_Held, tensors)) if _digest_of(tensors) == self._digest else ()
         pairs = zip(tensors, self._held, strict=False)
-        return len(self._held) == len(tensors) and all(_is(tensor, held) for tensor, held in pairs)
+        return len(self._held) == len(tensors) and all(held.is_(tensor) for tensor, held in pairs)
 
     def is_current(self) -> bool:
         """Whether no tensor was changed or freed, so that a call may have them again."""
-        return self._held is None or all(_is(held[0](), held) for held in self._held)
+        return self._held is None or all(held.is_(held.tensor()) for held in self._held)
 
     def others(self, values: Sequence[Any]) -> list[Any]:
         """The values that are no constants, which the function takes."""
@@ -89,22 +92,61 @@ class Constants:
         return [value for place, value in enumerate(values) if place not in places]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tensors = [held[0]() for held in self._held or ()]
+        tensors = [held.tensor() for held in self._held or ()]
         digest = self._digest if self._held is None or None in tensors else _digest_of(tensors)
         return Constants, (self.places, None, digest)
 
 
-def _held(tensors: Iterable[Tensor]) -> tuple[_Held, ...]:
-    return tuple((ref(tensor), _version(tensor), tensor.data_ptr()) for tensor in tensors)
+@final
+class _Held:
+    """A tensor, and what shows that it is unchanged: version counter, memory, optimizer steps, or the values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = ref(tensor)
+        self._memory, self._version, self._steps = tensor.data_ptr(), version_of(tensor), _STEPS.of(tensor)
+        is_small = not isinstance(tensor, nn.Parameter) and tensor.numel() <= _SMALL
+        self._values = tensor.detach().clone() if is_small else None
+
+    def is_(self, tensor: Tensor | None) -> bool:
+        """Whether this is the tensor, unchanged."""
+        if tensor is None or tensor is not self.tensor():
+            return False
+        if version_of(tensor) != self._version or tensor.data_ptr() != self._memory:
+            return False
+        if self._values is not None and not torch.equal(tensor, self._values):
+            return False
+        return _STEPS.of(tensor) == self._steps
 
 
-def _is(tensor: Tensor | None, held: _Held) -> bool:
-    known, version, memory = held
-    return tensor is not None and tensor is known() and _version(tensor) == version and tensor.data_ptr() == memory
+@final
+class _OptimizerSteps:
+    """Counts the optimizer steps of tensors that are held: fused kernels do not raise their version counters."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[ref[Tensor], list[int]]] = {}
+        self._is_registered = False
+
+    def of(self, tensor: Tensor) -> int:
+        """How many steps a tensor has taken since it was first asked for."""
+        known = self._counts.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1][0]
+        if not self._is_registered:
+            self._is_registered = True
+            register_optimizer_step_post_hook(self._count)
+        key = id(tensor)
+        self._counts[key] = (ref(tensor, lambda _: self._counts.pop(key, None)), [0])
+        return 0
+
+    def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                known = self._counts.get(id(parameter))
+                if known is not None:
+                    known[1][0] += 1
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+_STEPS = _OptimizerSteps()
 
 
 def _digest_of(tensors: Iterable[Any]) -> str:

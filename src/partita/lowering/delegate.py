@@ -15,6 +15,7 @@ from partita._torch.expressions import Expression, Operation, Read, Symbol, eval
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in
+from partita.analysis.mode import Mode as GraphMode
 from partita.analysis.nodes import value_of
 from partita.analysis.tolerance import Tolerance
 from partita.backends._torch.compile_context import compiler_scope
@@ -78,7 +79,7 @@ class Delegate:
         backend = find_backend(self.backend)
         program = Program(body, caller=site.caller)
         bare = bare_body(program)
-        region = _Region(site, bare.module, backend)
+        region = _Region(site, bare.module, backend, bare.mode)
         region.check()
         scope = scope_of(bare.mode)
         with torch.no_grad():
@@ -90,8 +91,8 @@ class Delegate:
 class _Region:
     """One region while it is compiled: its inputs as fakes, and what its function takes and returns."""
 
-    def __init__(self, site: Site, body: GraphModule, backend: Backend) -> None:
-        self.name, self.body, self.backend = site.region.name, body, backend
+    def __init__(self, site: Site, body: GraphModule, backend: Backend, mode: GraphMode) -> None:
+        self.name, self.body, self.backend, self.mode = site.region.name, body, backend, mode
         self.site = site
         self.constants = self._constants() if wants_constants(backend) else {}
         self.inputs = body.graph.find_nodes(op="placeholder")
@@ -149,6 +150,7 @@ class _Region:
             inputs=tuple(forms),
             outputs=tuple(_form(value_of(node)) for node in self.outputs),
             symbols={name: place for name, (place, _) in places.items()},
+            autocast=tuple((one.device, _dtype_name(one.dtype), one.enabled) for one in self.mode.autocast),
             conditions=_texts(_on_symbols(condition, forms) for condition in conditions),
         )
         return DelegateSpec.of(spec.text()), data
@@ -219,7 +221,11 @@ class _Region:
 
 def _form(value: Tensor) -> TensorForm:
     sizes, strides = tuple(map(_text, value.shape)), tuple(map(_text, value.stride()))
-    return TensorForm(str(value.dtype).removeprefix("torch."), str(value.device), sizes, strides)
+    return TensorForm(_dtype_name(value.dtype) or "", str(value.device), sizes, strides)
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _text(number: Any) -> Number:
