@@ -20,8 +20,8 @@ import partita
 from partita import Program
 from partita.backends import Eager, backend, register_backend
 from partita.errors import ArchiveError, BackendError, LoweringError, OptionError, UntrustedArchiveError
-from partita.policies import ByCapability, ByModule
-from partita.treatments import Delegate
+from partita.policies import ByCapability, ByModule, BySize
+from partita.treatments import Call, Delegate
 
 
 @dataclass(frozen=True)
@@ -298,3 +298,20 @@ def test_modes_that_a_stored_function_cannot_follow_are_refused() -> None:
         module(X)
     with pytest.raises(BackendError, match="through which no tangents flow"):
         torch.func.jvp(module, (X,), (X,))
+
+
+@torch.no_grad()
+def test_a_delegate_may_convert_and_is_planned_and_unflattened_again() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).to(torch.float64).sin()
+
+    model = Model()
+    after = delegated(model, "aot_inductor")
+    again = partita.plan(after, BySize(parts=1), Call()).apply()
+    torch.testing.assert_close(again.module()(X), model(X))
+    torch.testing.assert_close(torch.export.unflatten(after.exported())(X), model(X))

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._torch.expressions import Expression, Operation, Read, Symbol, evaluator, parsed, printed, substituted
+from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in
 from partita.analysis.mode import Mode as GraphMode
-from partita.analysis.nodes import value_of
+from partita.analysis.nodes import common_stack, value_of
 from partita.analysis.tolerance import Tolerance
 from partita.backends._torch.compile_context import compiler_scope
 from partita.backends._torch.fake_inputs import FakeInputs
@@ -108,8 +109,9 @@ class _Region:
             if reason is not None:
                 self._fail(f"{self.backend.name} refuses {node.name!r}: {reason}")
         effects = body_effects(Program(self.body))
-        if effects.effectful or effects.rng:
-            names = ", ".join(map(repr, sorted(effects.effectful | effects.rng)))
+        checks = {node.name for node in self.body.graph.nodes if _is_assertion(node)}
+        if (effects.effectful | effects.rng) - checks:
+            names = ", ".join(map(repr, sorted((effects.effectful | effects.rng) - checks)))
             self._fail(f"{names}: a delegate has no effects; leave them outside of the region")
         for node in self.variable:
             if not isinstance(value_of(node), Tensor | torch.SymInt | int):
@@ -163,12 +165,16 @@ class _Region:
             env[node] = writer.copy(node, env.__getitem__, name=node.name)
         held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         blob = writer.write("get_attr", "delegate", name=writer.names.fresh(f"{self.name}_delegate"))
+        blob.meta["val"] = to_fake(held, shared_fake_mode([value_of(node) for node in self.inputs]))
         tensors = [env[node] for node in self.variable if isinstance(value_of(node), Tensor)]
         numbers = [env[node] for node in self.variable if not isinstance(value_of(node), Tensor)]
         arguments = (blob, spec.text(), tensors, numbers)
         call = writer.write("call_function", DELEGATE, arguments, name=writer.names.fresh(self.name))
         call.meta["val"] = [value_of(node) for node in self.outputs]
         call.meta[FOLDED] = tuple(self.constants)
+        stack = common_stack([node for node in self.body.graph.nodes if node.op.startswith("call_")])
+        for made in (blob, call) if stack else ():
+            made.meta["nn_module_stack"] = dict(stack)
         for at, node in enumerate(self.outputs):
             env[node] = writer.write("call_function", operator.getitem, (call, at), name=node.name)
             writer.copy_meta(node, env[node])
@@ -217,6 +223,12 @@ class _Region:
 
     def _fail(self, why: str, error: Exception | None = None) -> NoReturn:
         raise LoweringError(f"region {self.name!r} cannot be delegated: {why}") from error
+
+
+def _is_assertion(node: Node) -> bool:
+    """Whether it only checks metadata, as the operator itself does, or a number."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name in ("aten::_assert_tensor_metadata", "aten::_assert_scalar")
 
 
 def _form(value: Tensor) -> TensorForm:
