@@ -217,3 +217,22 @@ def test_statistics_that_a_batch_norm_updates_are_noticed() -> None:
     model.train()(X)
     assert torch.equal(module(X), model.eval()(X))
     assert not torch.equal(module(X), first)
+
+
+def test_weights_made_in_inference_mode_stay_inputs() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(4, 4).requires_grad_(False)
+        module = lowered(partita.capture(model, (X,)))
+        first = module(X)
+        model.weight.mul_(2)
+        assert torch.equal(module(X), model(X))
+        assert not torch.equal(module(X), first)
+
+
+@torch.no_grad()
+def test_tensors_that_were_compiled_in_can_be_swapped() -> None:
+    model = nn.Linear(4, 4)
+    module = lowered(Program.of(symbolic_trace(nn.Sequential(model))))
+    module(X)
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.zeros(4, 4)))
+    assert torch.equal(module(X), model.bias.expand(3, 4))

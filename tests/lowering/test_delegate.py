@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch.fx import GraphModule, Node
 import partita
 from partita import Program
 from partita.backends import Eager, backend, register_backend
+from partita.backends.delegates import DelegateSpec
 from partita.errors import ArchiveError, BackendError, LoweringError, OptionError, UntrustedArchiveError
 from partita.policies import ByCapability, ByModule, BySize
 from partita.treatments import Call, Delegate
@@ -315,3 +317,27 @@ def test_a_delegate_may_convert_and_is_planned_and_unflattened_again() -> None:
     again = partita.plan(after, BySize(parts=1), Call()).apply()
     torch.testing.assert_close(again.module()(X), model(X))
     torch.testing.assert_close(torch.export.unflatten(after.exported())(X), model(X))
+
+
+def test_weights_inside_of_a_delegate_cannot_be_trained() -> None:
+    model = nn.Linear(4, 4)
+    train = partita.capture(model.train(), (X,))
+    evaluation = delegated(model.eval(), "folding")
+    with pytest.raises(OptionError, match="are inside of a delegate, and training does not change them there"):
+        partita.TrainEval(train, evaluation)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sizes": ["9**9**9", 4]}, "has no place in a size"),
+        ({"sizes": [1] * 70, "strides": [1] * 70}, "is no metadata of a tensor"),
+        ({"sizes": [-1, 4]}, "is no metadata of a tensor"),
+        ({"device": "hip"}, "which this build of torch does not support"),
+    ],
+)
+def test_outputs_out_of_proportion_are_refused(change: dict[str, Any], words: str) -> None:
+    spec = json.loads(str(calls(delegated(Net()))[0].args[1]))
+    spec["outputs"][0].update(change)
+    with pytest.raises(BackendError, match=words):
+        DelegateSpec.of(json.dumps(spec))

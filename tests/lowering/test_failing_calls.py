@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.lowering.helpers import Counting, Failing, lowered, plan_of, region_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
 
 from partita import Program, capture, plan
@@ -180,4 +180,44 @@ def test_scales_that_do_not_fit_the_sizes_are_left_to_eager_mode(scale: float | 
     decided = plan(capture(enlarge, (x,)), BySize(parts=1), Lower("aot_eager"))
     with torch.no_grad():
         assert torch.equal(decided.apply().module()(x), enlarge(x))
-    assert ("do not fit its sizes" in str(decided.failures)) is not is_compiled
+    assert ("may read outside of its tensor" in str(decided.failures)) is not is_compiled
+
+
+def _strided(x: Tensor) -> Tensor:
+    return torch.as_strided(x * 1, (64,), (1,)) + 1
+
+
+def _strided_in_a_body(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: torch.as_strided(x * 1, (64,), (1,)), lambda x: x.new_zeros(64), (x,))
+
+
+def _masked(x: Tensor) -> Tensor:
+    rows = torch.tensor([0, 1000])
+    return torch.ops.aten._unsafe_masked_index(x * 1, torch.tensor([True, True]), [rows], 0.0)
+
+
+@pytest.mark.parametrize("function", [_strided, _strided_in_a_body])
+def test_a_view_outside_of_its_memory_is_left_to_eager_mode(function: Any) -> None:
+    x = torch.ones(24)
+    program = Program.of(torch.export.export(_Called(function), (x,)))
+    decided = plan(program, BySize(parts=1), Lower("inductor"))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of bounds"):
+        decided.apply().module()(x)
+
+
+def test_positions_that_compiled_code_does_not_check_are_left_to_eager_mode() -> None:
+    x = torch.arange(24.0)
+    program = Program.of(torch.export.export(_Called(_masked), (x,)))
+    decided = plan(program, BySize(parts=1), Lower("inductor"))
+    with torch.no_grad():
+        assert torch.equal(decided.apply().module()(x), _masked(x))
+    assert "may read outside of its tensor" in str(decided.failures)
+
+
+class _Called(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)

@@ -18,10 +18,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from partita._torch.dry_runs import refusal_of_device
 from partita._torch.expressions import (
     Evaluator,
     Expression,
     ExpressionError,
+    Operation,
     Read,
     Symbol,
     evaluator,
@@ -143,7 +145,9 @@ class DelegateSpec:
     def _evaluator(self, number: Number) -> Evaluator:
         if isinstance(number, int):
             return lambda inputs: number
-        return evaluator(substituted(parsed(number), self._place), functions_of_conditions())
+        expression = parsed(number, letters=2_000, operations=100)
+        _check_functions(expression)
+        return evaluator(substituted(expression, self._place), functions_of_conditions())
 
     def _place(self, part: Symbol | Read) -> Expression:
         if not isinstance(part, Symbol) or part.name not in self.symbols:
@@ -152,6 +156,25 @@ class DelegateSpec:
         if not 0 <= at < len(self.inputs) or isinstance(self.inputs[at], TensorForm) is (axis < 0):
             raise ExpressionError(f"{part.name!r} is at no input")
         return Read(at) if axis < 0 else Read(at, "size", axis)
+
+
+def _check_functions(expression: Expression) -> None:
+    """Raises for a function whose result may be out of proportion, such as a power."""
+    if isinstance(expression, Operation):
+        if expression.name not in _FUNCTIONS:
+            raise ExpressionError(f"{expression.name!r} has no place in a size")
+        for operand in expression.operands:
+            _check_functions(operand)
+
+
+_FUNCTIONS = frozenset(
+    (
+        *("+", "-", "*", "//", "%", "neg", "max", "min", "==", "!=", "<", "<=", ">", ">=", "and", "or", "not"),
+        *("torch.sym_max", "torch.sym_min", "Mod", "PythonMod", "FloorDiv", "Max", "Min"),
+    )
+)
+#: The most axes of a tensor.
+_MOST_AXES = 64
 
 
 def _block(device: object, dtype: object, enabled: object) -> tuple[str, str | None, bool]:
@@ -167,9 +190,13 @@ def _form(read: Any) -> TensorForm:
         str(read.pop("dtype")), str(read.pop("device")), *(tuple(read.pop(key)) for key in ("sizes", "strides"))
     )
     numbers = (*form.sizes, *form.strides)
-    if read or len(form.sizes) != len(form.strides) or not all(type(one) in (int, str) for one in numbers):
-        raise BackendError(f"{form} is no metadata of a tensor")
-    _ = form.torch_dtype, torch.device(form.device)
+    is_plain = all(type(one) is str or (type(one) is int and one >= 0) for one in numbers)
+    if read or len(form.sizes) != len(form.strides) or len(form.sizes) > _MOST_AXES or not is_plain:
+        raise BackendError(f"{str(form)[:200]} is no metadata of a tensor")
+    why = refusal_of_device(torch.device(form.device))
+    if why is not None:
+        raise BackendError(why)
+    _ = form.torch_dtype
     return form
 
 
@@ -206,12 +233,12 @@ class _Loaded:
     """The functions of blobs, as long as these live."""
 
     def __init__(self) -> None:
-        self._functions: dict[int, tuple[ref[Tensor], int, Compiled]] = {}
+        self._functions: dict[tuple[int, str], tuple[ref[Tensor], int, Compiled]] = {}
         self._lock = Lock()
 
     def function(self, spec: DelegateSpec, blob: Tensor) -> Compiled:
-        """The function of a blob, loaded at its first call."""
-        key = id(blob)
+        """The function that a backend has stored in a blob, loaded at its first call."""
+        key = id(blob), spec.backend
         known = self._functions.get(key)
         if known is not None and known[0]() is blob and known[1] == blob.data_ptr():
             return known[2]
@@ -224,6 +251,8 @@ class _Loaded:
 
 def _load(spec: DelegateSpec, blob: Tensor) -> Compiled:
     backend: Any = backend_of(spec)
+    if blob.dtype is not torch.uint8 or blob.dim() != 1:
+        raise BackendError(f"region {spec.region!r}: what is stored are no bytes")
     data = blob.detach().cpu().contiguous().numpy().tobytes()
     try:
         found = backend.load(data)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from partita.errors import OptionError
+from partita.program.exported import FOLDED
 from partita.program.program import Program
 
 _TRAINING, _EVALUATION = "training_variant", "evaluation_variant"
@@ -30,6 +32,7 @@ class TrainEval(nn.Module):
             module = one.module() if isinstance(one, Program) else one
             if not isinstance(module, nn.Module):
                 raise OptionError(f"{name} is a program or a module, not {type(one).__name__}")
+            _check_unfolded(module, name)
             variants.append(module)
         self.training_variant, self.evaluation_variant = variants
         own = {id(slot.tensor) for slot in _slots(self.training_variant)}
@@ -147,6 +150,17 @@ def _names_of_variants(module: Any, state: dict[str, Any], prefix: str, *report:
 
 def _is_persistent(slot: _Slot) -> bool:
     return slot.is_persistent
+
+
+def _check_unfolded(module: nn.Module, name: str) -> None:
+    """Raises where a delegate holds weights, which training would not change."""
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
+            if node.meta.get(FOLDED):
+                raise OptionError(
+                    f"{name}: the weights of {node.name!r} are inside of a delegate, and training does not change them "
+                    "there; compile the region with Lower"
+                )
 
 
 class _Loading(NamedTuple):

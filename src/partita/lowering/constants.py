@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,11 @@ def _is_state(node: Node, program: Program) -> bool:
     if node.op == "get_attr":
         return isinstance(attribute_of(program.graph_module, node), Tensor)
     return node.op == "placeholder" and is_module_state(node)
+
+
+def can_be_constant(value: Any) -> bool:
+    """Whether a change of a value would be noticed: no inference tensor has a version counter."""
+    return type(value) in (Tensor, nn.Parameter) and not value.is_inference()
 
 
 def holding(body: GraphModule, constants: Mapping[int, Tensor]) -> GraphModule:
@@ -84,7 +89,7 @@ class Constants:
 
     def is_current(self) -> bool:
         """Whether no tensor was changed or freed, so that a call may have them again."""
-        return self._held is None or all(held.is_(held.tensor()) for held in self._held)
+        return self._held is None or all(held.is_(held.tensor) for held in self._held)
 
     def others(self, values: Sequence[Any]) -> list[Any]:
         """The values that are no constants, which the function takes."""
@@ -92,8 +97,7 @@ class Constants:
         return [value for place, value in enumerate(values) if place not in places]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tensors = [held.tensor() for held in self._held or ()]
-        digest = self._digest if self._held is None or None in tensors else _digest_of(tensors)
+        digest = self._digest if self._held is None else _digest_of(held.tensor for held in self._held)
         return Constants, (self.places, None, digest)
 
 
@@ -102,48 +106,39 @@ class _Held:
     """A tensor, and what shows that it is unchanged: version counter, memory, optimizer steps, or the values."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = ref(tensor)
-        self._memory, self._version, self._steps = tensor.data_ptr(), version_of(tensor), _STEPS.of(tensor)
+        self.tensor = tensor
+        self.is_stepped = False
+        self._memory, self._version = tensor.data_ptr(), version_of(tensor)
         is_small = not isinstance(tensor, nn.Parameter) and tensor.numel() <= _SMALL
         self._values = tensor.detach().clone() if is_small else None
+        _STEPS.watch(self)
 
-    def is_(self, tensor: Tensor | None) -> bool:
+    def is_(self, tensor: Tensor) -> bool:
         """Whether this is the tensor, unchanged."""
-        if tensor is None or tensor is not self.tensor():
+        is_same = tensor is self.tensor and tensor.data_ptr() == self._memory and not self.is_stepped
+        if not is_same or version_of(tensor) != self._version:
             return False
-        if version_of(tensor) != self._version or tensor.data_ptr() != self._memory:
-            return False
-        if self._values is not None and not torch.equal(tensor, self._values):
-            return False
-        return _STEPS.of(tensor) == self._steps
+        return self._values is None or torch.equal(tensor, self._values)
 
 
 @final
 class _OptimizerSteps:
-    """Counts the optimizer steps of tensors that are held: fused kernels do not raise their version counters."""
+    """Marks held tensors that an optimizer has changed: fused kernels do not raise their version counters."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[ref[Tensor], list[int]]] = {}
+        self._watched: dict[int, WeakSet[_Held]] = {}
         self._is_registered = False
 
-    def of(self, tensor: Tensor) -> int:
-        """How many steps a tensor has taken since it was first asked for."""
-        known = self._counts.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1][0]
+    def watch(self, held: _Held) -> None:
         if not self._is_registered:
             self._is_registered = True
-            register_optimizer_step_post_hook(self._count)
-        key = id(tensor)
-        self._counts[key] = (ref(tensor, lambda _: self._counts.pop(key, None)), [0])
-        return 0
+            register_optimizer_step_post_hook(self._mark)
+        self._watched.setdefault(id(held.tensor), WeakSet()).add(held)
 
-    def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                known = self._counts.get(id(parameter))
-                if known is not None:
-                    known[1][0] += 1
+    def _mark(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            for held in self._watched.pop(id(parameter), ()):
+                held.is_stepped = True
 
 
 _STEPS = _OptimizerSteps()

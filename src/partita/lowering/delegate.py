@@ -30,11 +30,12 @@ from partita.backends.backend import (
     wants_constants,
 )
 from partita.backends.delegates import DelegateSpec, Number, TensorForm, can_store, version_of
-from partita.errors import LoweringError, OptionError
+from partita.errors import BackendError, LoweringError, OptionError
 from partita.hops.delegate import DELEGATE
 from partita.lowering._torch.bodies import body_for_compiler
 from partita.lowering._torch.conditions import conditions_of, symbolic_places
 from partita.lowering._torch.containers import LEAF
+from partita.lowering._torch.dry_run import unchecked_call
 from partita.lowering.constants import holding, state_inputs
 from partita.lowering.lower import scope_of
 from partita.plans.treatment import Called, Site
@@ -113,6 +114,9 @@ class _Region:
         if (effects.effectful | effects.rng) - checks:
             names = ", ".join(map(repr, sorted((effects.effectful | effects.rng) - checks)))
             self._fail(f"{names}: a delegate has no effects; leave them outside of the region")
+        unchecked = unchecked_call(self.body)
+        if unchecked is not None:
+            self._fail(f"{unchecked!r} may read outside of its tensor, which compiled code does not check")
         for node in self.variable:
             if not isinstance(value_of(node), Tensor | torch.SymInt | int):
                 self._fail(f"input {node.name!r} was traced as {value_of(node)!r}, which is no tensor and no integer")
@@ -155,7 +159,10 @@ class _Region:
             autocast=tuple((one.device, _dtype_name(one.dtype), one.enabled) for one in self.mode.autocast),
             conditions=_texts(_on_symbols(condition, forms) for condition in conditions),
         )
-        return DelegateSpec.of(spec.text()), data
+        try:
+            return DelegateSpec.of(spec.text()), data
+        except BackendError as error:
+            self._fail(str(error), error)
 
     def calling(self, spec: DelegateSpec, data: bytes) -> GraphModule:
         """A module with the inputs and outputs of the body that calls the operator, and holds the stored function."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Proxy
 
 from partita._torch.fx.lazy_graph_module import make_lazy_again
@@ -19,6 +19,7 @@ from partita.lowering._torch.gradients import hides_history
 from partita.lowering._torch.guards import Guard, is_intercepted, profiler_runs, read_global_state
 from partita.lowering.compilation import Compilation
 from partita.lowering.config import Lowering
+from partita.lowering.constants import can_be_constant
 from partita.lowering.dry_run import memory_of
 from partita.lowering.signature import (
     Call,
@@ -247,9 +248,7 @@ class Dispatcher:
             return ()
         state = range(len(call.values) - len(call.slots), len(call.values))
         places = (*call.places_of(self._lowering.constants), *state)
-        return tuple(
-            place for place in places if place not in mutated and type(call.values[place]) in (Tensor, nn.Parameter)
-        )
+        return tuple(place for place in places if place not in mutated and can_be_constant(call.values[place]))
 
     def _tried(self, compilation: Compilation, error: Exception) -> _Trial:
         """What runs after a failed compilation; raises with `strict`, unless the call itself may be wrong."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Interpreter, Node
 
 from partita._torch.dry_runs import is_torchs
@@ -72,6 +73,9 @@ class _RecordingInterpreter(Interpreter):
         self.reshaped: set[int] = set()
 
     def run_node(self, n: Node) -> Any:
+        if isinstance(n.target, HigherOrderOperator):
+            self._check_bodies(n)
+        self._check_positions(n)
         arguments = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
         before = list(map(_layout, arguments))
         self._check_mutated(n)
@@ -81,27 +85,38 @@ class _RecordingInterpreter(Interpreter):
             if _is_unsupported(error) or not (n.op == "call_method" or is_torchs(n.target)):
                 raise
             raise InvalidCallError(f"{n.name!r} raises {type(error).__name__}: {error}") from error
-        _check_bounds(n, result)
-        self._check_scales(n)
         self.fresh[n] = list(read_leaves(result))
         self.reshaped.update(id(leaf) for leaf, then in zip(arguments, before, strict=True) if _layout(leaf) != then)
         return result
 
-    def _check_scales(self, node: Node) -> None:
-        """Raises where scales do not fit sizes: eager mode clamps what it reads, and compiled code does not look."""
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.name.startswith(("aten::upsample_", "aten::_upsample_")):
+    def _check_bodies(self, node: Node) -> None:
+        """Raises where the body of an operator does what is checked here only for the nodes of the region."""
+        for read in node.all_input_nodes:
+            body = self.env.get(read)
+            found = unchecked_call(body) if isinstance(body, GraphModule) else None
+            if found is not None:
+                raise InvalidCallError(f"{found!r}, in the body of {node.name!r}, may read outside of its tensor")
+
+    def _check_positions(self, node: Node) -> None:
+        """Raises where a call reads outside of its tensor, or may: compiled code does not look, and eager mode does."""
+        name = str(node.target) if node.op == "call_function" else ""
+        if not any(part in name for part in (*_UNCHECKED, "upsample_")):
             return
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        scales = [value for name, value in named.items() if name.startswith("scale") and value is not None]
-        source, sizes = next(iter(named.values())), named.get("output_size")
-        flat = [scale for value in scales for scale in (value if isinstance(value, tuple | list) else (value,))]
-        if not flat or not isinstance(source, Tensor) or sizes is None:
-            return
-        pairs = zip(source.shape[-len(flat) :], sizes[-len(flat) :], flat, strict=False)
-        if any(not _is_scaled(before, after, scale) for before, after, scale in pairs):
-            raise InvalidCallError(f"{node.name!r} has scales that do not fit its sizes")
+        schema = getattr(node.target, "_schema", None)
+        names = _OF_FUNCTION if schema is None else [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        source = given.get("self", given.get("input"))
+        if "as_strided" in name:
+            is_fine = isinstance(source, Tensor) and _is_within(
+                source, given.get("size"), given.get("stride"), given.get("storage_offset")
+            )
+        elif "upsample_" in name:
+            is_fine = not isinstance(source, Tensor) or _fit_scales(source, given)
+        else:
+            is_fine = False
+        if not is_fine:
+            raise InvalidCallError(f"{node.name!r} may read outside of its tensor")
 
     def _check_mutated(self, node: Node) -> None:
         """Raises where a call mutates an expanded tensor: eager mode refuses that, and fake tensors do not."""
@@ -112,25 +127,54 @@ class _RecordingInterpreter(Interpreter):
                     raise InvalidCallError(f"{node.name!r} mutates a tensor whose elements share memory")
 
 
-def _check_bounds(node: Node, result: Any) -> None:
-    """Raises where a view by strides leaves its memory: eager mode refuses that, and compiled code does not look."""
-    if "as_strided" not in str(node.target) or not isinstance(result, Tensor):
-        return
-    numbers = (*result.shape, *result.stride(), result.storage_offset(), result.untyped_storage().nbytes())
-    if any(type(number) is not int for number in numbers) or "scatter" in str(node.target):
-        raise InvalidCallError(f"{node.name!r} takes a view by strides whose bounds are not known")
-    last = result.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True)
-    )
-    if result.numel() and (last + 1) * result.element_size() > result.untyped_storage().nbytes():
-        raise InvalidCallError(f"{node.name!r} takes a view by strides that leaves the memory of its tensor")
+def unchecked_call(module: GraphModule) -> str | None:
+    """A call in a module, at any depth, whose reads eager mode checks and a compiler may not; None if there is none."""
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
+            name = str(node.target) if node.op == "call_function" else ""
+            scales = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
+            if any(part in name for part in _UNCHECKED) or ("upsample_" in name and scales):
+                return str(node.name)
+    return None
+
+
+#: Parts of the names of operators whose positions Inductor does not check.
+_UNCHECKED = ("as_strided", "_unsafe_masked_index", "_unsafe_index")
+
+
+#: The parameters of `torch.as_strided`.
+_OF_FUNCTION = ("input", "size", "stride", "storage_offset")
+
+
+def _fit_scales(source: Tensor, given: Mapping[str, Any]) -> bool:
+    """Whether the scales of an enlargement, if it has any, are those of its sizes."""
+    scales = [value for name, value in given.items() if name.startswith("scale") and value is not None]
+    flat = [scale for value in scales for scale in (value if isinstance(value, tuple | list) else (value,))]
+    sizes = given.get("output_size")
+    if not flat or sizes is None:
+        return True
+    pairs = zip(source.shape[-len(flat) :], sizes[-len(flat) :], flat, strict=False)
+    return len(sizes) >= len(flat) and all(_is_scaled(before, after, scale) for before, after, scale in pairs)
+
+
+def _is_within(source: Tensor, sizes: Any, strides: Any, offset: Any) -> bool:
+    """Whether a view by strides stays in the memory of its tensor; not where a number is not known."""
+    offset = source.storage_offset() if offset is None else offset
+    numbers = (*sizes, *strides, offset, source.untyped_storage().nbytes())
+    if any(type(number) is not int or number < 0 for number in numbers) or len(sizes) != len(strides):
+        return False
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return 0 in sizes or bool((last + 1) * source.element_size() <= source.untyped_storage().nbytes())
 
 
 def _is_scaled(before: Any, after: Any, scale: Any) -> bool:
-    """Whether a size is another one times a scale, rounded down; unknown sizes are taken to be."""
-    if type(before) is not int or type(after) is not int or not isinstance(scale, float | int):
-        return True
-    return abs(before * scale - after) < 1 or abs(after / max(before, 1) - scale) < 1e-3
+    """Whether a size is another one times a scale, rounded down, whatever its symbols are."""
+    if type(before) is int and type(after) is int:
+        return bool(-1e-6 < before * scale - after < 1)
+    if not isinstance(before, torch.SymInt) or not isinstance(after, torch.SymInt) or scale != int(scale):
+        return False
+    difference: Any = after.node.expr - int(scale) * before.node.expr
+    return str(difference.expand()) == "0"
 
 
 def _shares_elements(tensor: Tensor) -> bool:

@@ -84,6 +84,12 @@ def _factory_and_keys(_: Any, context: Data) -> list[Any]:
     return [_FACTORIES[factory], [_key(key) for key in context["dict_context"]]]
 
 
+def _most_items(_: Any, context: Data) -> int | None:
+    most = context.nested()
+    found = None if most.value is None else most.integer()
+    return most.malformed("a deque holds at least one item") if found is not None and found < 1 else found
+
+
 def _registered_context(container: Any, context: Data) -> Any:
     """The context of a registered class, by the function that was registered with it."""
     if container is namedtuple or hasattr(container, "_fields"):
@@ -108,5 +114,5 @@ _CONTEXTS: dict[Any, Callable[[Any, Data], Any]] = {
     dict: _keys,
     OrderedDict: _keys,
     defaultdict: _factory_and_keys,
-    deque: lambda _, context: None if context.nested().value is None else context.nested().integer(),
+    deque: _most_items,
 }
