@@ -186,7 +186,7 @@ def _bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return BertModel(config), (torch.randint(0, 50, (2, 6)),)
 
 
-@pytest.mark.parametrize("make", [_cnn, _bert])
+@pytest.mark.parametrize("make", [_cnn, pytest.param(_bert, marks=pytest.mark.slow)])
 def test_onnx_runtime_runs_real_models(onnx_runtime: Any, make: Any) -> None:
     torch.manual_seed(0)
     model, arguments = make()

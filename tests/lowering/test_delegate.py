@@ -313,7 +313,7 @@ def test_a_delegate_may_convert_and_is_planned_and_unflattened_again() -> None:
             return self.linear(x).to(torch.float64).sin()
 
     model = Model()
-    after = delegated(model, "aot_inductor")
+    after = delegated(model)
     again = partita.plan(after, BySize(parts=1), Call()).apply()
     torch.testing.assert_close(again.module()(X), model(X))
     torch.testing.assert_close(torch.export.unflatten(after.exported())(X), model(X))
