@@ -269,3 +269,18 @@ def test_variants_in_the_wrong_order_are_refused() -> None:
     training, evaluation = (_variant(model, Call(), training=mode) for mode in (True, False))
     with pytest.raises(CaptureError, match="captured in evaluation mode"):
         TrainEval(evaluation, training)
+
+
+def test_distributed_checkpoints_name_the_state_as_the_state_dict_does() -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(3, 4)
+    both = TrainEval(partita.capture(model.train(), (x,)), partita.capture(model.eval(), (x,)))
+    assert [name for name, _ in both.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert dict(both.named_buffers()).keys() == dict(model.named_buffers()).keys()
+    state = get_model_state_dict(both)
+    assert state.keys() == model.state_dict().keys()
+    set_model_state_dict(both, {name: value * 0 for name, value in state.items()})
+    assert not model[0].weight.any()
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = both.missing

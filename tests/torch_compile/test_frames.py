@@ -117,7 +117,7 @@ def test_a_report_says_where_how_long_and_how_many_bodies() -> None:
     assert (frame.path, len(frame.plan.partition), frame.bodies) == ("", 2, 1)
     assert frame.seconds > 0
     assert not frame.plan.failures
-    assert repr(frame).startswith("FramePlan(the model: 2 regions, 1 bodies, ")
+    assert repr(frame).startswith("FramePlan(the model: 6 operators, 2 regions, 1 body, ")
     assert plans(nn.Linear(2, 2)) == ()
 
 

@@ -54,6 +54,27 @@ class TrainEval(nn.Module):
         self.training = mode
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """Also the modules and parameters of the training variant, by whose names the state is known."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            variant = self.__dict__.get("_modules", {}).get(_TRAINING)
+            if variant is None or name not in {*variant._modules, *variant._parameters, *variant._buffers}:
+                raise
+            return getattr(variant, name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, by their names in the state dict."""
+        return self.training_variant.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The buffers, by their names in the state dict; then those that only the evaluation variant has."""
+        yield from (own := list(self.training_variant.named_buffers(*args, **kwargs)))
+        known = {id(buffer) for _, buffer in own}
+        others = self.evaluation_variant.named_buffers(*args, **kwargs)
+        yield from ((f"{_EVALUATION}.{name}", buffer) for name, buffer in others if id(buffer) not in known)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         variant = self.training_variant if self.training else self.evaluation_variant
         return variant(*args, **kwargs)

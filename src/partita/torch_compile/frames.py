@@ -41,7 +41,10 @@ class FramePlan:
 
     def __repr__(self) -> str:
         where = repr(self.path) if self.path else "the model"
-        return f"FramePlan({where}: {len(self.plan.partition)} regions, {self.bodies} bodies, {self.seconds:.1f} s)"
+        nodes, regions = len(self.plan.program.operators()), len(self.plan.partition)
+        counts = ((nodes, "operator", "operators"), (regions, "region", "regions"), (self.bodies, "body", "bodies"))
+        told = ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in counts)
+        return f"FramePlan({where}: {told}, {self.seconds:.1f} s)"
 
 
 def plans(model: nn.Module) -> tuple[FramePlan, ...]:
