@@ -50,7 +50,7 @@ class OnnxRuntime:
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Session:
         """A session of the body, whose buffers are the weights."""
-        if not all(isinstance(value, Tensor) and value.device.type == "cpu" for value in inputs):
+        if not all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor)):
             raise TypeError("only tensors on the CPU")
         stored = io.BytesIO()
         with warnings.catch_warnings(action="ignore"):
@@ -76,8 +76,9 @@ class Session:
         self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self._names = [one.name for one in self._session.get_inputs()]
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        arrays = (value.numpy(force=True) for value in inputs)
+    def __call__(self, *inputs: Any) -> list[Tensor]:
+        # Numbers are sizes, which the model was compiled for.
+        arrays = (value.numpy(force=True) for value in inputs if isinstance(value, Tensor))
         found = self._session.run(None, dict(zip(self._names, arrays, strict=True)))
         return [torch.from_numpy(array) for array in found]
 

@@ -66,6 +66,18 @@ def test_the_caller_takes_what_no_other_backend_takes() -> None:
         assert "computes 128 bytes, and a switch to first costs 1000" in plan.explain("sin")
 
 
+def test_bytes_of_symbolic_sizes_are_those_of_the_trace() -> None:
+    rows = torch.export.Dim("rows", min=2, max=64)
+    program = partita.capture(Layers(), (torch.randn(32, 64),), dynamic_shapes=({0: rows},))
+    labels = [region.label for region in ByCapability((first, second), switch_cost=1_000)(program)]
+    assert labels.count("first") == 4
+
+
+def test_what_was_not_traced_is_not_handed_over() -> None:
+    program = partita.Program.of(torch.fx.symbolic_trace(lambda x: x.sin()))
+    assert len(ByCapability(second, switch_cost=10**9)(program)) == 1
+
+
 def test_the_cost_may_depend_on_the_region() -> None:
     def cost(region: Region) -> int:
         return 10**9 if region.name == "first" else 0

@@ -461,3 +461,18 @@ def test_a_checkpoint_of_the_model_restores_the_random_numbers(options: dict[str
     result.square().sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(model.inside.weight.grad, expected)
+
+
+def test_an_overload_is_found_where_dynamo_writes_its_function() -> None:
+    def model(x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x.sin(), x, x).cos()
+
+    labels: list[list[str | None]] = []
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    options = {
+        "policy": AroundOperators(attention),
+        "inner": "aot_eager",
+        "on_plan": lambda frame: labels.append([region.label for region in frame.plan.partition]),
+    }
+    torch.compile(model, backend=backend, options=options)(torch.randn(1, 2, 4, 8))
+    assert labels == [["between", "chosen", "between"]]

@@ -122,7 +122,10 @@ class _Region:
                 self._fail(f"input {node.name!r} was traced as {value_of(node)!r}, which is no tensor and no integer")
         for value in self.outputs:
             if not isinstance(value, Node) or not isinstance(value_of(value), Tensor):
-                self._fail(f"it returns {value!r}, which was not traced as a tensor")
+                self._fail(
+                    f"it returns {value!r}, which was not traced as a tensor; leave what computes sizes outside, for "
+                    "example by a capability that refuses nodes whose meta['val'] is no tensor"
+                )
         mutated = self.site.region.surroundings().mutations.names_mutated_outside(self.site.region.nodes)
         written = [node.name for node in self.outputs if node.name in mutated]
         if written:

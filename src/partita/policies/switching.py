@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
-from partita.analysis.nodes import bytes_of
+from partita._torch.symbolic_shapes import hint_of
+from partita.analysis.nodes import value_of
 from partita.errors import CallbackError, OptionError
 from partita.policies.capability import Capability, Check, Units
 from partita.policies.legalize import call_user_function
@@ -30,6 +32,15 @@ def check_switch_cost(cost: object) -> None:
         raise OptionError(
             f"`switch_cost` is a number of bytes, or a function of a region that returns it, not {cost!r}"
         )
+
+
+def _bytes_computed(node: Node) -> int | None:
+    """The bytes of a result, for the sizes that symbols were traced with; None where nothing was traced."""
+    value = value_of(node)
+    if value is None:
+        return None
+    tensors = [one for one in (value if isinstance(value, tuple | list) else (value,)) if isinstance(one, Tensor)]
+    return sum(int(math.prod(hint_of(size) for size in one.shape)) * one.element_size() for one in tensors)
 
 
 class Switching:
@@ -72,7 +83,10 @@ class Switching:
         return units
 
     def _why_not_worth_it(self, region: Region, operators: Sequence[Node]) -> Reason | None:
-        computed, cost = sum(bytes_of(node) or 0 for node in operators), self._cost
+        found, cost = [_bytes_computed(node) for node in operators], self._cost
+        if None in found:
+            return None  # What it computes is not known.
+        computed = sum(size or 0 for size in found)
         if not isinstance(cost, int):
             cost = call_user_function(cost, region, node=operators[0], role="function `switch_cost`")
             if type(cost) is not int:

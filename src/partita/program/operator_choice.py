@@ -88,6 +88,11 @@ def _names_of_function(target: Any) -> set[str]:
     names = {str(target), *_schema_names(target), f"{target.__module__}.{getattr(target, '__qualname__', '')}"}
     if isinstance(target, _PACKET) and len(target.overloads()) == 1:
         names.add(f"{target}.{target.overloads()[0]}")
+    for name in () if isinstance(target, _PACKET | _OVERLOAD) else _schema_names(target):
+        space, _, base = name.partition(".")
+        packet = getattr(getattr(torch.ops, space), base, None)
+        if isinstance(packet, _PACKET) and len(packet.overloads()) == 1:  # The function can mean no other overload.
+            names.add(f"{packet}.{packet.overloads()[0]}")
     if is_higher_order(target):
         names.add(f"higher_order.{target}")
     return names
