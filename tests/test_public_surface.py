@@ -45,6 +45,7 @@ PUBLIC = {
         "BySize",
         "InForward",
         "Policy",
+        "Repeats",
         "SplitAt",
     },
     "partita.treatments": {

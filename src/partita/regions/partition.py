@@ -60,6 +60,19 @@ class Partition:
             raise cycle_error(self.program, [region.name for region in self.regions], self.quotient)
         self.order = order
 
+    def renamed(self, regions: Iterable[Region]) -> Partition:
+        """The same partition under other names and labels: `regions` have the same nodes in the same order."""
+        made = object.__new__(Partition)
+        for slot in self.__slots__:
+            setattr(made, slot, getattr(self, slot))
+        made.regions = tuple(region.of(self.program) for region in regions)
+        names = {region.name for region in made.regions}
+        if len(names) < len(made.regions) or [region.nodes for region in made.regions] != [
+            region.nodes for region in self.regions
+        ]:
+            raise RegionError("other names are for the same nodes in the same order, and each is given once")
+        return made
+
     def __len__(self) -> int:
         return len(self.regions)
 

@@ -1,0 +1,540 @@
+"""Repeats in a sequence: runs that are equal up to the names of what they mention, and which of them to choose.
+
+Every item has a letter, reads values and makes values. Two runs are equal if their letters are, and if what one item
+reads is made, or was read before, at the same place of both; what a run does not make itself may be any value. Links
+say this in numbers: each mention of a value knows how far away the last and the next one are, and a link that leaves
+the run does not count.
+
+A hierarchy of chunks finds where runs may be equal: a sequence is cut at local minima of hashed symbols, so that equal
+runs are cut in the same way but for their ends, and the chunks are the symbols of the next level, which is at most half
+as long. Chunks that occur several times are extended as far as they are equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, count, pairwise, repeat
+from typing import NamedTuple, final
+
+#: What a further call, and a further body, must save, in items that are not compiled.
+_CALL, _BODY = 1, 2
+
+#: Links up to this far take part in finding chunks: longer ones may lead out of a run.
+_NEAR = 8
+
+#: How often the occurrences that do not go on are given up while a run is extended.
+_ROUNDS = 8
+
+#: The places of two mentions differ by their items, in these steps, and by their slots.
+_SLOT_BITS = 24
+_HALF_A_STEP = 1 << (_SLOT_BITS - 1)
+
+_MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The items of a sequence: item `i` has a letter, reads values, and makes the value `i` and those in `makes[i]`.
+
+    Values that no item makes have any other numbers. `returned` are read after the end. `depths` say how deep in the
+    nest of calls the border before an item lies; of borders that the same number of values cross, the outer is taken.
+    """
+
+    letters: Sequence[int]
+    reads: Sequence[Sequence[int]]
+    makes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    returned: Iterable[int] = ()
+    depths: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.letters)
+
+
+class Run(NamedTuple):
+    """Items from `start` up to `stop`; runs of one `group` are equal, and -1 is what lies between."""
+
+    start: int
+    stop: int
+    group: int
+
+
+def cover(items: Items, *, min_size: int) -> list[Run]:
+    """Runs that cover all items, with the repeats that save most work if each group is processed once."""
+    if not len(items):
+        return []
+    cover = _Cover(len(items))
+    for group, chosen in enumerate(_chosen(_Search(items, min_size).candidates(), cover)):
+        for start in chosen.starts:
+            cover.group_at[start] = (start + chosen.length, group)
+    return list(cover.runs())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Equal runs of one length that do not overlap, by their starts."""
+
+    starts: tuple[int, ...]
+    length: int
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Start, stop and number of the runs that follow one another without a gap."""
+        begin, runs = self.starts[0], 1
+        for one, other in pairwise(self.starts):
+            if other == one + self.length:
+                runs += 1
+            else:
+                yield begin, one + self.length, runs
+                begin, runs = other, 1
+        yield begin, self.starts[-1] + self.length, runs
+
+
+# Which candidates to choose: greedily, by what they save in the cover so far.
+
+
+@final
+class _Cover:
+    """What is covered by chosen runs."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._taken = bytearray(size)
+        self.group_at: dict[int, tuple[int, int]] = {}
+
+    def free(self, candidate: _Candidate) -> _Candidate | None:
+        """The runs of a candidate that overlap nothing that is taken; None for fewer than two."""
+        taken, length = self._taken, candidate.length
+        starts = tuple(start for start in candidate.starts if not any(taken[start : start + length]))
+        if len(starts) == len(candidate.starts):
+            return candidate
+        return _Candidate(starts, length) if len(starts) > 1 else None
+
+    def saved(self, candidate: _Candidate) -> int:
+        """The items that are processed once less, without what further calls and bodies cost."""
+        taken, calls, bodies = self._taken, 0, 1
+        for start, stop, runs in candidate.blocks():
+            outer = (start > 0 and not taken[start - 1]) + (stop < self.size and not taken[stop])
+            calls += runs - 1 + outer
+            bodies += outer - 1
+        return (len(candidate.starts) - 1) * candidate.length - _CALL * calls - _BODY * bodies
+
+    def take(self, candidate: _Candidate) -> None:
+        for start in candidate.starts:
+            self._taken[start : start + candidate.length] = b"\1" * candidate.length
+
+    def runs(self) -> Iterator[Run]:
+        at = 0
+        for start in sorted(self.group_at):
+            if at < start:
+                yield Run(at, start, -1)
+            at, group = self.group_at[start]
+            yield Run(start, at, group)
+        if at < self.size:
+            yield Run(at, self.size, -1)
+
+
+def _chosen(candidates: Sequence[_Candidate], cover: _Cover) -> Iterator[_Candidate]:
+    """Takes the candidate that saves most until none saves anything; what it saves only falls as others are taken."""
+    heap = [_entry(candidate, cover) for candidate in candidates]
+    heapify(heap)
+    while heap:
+        entry = heappop(heap)
+        candidate = cover.free(entry.candidate)
+        if candidate is None:
+            continue
+        now = _entry(candidate, cover)
+        if now.cost > 0:
+            continue
+        if heap and now > heap[0]:
+            heappush(heap, now)
+            continue
+        cover.take(candidate)
+        yield candidate
+
+
+class _Entry(NamedTuple):
+    cost: int
+    length: int
+    start: int
+    candidate: _Candidate
+
+
+def _entry(candidate: _Candidate, cover: _Cover) -> _Entry:
+    return _Entry(-cover.saved(candidate), -candidate.length, candidate.starts[0], candidate)
+
+
+# Candidates: chunks that occur several times, extended.
+
+
+@final
+class _Search:
+    """Finds equal runs."""
+
+    def __init__(self, items: Items, min_size: int) -> None:
+        self._items, self._min_size = items, min_size
+        self._links = _Links(items)
+        #: For each item the most runs of a candidate around it, and the most that one saves.
+        self._most_runs, self._most_saved = [0] * len(items), [0] * len(items)
+
+    def candidates(self) -> list[_Candidate]:
+        found: list[_Candidate] = []
+        for level in reversed(list(_levels(self._links.near))):
+            for starts, length in level.repeated():
+                if self._is_known(starts):
+                    continue
+                best = self._extended(starts, length)
+                settled = list(self._settled(best))
+                found += settled
+                self._note(best, self._most_runs, len(best.starts))
+                for candidate in settled:
+                    self._note(candidate, self._most_saved, _gain(candidate))
+        return found
+
+    def _is_known(self, starts: Sequence[int]) -> bool:
+        """Whether runs around these starts are parts of a candidate with as many runs, or one that saves more."""
+        if min(map(self._most_runs.__getitem__, starts)) >= len(starts):
+            return True
+        gaps = sorted(other - one for one, other in pairwise(starts))
+        # Few of the runs can be longer than the gaps between them.
+        return min(map(self._most_saved.__getitem__, starts)) >= gaps[len(gaps) // 4] * len(starts)
+
+    def _note(self, candidate: _Candidate, table: list[int], value: int) -> None:
+        length = candidate.length
+        for start in candidate.starts:
+            table[start : start + length] = map(max, table[start : start + length], repeat(value))
+
+    def _extended(self, starts: Sequence[int], length: int) -> _Candidate:
+        """The best of the runs around `starts`: as long as all of them are equal, or longer and fewer."""
+        best = now = self._grown(_Candidate(tuple(starts), length))
+        for _ in range(_ROUNDS):
+            fewer = self._fewer(now)
+            if fewer is None:
+                break
+            now = self._grown(fewer)
+            if _gain(now) > _gain(best):
+                best = now
+        return best
+
+    def _grown(self, candidate: _Candidate) -> _Candidate:
+        starts, length = candidate.starts, candidate.length
+        room = min((other - one for one, other in pairwise(starts)), default=length)
+        right = self._links.steps_right(starts, length, room - length)
+        left = self._links.steps_left(starts, length + right, room - length - right)
+        return _Candidate(tuple(start - left for start in starts) if left else starts, length + right + left)
+
+    def _fewer(self, candidate: _Candidate) -> _Candidate | None:
+        """The runs that go on after the others do not; None where too few do."""
+        starts, length = candidate.starts, candidate.length
+        close = sum(other - one == length for one, other in pairwise(starts))
+        if close:
+            return _Candidate(tuple(_apart(starts, length + 1)), length) if 4 * close <= len(starts) else None
+        kept = max((self._links.agreeing(starts, length, side) for side in (1, -1)), key=len)
+        return _Candidate(kept, length) if 2 * len(kept) >= len(starts) and len(kept) > 1 else None
+
+    def _settled(self, candidate: _Candidate) -> Iterator[_Candidate]:
+        """The candidate where it is best cut, as many times as it fits, by exact equality; longer ones if small."""
+        starts, length = candidate.starts, candidate.length
+        if len(starts) * length < 2 * self._min_size or len(starts) < 2:
+            return
+        if any(other - one == length for one, other in pairwise(starts)):
+            candidate = self._shifted(candidate)
+            starts = self._with_neighbours(candidate)
+        for equal in self._equal(starts, length):
+            yield from self._large_enough(_Candidate(equal, length))
+
+    def _shifted(self, candidate: _Candidate) -> _Candidate:
+        """Runs that follow one another, moved to where the fewest values cross their borders."""
+        starts, length = candidate.starts, candidate.length
+        left = self._links.steps_left(starts, length, length - 1)
+        right = self._links.steps_right(starts, length, length - 1)
+        border = self._links.border
+        edges = [edge for start, stop, _ in candidate.blocks() for edge in (*range(start, stop, length), stop)]
+        shift = min(range(-left, right + 1), key=lambda shift: sum(border[edge + shift] for edge in edges))
+        return _Candidate(tuple(start + shift for start in starts), length) if shift else candidate
+
+    def _with_neighbours(self, candidate: _Candidate) -> tuple[int, ...]:
+        """The starts, and those of equal runs right before and right after blocks of runs."""
+        length, links = candidate.length, self._links
+        key, added, low = links.key(candidate.starts[0], length), list[int](), 0
+        blocks = list(candidate.blocks())
+        for (start, stop, _), high in zip(blocks, (*(start for start, _, _ in blocks[1:]), len(links)), strict=True):
+            before, after = start - length, stop
+            while before >= low and links.key(before, length) == key:
+                added.append(before)
+                before -= length
+            while after + length <= high and links.key(after, length) == key:
+                added.append(after)
+                after += length
+            low = after
+        return tuple(sorted((*candidate.starts, *added)))
+
+    def _equal(self, starts: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
+        """The starts of two or more runs that are equal, with the values that are read after them."""
+        groups: dict[Hashable, list[int]] = {}
+        for start in starts:
+            groups.setdefault((self._links.key(start, length), self._links.read_later(start, length)), []).append(start)
+        yield from (tuple(group) for group in groups.values() if len(group) > 1)
+
+    def _large_enough(self, candidate: _Candidate) -> Iterator[_Candidate]:
+        """The candidate; if its runs are too small, several of them as one, as often as that repeats."""
+        empty, factor = _Cover(len(self._items)), 1
+        while candidate.length * factor <= len(self._items) // 2:
+            merged = candidate if factor == 1 else _merged(candidate, factor)
+            if merged is None:
+                return
+            if merged.length >= self._min_size and empty.saved(merged) >= 0:
+                for starts in self._equal(merged.starts, merged.length) if factor > 1 else (merged.starts,):
+                    yield _Candidate(starts, merged.length)
+                return
+            factor *= 2
+
+
+def _gain(candidate: _Candidate) -> int:
+    return (len(candidate.starts) - 1) * candidate.length
+
+
+def _apart(starts: Sequence[int], gap: int) -> Iterator[int]:
+    last = -gap
+    for start in starts:
+        if start >= last + gap:
+            yield start
+            last = start
+
+
+def _merged(candidate: _Candidate, factor: int) -> _Candidate | None:
+    step = candidate.length * factor
+    starts = [
+        at
+        for start, stop, _ in candidate.blocks()
+        for at in range(start, stop - step + 1, step)
+        if stop - start >= step
+    ]
+    return _Candidate(tuple(starts), step) if len(starts) > 1 else None
+
+
+# Links: how equality is decided.
+
+
+@final
+class _Links:
+    """The links of all items, backward and forward, interned; and what follows from them."""
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+        self._before = _Codes(_links_back(items))
+        self._after = _Codes(_links_ahead(items))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def near(self) -> list[int]:
+        """A number for each item, equal for equal letters with equal short links."""
+        numbers: dict[Hashable, int] = {}
+        cut = [numbers.setdefault(self._before.within(code, _NEAR), code) for code in range(len(self._before))]
+        return [cut[code] for code in self._before.codes]
+
+    def steps_right(self, starts: Sequence[int], length: int, most: int) -> int:
+        """By how many items all runs can be extended to the right."""
+        most = min(most, len(self) - starts[-1] - length)
+        return _steps(self._before, most, length, lambda step: [start + length + step for start in starts])
+
+    def steps_left(self, starts: Sequence[int], length: int, most: int) -> int:
+        """By how many items all runs can be extended to the left."""
+        most = min(most, starts[0])
+        return _steps(self._after, most, length, lambda step: [start - 1 - step for start in starts])
+
+    def agreeing(self, starts: Sequence[int], length: int, side: int) -> tuple[int, ...]:
+        """The starts of the most runs that can be extended by one item to a side."""
+        codes, away = (self._before, length) if side > 0 else (self._after, -1)
+        inside = [start for start in starts if 0 <= start + away < len(self)]
+        found = [codes.within(codes.codes[start + away], length) for start in inside]
+        most = Counter(found).most_common(1)
+        return tuple(start for start, code in zip(inside, found, strict=True) if code == most[0][0]) if most else ()
+
+    def key(self, start: int, length: int) -> Hashable:
+        """Equal for equal runs."""
+        codes, far, within = self._before.codes[start : start + length], self._before.far, self._before.within
+        return tuple([within(code, at) if far[code] > at else code for at, code in enumerate(codes)])
+
+    def read_later(self, start: int, length: int) -> Hashable:
+        """Which values that a run makes are read after it."""
+        stop, last, makes = start + length, self._last_reads, self._items.makes
+        later = [at for at in range(start, stop) if last[at] >= stop]
+        others = (
+            (at - start, place)
+            for at in range(start, stop)
+            if at in makes
+            for place, value in enumerate(makes[at])
+            if self._other_last_reads.get(value, -1) >= stop
+        )
+        return tuple([at - start for at in later]), tuple(others) if makes else ()
+
+    @cached_property
+    def _last_reads(self) -> list[int]:
+        last = [-1] * len(self)
+        for value, at in self._every_last_read.items():
+            if 0 <= value < len(last):
+                last[value] = at
+        return last
+
+    @cached_property
+    def _other_last_reads(self) -> dict[int, int]:
+        made = {value for values in self._items.makes.values() for value in values}
+        return {value: at for value, at in self._every_last_read.items() if value in made}
+
+    @cached_property
+    def _every_last_read(self) -> dict[int, int]:
+        last = {value: at for at, reads in enumerate(self._items.reads) for value in reads}
+        last.update(dict.fromkeys(self._items.returned, len(self)))
+        return last
+
+    @cached_property
+    def border(self) -> list[int]:
+        """What a cut before each item costs: how many values cross it, and then how deep it lies."""
+        change = [0] * (len(self) + 2)
+        last, others = self._last_reads, self._other_last_reads
+        for at, read in enumerate(last):
+            if read > at:
+                change[at + 1] += 1
+                change[read + 1] -= 1
+        for at, values in self._items.makes.items():
+            for value in values:
+                if others.get(value, -1) > at:
+                    change[at + 1] += 1
+                    change[others[value] + 1] -= 1
+        depths = self._items.depths or [0] * len(self)
+        scale = max(depths, default=0) + 1
+        crossing = list(accumulate(change))
+        return [crossing[at] * scale + depth for at, depth in enumerate((*depths, 0))]
+
+
+def _steps(codes: _Codes, most: int, length: int, places: Callable[[int], list[int]]) -> int:
+    table, step = codes.codes, 0
+    while step < most:
+        found = {table[place] for place in places(step)}
+        if len(found) > 1 and len({codes.within(code, length + step) for code in found}) > 1:
+            break
+        step += 1
+    return step
+
+
+@final
+class _Codes:
+    """A code for each item, equal for equal keys: the letter and the links of an item."""
+
+    def __init__(self, keys: Iterable[tuple[int, ...]]) -> None:
+        self._known: dict[tuple[int, ...], int] = {}
+        self.codes = [self._known.setdefault(key, len(self._known)) for key in keys]
+        self._keys = list(self._known)
+        #: The longest link of each code.
+        self.far = [max(map(_distance, key[1:]), default=0) for key in self._keys]
+
+    def __len__(self) -> int:
+        return len(self.far)
+
+    def within(self, code: int, most: int) -> Hashable:
+        """What a code says of links up to this long; codes that say the same give the same."""
+        if self.far[code] <= most:
+            return code
+        letter, *links = self._keys[code]
+        key = (letter, *(link if _distance(link) <= most else 0 for link in links))
+        return self._known.get(key, key)
+
+
+def _links_back(items: Items) -> Iterator[tuple[int, ...]]:
+    """The letter of each item, and how far before it the values that it reads were mentioned last, or 0."""
+    last: dict[int, int] = {}
+    known, makes = last.get, items.makes
+    for at, (letter, reads) in enumerate(zip(items.letters, items.reads, strict=True)):
+        here, key = at << _SLOT_BITS, [letter]
+        for value in reads:
+            here += 1
+            there = known(value)
+            key.append(0 if there is None else here - there)
+            last[value] = here
+        yield tuple(key)
+        last[at] = at << _SLOT_BITS
+        if at in makes:
+            last.update(zip(makes[at], count(here + 1)))
+
+
+def _links_ahead(items: Items) -> list[tuple[int, ...]]:
+    """The letter of each item, and how far after it the values that it reads or makes are mentioned next, or 0."""
+    following: dict[int, int] = {}
+    known, makes, keys = following.get, items.makes, list[tuple[int, ...]]()
+    for at in range(len(items) - 1, -1, -1):
+        place, reads = at << _SLOT_BITS, items.reads[at]
+        here = place + len(reads)
+        there = known(at)
+        key = [items.letters[at], 0 if there is None else there - place]
+        if at in makes:
+            for slot, value in enumerate(makes[at], here + 1):
+                there = known(value)
+                key.append(0 if there is None else there - slot)
+        for value in reversed(reads):
+            there = known(value)
+            key.append(0 if there is None else there - here)
+            following[value] = here
+            here -= 1
+        keys.append(tuple(key))
+    return keys[::-1]
+
+
+def _distance(link: int) -> int:
+    """By how many items a link leads away."""
+    return (link + _HALF_A_STEP) >> _SLOT_BITS
+
+
+# Levels: chunks of chunks.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The symbols of one level, and where they start; equal symbols stand for equal items, but for long links."""
+
+    symbols: Sequence[int]
+    starts: Sequence[int]
+    stop: int
+
+    def repeated(self) -> Iterator[tuple[list[int], int]]:
+        """The starts and the length of each symbol that occurs more than once."""
+        places: dict[int, list[int]] = {}
+        for at, symbol in enumerate(self.symbols):
+            places.setdefault(symbol, []).append(at)
+        for found in places.values():
+            if len(found) > 1:
+                first = found[0]
+                yield [self.starts[at] for at in found], self.starts[first + 1] - self.starts[first]
+
+
+def _levels(symbols: Sequence[int]) -> Iterator[_Level]:
+    """Levels of chunks, the items first, until everything is one chunk."""
+    level = _Level(symbols, range(len(symbols) + 1), len(symbols))
+    while len(level.symbols) > 1:
+        yield level
+        level = _cut(_cut(level, _ends_of_runs(level.symbols)), None)
+
+
+def _cut(level: _Level, borders: Sequence[int] | None) -> _Level:
+    """The next level, cut before these symbols, or else at local minima of their hashes."""
+    symbols = level.symbols
+    if borders is None:
+        mixed = [symbol * _MIX & _MASK for symbol in symbols]
+        inner = range(1, len(symbols) - 1)
+        borders = [0, *(at for at in inner if mixed[at - 1] > mixed[at] < mixed[at + 1])]
+    known: dict[Hashable, int] = {}
+    chunks = (tuple(symbols[start:stop]) for start, stop in pairwise((*borders, len(symbols))))
+    numbers = [known.setdefault(chunk, len(known)) for chunk in chunks]
+    return _Level(numbers, [*(level.starts[at] for at in borders), level.stop], level.stop)
+
+
+def _ends_of_runs(symbols: Sequence[int]) -> list[int]:
+    """Where a symbol differs from the one before it, so that a run of equal ones becomes one chunk."""
+    return [0, *(at for at in range(1, len(symbols)) if symbols[at] != symbols[at - 1])]
