@@ -5,14 +5,15 @@ The graph in its order is a sequence of operators; `solvers/repeats.py` finds th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import takewhile
+from operator import eq
 from typing import final
 
 from torch.fx import Node
 
 from partita.errors import OptionError
-from partita.policies.by_module import calls_around
 from partita.policies.constraints import at_mode_changes, check_flags, check_modes_apart
 from partita.policies.legalize import Piece, assignable, legal_partition, unassigned
 from partita.program.program import Program
@@ -113,20 +114,19 @@ def _items(program: Program, numbers: Sequence[int]) -> Items:
 
 def _depths(program: Program, numbers: Sequence[int]) -> Iterator[int]:
     """How many calls of modules go on across the border before each operator."""
-    calls: Iterable[tuple[str, ...]] = (
-        tuple(call.key for call in calls_around(program.index.nodes[number], program.graph_module))
-        for number in numbers
-    )
     before: tuple[str, ...] = ()
-    for around in calls:
-        depth = 0
-        if around is before or around == before:
-            depth = len(around)
-        else:
-            while depth < min(len(around), len(before)) and around[depth] == before[depth]:
-                depth += 1
-        yield depth
+    for number in numbers:
+        around = _calls(program.index.nodes[number])
+        yield sum(takewhile(bool, map(eq, around, before)))
         before = around
+
+
+def _calls(node: Node) -> tuple[str, ...]:
+    """The calls of modules that a node runs in, the outermost first, by keys."""
+    stack = node.meta.get("nn_module_stack")
+    if isinstance(stack, Mapping):
+        return tuple(stack)
+    return tuple(str(node.target).split(".")[:-1]) if node.op == "call_module" else ()
 
 
 def _labelled(partition: Partition) -> Partition:

@@ -12,12 +12,14 @@ as long. Chunks that occur several times are extended as far as they are equal.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, count, pairwise, repeat
+from itertools import accumulate, count, pairwise
+from operator import ge
 from typing import NamedTuple, final
 
 #: What a further call, and a further body, must save, in items that are not compiled.
@@ -177,36 +179,80 @@ class _Search:
 
     def __init__(self, items: Items, min_size: int) -> None:
         self._items, self._min_size = items, min_size
-        self._links = _Links(items)
-        #: For each item the most runs of a candidate around it, and the most that one saves.
-        self._most_runs, self._most_saved = [0] * len(items), [0] * len(items)
+        self._links, self._empty = _Links(items), _Cover(len(items))
+        self._found: list[_Candidate] = []
+        #: For each item the place in `_found` of the candidate around it that saves most; a worthless one is first.
+        self._around = [0] * len(items)
+        self._ranks: list[tuple[int, int]] = []
 
     def candidates(self) -> list[_Candidate]:
-        found: list[_Candidate] = []
+        self._add(_Candidate((0,), 0), saved=0)
         for level in reversed(list(_levels(self._links.near))):
             for starts, length in level.repeated():
-                if self._is_known(starts):
+                rest = self._unknown(starts)
+                if len(rest) < 2:
                     continue
-                best = self._extended(starts, length)
+                best = self._extended(rest, length)
                 settled = list(self._settled(best))
-                found += settled
-                self._note(best, self._most_runs, len(best.starts))
                 for candidate in settled:
-                    self._note(candidate, self._most_saved, _gain(candidate))
-        return found
+                    self._add(candidate, saved=_gain(candidate))
+                if not settled:
+                    self._add(best, saved=0)
+        return [candidate for candidate, rank in zip(self._found, self._ranks, strict=True) if rank[0]]
 
-    def _is_known(self, starts: Sequence[int]) -> bool:
-        """Whether runs around these starts are parts of a candidate with as many runs, or one that saves more."""
-        if min(map(self._most_runs.__getitem__, starts)) >= len(starts):
-            return True
+    def _add(self, candidate: _Candidate, *, saved: int) -> None:
+        self._found.append(candidate)
+        self._ranks.append((saved, len(candidate.starts)))
+        self._note(len(self._found) - 1, candidate.starts)
+
+    def _note(self, place: int, starts: Iterable[int]) -> None:
+        """Notes runs of the candidate at `place` where no other saves more."""
+        around, ranks, length = self._around, self._ranks, self._found[place].length
+        for start in starts:
+            others = set(around[start : start + length])
+            if all(ranks[other] < ranks[place] for other in others):
+                around[start : start + length] = [place] * length
+            else:
+                around[start : start + length] = [
+                    max(place, other, key=ranks.__getitem__) for other in around[start : start + length]
+                ]
+
+    def _unknown(self, starts: Sequence[int]) -> Sequence[int]:
+        """The starts that are worth a look: not those in a candidate with as many runs, or one that saves as much.
+
+        Where only few are left, they are added to that candidate, if they fit.
+        """
         gaps = sorted(other - one for one, other in pairwise(starts))
         # Few of the runs can be longer than the gaps between them.
-        return min(map(self._most_saved.__getitem__, starts)) >= gaps[len(gaps) // 4] * len(starts)
+        most = gaps[len(gaps) // 4] * len(starts) * 9 // 10, len(starts) * 9 // 10
+        around, ranks = self._around, self._ranks
+        known = {place for place in {around[start] for start in starts} if any(map(ge, ranks[place], most))}
+        rest = [start for start in starts if around[start] not in known]
+        if 4 * len(rest) > len(starts):
+            return starts
+        inside = next(start for start in starts if around[start] in known)
+        return [start for start in rest if not self._adopted(start, inside)]
 
-    def _note(self, candidate: _Candidate, table: list[int], value: int) -> None:
-        length = candidate.length
-        for start in candidate.starts:
-            table[start : start + length] = map(max, table[start : start + length], repeat(value))
+    def _adopted(self, start: int, inside: int) -> bool:
+        """Adds the run around `start` that lies like the one around `inside` to its candidate, if it is equal."""
+        place = self._around[inside]
+        candidate = self._found[place]
+        starts, length = candidate.starts, candidate.length
+        first = starts[bisect_right(starts, inside) - 1]
+        begin = start - (inside - first)
+        at = bisect_left(starts, begin)
+        near = starts[max(at - 1, 0) : at + 1]
+        if not 0 <= begin <= len(self._items) - length or any(abs(other - begin) < length for other in near):
+            return False
+        if not self._ranks[place][0] or self._key(begin, length) != self._key(first, length):
+            return False
+        self._found[place] = _Candidate((*starts[:at], begin, *starts[at:]), length)
+        self._ranks[place] = (_gain(self._found[place]), len(starts) + 1)
+        self._note(place, [begin])
+        return True
+
+    def _key(self, start: int, length: int) -> Hashable:
+        return self._links.key(start, length), self._links.read_later(start, length)
 
     def _extended(self, starts: Sequence[int], length: int) -> _Candidate:
         """The best of the runs around `starts`: as long as all of them are equal, or longer and fewer."""
@@ -244,6 +290,8 @@ class _Search:
         if any(other - one == length for one, other in pairwise(starts)):
             candidate = self._shifted(candidate)
             starts = self._with_neighbours(candidate)
+        elif self._empty.saved(candidate) < 0:
+            return
         for equal in self._equal(starts, length):
             yield from self._large_enough(_Candidate(equal, length))
 
@@ -277,17 +325,17 @@ class _Search:
         """The starts of two or more runs that are equal, with the values that are read after them."""
         groups: dict[Hashable, list[int]] = {}
         for start in starts:
-            groups.setdefault((self._links.key(start, length), self._links.read_later(start, length)), []).append(start)
+            groups.setdefault(self._key(start, length), []).append(start)
         yield from (tuple(group) for group in groups.values() if len(group) > 1)
 
     def _large_enough(self, candidate: _Candidate) -> Iterator[_Candidate]:
         """The candidate; if its runs are too small, several of them as one, as often as that repeats."""
-        empty, factor = _Cover(len(self._items)), 1
+        factor = 1
         while candidate.length * factor <= len(self._items) // 2:
             merged = candidate if factor == 1 else _merged(candidate, factor)
             if merged is None:
                 return
-            if merged.length >= self._min_size and empty.saved(merged) >= 0:
+            if merged.length >= self._min_size and self._empty.saved(merged) >= 0:
                 for starts in self._equal(merged.starts, merged.length) if factor > 1 else (merged.starts,):
                     yield _Candidate(starts, merged.length)
                 return
@@ -350,9 +398,12 @@ class _Links:
         return _steps(self._after, most, length, lambda step: [start - 1 - step for start in starts])
 
     def agreeing(self, starts: Sequence[int], length: int, side: int) -> tuple[int, ...]:
-        """The starts of the most runs that can be extended by one item to a side."""
+        """The starts of the runs that can be extended by one item to a side, if they are about half of all."""
         codes, away = (self._before, length) if side > 0 else (self._after, -1)
         inside = [start for start in starts if 0 <= start + away < len(self)]
+        letters = Counter([self._items.letters[start + away] for start in inside])
+        if 2 * max(letters.values(), default=0) < len(starts):
+            return ()
         found = [codes.within(codes.codes[start + away], length) for start in inside]
         most = Counter(found).most_common(1)
         return tuple(start for start, code in zip(inside, found, strict=True) if code == most[0][0]) if most else ()
