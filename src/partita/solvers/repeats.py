@@ -288,25 +288,30 @@ class _Search:
         if len(starts) * length < 2 * self._min_size or len(starts) < 2:
             return
         if any(other - one == length for one, other in pairwise(starts)):
-            candidate = self._shifted(candidate)
-            starts = self._with_neighbours(candidate)
+            candidate = self._shifted(self._with_neighbours(candidate))
+            starts = self._with_neighbours(candidate).starts
         elif self._empty.saved(candidate) < 0:
             return
         for equal in self._equal(starts, length):
             yield from self._large_enough(_Candidate(equal, length))
 
     def _shifted(self, candidate: _Candidate) -> _Candidate:
-        """Runs that follow one another, moved to where the fewest values cross their borders."""
+        """Runs that follow one another, moved to where most of them fit and the fewest values cross their borders."""
         starts, length = candidate.starts, candidate.length
-        left = self._links.steps_left(starts, length, length - 1)
-        right = self._links.steps_right(starts, length, length - 1)
+        left = self._links.steps_left(starts, length, length)
+        right = self._links.steps_right(starts, length, length)
         border = self._links.border
         edges = [edge for start, stop, _ in candidate.blocks() for edge in (*range(start, stop, length), stop)]
-        shift = min(range(-left, right + 1), key=lambda shift: sum(border[edge + shift] for edge in edges))
+
+        def cost(shift: int) -> tuple[int, int]:
+            more = (left + shift) // length + (right - shift) // length
+            return -more, sum(border[edge + shift] for edge in edges)
+
+        shift = min(range(-left, right + 1), key=cost)
         return _Candidate(tuple(start + shift for start in starts), length) if shift else candidate
 
-    def _with_neighbours(self, candidate: _Candidate) -> tuple[int, ...]:
-        """The starts, and those of equal runs right before and right after blocks of runs."""
+    def _with_neighbours(self, candidate: _Candidate) -> _Candidate:
+        """The candidate with the equal runs right before and right after blocks of runs."""
         length, links = candidate.length, self._links
         key, added, low = links.key(candidate.starts[0], length), list[int](), 0
         blocks = list(candidate.blocks())
@@ -319,7 +324,7 @@ class _Search:
                 added.append(after)
                 after += length
             low = after
-        return tuple(sorted((*candidate.starts, *added)))
+        return _Candidate(tuple(sorted((*candidate.starts, *added))), length) if added else candidate
 
     def _equal(self, starts: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
         """The starts of two or more runs that are equal, with the values that are read after them."""
