@@ -288,27 +288,44 @@ class _Search:
         if len(starts) * length < 2 * self._min_size or len(starts) < 2:
             return
         if any(other - one == length for one, other in pairwise(starts)):
-            candidate = self._shifted(self._with_neighbours(candidate))
-            starts = self._with_neighbours(candidate).starts
+            starts = self._aligned(self._with_neighbours(candidate))
         elif self._empty.saved(candidate) < 0:
             return
         for equal in self._equal(starts, length):
             yield from self._large_enough(_Candidate(equal, length))
 
-    def _shifted(self, candidate: _Candidate) -> _Candidate:
-        """Runs that follow one another, moved to where most of them fit and the fewest values cross their borders."""
-        starts, length = candidate.starts, candidate.length
-        left = self._links.steps_left(starts, length, length)
-        right = self._links.steps_right(starts, length, length)
-        border = self._links.border
-        edges = [edge for start, stop, _ in candidate.blocks() for edge in (*range(start, stop, length), stop)]
+    def _aligned(self, candidate: _Candidate) -> tuple[int, ...]:
+        """Starts of runs that follow one another: as many as fit, and then where the fewest values cross."""
+        length, border = candidate.length, self._links.border
+        spans = list(self._spans(candidate))
+        best: tuple[int, int] | None = None
+        starts: list[int] = []
+        for phase in range(length):
+            fitting = [
+                range(low + (start + phase - low) % length, high - length + 1, length) for start, low, high in spans
+            ]
+            found = sum(map(len, fitting))
+            if best is not None and found < -best[0]:
+                continue
+            costs = (sum(border[start] for start in runs) + border[runs[-1] + length] for runs in fitting if runs)
+            cost = (-found, sum(costs))
+            if best is None or cost < best:
+                best, starts = cost, [start for runs in fitting for start in runs]
+        return tuple(starts)
 
-        def cost(shift: int) -> tuple[int, int]:
-            more = (left + shift) // length + (right - shift) // length
-            return -more, sum(border[edge + shift] for edge in edges)
-
-        shift = min(range(-left, right + 1), key=cost)
-        return _Candidate(tuple(start + shift for start in starts), length) if shift else candidate
+    def _spans(self, candidate: _Candidate) -> Iterator[tuple[int, int, int]]:
+        """The start of each block of runs that follow one another, and from where to where it goes on like them."""
+        length, links, low = candidate.length, self._links, 0
+        blocks = list(candidate.blocks())
+        model = next(start for start, _, runs in blocks if runs > 1)
+        highs = [*(start for start, _, _ in blocks[1:]), len(links)]
+        for (start, stop, runs), high in zip(blocks, highs, strict=True):
+            # Items on the left are like those one run later, and those on the right like those one run earlier.
+            later, last = (start + length, stop - 2 * length) if runs > 1 else (model + length, model)
+            left = links.steps_left(sorted((start, later)), length, min(length, start - low))
+            right = links.steps_right(sorted((last, stop - length)), length, min(length, high - stop))
+            yield start, start - left, stop + right
+            low = stop + right
 
     def _with_neighbours(self, candidate: _Candidate) -> _Candidate:
         """The candidate with the equal runs right before and right after blocks of runs."""
