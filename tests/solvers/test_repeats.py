@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -131,6 +132,36 @@ def test_groups_are_equal_and_cover_everything(steps: list[tuple[int, int, int]]
     reads = [(at - back, at - other) for at, (_, back, other) in enumerate(written)]
     items = Items([letter for letter, _, _ in written], reads, returned=(len(written) - 1,))
     _check(items, cover(items, min_size=1))
+
+
+_STEPS = st.tuples(st.integers(0, 9), st.lists(st.integers(1, 6), min_size=1, max_size=3))
+
+
+@given(st.lists(_STEPS, min_size=3, max_size=30), st.lists(st.sampled_from([0, 0, 0, 1, 3]), min_size=2, max_size=8))
+def test_blocks_are_found_wherever_they_are(body: list[tuple[int, list[int]]], gaps: list[int]) -> None:
+    """Copies of a block behind other items: what is found is at least as good as these."""
+    letters, reads, planted = [1000, 1001], [(OUTSIDE,), (0,)], list[Run]()
+    for gap in gaps:
+        for _ in range(gap):
+            reads.append((len(letters) - 1,))
+            letters.append(1000 + len(letters))
+        begin = len(letters)
+        for letter, backs in body:
+            # What would be read from before the block is its input.
+            reads.append(tuple(dict.fromkeys(max(len(letters) - back, begin - 1) for back in backs)))
+            letters.append(letter)
+        planted.append(Run(begin, len(letters), 0))
+    items = Items(letters, reads, returned=(len(letters) - 1,))
+    runs = cover(items, min_size=2)
+    _check(items, runs)
+    between = [Run(one.stop, other.start, -1) for one, other in pairwise(planted) if one.stop < other.start]
+    assert _cost(runs) <= min(_cost([Run(0, 2 + gaps[0], -1), *planted, *between]), _cost([Run(0, len(items), -1)]))
+
+
+def _cost(runs: Sequence[Run]) -> int:
+    """The items of distinct bodies, one for each call and two for each body."""
+    bodies = {at if run.group < 0 else -1 - run.group: run for at, run in enumerate(runs)}
+    return sum(run.stop - run.start + 2 for run in bodies.values()) + len(runs)
 
 
 @pytest.mark.parametrize("kind", ["blocks", "one letter", "no repeats", "random"])

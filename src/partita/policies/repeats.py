@@ -131,6 +131,8 @@ def _calls(node: Node) -> tuple[str, ...]:
 
 def _labelled(partition: Partition) -> Partition:
     """The same partition, with regions that are named by their bodies."""
+    # Blocks return the same values, whichever of them is read first: the last block is not read by another one.
+    partition = partition.returning_in_graph_order()
     bodies = body_numbers(partition)
     calls = [0] * (max(bodies, default=-1) + 1)
     for body in bodies:

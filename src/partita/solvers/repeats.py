@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count, pairwise
+from math import ceil
 from operator import ge
 from typing import NamedTuple, final
 
@@ -77,7 +78,7 @@ def cover(items: Items, *, min_size: int) -> list[Run]:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
     """Equal runs of one length that do not overlap, by their starts."""
 
@@ -224,7 +225,7 @@ class _Search:
         """
         gaps = sorted(other - one for one, other in pairwise(starts))
         # Few of the runs can be longer than the gaps between them.
-        most = gaps[len(gaps) // 4] * len(starts) * 9 // 10, len(starts) * 9 // 10
+        most = ceil(0.9 * len(starts) * gaps[len(gaps) // 4]), ceil(0.9 * len(starts))
         around, ranks = self._around, self._ranks
         known = {place for place in {around[start] for start in starts} if any(map(ge, ranks[place], most))}
         rest = [start for start in starts if around[start] not in known]
