@@ -37,6 +37,7 @@ SECTIONS = {
     "memory": memory.rows,
     "held": held.rows,
     "growth": growth.rows,
+    "repeats": growth.repeat_rows,
 }
 _HERE = Path(__file__).resolve().parent
 

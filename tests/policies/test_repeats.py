@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -132,8 +133,8 @@ def test_lowered_repeats_train() -> None:
     partita.verify(program, lowered, (x,))
 
 
-class _Reading(nn.Module):
-    """Takes the weights of another block for one of its own layers."""
+class _Changed(nn.Module):
+    """A block that may differ from the others in one thing."""
 
     def __init__(self, change: str) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class _Reading(nn.Module):
 @pytest.mark.parametrize("change", ["tied", "no_grad", "mutates", "stride"])
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_one_block_that_differs_is_told_apart(change: str, at: int) -> None:
-    model = Stack(*(_Reading(change if place == at else "") for place in range(5)))
+    model = Stack(*(_Changed(change if place == at else "") for place in range(5)))
     program = _captured(model)
     partition = Repeats()(program)
     _check_blocks(partition, program, model, different=at)
@@ -357,7 +358,7 @@ def test_items_of_containers_stay_with_their_producer() -> None:
         x = graph.placeholder("x")
         for _ in range(5):
             pair = graph.call_function(torch.chunk, (x, 2))
-            one, other = (graph.call_function(_getitem, (pair, at)) for at in range(2))
+            one, other = (graph.call_function(operator.getitem, (pair, at)) for at in range(2))
             x = graph.call_function(torch.cat, ([graph.call_function(torch.sin, (other,)), one],))
         return x
 
@@ -365,9 +366,6 @@ def test_items_of_containers_stay_with_their_producer() -> None:
     plan = partita.plan(program, Repeats(), Call())
     assert _labels(plan.partition) == ["repeat_0"] * 5
     partita.verify(program, plan.apply(), (torch.randn(4),))
-
-
-_getitem = __import__("operator").getitem
 
 
 @pytest.mark.parametrize(
@@ -452,7 +450,7 @@ def _check_case(case: Case) -> None:
 
 
 def test_equal_labels_mean_equal_code() -> None:
-    for model in (_stack(6), Stack(*(_Reading("mutates" if at % 2 else "tied") for at in range(8)))):
+    for model in (_stack(6), Stack(*(_Changed("mutates" if at % 2 else "tied") for at in range(8)))):
         _check_bodies(partita.plan(_captured(model), Repeats(), Call()))
 
 
@@ -484,3 +482,13 @@ def test_work_grows_in_proportion(width: int) -> None:
 
     small, large = program(2_000), program(16_000)
     assert calls_during(Repeats(), large) < 12 * calls_during(Repeats(), small)
+
+
+def test_repeats_inside_torch_compile_are_compiled_once() -> None:
+    backend, model = Counting(), _stack(6)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        model, backend="partita", options={"policy": Repeats(), "treatment": Lower(backend, strict=True)}
+    )
+    assert torch.allclose(compiled(_x()), model(_x()))
+    assert len(backend.made) == 3

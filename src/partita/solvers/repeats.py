@@ -288,10 +288,11 @@ class _Search:
         starts, length = candidate.starts, candidate.length
         if len(starts) * length < 2 * self._min_size or len(starts) < 2:
             return
-        if any(other - one == length for one, other in pairwise(starts)):
-            starts = self._aligned(self._with_neighbours(candidate))
-        elif self._empty.saved(candidate) < 0:
+        close = sum(other - one == length for one, other in pairwise(starts))
+        if 4 * close < len(starts) and self._empty.saved(candidate) < 0:
             return
+        if close:
+            starts = self._aligned(self._with_neighbours(candidate))
         for equal in self._equal(starts, length):
             yield from self._large_enough(_Candidate(equal, length))
 
@@ -492,8 +493,10 @@ def _steps(codes: _Codes, most: int, length: int, places: Callable[[int], list[i
     table, step = codes.codes, 0
     while step < most:
         found = {table[place] for place in places(step)}
-        if len(found) > 1 and len({codes.within(code, length + step) for code in found}) > 1:
-            break
+        if len(found) > 1:
+            one = codes.within(found.pop(), length + step)
+            if any(codes.within(code, length + step) != one for code in found):
+                break
         step += 1
     return step
 
