@@ -166,6 +166,12 @@ def test_one_block_that_differs_is_told_apart(change: str, at: int) -> None:
     _check_blocks(partition, program, model, different=at)
 
 
+@pytest.mark.parametrize("trace", TRACERS, ids=lambda trace: trace.__name__)
+def test_a_tied_weight_is_told_apart_in_the_graphs_of_every_tracer(trace: Callable[[nn.Module], Any]) -> None:
+    model = Stack(*(_Changed("tied" if place == 2 else "") for place in range(6)))
+    assert sorted(Counter(_labels(Repeats()(Program.of(trace(model))))).values()) == [1, 1, 1, 5]
+
+
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"scale": 3.0}], ids=str)
 def test_other_constants_are_told_apart(options: dict[str, float]) -> None:
     model = Stack(*(Block(**(options if place == 2 else {})) for place in range(5)))  # type: ignore[arg-type]

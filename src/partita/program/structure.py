@@ -153,25 +153,26 @@ class _Reader:
         return self._state[module]
 
     def _shared_storages(self) -> dict[int, int]:
-        """For each attribute or state input whose storage another one has too, the number of the storage."""
+        """For each attribute or input whose storage another one has too, the number of the storage."""
         holders: dict[int, list[int]] = {}
-        for number, tensor in self._state_inputs():
+        for number, tensor in self._tensor_inputs():
             holders.setdefault(storage_key(tensor), []).append(number)
         tied = {key: numbers for key, numbers in holders.items() if len(numbers) > 1}
         return {number: self._other("storage", key) for key, numbers in tied.items() for number in numbers}
 
-    def _state_inputs(self) -> Iterator[tuple[int, Tensor]]:
+    def _tensor_inputs(self) -> Iterator[tuple[int, Tensor]]:
         graph, number, record = self._index.graph, self._index.number, self._program.export
         for node in graph.find_nodes(op="get_attr"):
             value = find(self._root, str(node.target))
             if isinstance(value, Tensor):
                 yield number[node], value
-        if record is None:
-            return
-        signature = record.signature
-        named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        named: dict[str, str] = {}
+        if record is not None:
+            named = {**record.signature.inputs_to_parameters, **record.signature.inputs_to_buffers}
         for node in graph.find_nodes(op="placeholder"):
-            name = named.get(node.name)
-            value = None if name is None else record.state.get(name, record.constants.get(name))
+            # Traced values share storages where the tracer knew it; exported programs hold the tensors themselves.
+            name, value = named.get(node.name), value_of(node)
+            if record is not None and name is not None:
+                value = record.state.get(name, record.constants.get(name))
             if isinstance(value, Tensor):
                 yield number[node], value
