@@ -146,7 +146,8 @@ def test_blocks_are_found_wherever_they_are(body: list[tuple[int, list[int]]], g
             reads.append((len(letters) - 1,))
             letters.append(1000 + len(letters))
         begin = len(letters)
-        for letter, backs in body:
+        # The first letter is in no block twice, so that no smaller block repeats instead.
+        for letter, backs in ((99, [1]), *body):
             # What would be read from before the block is its input.
             reads.append(tuple(dict.fromkeys(max(len(letters) - back, begin - 1) for back in backs)))
             letters.append(letter)

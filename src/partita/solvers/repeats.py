@@ -32,6 +32,9 @@ _NEAR = 8
 #: How often the occurrences that do not go on are given up while a run is extended.
 _ROUNDS = 8
 
+#: Up to this many runs are merged in any number, more in multiples.
+_FEW = 8
+
 #: The places of two mentions differ by their items, in these steps, and by their slots.
 _SLOT_BITS = 24
 _HALF_A_STEP = 1 << (_SLOT_BITS - 1)
@@ -363,7 +366,7 @@ class _Search:
                 for starts in self._equal(merged.starts, merged.length) if factor > 1 else (merged.starts,):
                     yield _Candidate(starts, merged.length)
                 return
-            factor *= 2
+            factor += 1 if factor < _FEW else factor
 
 
 def _gain(candidate: _Candidate) -> int:
