@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.work import calls_during
 
-from partita.solvers.repeats import Items, Run, cover
+from partita.solvers.equal_runs import Items
+from partita.solvers.repeats import Run, cover
 
 #: Values that no item makes.
 OUTSIDE = 10**9

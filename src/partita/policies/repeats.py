@@ -20,8 +20,9 @@ from partita.program.program import Program
 from partita.program.structure import structure_of
 from partita.regions import Partition, Region
 from partita.regions.equal_bodies import body_numbers
+from partita.solvers.equal_runs import Items
 from partita.solvers.quotient import ALONE
-from partita.solvers.repeats import Items, cover
+from partita.solvers.repeats import cover
 
 
 @final
