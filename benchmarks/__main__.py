@@ -39,6 +39,7 @@ SECTIONS = {
     "held": held.rows,
     "growth": growth.rows,
     "import": importing.rows,
+    "repeats": growth.repeat_rows,
 }
 _HERE = Path(__file__).resolve().parent
 

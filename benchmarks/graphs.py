@@ -63,6 +63,23 @@ def _residual(graph: Graph, value: Node, count: int) -> Node:
     return value
 
 
+def _blocks(graph: Graph, value: Node, count: int) -> Node:
+    """Equal blocks of a hundred nodes, each of which also reads what the first node computed."""
+    draw = random.Random(0)
+    steps = [(draw.choice(_UNARY), draw.choice(_BINARY), draw.random() < 0.3) for _ in range(98)]
+    shared = skipped = value = graph.call_function(torch.relu, (value,))
+    for place in range(count - 1):
+        inside = place % 100
+        if inside == 99:
+            value = skipped = graph.call_function(torch.add, (value, skipped))
+        elif inside == 98:
+            value = graph.call_function(torch.mul, (value, shared))
+        else:
+            unary, binary, reads_both = steps[inside]
+            value = graph.call_function(*((binary, (value, skipped)) if reads_both else (unary, (value,))))
+    return value
+
+
 def _fan_out(graph: Graph, value: Node, count: int) -> Node:
     """Every second node reads the input, those between fold them together one by one."""
     folded = leaf = value
@@ -101,6 +118,7 @@ def _drawn(draw: random.Random, made: list[Node]) -> Node:
 
 KINDS: dict[str, Callable[[Graph, Node, int], Node]] = {
     "residual": _residual,
+    "blocks": _blocks,
     "chain": _chain,
     "fan-out": _fan_out,
     "random": _random,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from benchmarks.isolated import measured
 from benchmarks.rows import Row, at_least, at_most
@@ -10,7 +11,7 @@ from benchmarks.scales import Scale
 from benchmarks.splitting import PARTS
 from benchmarks.timing import median, quotient
 
-__all__ = ["rows"]
+__all__ = ["repeat_rows", "rows"]
 
 
 def rows(scale: Scale) -> Iterator[Row]:
@@ -19,6 +20,37 @@ def rows(scale: Scale) -> Iterator[Row]:
         for nodes in scale.beside_simple:
             yield from _large(kind, nodes, scale)
         yield from _grown(kind, *scale.grown)
+
+
+def repeat_rows(scale: Scale) -> Iterator[Row]:
+    """How finding repeats grows: in blocks of a hundred nodes, in blocks of four, and where next to nothing repeats."""
+    small, large = scale.grown
+    for kind in ("blocks", "residual", "random"):
+        taken = {
+            nodes: measured("growing_repeats", kind=kind, nodes=nodes, repeats=1 if nodes == large else 3)
+            for nodes in (small // 10, small, large)
+        }
+        for before, after in pairwise(taken):
+            yield Row(
+                section="repeats",
+                case=f"{kind} {after:,}",
+                unit="s",
+                ours=taken[after]["cpu"],
+                beside=f"ours at {before:,}",
+                other=taken[before]["cpu"],
+                reading="times as long",
+                value=taken[after]["cpu"] / taken[before]["cpu"],
+                target=at_most(12) if after == _MILLION else None,
+            )
+        yield Row(
+            section="repeats, peak of the process",
+            case=f"{kind} {large:,}",
+            unit="MB",
+            ours=taken[large]["peak"] / 1e6,
+            reading="MB",
+            value=taken[large]["peak"] / 1e6,
+            target=at_most(4_000) if large == _MILLION else None,
+        )
 
 
 def _large(kind: str, nodes: int, scale: Scale) -> Iterator[Row]:
@@ -61,3 +93,4 @@ def _grown(kind: str, small: int, large: int) -> Iterator[Row]:
 
 
 _FLOOR = "minimal node copy"
+_MILLION = 1_000_000

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.capability_growth import growing_capability
+from benchmarks.capability_growth import growing_capability, growing_repeats
 from benchmarks.floor import minimal_copy
 from benchmarks.graphs import build
 from benchmarks.lowered_models import call_overhead, lowered_model
@@ -93,6 +93,7 @@ _MEASUREMENTS: dict[str, Callable[..., Any]] = {
         growing_split,
         peak_bytes,
         growing_capability,
+        growing_repeats,
         call_overhead,
         lowered_model,
         partitioned,

@@ -45,6 +45,7 @@ PUBLIC = {
         "BySize",
         "InForward",
         "Policy",
+        "Repeats",
         "SplitAt",
     },
     "partita.treatments": {
@@ -110,6 +111,7 @@ PUBLIC = {
     "partita.rewrite": {"gather", "inline", "outline"},
     "partita.plans": {
         "Called",
+        "DistinctBody",
         "Explanation",
         "Failure",
         "Excluded",

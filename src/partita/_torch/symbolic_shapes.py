@@ -75,3 +75,20 @@ def write_number(number: torch.SymInt, by_symbol: Mapping[Any, Node]) -> Node | 
     proxies = {symbol: Proxy(node, tracers[node.graph]) for symbol, node in by_symbol.items()}
     made = sympy_interp(PythonReferenceAnalysis, proxies, expression)
     return made.node if isinstance(made, Proxy) else int(made)
+
+
+def renamed_expression(number: Any, known: dict[Any, tuple[str, tuple[Any, ...]]]) -> tuple[str, tuple[Any, ...]]:
+    """The expression of a symbolic number as text, with its symbols numbered, and these symbols in that order.
+
+    `known` caches the results: a graph has few expressions and many values.
+    """
+    expression = getattr(number.node, "expr", None)
+    if expression is None:  # The length of a jagged dimension.
+        return str(number), ()
+    found = known.get(expression)
+    if found is None:
+        # Names end in numbers: `s9` comes before `s10`.
+        symbols = tuple(sorted(expression.free_symbols, key=lambda symbol: (len(symbol.name), symbol.name)))
+        renamed = expression.xreplace({symbol: type(symbol)(f"_{at}") for at, symbol in enumerate(symbols)})
+        found = known[expression] = (str(renamed), symbols)
+    return found

@@ -3,11 +3,12 @@
 from partita.plans.failures import Failure
 from partita.plans.mode_tree import ModeTree, mode_tree
 from partita.plans.plan import Plan, Policy, plan
-from partita.plans.report import Excluded, Explanation
+from partita.plans.report import DistinctBody, Excluded, Explanation
 from partita.plans.treatment import Called, Site, Treatment
 
 __all__ = [
     "Called",
+    "DistinctBody",
     "Excluded",
     "Explanation",
     "Failure",

@@ -19,7 +19,7 @@ from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
 from partita.plans.failures import Failures
 from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
-from partita.plans.report import Excluded, Explanation, excluded, explanation, table
+from partita.plans.report import DistinctBody, Excluded, Explanation, distinct_bodies, excluded, explanation, table
 from partita.plans.treatment import (
     Called,
     Site,
@@ -172,6 +172,14 @@ class Plan:
         regions = "1 region" if len(self.partition) == 1 else f"{len(self.partition)} regions"
         head = f"{inside} {'node' if inside == 1 else 'nodes'} in {regions}, {out} outside"
         return "\n".join([head, *map(str, outside)])
+
+    def bodies(self) -> tuple[DistinctBody, ...]:
+        """The distinct bodies, each with the regions that call it; each prints as a line.
+
+        Names and values of weights do not count. `Lower` compiles a body once for all regions that have it, unless they
+        are called with other kinds of inputs.
+        """
+        return distinct_bodies(self.partition)
 
     def _sites(self) -> list[Site]:
         count, caller = len(self.partition), self.program.caller

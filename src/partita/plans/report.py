@@ -15,8 +15,9 @@ from partita.errors import PartitaError, UnknownNodeError
 from partita.plans.memory import ReportsSavedBytes, SavedBytes, SavedMemory, saved_memory, shown_count
 from partita.plans.treatment import Treatment
 from partita.program.flops import Flops
-from partita.regions import Partition
+from partita.regions import Partition, Region
 from partita.regions.borders import Crossing, Item
+from partita.regions.equal_bodies import body_numbers
 from partita.regions.region import ONLY_SWITCHES, Reason, ReasonKind
 from partita.solvers.quotient import ALONE, NOWHERE
 
@@ -87,6 +88,38 @@ class Excluded:
         if rest:
             names.append(f"others {rest}")
         return f"{self.count} {'node' if self.count == 1 else 'nodes'} {what}: {', '.join(names)}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DistinctBody:
+    """Regions with equal bodies of so many nodes; `name` is the label that they share, or the name of the first."""
+
+    name: str
+    nodes: int
+    regions: tuple[str, ...]
+
+    @property
+    def calls(self) -> int:
+        return len(self.regions)
+
+    def __str__(self) -> str:
+        calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
+        return f"{self.name}: {calls} of {self.nodes} {'node' if self.nodes == 1 else 'nodes'}"
+
+
+def distinct_bodies(partition: Partition) -> tuple[DistinctBody, ...]:
+    """The distinct bodies in the order of their first regions."""
+    found: dict[int, list[Region]] = {}
+    for region, body in zip(partition.regions, body_numbers(partition), strict=True):
+        found.setdefault(body, []).append(region)
+    made = []
+    for regions in found.values():
+        label = regions[0].label
+        is_shared = isinstance(label, str) and all(region.label == label for region in regions)
+        name = label if isinstance(label, str) and is_shared else regions[0].name
+        made.append(DistinctBody(name, len(regions[0]), tuple(region.name for region in regions)))
+    return tuple(made)
 
 
 def table(partition: Partition, treatments: Sequence[Treatment]) -> str:

@@ -7,6 +7,7 @@ from partita.policies.by_label import ByAnnotation, ByLabel, InForward
 from partita.policies.by_mode import ByMode
 from partita.policies.by_module import ByModule
 from partita.policies.in_order import BySize, SplitAt
+from partita.policies.repeats import Repeats
 
 __all__ = [
     "AroundOperators",
@@ -18,5 +19,6 @@ __all__ = [
     "BySize",
     "InForward",
     "Policy",
+    "Repeats",
     "SplitAt",
 ]

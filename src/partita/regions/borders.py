@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -60,6 +60,17 @@ class Borders:
     of_regions: tuple[Border, ...]
     taken_apart: dict[int, tuple[object, ...]]
     symbol_edges: tuple[tuple[int, int], ...]
+
+    def with_outputs_in_graph_order(self) -> Borders:
+        """The same borders, with outputs that do not depend on who reads them first."""
+        ordered = (
+            replace(border, outputs=dict.fromkeys(sorted(border.outputs, key=_place))) for border in self.of_regions
+        )
+        return replace(self, of_regions=tuple(ordered))
+
+
+def _place(output: int | Item) -> tuple[int, int]:
+    return (output, -1) if isinstance(output, int) else output
 
 
 def item_taken(index: Index, number: int) -> object:

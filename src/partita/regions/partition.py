@@ -60,6 +60,29 @@ class Partition:
             raise cycle_error(self.program, [region.name for region in self.regions], self.quotient)
         self.order = order
 
+    def renamed(self, regions: Iterable[Region]) -> Partition:
+        """The same partition under other names and labels: `regions` have the same nodes in the same order."""
+        made = self._copy()
+        made.regions = tuple(region.of(self.program) for region in regions)
+        names = {region.name for region in made.regions}
+        if len(names) < len(made.regions) or [region.nodes for region in made.regions] != [
+            region.nodes for region in self.regions
+        ]:
+            raise RegionError("other names are for the same nodes in the same order, and each is given once")
+        return made
+
+    def returning_in_graph_order(self) -> Partition:
+        """The same partition, in which regions return their values in graph order, not in the order of first use."""
+        made = self._copy()
+        made.borders = self.borders.with_outputs_in_graph_order()
+        return made
+
+    def _copy(self) -> Partition:
+        made = object.__new__(Partition)
+        for slot in self.__slots__:
+            setattr(made, slot, getattr(self, slot))
+        return made
+
     def __len__(self) -> int:
         return len(self.regions)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from functools import reduce
 from hashlib import blake2b
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, final
 
 import torch
@@ -36,6 +36,40 @@ def modules_key(body: GraphModule) -> tuple[Hashable, ...]:
     """The keys of the modules that a body calls, in which something that cannot be compared equals only itself."""
     called = {str(node.target): None for node in body.graph.find_nodes(op="call_module")}
     return tuple(_Keys(_Itself).of_module(body.get_submodule(target)) for target in called)
+
+
+@final
+class NodeKeys:
+    """Keys of single nodes: what is called, with which constants; an input is its place among the inputs of the node.
+
+    Something that cannot be compared equals only itself. Tensors of a called module do not count.
+    """
+
+    def __init__(self) -> None:
+        self._keys = _Keys(_Itself)
+        self._modules: dict[nn.Module, Hashable] = {}
+
+    def of_call(self, node: Node, root: nn.Module) -> Hashable:
+        """The key of a node that calls something."""
+        inputs = node.all_input_nodes
+        target: Any = node.target
+        if node.op == "call_module":
+            target = self.of_module(_attribute(root, str(target)))
+        args, kwargs = node._args, node._kwargs
+        mark = node.meta.get("recompute")
+        if mark is None and not kwargs and len(args) == len(inputs) and all(map(is_, args, inputs)):
+            return node.op, target, len(args)  # Most nodes read their inputs in order, and nothing else.
+        places = {read: at for at, read in enumerate(inputs)}
+        return node.op, target, self._keys.of_value(args, places), self._keys.of_value(kwargs, places), mark
+
+    def of_module(self, module: Any) -> Hashable:
+        """The key of a module that is called, or of the body of an operator."""
+        if not isinstance(module, nn.Module):
+            return _Itself(module)
+        if module not in self._modules:
+            flags = tuple(inner.training for inner in module.modules())
+            self._modules[module] = self._keys.of_module(module), flags
+        return self._modules[module]
 
 
 def settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -102,17 +136,18 @@ class _Keys:
         else:
             target = node.target
         marks = node.meta.get("recompute"), groups.setdefault(node.meta.get("ac_graph_id"), len(groups))
-        return node.op, target, self._of(node.args, number), self._of(node.kwargs, number), marks
+        return node.op, target, self.of_value(node.args, number), self.of_value(node.kwargs, number), marks
 
-    def _of(self, value: Any, number: dict[Node, int]) -> Hashable:
+    def of_value(self, value: Any, number: dict[Node, int]) -> Hashable:
+        """The key of an argument, in which a node is its number."""
         if isinstance(value, Node):
             return "node", number[value]
         if isinstance(value, tuple | list):
-            return type(value).__name__, *(self._of(item, number) for item in value)
+            return type(value).__name__, *(self.of_value(item, number) for item in value)
         if isinstance(value, dict):
-            return "dict", *((self._of(key, number), self._of(item, number)) for key, item in value.items())
+            return "dict", *((self.of_value(key, number), self.of_value(item, number)) for key, item in value.items())
         if isinstance(value, slice):
-            return "slice", *(self._of(item, number) for item in (value.start, value.stop, value.step))
+            return "slice", *(self.of_value(item, number) for item in (value.start, value.stop, value.step))
         if type(value) in _PRINTED:
             return type(value), repr(value)
         if isinstance(value, _EQUAL) or has_process_lifetime(value):
@@ -122,7 +157,7 @@ class _Keys:
     def _settings_of(self, module: nn.Module) -> Iterator[Hashable]:
         """The keys of the other attributes of a module; the training flag is checked where a call is compiled."""
         for name, value in settings_of(module):
-            yield name, "tensor" if isinstance(value, Tensor) else self._of(value, {})
+            yield name, "tensor" if isinstance(value, Tensor) else self.of_value(value, {})
 
 
 _PRINTED = (bool, int, float, complex, str, bytes, type(None), type(...))
