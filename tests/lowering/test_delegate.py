@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.helpers.selecting import slow_but
 from tests.program.archives.helpers import Spoilt
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -64,6 +65,7 @@ class Net(nn.Module):
 
 X, ROWS = torch.randn(3, 4), torch.export.Dim("rows", min=2, max=64)
 ALLOWED = ["partita::delegate"]
+_QUICK = (("pickling", False), ("pickling", True), ("aot_inductor", True))
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +84,10 @@ def calls(program: Program) -> list[Node]:
     return program.graph.find_nodes(op="call_function", target=torch.ops.partita.delegate.default)
 
 
-@pytest.mark.parametrize("wanted", ["pickling", "aot_inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("wanted", "dynamic"),
+    slow_but([(name, way) for name in ("pickling", "aot_inductor") for way in (False, True)], *_QUICK),
+)
 @torch.no_grad()
 def test_a_file_with_delegates_is_read_by_both_loaders(wanted: str, dynamic: bool, tmp_path: Path) -> None:
     model = Net()

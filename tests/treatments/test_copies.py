@@ -129,7 +129,9 @@ def _are_equal(found: list[Any], expected: list[Any]) -> bool:
 
 
 _COMBINATIONS = {f"{source}, {treatment}": (source, treatment) for source, treatment in product(_SOURCES, _TREATMENTS)}
-_QUICK = [name for name in _COMBINATIONS if "inductor" not in name] + ["capture, inductor"]
+_QUICK = [
+    name for name, (source, treatment) in _COMBINATIONS.items() if source == "capture" or treatment == "Recompute"
+]
 
 
 @pytest.mark.parametrize("is_called", [False, True], ids=["before its first call", "called"])
@@ -178,7 +180,7 @@ class _Small(nn.Module):
 
 
 @pytest.mark.parametrize("treatment", [name for name in _TREATMENTS if name != "inductor"])
-@pytest.mark.parametrize("source", [name for name in _SOURCES if name != "Dynamo"])
+@pytest.mark.parametrize("source", slow_but([name for name in _SOURCES if name != "Dynamo"], "capture"))
 def test_transforms_of_a_functional_call_give_what_they_give_for_the_model(source: str, treatment: str) -> None:
     torch.manual_seed(0)
     model, x = _Small(), torch.randn(4, 6)
@@ -213,7 +215,11 @@ torch.save(results, sys.argv[2])
 
 
 @pytest.mark.parametrize(
-    "treatments", [["Recompute"], ["Call", "aot_eager", "with results kept", "Mode", "LeaveEager"]]
+    "treatments",
+    [
+        ["Recompute"],
+        pytest.param(["Call", "aot_eager", "with results kept", "Mode", "LeaveEager"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_that_has_imported_nothing_but_torch_loads_them(treatments: list[str], tmp_path: Path) -> None:
     stored = [_applied(*names, _model(), _IDS) for names in product(_SOURCES, treatments)]
@@ -242,7 +248,7 @@ class _Branching(nn.Module):
 
 
 @pytest.mark.parametrize("treatment", ["Call", "aot_eager", "Recompute", "LeaveEager"])
-@pytest.mark.parametrize("source", [name for name in _SOURCES if name != "symbolic_trace"])
+@pytest.mark.parametrize("source", slow_but([name for name in _SOURCES if name != "symbolic_trace"], "capture"))
 def test_the_branches_of_a_copy_have_all_their_nodes(source: str, treatment: str) -> None:
     torch.manual_seed(0)
     module, args = _applied(source, treatment, _Branching(), torch.rand(4, 6))
