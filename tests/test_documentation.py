@@ -38,7 +38,11 @@ def _name(page: Path) -> str:
 
 def _needs(page: Path) -> list[pytest.MarkDecorator]:
     """What a page compares with, or takes its model from, must be there."""
-    needs = {"switching-from-split-module": [NEEDS_SPLIT_MODULE_SIMPLE], "recompute": [_NEEDS_TRANSFORMERS]}
+    needs = {
+        "switching-from-split-module": [NEEDS_SPLIT_MODULE_SIMPLE],
+        "recompute": [_NEEDS_TRANSFORMERS],
+        "serving": [_NEEDS_TRANSFORMERS, pytest.mark.slow],  # It compiles five bodies with Inductor.
+    }
     return needs.get(page.stem, [])
 
 

@@ -113,6 +113,7 @@ def test_weights_that_a_backend_folds_are_in_the_file_once(tmp_path: Path) -> No
     assert not torch.equal(loaded.module()(X), model(X))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_new_process_runs_the_stored_function_without_a_compiler(tmp_path: Path) -> None:
     model = Net()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from tests.helpers.selecting import slow_but
 from tests.helpers.work import calls_during
 from tests.lowering.helpers import Counting
 from tests.policies.helpers import dynamo, exported, program_of
@@ -395,7 +396,7 @@ def test_layers_of_language_models_are_found(kind: str) -> None:
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("kind", slow_but(["gpt2", "llama", "bert"], "bert"))
 def test_layers_of_joint_graphs_of_language_models_are_found(kind: str) -> None:
     program = partita.capture_joint(_language_model(kind), (torch.arange(6).reshape(1, 6),))
     bodies = partita.plan(program, Repeats(), Call()).bodies()
@@ -471,7 +472,7 @@ def _check_bodies(plan: partita.Plan) -> None:
             assert keys.setdefault(region.label, key) == key
 
 
-@pytest.mark.parametrize("width", [1, 7, 60])
+@pytest.mark.parametrize("width", slow_but([1, 7, 60], 7))
 def test_work_grows_in_proportion(width: int) -> None:
     def program(size: int) -> Program:
         def write(graph: Graph) -> Node:

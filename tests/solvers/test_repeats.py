@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.selecting import slow_but
 from tests.helpers.work import calls_during
 
 from partita.solvers.equal_runs import Items
@@ -166,7 +167,7 @@ def _cost(runs: Sequence[Run]) -> int:
     return sum(run.stop - run.start + 2 for run in bodies.values()) + len(runs)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "one letter", "no repeats", "random"])
+@pytest.mark.parametrize("kind", slow_but(["blocks", "one letter", "no repeats", "random"], "blocks", "no repeats"))
 def test_work_grows_in_proportion(kind: str) -> None:
     def items(size: int) -> Items:
         mixed = [(at * 0x9E3779B97F4A7C15 >> 20) % 1000003 for at in range(size)]
