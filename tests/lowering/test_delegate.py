@@ -332,6 +332,15 @@ def test_weights_inside_of_a_delegate_cannot_be_trained() -> None:
         partita.TrainEval(train, evaluation)
 
 
+@torch.no_grad()
+def test_a_size_without_a_value_is_an_error_of_the_region() -> None:
+    program = delegated(nn.Linear(4, 4), dynamic=True)
+    (call,) = calls(program)
+    text = str(call.args[1]).replace('"sizes": ["s', '"sizes": ["1 // (s0 - s0) + s').replace("s0 - s0", "3 - 3")
+    with pytest.raises(BackendError, match="a size of its specification has no value"):
+        DelegateSpec.of(text).shape(0, [X])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

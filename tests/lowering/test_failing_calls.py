@@ -221,3 +221,10 @@ class _Called(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
+
+
+def test_a_method_that_leaves_its_memory_is_left_to_eager_mode() -> None:
+    program = Program.of(symbolic_trace(lambda x: (x * 1).as_strided((64,), (1,)) + 1))
+    decided = plan(program, BySize(parts=1), Lower("inductor"))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of bounds"):
+        decided.apply().module()(torch.ones(24))

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx import Interpreter
 
 from partita._torch.operators.registry import close_levels, count_levels
@@ -163,3 +164,8 @@ def _autocast_depth() -> int:
     """How many autocast blocks are open; torch only returns the count when it changes."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode AD is open, in which tensors may have tangents."""
+    return forward_ad._current_level >= 0

@@ -7,7 +7,7 @@ which is checked before anything runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -30,7 +30,7 @@ from partita._torch.expressions import (
     parsed,
     substituted,
 )
-from partita.backends._torch.forward_mode import in_forward_mode
+from partita._torch.modes import in_forward_mode
 from partita.backends.backend import Backend, Compiled, find_backend
 from partita.errors import BackendError, OptionError
 from partita.program._torch.guards import functions_of_conditions
@@ -102,7 +102,7 @@ class DelegateSpec:
                 conditions=conditions,
                 autocast=autocast,
             )
-            _ = spec.is_allowed, spec.shapes, spec.numbers
+            _ = spec.checks, spec.shapes, spec.numbers
         except BackendError as error:
             raise BackendError(f"a delegate cannot be read: {error}") from None
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
@@ -111,15 +111,18 @@ class DelegateSpec:
             raise BackendError(f"a delegate cannot be read: it has unknown entries {sorted(read)}")
         return spec
 
-    @cached_property
-    def is_allowed(self) -> Callable[[Sequence[Any]], bool]:
+    def is_for(self, inputs: Sequence[Any], numbers: Sequence[Any]) -> bool:
         """Whether the sizes of inputs satisfy the conditions under which the function was compiled."""
-        checks = [self._evaluator(condition) for condition in self.conditions]
-        return lambda inputs: all(check(inputs) for check in checks)
+        return all(self._computed(self.checks, inputs)) and self._computed(self.numbers, inputs) == list(numbers)
+
+    @cached_property
+    def checks(self) -> tuple[Evaluator, ...]:
+        """The conditions, as computed from the inputs."""
+        return tuple(self._evaluator(condition) for condition in self.conditions)
 
     @cached_property
     def shapes(self) -> tuple[tuple[list[Evaluator], list[Evaluator]], ...]:
-        """How the sizes and strides of each output are computed from the inputs."""
+        """How the sizes and strides of each tensor are computed from the inputs; inputs first, then outputs."""
         forms = (*self.tensors, *self.outputs)
         both = [
             ([self._evaluator(one) for one in form.sizes], [self._evaluator(one) for one in form.strides])
@@ -140,7 +143,13 @@ class DelegateSpec:
     def shape(self, place: int, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The sizes and strides of a tensor, inputs first, for these inputs."""
         sizes, strides = self.shapes[place]
-        return [compute(inputs) for compute in sizes], [compute(inputs) for compute in strides]
+        return self._computed(sizes, inputs), self._computed(strides, inputs)
+
+    def _computed(self, evaluators: Sequence[Evaluator], inputs: Sequence[Any]) -> list[Any]:
+        try:
+            return [compute(inputs) for compute in evaluators]
+        except (ArithmeticError, IndexError) as error:
+            raise BackendError(f"region {self.region!r}: a size of its specification has no value: {error}") from error
 
     def _evaluator(self, number: Number) -> Evaluator:
         if isinstance(number, int):
@@ -200,19 +209,15 @@ def _form(read: Any) -> TensorForm:
     return form
 
 
-def unknown_backend(name: str, region: str) -> BackendError:
-    return BackendError(
-        f"region {region!r} was compiled by the backend {name!r}, which is not installed here; install the package "
-        "that has it, or register it with partita.backends.register_backend"
-    )
-
-
 def backend_of(spec: DelegateSpec) -> Backend:
     """The backend that runs a delegate; raises where it is missing."""
     try:
         found = find_backend(spec.backend)
     except OptionError:
-        raise unknown_backend(spec.backend, spec.region) from None
+        raise BackendError(
+            f"region {spec.region!r} was compiled by the backend {spec.backend!r}, which is not installed here; "
+            "install the package that has it, or register it with partita.backends.register_backend"
+        ) from None
     if not can_store(found):
         raise BackendError(f"region {spec.region!r} needs the backend {spec.backend!r}, which has no `load`")
     return found
@@ -243,6 +248,9 @@ class _Loaded:
         if known is not None and known[0]() is blob and known[1] == blob.data_ptr():
             return known[2]
         with self._lock:
+            other = self._functions.get(key)
+            if other is not None and other is not known:
+                return other[2]  # Another thread has loaded it.
             function = _load(spec, blob)
             gone = ref(blob, lambda _: self._functions.pop(key, None))
             self._functions[key] = (gone, blob.data_ptr(), function)
@@ -299,9 +307,7 @@ def run(blob: Tensor, spec: str, tensors: Sequence[Tensor], numbers: Sequence[in
     for place, tensor in enumerate(tensors):
         if list(tensor.shape) != found.shape(place, inputs)[0]:
             raise BackendError(f"region {found.region!r} was not compiled for an input of shape {tuple(tensor.shape)}")
-    if not found.is_allowed(inputs) or any(
-        compute(inputs) != number for compute, number in zip(found.numbers, numbers, strict=True)
-    ):
+    if not found.is_for(inputs, numbers):
         raise BackendError(
             f"region {found.region!r} was not compiled for these sizes; it holds where {', '.join(found.conditions)}"
         )

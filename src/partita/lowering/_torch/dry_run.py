@@ -99,7 +99,7 @@ class _RecordingInterpreter(Interpreter):
 
     def _check_positions(self, node: Node) -> None:
         """Raises where a call reads outside of its tensor, or may: compiled code does not look, and eager mode does."""
-        name = str(node.target) if node.op == "call_function" else ""
+        name = _called_name(node)
         if not any(part in name for part in (*_UNCHECKED, "upsample_")):
             return
         args, kwargs = self.fetch_args_kwargs_from_env(node)
@@ -131,18 +131,23 @@ def unchecked_call(module: GraphModule) -> str | None:
     """A call in a module, at any depth, whose reads eager mode checks and a compiler may not; None if there is none."""
     for inner in module.modules():
         for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
-            name = str(node.target) if node.op == "call_function" else ""
+            name = _called_name(node)
             scales = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
             if any(part in name for part in _UNCHECKED) or ("upsample_" in name and scales):
                 return str(node.name)
     return None
 
 
+def _called_name(node: Node) -> str:
+    """The name of the function or method that a node calls; empty for others."""
+    return str(node.target) if node.op in ("call_function", "call_method") else ""
+
+
 #: Parts of the names of operators whose positions Inductor does not check.
 _UNCHECKED = ("as_strided", "_unsafe_masked_index", "_unsafe_index")
 
 
-#: The parameters of `torch.as_strided`.
+#: The parameters of `torch.as_strided`, and of the method.
 _OF_FUNCTION = ("input", "size", "stride", "storage_offset")
 
 
@@ -160,6 +165,8 @@ def _fit_scales(source: Tensor, given: Mapping[str, Any]) -> bool:
 def _is_within(source: Tensor, sizes: Any, strides: Any, offset: Any) -> bool:
     """Whether a view by strides stays in the memory of its tensor; not where a number is not known."""
     offset = source.storage_offset() if offset is None else offset
+    if not isinstance(sizes, tuple | list) or not isinstance(strides, tuple | list):
+        return False
     numbers = (*sizes, *strides, offset, source.untyped_storage().nbytes())
     if any(type(number) is not int or number < 0 for number in numbers) or len(sizes) != len(strides):
         return False
