@@ -33,14 +33,16 @@ class Repeats:
     Two bodies are equal if they have the same operators and constants in the same order, with the same dtypes, shapes,
     strides and modes, wired in the same way; names and values of weights do not count, and symbols only up to renaming.
     The repeats are chosen that save most work, if every distinct body is compiled once; they have at least `min_size`
-    operators. Regions with equal bodies have the same label, "repeat_0" say. What lies between repeats forms regions
-    too, which have labels of their own, unless `between` is false. With `modes_apart`, regions are cut where the mode
-    changes too; by default where the treatment takes one mode a region. Regions of a joint graph are in its forward or
-    in its backward.
+    operators, and those that save less than `min_saved`, a part of all operators, are left out, since each region costs
+    a call and the fusion across its borders. Regions with equal bodies have the same label, "repeat_0" say. What lies
+    between repeats forms regions too, which have labels of their own, unless `between` is false. With `modes_apart`,
+    regions are cut where the mode changes too; by default where the treatment takes one mode a region. Regions of a
+    joint graph are in its forward or in its backward.
     """
 
     _: KW_ONLY
     min_size: int = 2
+    min_saved: float = 0.0
     between: bool = True
     modes_apart: bool | None = None
 
@@ -49,12 +51,15 @@ class Repeats:
         check_modes_apart(self)
         if type(self.min_size) is not int or self.min_size < 1:
             raise OptionError(f"min_size is a number of operators from 1 on, not {self.min_size!r}")
+        if type(self.min_saved) not in (int, float) or not 0 <= self.min_saved <= 1:
+            raise OptionError(f"min_saved is a part of all operators, from 0 to 1, not {self.min_saved!r}")
 
     def __call__(self, program: Program) -> Partition:
         numbers = list(assignable(program))
         assignment, reasons, count = unassigned(program), dict[Node, str](), 0
         backward = frozenset[Node]() if program.joint is None else frozenset(program.joint.backward)
-        for run in cover(_items(program, numbers), min_size=self.min_size):
+        least = self.min_saved * len(numbers)
+        for run in cover(_items(program, numbers), min_size=self.min_size, min_saved=least):
             if run.group < 0 and not self.between:
                 nodes = (program.index.nodes[number] for number in numbers[run.start : run.stop])
                 reasons.update(dict.fromkeys(nodes, "it is in no repeat"))

@@ -38,12 +38,15 @@ class Run(NamedTuple):
     group: int
 
 
-def cover(items: Items, *, min_size: int) -> list[Run]:
-    """Runs that cover all items, with the repeats that save most work if each group is processed once."""
+def cover(items: Items, *, min_size: int, min_saved: float = 0) -> list[Run]:
+    """Runs that cover all items, with the repeats that save most work if each group is processed once.
+
+    Groups that save less than `min_saved` items are left out.
+    """
     if not len(items):
         return []
     cover = _Cover(len(items))
-    for group, chosen in enumerate(_chosen(_Search(items, min_size).candidates(), cover)):
+    for group, chosen in enumerate(_chosen(_Search(items, min_size).candidates(), cover, min_saved)):
         for start in chosen.starts:
             cover.group_at[start] = (start + chosen.length, group)
     return list(cover.runs())
@@ -113,7 +116,7 @@ class _Cover:
             yield Run(at, self.size, -1)
 
 
-def _chosen(candidates: Sequence[_Candidate], cover: _Cover) -> Iterator[_Candidate]:
+def _chosen(candidates: Sequence[_Candidate], cover: _Cover, min_saved: float) -> Iterator[_Candidate]:
     """Takes the candidate that saves most until none saves anything; what it saves only falls as others are taken."""
     heap = [_entry(candidate, cover) for candidate in candidates]
     heapify(heap)
@@ -123,7 +126,7 @@ def _chosen(candidates: Sequence[_Candidate], cover: _Cover) -> Iterator[_Candid
         if candidate is None:
             continue
         now = _entry(candidate, cover)
-        if now.cost > 0:
+        if now.cost > -min_saved:
             continue
         if heap and now > heap[0]:
             heappush(heap, now)

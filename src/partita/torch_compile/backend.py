@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partita._torch.fx.structural_hash import body_key
 from partita.analysis.mode import Mode
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
@@ -26,6 +25,7 @@ from partita.torch_compile.frames import FramePlan, RunningModel
 from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
+from partita.torch_compile.shared_pieces import piece_key
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,10 @@ def backend(
 ) -> Callable[..., Any]:
     """A function like `gm` whose regions are compiled by the inner backend; nodes outside regions run eagerly.
 
-    The options are `policy` (by default one region holds every operator), `treatment` (by default `Call()`), `on_plan`,
-    a function that gets a `FramePlan` for each graph, and `inner`: a backend's name, or a function from a graph and
-    fake example inputs to a callable; by default "inductor".
+    The options are `policy` (by default the blocks that the model repeats are regions, and so is what lies between),
+    `treatment` (by default `Call()`), `on_plan`, a function that gets a `FramePlan` for each graph, `inner`, the name
+    of a backend or a function from a graph and fake example inputs to a callable (by default "inductor"), and `share`,
+    whether equal regions are compiled once, as they are by default with the backends of torch.
     It compiles the regions that are still graphs after their treatment, each with a tuple as output. Where annotations
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph.
     """
@@ -52,7 +53,7 @@ def backend(
             border, compiled = border_of_graph(gm), inner(gm, example_inputs)
             function = compiled if border == Border() else Bordered(compiled, border)
         else:
-            function = _compile_in_pieces(gm, decided, inner, example_inputs)
+            function = _compile_in_pieces(gm, decided, inner, example_inputs, shares=chosen.shares)
     path = model.frame.paths[0] if model.frame.paths else ""
     report = FramePlan(decided, path, chosen.policy, time.perf_counter() - begin, len(inner.bodies))
     log.debug("%r: %s", report, ", ".join(region.name for region in decided.partition))
@@ -79,18 +80,20 @@ class _CountedBodies:
         self.bodies: set[object] = set()
 
     def __call__(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        key = body_key(body)
+        key = piece_key(body, inputs)
         self.bodies.add(len(self.bodies) if key is None else key)
         return self._inner(body, inputs)
 
 
-def _compile_in_pieces(gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any]) -> GraphModule:
+def _compile_in_pieces(
+    gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any], *, shares: bool
+) -> GraphModule:
     if decided.program.effects.fences:
         # Between the nodes that enter and leave a transform tensors are wrapped; compilers do not support these.
         log.warning("the graph enters torch.func transforms; its parts run uncompiled")
         return decided.apply().graph_module
     cut = Plan(decided.partition, tuple(map(DeferredTreatment, decided.treatments))).apply().graph_module
-    compile_pieces(cut, gm, inner, example_inputs)
+    compile_pieces(cut, gm, inner, example_inputs, shares=shares)
     return cut
 
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from partita.errors import OptionError
 from partita.plans.plan import Policy
 from partita.plans.treatment import Treatment, is_treatment
+from partita.policies.repeats import Repeats
 from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.torch_compile._torch.backends import backend_names, find_backend
@@ -21,10 +22,20 @@ from partita.treatments import Call
 Inner: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def whole(program: Program) -> Partition:
-    """One region that holds every operator."""
+def repeats_or_whole(program: Program) -> Partition:
+    """The blocks that a model repeats, and what lies between; one region that holds every operator if none repeats."""
+    repeats = Repeats(min_size=_MIN_SIZE, min_saved=_MIN_SAVED)(program)
+    if len({region.label for region in repeats}) < len(repeats):
+        return repeats
     operators = tuple(program.operators())
     return Partition(program, [Region("whole", operators)] if operators else [])
+
+
+#: Backends of torch that make functions of their inputs alone.
+_KEEP_NO_INPUTS = ("inductor", "aot_eager", "eager", "aot_eager_decomp_partition")
+
+#: A block is a region of its own if it has this many operators, and compiling it once saves this part of the work.
+_MIN_SIZE, _MIN_SAVED = 6, 0.05
 
 
 @final
@@ -32,11 +43,14 @@ def whole(program: Program) -> Partition:
 class BackendOptions:
     """The policy, the treatment, and the backend that compiles the regions that are still graphs after treatment."""
 
-    policy: Policy = whole
+    policy: Policy = repeats_or_whole
     treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment] = field(default_factory=Call)
     inner: str | Inner = "inductor"
     #: Called with the `FramePlan` of each graph.
     on_plan: Callable[[Any], object] | None = None
+    #: Whether regions with equal bodies share what `inner` makes of the first one; by default where that is known to
+    #: keep nothing of its inputs, such as addresses of weights in a CUDA graph.
+    share: bool | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.policy):
@@ -47,6 +61,13 @@ class BackendOptions:
             raise OptionError(f"the option 'inner' takes a backend's name or a function, not {self.inner!r}")
         if self.on_plan is not None and not callable(self.on_plan):
             raise OptionError(f"the option 'on_plan' takes a function of a FramePlan, not {self.on_plan!r}")
+        if self.share is not None and not isinstance(self.share, bool):
+            raise OptionError(f"the option 'share' is True, False or None, not {self.share!r}")
+
+    @property
+    def shares(self) -> bool:
+        """Whether equal regions share a compiled function."""
+        return self.inner in _KEEP_NO_INPUTS if self.share is None else self.share
 
     @classmethod
     def read(cls, options: Mapping[str, Any] | None) -> BackendOptions:

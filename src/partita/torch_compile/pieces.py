@@ -47,15 +47,22 @@ from partita.torch_compile.piece_borders import (
     edges_before,
     snapshots_of,
 )
+from partita.torch_compile.shared_pieces import PieceKey, SharedPieces, WaitingPiece, piece_key
 
 log = logging.getLogger(__name__)
 
 
-def compile_pieces(cut: GraphModule, root: GraphModule, inner: Inner, example_inputs: Sequence[Any]) -> None:
-    """Replaces every piece of `cut`, which is Dynamo's graph `root` in parts, by what `inner` compiles it to."""
-    compiler = _PieceCompiler(cut, root, inner, shared_fake_mode(example_inputs))
+def compile_pieces(
+    cut: GraphModule, root: GraphModule, inner: Inner, example_inputs: Sequence[Any], *, shares: bool
+) -> None:
+    """Replaces every piece of `cut`, which is Dynamo's graph `root` in parts, by what `inner` compiles it to.
+
+    If it `shares`, equal pieces are compiled once.
+    """
+    compiler = _PieceCompiler(cut, root, inner, shared_fake_mode(example_inputs), shares=shares)
     with ambient_kept():
         compiler.run(*example_inputs, enable_io_processing=False)
+        compiler.compile_waiting()
     for call in compiler.calls:
         compiler.add_border(call)
     restore_rng_in_checkpoints(cut)  # What was compiled is no graph module any more.
@@ -65,12 +72,13 @@ def compile_pieces(cut: GraphModule, root: GraphModule, inner: Inner, example_in
 class _PieceCompiler(Interpreter):
     """Runs the cut program node by node on fake tensors."""
 
-    def __init__(self, cut: GraphModule, root: GraphModule, inner: Inner, mode: Any) -> None:
+    def __init__(self, cut: GraphModule, root: GraphModule, inner: Inner, mode: Any, *, shares: bool) -> None:
         super().__init__(cut)
         self._cut, self._root, self._inner, self._mode = cut, root, inner, mode
         self.calls: list[PieceCall] = []
         self._pieces = {name: module for name, module in cut.named_children() if isinstance(module, Piece)}
         self._uses_as_strided = any("as_strided" in str(node.target) for node in root.graph.nodes)
+        self._shared = SharedPieces(piece.body for piece in self._pieces.values()) if shares else None
         self._sources = dict(zip(cut.graph.find_nodes(op="placeholder"), sources_of(root), strict=True))
 
     def run_node(self, n: Node) -> Any:
@@ -89,9 +97,12 @@ class _PieceCompiler(Interpreter):
         needs_backward = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if needs_backward and mutated_inputs(program := Program(body)):
             return self._run_and_compile(n, piece, program, args).outputs
-        self._compile(n, body, args)
-        forget_memos(self._mode)
-        return self._run_piece(n, piece, args).outputs
+        return self._compile_and_run(n, piece, args).outputs
+
+    def compile_waiting(self) -> None:
+        """Compiles the pieces that waited in vain for another one like them; called when all pieces have run."""
+        for waiting in () if self._shared is None else self._shared.still_waiting():
+            self._compile(waiting.call, waiting.body, waiting.args, waiting.key)
 
     def add_border(self, call: PieceCall) -> None:
         """Puts a border around a piece whose arguments or outputs are mutated; called when all pieces have run."""
@@ -110,6 +121,30 @@ class _PieceCompiler(Interpreter):
         if border != Border():
             self._cut.add_module(call.name, Bordered(compiled, border))
 
+    def _compile_and_run(self, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
+        """Compiles a piece, or lets it wait for an equal one with more gradients, and runs it."""
+        body, shared = piece.treated, self._shared
+        assert isinstance(body, GraphModule)
+        key = None if shared is None else piece_key(body, args)
+        if shared is None or key is None:
+            self._compile(node, body, args, None)
+            forget_memos(self._mode)
+            return self._run_piece(node, piece, args)
+        if shared.is_to_wait(body, key):
+            call = self._run_piece(node, piece, args)
+            forget_memos(self._mode)
+            shared.wait(WaitingPiece(key, node, body, args, call.outputs))
+            return call
+        self._compile(node, body, args, key)
+        forget_memos(self._mode)
+        call = self._run_piece(node, piece, args)
+        for waiting in shared.waiting_for(key):
+            if waiting.is_served_by(key, call.outputs):
+                self._cut.add_module(str(waiting.call.target), self._cut.get_submodule(call.name))
+            else:
+                self._compile(waiting.call, waiting.body, waiting.args, waiting.key)
+        return call
+
     def _run_and_compile(self, node: Node, piece: Piece, program: Program, args: list[Any]) -> PieceCall:
         """Runs a piece before compiling it, since the arguments it mutates decide how it is compiled."""
         body, mutated = program.graph_module, mutated_inputs(program)
@@ -125,7 +160,8 @@ class _PieceCompiler(Interpreter):
             return call
         if own.mutated:
             copy_mutated_inputs(body, own.mutated, without=[place for place, _ in own.returned_args])
-        self._compile(node, body, [before[at] if at in own.mutated else arg for at, arg in enumerate(args)])
+        inputs = [before[at] if at in own.mutated else arg for at, arg in enumerate(args)]
+        self._compile(node, body, inputs, None if self._shared is None else piece_key(body, inputs))
         self.calls[-1] = call.now_compiled(own)
         return call
 
@@ -158,12 +194,17 @@ class _PieceCompiler(Interpreter):
             rebind_unbacked(self._mode.shape_env, node, result)
         return result
 
-    def _compile(self, call: Node, body: GraphModule, args: list[Any]) -> None:
+    def _compile(self, call: Node, body: GraphModule, args: Sequence[Any], key: PieceKey | None) -> None:
+        shared = self._shared
+        known = None if shared is None or key is None else shared.found(key)
+        if known is not None:
+            self._cut.add_module(str(call.target), known)
+            return
         sources = [self._sources.get(arg) if isinstance(arg, Node) else None for arg in call.args]
         adopt_origin(body, self._root, sources=sources, args=args)
         try:
             with own_tracing_context(self._mode):
-                compiled = self._inner(body, args)
+                compiled = self._inner(body, list(args))
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -176,7 +217,10 @@ class _PieceCompiler(Interpreter):
                 f"the inner backend {self._inner!r} returned {type(compiled).__name__} for {call.target!r}; "
                 "it must return a function that is called like the graph"
             )
-        self._cut.add_module(str(call.target), compiled if isinstance(compiled, Compiled) else Compiled(compiled))
+        module = compiled if isinstance(compiled, Compiled) else Compiled(compiled)
+        self._cut.add_module(str(call.target), module)
+        if shared is not None and key is not None:
+            shared.add(key, module)
 
 
 def _has_inference_tensors(args: Sequence[Any]) -> bool:

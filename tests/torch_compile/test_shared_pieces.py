@@ -1,0 +1,193 @@
+"""Equal regions inside torch.compile are compiled once, and what only looks equal is not shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, compiled
+from torch import Tensor, nn
+
+from partita.policies import ByModule
+from partita.torch_compile import plans
+from partita.treatments import Recompute
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    torch.compiler.reset()
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(6))
+        self.counts = False
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.scale != 1:
+            x = x * self.scale
+        if self.counts:
+            self.seen.add_(x.detach().sum(0))
+        return x + self.down(torch.tanh(self.up(x))) + self.dropout(x) + self.seen
+
+
+class _Model(nn.Module):
+    def __init__(self, change: Callable[[Any], object] | None = None, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Block() for _ in range(count))
+        for layer in self.layers:
+            nn.init.normal_(layer.norm.weight)  # Other weights than those of the layers beside it.
+        self.head = nn.Linear(6, 3)
+        if change is not None:
+            change(self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).softmax(-1)
+
+
+def test_without_a_policy_each_distinct_body_is_compiled_once() -> None:
+    recorder = Recorder()
+    assert_trains_like_eager(_Model(), inner=recorder, share=True)
+    assert len(recorder.parts) == 2  # A layer, and what follows.
+
+
+def test_the_plan_counts_what_was_compiled() -> None:
+    model = _Model(count=6)
+    compiled(model, inner="aot_eager")(torch.randn(4, 6))
+    (frame,) = plans(model)
+    assert len(frame.plan.partition) == 7
+    assert frame.bodies == 2
+
+
+def test_a_model_without_repeats_is_one_region() -> None:
+    recorder = Recorder()
+    assert_trains_like_eager(_Model(count=1), inner=recorder)
+    assert len(recorder.parts) == 1
+
+
+def test_a_function_gets_every_region_unless_it_is_asked_to_share() -> None:
+    recorder = Recorder()
+    assert_trains_like_eager(_Model(), inner=recorder)
+    assert len(recorder.parts) == 5
+
+
+def test_one_function_serves_all_layers_at_all_sizes() -> None:
+    model = _Model()
+    assert_trains_like_eager(model, sizes=(3, 4, 5), dynamic=True, inner="aot_eager")
+    assert plans(model)[-1].bodies == 2
+
+
+def test_layers_that_mutate_their_own_buffers_share() -> None:
+    def all_count(layers: Any) -> None:
+        for layer in layers:
+            layer.counts = True
+
+    recorder = Recorder()
+    assert_trains_like_eager(_Model(all_count), inner=recorder, share=True)
+    assert len(recorder.parts) == 3  # The input of the first layer requires no gradient.
+
+
+def test_modes_of_the_caller_are_those_of_each_call() -> None:
+    model, x = _Model().eval(), torch.randn(4, 6)
+    call = compiled(model, inner="aot_eager")
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(call(x), model(x))
+        with torch.no_grad():
+            assert torch.equal(call(x), model(x))
+        assert torch.equal(call(x), model(x))
+
+
+def test_recomputed_layers_are_regions_by_default() -> None:
+    model = _Model()
+    assert_trains_like_eager(model, inner="aot_eager", treatment=Recompute())
+    (frame,) = plans(model)
+    assert [region.label for region in frame.plan.partition] == ["repeat_0"] * 4 + ["part_0"]
+
+
+def _tie(layers: Any) -> None:
+    layers[2].up.weight = layers[1].up.weight
+
+
+def _alias_inside(layers: Any) -> None:
+    layers[1].norm.bias = layers[1].norm.weight
+
+
+def _other_strides(layers: Any) -> None:
+    layers[1].up.weight = nn.Parameter(layers[1].up.weight.detach().T.contiguous().T)
+
+
+def _count_one(layers: Any) -> None:
+    layers[2].counts = True
+
+
+def _evaluate_one(layers: Any) -> None:
+    layers[1].dropout.eval()
+
+
+def _freeze_one(layers: Any) -> None:
+    layers[1].requires_grad_(False)
+
+
+def _scale_one(layers: Any) -> None:
+    layers[2].scale = -0.0
+
+
+def _drop_more(layers: Any) -> None:
+    layers[2].dropout.p = 0.25
+
+
+def _hook_one(layers: Any) -> None:
+    layers[1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _other_epsilon(layers: Any) -> None:
+    layers[1].norm.eps = 1e-3
+
+
+def _other_dtype(layers: Any) -> None:
+    layers[1].seen = layers[1].seen.to(torch.float64).float().half()
+
+
+@pytest.mark.parametrize("policy", [None, ByModule("layers.*")], ids=["repeats", "by module"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _tie,
+        _alias_inside,
+        _other_strides,
+        _count_one,
+        _evaluate_one,
+        _freeze_one,
+        _scale_one,
+        _drop_more,
+        _hook_one,
+        _other_epsilon,
+        _other_dtype,
+    ],
+)
+def test_layers_that_only_look_equal_are_not_shared(change: Callable[[Any], object], policy: Any) -> None:
+    options = {} if policy is None else {"policy": policy}
+    # The gradients of a weight with several uses are summed region by region.
+    assert_trains_like_eager(_Model(change), inner="aot_eager", exact=change is not _tie, **options)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_a_layer_once_and_trains_alike() -> None:
+    recorder = Recorder("inductor")
+    model = _Model()
+    for layer in model.layers:
+        layer.dropout.p = 0.0
+    assert_trains_like_eager(model, inner=recorder, share=True, exact=False)
+    assert len(recorder.parts) == 2
