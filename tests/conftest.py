@@ -40,7 +40,7 @@ if played := os.environ.get("ATEN_CPU_CAPABILITY"):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}_{played}")
 
 # What compilers cache makes every full collection long, so there are fewer of them.
-gc.set_threshold(5_000, 20, 10)
+gc.set_threshold(5_000, 20, 50)
 
 
 ROOT = Path(__file__).resolve().parents[1]

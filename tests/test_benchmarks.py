@@ -17,9 +17,9 @@ from tests.helpers.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
 @NEEDS_SPLIT_MODULE_SIMPLE
 def test_sections_print_rows_and_keep_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tiny.json"
-    assert main(["split", "steps", "--tiny", "--check", "--out", str(out)]) == 0
+    assert main(["split", "--tiny", "--check", "--out", str(out)]) == 0
     kept = json.loads(out.read_text())
-    assert {row["section"] for row in kept["rows"]} == {"split", "step"}
+    assert {row["section"] for row in kept["rows"]} == {"split"}
     assert len(kept["rows"]) == len(capsys.readouterr().out.splitlines()) - 1
     assert all(row["value"] > 0 for row in kept["rows"])
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.selecting import slow_but
 from tests.lowering.helpers import plan_of
 from torch import Tensor, nn
 
 from partita import Program, capture, verify
 from partita.treatments import Lower
 
+_BACKENDS = ("aot_eager", "inductor")
+_EAGER = ("aot_eager",)
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "alpha_dropout": lambda x: nn.functional.alpha_dropout(x, 0.5, True),
     "bernoulli_": lambda x: (x * 1).bernoulli_(),
@@ -77,8 +81,14 @@ def _checked(x: Tensor, w: Tensor) -> Tensor:
     return y.sin() + w
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("function", [_sum, _product, _noise, _checked])
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    slow_but(
+        product((_sum, _product, _noise, _checked), _BACKENDS),
+        *product((_sum, _product, _noise, _checked), _EAGER),
+        (_checked, "inductor"),
+    ),
+)
 def test_asserted_random_numbers_bring_no_random_operator_into_the_backward(
     function: Callable[..., Any], backend: str
 ) -> None:
@@ -95,7 +105,7 @@ def test_the_backward_draws_nothing_where_inductor_keeps_draws_by_a_global_setti
         assert not lowered(lambda x: x * x + torch.rand_like(x), torch.randn(8, 12, requires_grad=True))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(_BACKENDS, *_EAGER))
 def test_a_check_still_raises_in_a_lowered_region(backend: str) -> None:
     x = torch.zeros(4, 4, requires_grad=True)
     plan = plan_of(capture(_checked, (x, x)), Lower(backend, strict=True))
@@ -104,7 +114,7 @@ def test_a_check_still_raises_in_a_lowered_region(backend: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.GRU(4, 4, 2, dropout=0.5), nn.RNN(4, 4, 3, dropout=0.5, bidirectional=True)])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(_BACKENDS, *_EAGER))
 def test_dropout_between_layers_is_kept(layer: nn.Module, backend: str) -> None:
     x = torch.randn(3, 2, 4)
     program = capture(layer, (x,))
@@ -139,15 +149,17 @@ ALL_DROPPED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ALL_DROPPED)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    slow_but(product(ALL_DROPPED, _BACKENDS), *product(ALL_DROPPED, _EAGER), ("function", "inductor")),
+)
 def test_nothing_is_drawn_to_drop_everything(name: str, backend: str) -> None:
     draw = ALL_DROPPED[name]
     wrapped = nn.Sequential(draw) if isinstance(draw, nn.Module) else draw
     assert not lowered(wrapped, torch.randn(2, 3, 4, requires_grad=True), backend)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", _BACKENDS)
 def test_attention_that_drops_everything_runs_eagerly(backend: str) -> None:
     def attend(x: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=1.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.capture.helpers import Model, assert_like_eager
+from tests.helpers.selecting import slow_but
 from tests.helpers.torch_versions import IS_OLD
 from torch import Tensor
 
@@ -381,6 +382,17 @@ def test_a_captured_model_does_what_it_does_in_eager_mode(does: Callable[..., An
 @pytest.mark.filterwarnings("ignore:.*Disabling autocast", "ignore:.*autocast.*not available")
 @pytest.mark.parametrize("does", MODELS, ids=lambda does: does.__name__)
 def test_the_modes_of_whoever_captures_make_no_difference(does: Callable[..., Any]) -> None:
+    model = Model(does)
+    expected = fingerprint(capture(model, (X,)))
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.float16):
+        assert fingerprint(capture(model, (X,))) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast", "ignore:.*autocast.*not available")
+@pytest.mark.parametrize(
+    "does", slow_but(MODELS, autocast_in_no_grad_in_enable_grad, as_the_caller_says), ids=lambda does: does.__name__
+)
+def test_each_mode_of_whoever_captures_makes_no_difference(does: Callable[..., Any]) -> None:
     model = Model(does)
     expected = fingerprint(capture(model, (X,)))
     for ambient in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.float16)):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import runpy
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +28,20 @@ from partita.cli.demo.modes import seeded
 from partita.treatments import Lower
 
 
-@pytest.fixture(scope="module")
-def demo() -> str:
+def _demo() -> str:
     """What the demo prints when it succeeds."""
     printed = StringIO()
     with redirect_stdout(printed):
         assert main(["demo"]) == 0
     return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def demo() -> str:
+    """What it prints if it does not wait for Inductor, which takes longer than all the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "_TIMEOUT_S", 0.0)
+        return _demo()
 
 
 def test_the_demo_runs_to_the_end(demo: str) -> None:
@@ -91,8 +100,32 @@ def test_the_chapter_on_lowering_gives_the_reasons_and_verifies(demo: str) -> No
     assert "  cut from what is before by " in told
     assert "lowered with aot_eager, values and gradients compared: nothing differs in 3 calls" in told
     assert "run eagerly: 0" in told
+    assert "lowered with inductor: skipped" in told
+
+
+@pytest.mark.slow
+def test_the_demo_compiles_with_inductor() -> None:
+    told = _demo().partition("\n4. ")[2].partition("\n5. ")[0]
     # A compiler that is slow, or that nobody has used before, is not waited for.
     assert "compared under no_grad: nothing differs" in told or "lowered with inductor: skipped" in told
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_chapter_on_lowering_tells_what_the_other_process_finds(
+    status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = []
+
+    def started(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        commands.append(command)
+        return popen([sys.executable, "-c", f"print('compiled'); raise SystemExit({status})"], **options)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(lowering, "_show_capability", lambda: partita.compare(torch.sin, torch.sin, (torch.ones(2),)))
+    assert lowering.show() is (status == 0)
+    assert capsys.readouterr().out == "lowered with inductor:\ncompiled\n"
+    assert commands == [[sys.executable, "-m", with_inductor.__name__]]
 
 
 def test_the_chapter_on_lowering_needs_no_other_library(
@@ -153,9 +186,12 @@ def test_the_chapter_on_recomputation_tells_a_wrong_prediction(
     assert "same, bit for bit" in capsys.readouterr().out
 
 
-def test_the_package_runs_as_a_program() -> None:
-    found = subprocess.run([sys.executable, "-m", "partita.cli", "--help"], capture_output=True, text=True, check=True)
-    assert found.stdout.startswith("usage: partita")
+def test_the_package_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["partita", "--help"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("partita.cli", run_name="__main__")
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: partita")
 
 
 def test_a_chapter_that_fails_is_told_by_the_status(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as distributed
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.selecting import slow_but
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -403,7 +404,7 @@ def reduced(group: str) -> Callable[..., Tensor]:
 
 
 @small
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(["aot_eager", "inductor"], "aot_eager"))
 @pytest.mark.parametrize(("refused", "left"), [((), 0), (("cumsum",), 0), (("wait_tensor",), 1)])
 def test_collectives_and_waiting_for_them_are_lowered(
     group: str, backend: str, refused: tuple[str, ...], left: int

@@ -200,41 +200,45 @@ print(type(torch.export.export(Model(), (torch.ones(1),), strict=True)).__name__
         pytest.param("import partita, torch\nfrom partita import hops", marks=pytest.mark.slow),
         "import torch._dynamo\nimport partita, torch\nfrom partita import hops",
         pytest.param("from partita import hops\nimport torch._dynamo", marks=pytest.mark.slow),
-        "import sys, torch\nfrom partita import hops\nassert 'torch._dynamo' not in sys.modules",
+        pytest.param(
+            "import sys, torch\nfrom partita import hops\nassert 'torch._dynamo' not in sys.modules",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_compiling_works_whatever_was_imported_first(imports: str) -> None:
     assert run_python(imports + _STEP) == "False\nExportedProgram\n"
 
 
-def test_nothing_stays_behind_once_dynamo_is_informed() -> None:
-    source = """
-import importlib.machinery, inspect, sys, torch
+@pytest.mark.parametrize(
+    "imports",
+    [
+        pytest.param("import torch._dynamo", marks=pytest.mark.slow),
+        """
+def load():
+    import torch._dynamo.variables.higher_order_ops
+threads = [threading.Thread(target=load) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+""",
+    ],
+    ids=["one thread", "several threads"],
+)
+def test_threads_may_import_dynamo_at_once_and_nothing_stays_behind(imports: str) -> None:
+    source = f"""
+import importlib.machinery, inspect, sys, threading, torch
 from partita import hops, recompute
+assert 'torch._dynamo' not in sys.modules
 waiting = [finder for finder in sys.meta_path if type(finder).__module__.startswith("partita")]
-import torch._dynamo
+{imports}
 from torch._dynamo.variables import higher_order_ops as told
 left = [finder for finder in sys.meta_path if type(finder).__module__.startswith("partita")]
 assert isinstance(told.__loader__, importlib.machinery.SourceFileLoader) and told.__spec__.loader is told.__loader__
 assert "class TorchHigherOrderOperatorVariable" in inspect.getsource(told)
 print(len(waiting), len(left), sum(name.startswith("partita") for name in told._hop_name_to_variable_class))
 """
-    assert run_python(source) == "2 0 8\n"
-
-
-def test_threads_may_import_dynamo_at_once() -> None:
-    source = """
-import threading, torch
-from partita import hops, recompute
-def load():
-    import torch._dynamo.variables.higher_order_ops
-threads = [threading.Thread(target=load) for _ in range(4)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-from torch._dynamo.variables import higher_order_ops as told
-print(sum(name.startswith("partita") for name in told._hop_name_to_variable_class))
-"""
-    assert run_python(source) == "8\n"
+    # Here Dynamo comes last, the order that the test above leaves to `make test-all`.
+    assert run_python(source + _STEP) == "2 0 8\nFalse\nExportedProgram\n"
 
 
 def test_a_torch_without_the_table_is_left_alone() -> None:

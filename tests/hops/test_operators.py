@@ -434,10 +434,15 @@ def test_operators_survive_copying_and_pickling(operator: Any) -> None:
     assert pickle.loads(pickle.dumps(operator)) is operator
 
 
-def test_unpickling_an_operator_imports_its_module() -> None:
+def test_unpickling_an_operator_imports_its_module_and_torch_keeps_its_own_operators() -> None:
     pickled = pickle.dumps(hops.wrap_with_autocast)
-    source = f"import pickle; print(pickle.loads({pickled!r}), pickle.loads({pickled!r}).mode_count)"
-    assert run_python(source) == "partita_autocast 4\n"
+    source = f"""
+import pickle
+print(pickle.loads({pickled!r}), pickle.loads({pickled!r}).mode_count)
+import torch, partita
+print(type(torch.ops.higher_order.wrap).__module__)
+"""
+    assert run_python(source) == "partita_autocast 4\ntorch._higher_order_ops.wrap\n"
 
 
 def test_loading_the_modules_again_changes_nothing() -> None:
@@ -445,8 +450,3 @@ def test_loading_the_modules_again_changes_nothing() -> None:
     importlib.reload(importlib.import_module("partita.hops.modes"))
     importlib.reload(partita.hops)
     assert {name: getattr(hops, name) for name in hops.__all__} == before
-
-
-def test_torch_keeps_its_own_operators() -> None:
-    source = "import torch, partita; print(type(torch.ops.higher_order.wrap).__module__)"
-    assert run_python(source) == "torch._higher_order_ops.wrap\n"

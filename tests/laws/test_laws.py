@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.helpers.core import listing
+from tests.helpers.selecting import slow_but
 from torch.fx import Graph, Node
 
 from partita import Program, fingerprint, gather, inline, plan
@@ -50,7 +51,7 @@ captured = cache(captured_case)
 
 
 @given(labelled_programs())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_the_laws_hold_for_random_programs(labelled: tuple[Case, Labels]) -> None:
     check_laws(*labelled)
 
@@ -62,7 +63,7 @@ def test_the_laws_hold_for_known_programs(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("model", "route"), SYMBOLIC, ids=[f"{model}-{route}" for model, route in SYMBOLIC])
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", slow_but([2, 5], 5))
 def test_the_laws_hold_for_captured_programs_in_blocks(model: str, route: str, count: int) -> None:
     case = captured(model, route)
     graph = case.graph_module.graph
@@ -128,7 +129,7 @@ def outcome(seed: int) -> str:
 
 
 def outcomes() -> str:
-    return "\n\n".join(map(outcome, SEEDS))
+    return "\n\n".join(map(outcome, SEEDS[:12]))
 
 
 def test_everything_is_the_same_in_another_process() -> None:
@@ -142,7 +143,7 @@ def test_everything_is_the_same_in_another_process() -> None:
 
 
 def test_everything_is_the_same_the_second_time() -> None:
-    assert [outcome(seed) for seed in SEEDS] == [outcome(seed) for seed in SEEDS]
+    assert outcomes() == outcomes()
 
 
 @pytest.mark.parametrize("seed", range(12))

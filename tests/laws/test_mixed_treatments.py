@@ -30,7 +30,7 @@ def test_programs_with_several_treatments_are_the_same(first: int) -> None:
 
 def test_all_treatments_turn_up() -> None:
     found = [
-        type(one) for seed in range(40) for one in check_mixed_law(random_crossing(seed), "eager", seed)[0].treatments
+        type(one) for seed in range(12) for one in check_mixed_law(random_crossing(seed), "eager", seed)[0].treatments
     ]
     assert set(found) == {Call, Lower, Mode, Recompute}
 

@@ -99,7 +99,7 @@ def nest_of(steps: list[tuple[str, Any]]) -> Case:
 
 
 @given(nests(max_nodes=24))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_the_laws_hold_for_random_nests(case: Case) -> None:
     check_mode_laws(case)
 

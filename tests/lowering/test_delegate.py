@@ -65,7 +65,8 @@ class Net(nn.Module):
 
 X, ROWS = torch.randn(3, 4), torch.export.Dim("rows", min=2, max=64)
 ALLOWED = ["partita::delegate"]
-_QUICK = (("pickling", False), ("pickling", True), ("aot_inductor", True))
+#: An example of the documentation delegates to AOTInductor by default.
+_QUICK = (("pickling", False), ("pickling", True))
 
 
 @pytest.fixture(autouse=True)

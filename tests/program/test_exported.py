@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 
 import pytest
 import torch
+from tests.helpers.selecting import slow_but
 from tests.helpers.work import calls_during
 from tests.program.exported_helpers import CASES, CUTS, Dialect, cut, original
 from torch import nn
@@ -34,7 +36,12 @@ def _text(exported: ExportedProgram) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [(name, how) for name in CASES for how in CUTS if how in CUTS_OF_ALL or name in TRICKY]
+    ("name", "how"),
+    slow_but(
+        [(name, how) for name in CASES for how in CUTS if how in CUTS_OF_ALL or name in TRICKY],
+        *product(CASES, ("every operator",)),
+        *product(("repeated", "modes", "sizes"), CUTS),
+    ),
 )
 def test_a_cut_means_the_same_and_is_undone_by_inlining(name: str, how: str) -> None:
     _check(name, how, "training")
@@ -90,7 +97,7 @@ def test_a_cut_can_be_cut_again(name: str) -> None:
     assert str(twice.exported().graph_signature) == str(program.exported().graph_signature)
 
 
-@pytest.mark.parametrize("how", ["by mode", "two parts"])
+@pytest.mark.parametrize("how", slow_but(["by mode", "two parts"], "two parts"))
 @every_case
 def test_what_came_out_goes_in_as_the_same_program(name: str, how: str) -> None:
     after = cut(original(name), how)

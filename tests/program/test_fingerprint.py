@@ -200,6 +200,7 @@ def prints(seeds: int) -> str:
     return " ".join(fingerprint(Program.of(random_case(seed).graph_module)) for seed in range(seeds))
 
 
+@pytest.mark.slow  # By default, the laws compare fingerprints of two processes.
 @pytest.mark.parametrize("hash_seed", ["7"])
 def test_the_fingerprint_is_the_same_in_every_process(hash_seed: str) -> None:
     found = subprocess.run(

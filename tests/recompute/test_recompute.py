@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.selecting import slow_but
 from tests.plans.helpers import bytes_alive
 from tests.recompute.helpers import Network, calls_again, captured, recomputed, rows, trained
 from tests.recompute.operators.helpers import assert_bitwise
@@ -53,6 +55,7 @@ KEEPS: dict[str, Any] = {
     "at most": KeepAtMost(300),
     "of somebody else": first_linear,
 }
+_MODELS = (Attention, Buffered, Casting, Frozen, Mixer)
 every_keep = pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
 
 
@@ -61,8 +64,14 @@ def test_training_is_the_same_bit_for_bit(keep: Any) -> None:
     assert_bitwise(trained(recomputed(keep).apply().module()), trained(captured().module()))
 
 
-@pytest.mark.parametrize("keep", [name for name in KEEPS if name != "nodes"])
-@pytest.mark.parametrize("model", [Attention, Buffered, Casting, Frozen, Mixer])
+@pytest.mark.parametrize(
+    ("model", "keep"),
+    slow_but(
+        product(_MODELS, (name for name in KEEPS if name != "nodes")),
+        *product(_MODELS, ("nothing", "everything")),
+        *((Buffered, name) for name in KEEPS),
+    ),
+)
 def test_models_with_writes_modes_and_ties_are_verified(model: type[nn.Module], keep: str) -> None:
     program = partita.capture(model(), (torch.randn(4, 6),))
     for parts in (1, 3):
@@ -385,8 +394,15 @@ class Scanned(nn.Module):
         return state.sum() + steps.exp().sum()
 
 
-@pytest.mark.parametrize("policy", [BySize(parts=1), BySize(operators=1)], ids=["whole", "single"])
-@pytest.mark.parametrize("keep", [KeepNothing(), KeepEverything()], ids=str)
+@pytest.mark.parametrize(
+    ("keep", "policy"),
+    slow_but(
+        product((KeepNothing(), KeepEverything()), (BySize(parts=1), BySize(operators=1))),
+        (KeepNothing(), BySize(operators=1)),
+        (KeepEverything(), BySize(parts=1)),
+    ),
+    ids=str,
+)
 def test_a_scan_is_recomputed(keep: Any, policy: Any) -> None:
     program = partita.capture(Scanned(), (rows(),))
     after = partita.plan(program, policy, Recompute(keep)).apply()

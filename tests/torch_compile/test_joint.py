@@ -15,6 +15,7 @@ from uuid import uuid4
 import pytest
 import torch
 from functorch.compile import aot_function, default_partition, min_cut_rematerialization_partition, nop
+from tests.helpers.selecting import slow_but
 from tests.program.joint_helpers import Stack
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -522,7 +523,9 @@ def test_without_functionalization_a_graph_with_marks_mutates_as_it_did(name: st
 
 
 @pytest.mark.filterwarnings("ignore:Trying to unsafely apply AC")
-@pytest.mark.parametrize("then", [None, min_cut_rematerialization_partition, default_partition])
+@pytest.mark.parametrize(
+    "then", slow_but([None, min_cut_rematerialization_partition, default_partition], None, default_partition)
+)
 @pytest.mark.parametrize("treatment", [Recompute(), Recompute(KeepEverything()), Mark("region")], ids=repr)
 @pytest.mark.parametrize("name", MUTATING)
 def test_without_functionalization_gradients_are_right_or_refused(name: str, treatment: Any, then: Any) -> None:

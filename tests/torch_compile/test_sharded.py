@@ -99,12 +99,12 @@ def _bytes_predicted(kind: str, model: nn.Module) -> int:
     return (first.treated_bytes or 0) + 2 * (other.treated_bytes or 0) + 2 * (8 * 16 + 4 * 16)
 
 
-def _process(rank: int, folder: str) -> None:
+def _process(rank: int, folder: str, kinds: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     options = {"policy": ByModule("blocks.*"), "treatment": Recompute(), "inner": "aot_eager"}
     try:
-        for kind in ("DDP", "whole model", "each layer"):
+        for kind in kinds:
             found = []
             for is_compiled in (False, True):
                 torch.compiler.reset()
@@ -123,5 +123,8 @@ def _process(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def test_recomputed_blocks_train_as_without_partita_and_save_what_was_predicted(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize("kinds", [("DDP", "each layer"), pytest.param(("whole model",), marks=pytest.mark.slow)])
+def test_recomputed_blocks_train_as_without_partita_and_save_what_was_predicted(
+    kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    torch.multiprocessing.spawn(_process, (str(tmp_path), kinds), nprocs=2)

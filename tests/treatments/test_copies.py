@@ -133,6 +133,8 @@ _QUICK = [
     name for name, (source, treatment) in _COMBINATIONS.items() if source == "capture" or treatment == "Recompute"
 ]
 
+_QUICK_WITHOUT_INDUCTOR = [name for name in _QUICK if "inductor" not in name]
+
 
 @pytest.mark.parametrize("is_called", [False, True], ids=["before its first call", "called"])
 @pytest.mark.parametrize("name", slow_but(_COMBINATIONS, *_QUICK))
@@ -151,7 +153,7 @@ def test_a_copy_does_the_same_with_state_of_its_own(name: str, *, is_called: boo
         assert memory.isdisjoint(own), way
 
 
-@pytest.mark.parametrize("name", slow_but(_COMBINATIONS, *_QUICK))
+@pytest.mark.parametrize("name", slow_but(_COMBINATIONS, *_QUICK_WITHOUT_INDUCTOR))
 def test_functional_call_uses_the_state_that_it_is_given(name: str) -> None:
     module, args = _applied(*_COMBINATIONS[name], _model(), _IDS)
     _effects(module, args)
@@ -247,8 +249,15 @@ class _Branching(nn.Module):
         return found + 1
 
 
-@pytest.mark.parametrize("treatment", ["Call", "aot_eager", "Recompute", "LeaveEager"])
-@pytest.mark.parametrize("source", slow_but([name for name in _SOURCES if name != "symbolic_trace"], "capture"))
+@pytest.mark.parametrize(
+    ("source", "treatment"),
+    slow_but(
+        product(
+            (name for name in _SOURCES if name != "symbolic_trace"), ("Call", "aot_eager", "Recompute", "LeaveEager")
+        ),
+        ("capture", "aot_eager"),
+    ),
+)
 def test_the_branches_of_a_copy_have_all_their_nodes(source: str, treatment: str) -> None:
     torch.manual_seed(0)
     module, args = _applied(source, treatment, _Branching(), torch.rand(4, 6))
