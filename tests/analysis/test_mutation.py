@@ -190,6 +190,11 @@ def test_inputs_that_a_joint_graph_writes_are_found_by_what_they_are_called() ->
         ("to", lambda x: x.to(torch.float32, copy=True)),
         ("clone", lambda x: x.clone()),
         ("reshape", lambda x: x.reshape(-1)),
+        ("dropout", lambda x: torch.nn.functional.dropout(x)),
+        ("einsum", lambda x: torch.einsum("ij->ji", x)),
+        ("local_response_norm", lambda x: torch.nn.functional.local_response_norm(x, 2)),
+        ("getitem", lambda x: x[[1, 0]]),
+        ("resolve_conj", lambda x: x.resolve_conj()),
     ],
 )
 def test_a_possible_copy_of_a_buffer_that_is_mutated_later_is_saved(name: str, reads: Callable[..., Any]) -> None:
@@ -203,7 +208,9 @@ def test_a_possible_copy_of_a_buffer_that_is_mutated_later_is_saved(name: str, r
     assert name in found.saved_when_compiled
 
 
-@pytest.mark.parametrize("view", [lambda x: x.view(-1), lambda x: x[:1], lambda x: x.t()])
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(-1), lambda x: x[:1], lambda x: x.t(), lambda x: torch.chunk(x, 2)[0]]
+)
 def test_a_view_of_a_buffer_computes_nothing(view: Callable[..., Any]) -> None:
     def function(x: Tensor, buffer: Tensor) -> Tensor:
         seen = view(buffer)

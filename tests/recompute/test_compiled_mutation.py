@@ -78,6 +78,36 @@ def test_so_does_a_checkpoint_by_hand(operator: Any) -> None:
     assert_bitwise(_gradients(model, compiled), _gradients(model, model))
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        nn.functional.dropout,
+        pytest.param(lambda z: torch.einsum("ij,ij->ij", z, z), marks=pytest.mark.slow),
+        pytest.param(lambda z: z[torch.tensor([1, 0])], marks=pytest.mark.slow),
+    ],
+    ids=["dropout", "einsum", "index"],
+)
+def test_what_may_return_a_view_or_new_values_is_saved_where_the_input_is_mutated_later(read: Any) -> None:
+    scale = torch.arange(1.0, 5.0, requires_grad=True)
+
+    def function(z: Tensor) -> Tensor:
+        result = recompute.wrap_activation_checkpoint(lambda z, scale: read(z) * scale, z, scale)
+        z.masked_fill_(z > 0.1, 0.25)
+        return result.square().sum()
+
+    def gradient(call: Callable[..., Any]) -> Tensor:
+        torch.manual_seed(0)
+        (found,) = torch.autograd.grad(call(torch.linspace(-1, 1, 8).reshape(2, 4)), scale)
+        return found
+
+    def plain(z: Tensor) -> Tensor:
+        result = read(z) * scale
+        z.masked_fill_(z > 0.1, 0.25)
+        return result.square().sum()
+
+    assert_bitwise(gradient(torch.compile(function, backend="aot_eager", fullgraph=True)), gradient(plain))
+
+
 def test_a_batch_norm_is_computed_again_although_it_writes_its_statistics() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU(), nn.Linear(4, 4))
     compiled = torch.compile(

@@ -279,14 +279,31 @@ def _only_views(node: Node, memory: int, classes: Mapping[str, int], *, mutating
 
 
 def _may_copy(node: Node) -> bool:
-    """Whether a call returns a view or a copy, by its arguments."""
+    """Whether a call may compute something, although its result may alias its input.
+
+    By its arguments it returns a view or a copy (`reshape`, `einsum`), or its input or new values (`dropout`).
+    """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.partition(".")[0] in _VIEW_OR_COPY
+    name = name.partition(".")[0]
+    if name in ("getitem", "__getitem__"):
+        return len(node.args) > 1 and _may_gather(node.args[1])
+    return name not in _VIEWS
 
 
-_VIEW_OR_COPY = frozenset(
-    (
-        *("bfloat16", "contiguous", "cpu", "cuda", "double", "flatten", "float", "half", "int", "long"),
-        *("ravel", "reshape", "reshape_as", "to", "type", "type_as"),
-    )
-)
+def _may_gather(key: object) -> bool:
+    """Whether a tensor is indexed by a tensor or a list, which copies; a node may be a number or a tensor."""
+    if isinstance(key, Node):
+        return True
+    return isinstance(key, list) or (isinstance(key, tuple) and any(map(_may_gather, key)))
+
+
+#: What returns views, its input, or a container of them, whatever its arguments are.
+_VIEW_NAMES = """
+    H T _asdict _conj _neg_view _replace _reshape_alias _unsafe_view adjoint alias as_strided as_subclass atleast_1d
+    atleast_2d atleast_3d broadcast_tensors broadcast_to cast chunk concat conj data detach diagonal dict dsplit
+    enumerate expand expand_as get getattr hsplit imag items iter keys lift_fresh list mH mT meshgrid moveaxis movedim
+    narrow permute pos positive real reversed select set sorted slice split split_with_sizes squeeze swapaxes swapdims
+    t tensor_split transpose tuple unbind unflatten unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze
+    values view view_as view_as_complex view_as_real vsplit zip
+"""
+_VIEWS = frozenset(_VIEW_NAMES.split())
