@@ -13,11 +13,12 @@ from torch.fx import GraphModule, Node
 
 import partita
 from partita import Program
+from partita.equivalence import Comparison, Difference
 from partita.policies import ByLabel
 from partita.testing import Case, Features, Input, LawError, Recipe, Step, build, random_case, random_crossing
 from partita.testing.fuzz import fuzz
 from partita.testing.laws import treatments as mixed_laws
-from partita.testing.laws.treatments import check_mixed_law
+from partita.testing.laws.treatments import check_lower_laws, check_mixed_law
 from partita.treatments import Call, Lower, Mode, Recompute
 
 
@@ -66,6 +67,23 @@ def test_the_law_allows_that_autograd_counts_the_statistics_of_a_norm_that_is_lo
     chosen = partita.plan(Program.of(case.graph_module), ByLabel(lambda node: labels.get(node.name)), treatments)
     monkeypatch.setattr(mixed_laws, "random_mixture", lambda *_, **__: (chosen, chosen.apply()))
     check_mixed_law(case, "aot_eager", 0)
+
+
+def test_the_law_allows_gradients_that_differ_only_by_the_rounding_of_terms_that_cancel() -> None:
+    case = random_case(200209)
+    check_lower_laws(case, "aot_eager", 200209)
+
+
+def test_a_wrong_gradient_is_wrong_in_double_precision_too() -> None:
+    case = random_case(3, features=Features.only("methods"))
+
+    def compared(double: Case) -> Comparison:
+        assert all(leaf.dtype is torch.float64 for leaf in double.args if isinstance(leaf, Tensor))
+        return Comparison((wrong,))
+
+    wrong = Difference("gradient", "x", "1.0 != 2.0")
+    assert not mixed_laws._are_rounding([wrong], case, compared)
+    assert not mixed_laws._are_rounding([Difference("value", "x", "1.0 != 2.0")], case, compared)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lowering.helpers import Counting, plan_of
+from tests.lowering.helpers import Counting, lowered, plan_of
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
-from partita import Program, capture, verify
+from partita import Program, capture, plan, verify
+from partita.policies import ByLabel
 from partita.treatments import Lower
 
 aten = torch.ops.aten
@@ -196,3 +197,53 @@ def test_a_view_whose_shape_was_changed_by_an_open_size_has_the_new_one() -> Non
         x = torch.randn(rows, 6)
         assert module(x).stride() == (1, 6)
         assert torch.equal(module(x), x.t())
+
+
+def masked(x: Tensor) -> tuple[Tensor, Tensor]:
+    filled = x.masked_fill_(x > 0, 0.5)
+    return filled.sigmoid(), filled.sigmoid().mean()
+
+
+def summed(x: Tensor) -> Tensor:
+    return (x + 1).cumsum_(0)
+
+
+def scattered(x: Tensor) -> Tensor:
+    return torch.ops.aten.index_add_.default(x * 2, 0, torch.tensor([1]), x[:1])
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    result = x.t() * 2
+    result.t().tril_()
+    return result
+
+
+@pytest.mark.parametrize("function", [masked, summed, scattered, through_a_view])
+def test_a_mutation_keeps_the_strides_although_compiled_code_mutates_nothing(function: Callable[..., Any]) -> None:
+    program, x = Program.of(symbolic_trace(function)), torch.linspace(-1, 1, 16).reshape(4, 4).t()
+    plan = plan_of(program, Lower("aot_eager"))
+    verify(program, plan.apply(), (x,))
+    assert not plan.failures
+
+
+def test_a_view_that_a_region_without_gradients_gives_can_be_mutated_by_what_has_some() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        row = torch.stack([x, x])[0]
+        return row.mul_(y)
+
+    program = Program.of(symbolic_trace(function))
+    policy = ByLabel(lambda node: None if node.name == "mul_" else "region")
+    verify(
+        program, plan(program, policy, Lower("aot_eager")).apply(), (torch.ones(3), torch.ones(3, requires_grad=True))
+    )
+
+
+def test_an_input_whose_gradient_function_autograd_refuses_raises_in_later_calls_too() -> None:
+    module = lowered(lambda x: (x > 0, x + 1)[0], Lower("aot_eager"))
+    base = torch.ones(3, requires_grad=True)
+    module(base[:2])
+    with torch.no_grad():
+        view = base[:2]
+        view.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="created in no_grad mode"):
+        module(view)

@@ -60,7 +60,13 @@ class Compilation:
             places = symbolic_places(inputs)
             dimensions = tuple(map(dimensions_of, inputs))
             outputs = None if observed is None else observed.compiled
-            body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes, outputs=outputs)
+            body = body_for_compiler(
+                self.body,
+                self.slots,
+                inputs=self.signature.shapes,
+                outputs=outputs,
+                copied_back=() if observed is None else observed.loses_strides,
+            )
             constants = Constants.of(self.constants, self.values)
             if constants is not None:
                 body = holding(body, {place: self.values[place] for place in constants.places})

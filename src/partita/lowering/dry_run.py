@@ -64,6 +64,8 @@ class DryRun:
     mutated_links: tuple[tuple[int, frozenset[int]], ...] = ()
     #: The compiled outputs that are views made under `no_grad` inside of an operator or a module.
     no_grad_views: tuple[NoGradView, ...] = ()
+    #: The nodes that mutate a tensor, and would compute a new one with other strides where nothing is mutated.
+    loses_strides: frozenset[str] = frozenset()
     #: Computes the views from the inputs and the compiled outputs at the places in `bases`.
     views: GraphModule | None = None
     bases: tuple[int, ...] = ()
@@ -158,6 +160,7 @@ class _OutputAnalysis:
             copied_inputs=tuple(copies),
             mutated_links=tuple((place, link) for place, link in zip(changed, mutated, strict=True) if link),
             no_grad_views=no_grad_views(histories, values),
+            loses_strides=self.run.loses_strides,
             views=views_module(self.readable, self.views) if self.views else None,
             bases=bases,
         )
@@ -304,6 +307,15 @@ def outputs_to_copy(inputs: Sequence[Any], outputs: Sequence[Any], unaliased: Se
     return tuple(
         place for place in unaliased if holders[memory_of(outputs[place])] > 1 or is_locked_view(outputs[place])
     )
+
+
+def views_without_gradients(outputs: Sequence[Any], unaliased: Sequence[int]) -> tuple[int, ...]:
+    """The places in `unaliased` of outputs that are views made under `no_grad`, as compiled code runs.
+
+    Autograd refuses to mutate them by what has gradients, which the body's own results allow; detached, they are no
+    views.
+    """
+    return tuple(place for place in unaliased if outputs[place]._is_view() and not outputs[place].requires_grad)
 
 
 def copy_of(value: Tensor) -> Tensor:

@@ -178,7 +178,8 @@ class Dispatcher:
         variant, mutated = found
         if variant.cause is not None:
             self._lowering.report(variant.cause)
-        guard = variant.fit.guard(call.values, mutated=mutated)
+        detached = () if variant.dry_run is None else variant.dry_run.detached
+        guard = variant.fit.guard(call.values, mutated=mutated, detached=detached)
         self._last = _LastUse(guard, variant, call.shapes, call.modules, mutated)
         return self._last
 

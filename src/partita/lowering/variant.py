@@ -16,7 +16,7 @@ from partita.lowering._torch.conditions import Check, check_from
 from partita.lowering._torch.gradients import UnusedGradients
 from partita.lowering._torch.guards import Guard
 from partita.lowering.constants import Constants
-from partita.lowering.dry_run import DryRun, copy_of, outputs_to_copy
+from partita.lowering.dry_run import DryRun, copy_of, outputs_to_copy, views_without_gradients
 from partita.lowering.signature import Signature, TensorSpec
 
 #: The sizes and strides of an input; None where they are dynamic.
@@ -59,8 +59,11 @@ class Fit:
             for place, (spec, own, dimensions) in enumerate(specs)
         )
 
-    def guard(self, values: Sequence[Any], *, mutated: Sequence[int]) -> Guard:
-        """A fast guard for calls like the one with these values."""
+    def guard(self, values: Sequence[Any], *, mutated: Sequence[int], detached: Sequence[int] = ()) -> Guard:
+        """A fast guard for calls like the one with these values.
+
+        Of those at the places `detached` compiled code does not ask for the `grad_fn`, and the body may.
+        """
         others = [place for place, dimensions in enumerate(self.dimensions) if dimensions is None]
         # Without gradients a view may be mutated whose `grad_fn` autograd refuses to return.
         mutated = mutated if self.signature.global_state.has_gradients else ()
@@ -70,6 +73,7 @@ class Fit:
             constants=[place for place in others if place not in self.integers],
             integers=[place for place in others if place in self.integers],
             leaves=[place for place in mutated if isinstance(values[place], Tensor)],
+            readable=detached if self.signature.global_state.has_gradients else (),
         )
 
 
@@ -109,6 +113,7 @@ class Variant:
     #: How many outputs the function has, where there was no dry run.
     count: int | None = None
     _copied: tuple[int, ...] | None = field(default=None, repr=False)
+    _no_views: tuple[int, ...] = field(default=(), repr=False)
     _check: Check | None = field(default=None, repr=False)
     _returns_output: bool = field(default=True, repr=False)
     _unused: UnusedGradients | None = field(default=None, repr=False)
@@ -141,7 +146,7 @@ class Variant:
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """The output of the body for these values."""
-        if self._returns_output and self._copied == ():
+        if self._returns_output and self._copied == () == self._no_views:
             return self._run(values)
         dry_run = self.dry_run
         assert dry_run is not None
@@ -156,6 +161,10 @@ class Variant:
             shared = outputs_to_copy(values, outputs, dry_run.unaliased)
             later = (place for place in dry_run.mutated_later if place in dry_run.unaliased)
             self._copied = tuple(dict.fromkeys((*shared, *later)))
+            if self.fit.signature.global_state.has_gradients:
+                self._no_views = views_without_gradients(outputs, dry_run.unaliased)
+        for place in self._no_views:
+            outputs[place] = outputs[place].detach()
         for place in self._copied:
             outputs[place] = copy_of(outputs[place])
         for view in dry_run.no_grad_views:

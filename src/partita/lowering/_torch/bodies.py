@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, final
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
@@ -25,17 +27,19 @@ def body_for_compiler(
     *,
     inputs: Sequence[Shape],
     outputs: Sequence[tuple[str, tuple[Any, ...]]] | None = None,
+    copied_back: Collection[str] = (),
 ) -> GraphModule:
     """A copy of `body` with one more input for each of `slots`, behind its own.
 
     `outputs` are the names of nodes and the keys by which leaves are read from their results; without them, the copy
-    returns what the body returns. Traced values are excluded: their symbols belong to another trace.
+    returns what the body returns. Mutations by the nodes `copied_back` are computed as new tensors and copied into the
+    mutated ones. Traced values are excluded: their symbols belong to another trace.
     """
     modules: dict[str, Stateless] = {}
     for target in {str(node.target): None for node in body.graph.find_nodes(op="call_module")}:
         inside = [slot for slot in slots if f"{slot.path}.".startswith(f"{target}.")]
         modules[target] = Stateless(body.get_submodule(target), target, inside)
-    graph = _BodyCopy(body.graph, modules).graph(slots, inputs, outputs)
+    graph = _BodyCopy(body.graph, modules, copied_back).graph(slots, inputs, outputs)
     held: dict[str, Any] = dict(modules)
     for node in graph.find_nodes(op="get_attr"):
         held[str(node.target)] = _copied_body(body, node)
@@ -60,8 +64,8 @@ def _held_by(module: nn.Module) -> list[Any]:
 class _BodyCopy:
     """Writes one copy."""
 
-    def __init__(self, source: Graph, modules: Mapping[str, Stateless]) -> None:
-        self.source, self.modules = source, modules
+    def __init__(self, source: Graph, modules: Mapping[str, Stateless], copied_back: Collection[str]) -> None:
+        self.source, self.modules, self.copied_back = source, modules, copied_back
         self.writer = GraphWriter()  # A tracer of torch.export cannot be made again, and a backend may pickle the body.
         self.env: dict[Node, Any] = {}
         self.states: dict[HasPlace, Node] = {}
@@ -108,13 +112,25 @@ class _BodyCopy:
         return self.writer.write("call_function", target, arguments, name=self.writer.names.fresh(name))
 
     def _copy(self, node: Node) -> None:
+        form = out_of_place(node) if node.name in self.copied_back else None
+        if form is not None:
+            self._copy_back(node, form)
+            return
         copied = self.writer.copy(node, self.env.__getitem__, name=node.name)
-        for key in _TRACED:
-            copied.meta.pop(key, None)
+        _drop_traced_values(copied)
         if node.op == "call_module":
             state = [self.states[slot] for slot in self.modules[str(node.target)].slots]
             copied.args = (*state, *copied.args)
         self.env[node] = copied
+
+    def _copy_back(self, node: Node, form: OutOfPlace) -> None:
+        args, kwargs = map_nodes((node.args, dict(node.kwargs)), self.env.__getitem__)
+        name = self.writer.names.fresh(f"new_{node.name}")
+        made = self.writer.write(form.op, form.target, tuple(args), kwargs, name=name)
+        self.env[node] = self.writer.write("call_method", "copy_", (args[0], made), name=node.name)
+        for copied in (made, self.env[node]):
+            self.writer.copy_meta(node, copied)
+            _drop_traced_values(copied)
 
     def _write_output(self, node: Node, outputs: Sequence[tuple[str, tuple[Any, ...]]] | None) -> None:
         if outputs is None:
@@ -130,7 +146,36 @@ class _BodyCopy:
         return value
 
 
-_TRACED = ("val", "example_value", "tensor_meta", "unbacked_bindings")
+def _drop_traced_values(node: Node) -> None:
+    for key in ("val", "example_value", "tensor_meta", "unbacked_bindings"):
+        node.meta.pop(key, None)
+
+
+class OutOfPlace(NamedTuple):
+    """A call that computes as a new tensor what another one mutates its first argument to."""
+
+    op: str
+    target: Any
+
+
+def out_of_place(node: Node) -> OutOfPlace | None:
+    """The form of an in-place method or operator of torch that mutates nothing; None for other nodes."""
+    if not node.args:
+        return None
+    if isinstance(node.target, OpOverload) and node.target.namespace == "aten":
+        name, _, overload = node.target.__name__.partition(".")
+        packet = getattr(torch.ops.aten, name[:-1], None) if _is_in_place(name) else None
+        target = getattr(packet, overload, None)
+        return None if target is None else OutOfPlace("call_function", target)
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    is_method = node.op == "call_method" or getattr(Tensor, name, None) is node.target
+    if not is_method or not _is_in_place(name) or not hasattr(Tensor, name[:-1]):
+        return None
+    return OutOfPlace("call_method", name[:-1])
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 class HasPlace(Protocol):

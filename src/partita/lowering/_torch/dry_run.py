@@ -19,6 +19,7 @@ from partita._torch.operators.schemas import is_higher_order, storage_key
 from partita._torch.symbolic_shapes import is_unbacked, symbols_in
 from partita.analysis.op_effects.calls import op_effects_of
 from partita.analysis.op_effects.terms import nodes_in_slots
+from partita.lowering._torch.bodies import out_of_place
 from partita.lowering._torch.containers import read_leaves
 
 
@@ -32,6 +33,8 @@ class BodyRun(NamedTuple):
     switched_gradients: bool
     #: The ids of tensors that a later node reshapes in place: `v.t_()`, `v.unsqueeze_(0)`.
     reshaped: frozenset[int] = frozenset()
+    #: The names of nodes that mutate a tensor whose strides their form that does not mutate would not keep.
+    loses_strides: frozenset[str] = frozenset()
 
     def has_changed(self, node: Node) -> bool:
         """Whether a list or dict among the results of the node was mutated since."""
@@ -61,7 +64,8 @@ def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun
         interpreter = _RecordingInterpreter(body, garbage_collect_values=False)
         interpreter.run(*inputs)
         left = torch.is_grad_enabled()
-    return BodyRun(interpreter.env, interpreter.fresh, found is not left, frozenset(interpreter.reshaped))
+    reshaped, loses_strides = frozenset(interpreter.reshaped), frozenset(interpreter.loses_strides)
+    return BodyRun(interpreter.env, interpreter.fresh, found is not left, reshaped, loses_strides)
 
 
 class _RecordingInterpreter(Interpreter):
@@ -71,6 +75,7 @@ class _RecordingInterpreter(Interpreter):
         super().__init__(body, garbage_collect_values=garbage_collect_values)
         self.fresh: dict[Node, list[tuple[tuple[Any, ...], Any]]] = {}
         self.reshaped: set[int] = set()
+        self.loses_strides: set[str] = set()
 
     def run_node(self, n: Node) -> Any:
         if isinstance(n.target, HigherOrderOperator):
@@ -79,6 +84,8 @@ class _RecordingInterpreter(Interpreter):
         arguments = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
         before = list(map(_layout, arguments))
         self._check_mutated(n)
+        if self._loses_strides(n):
+            self.loses_strides.add(n.name)
         try:
             result = super().run_node(n)
         except Exception as error:
@@ -117,6 +124,27 @@ class _RecordingInterpreter(Interpreter):
             is_fine = False
         if not is_fine:
             raise InvalidCallError(f"{node.name!r} may read outside of its tensor")
+
+    def _loses_strides(self, node: Node) -> bool:
+        """Whether a mutation, computed as a new tensor, would get other strides than those of the mutated one.
+
+        AOTAutograd (torch 2.13) computes it so, and continues with the new tensor: `masked_fill_`, `cumsum_`, `addmm_`.
+        """
+        form = out_of_place(node)
+        value = self.env.get(node.args[0]) if form is not None and isinstance(node.args[0], Node) else None
+        if form is None or not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_contiguous():
+            return False
+        assert isinstance(self.module, GraphModule)
+        if op_effects_of(node, self.module).uses_rng:
+            return False
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        try:
+            with torch.no_grad():
+                made = getattr(self, form.op)(form.target, args, kwargs)
+            is_new = isinstance(made, Tensor) and made.shape == value.shape and storage_key(made) != storage_key(value)
+            return is_new and _order_of_axes(made) != _order_of_axes(value)
+        except Exception:
+            return False  # The mutation raises too, or there is no such form.
 
     def _check_mutated(self, node: Node) -> None:
         """Raises where a call mutates an expanded tensor: eager mode refuses that, and fake tensors do not."""
@@ -195,6 +223,13 @@ def _is_unsupported(error: Exception) -> bool:
     """Whether an operator cannot run on fake tensors, or only for known values; the body itself may be able to run."""
     homes = ("torch._subclasses", "torch.fx.experimental.symbolic_shapes")
     return isinstance(error, NotImplementedError) or type(error).__module__.startswith(homes)
+
+
+def _order_of_axes(tensor: Tensor) -> list[int]:
+    """The axes from the largest stride to the smallest, without those along which there is nothing to step."""
+    axes = [axis for axis, size in enumerate(tensor.shape) if size != 1]
+    strides = tensor.stride()
+    return sorted(axes, key=lambda axis: strides[axis], reverse=True)
 
 
 def _layout(value: Any) -> object:

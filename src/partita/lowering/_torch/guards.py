@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.modes import read_ambient
+from partita.lowering._torch.gradients import hides_history
 
 try:
     from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
@@ -34,7 +35,8 @@ Dimensions = tuple[Sequence[int | None], Sequence[int | None]]
 class Guard:
     """Accepts inputs like `values`, in the current global state, except for sizes that are None in `dimensions`.
 
-    `constants` are the places of inputs that must be equal to those in `values`, `integers` of those that need not be.
+    `constants` are the places of inputs that must be equal to those in `values`, `integers` of those that need not be,
+    and `readable` of those whose `grad_fn` autograd must not refuse to return.
     """
 
     __slots__ = (
@@ -46,6 +48,7 @@ class Guard:
         "_integers",
         "_is_able",
         "_leaves",
+        "_readable",
         "_select_tensors",
         "_state",
         "_tensors",
@@ -59,6 +62,7 @@ class Guard:
         constants: Sequence[int] = (),
         integers: Sequence[int] = (),
         leaves: Sequence[int] = (),
+        readable: Sequence[int] = (),
     ) -> None:
         tensors = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
         chosen = [dimensions[place] or ((), ()) for place in tensors]
@@ -67,6 +71,7 @@ class Guard:
         self._constants = tuple((place, type(values[place]), _exact(values[place])) for place in constants)
         self._integers = tuple(integers)
         self._leaves = tuple((place, values[place].is_leaf) for place in leaves)
+        self._readable = tuple(readable)
         self._depth, self._device = _len_torch_function_stack(), default_device()
         self._inference = torch.is_inference_mode_enabled()
         self._is_able = TensorGuards is not None
@@ -103,6 +108,8 @@ class Guard:
         for place in self._integers:
             if type(values[place]) is not int:
                 return False
+        if self._readable and any(hides_history(values[place]) for place in self._readable):
+            return False
         return not self._leaves or all(_is_leaf(values[place]) is leaf for place, leaf in self._leaves)
 
 

@@ -44,20 +44,63 @@ def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
 
     The failures of the plan are the regions that were not compiled and ran eagerly.
     """
-    program, found = Program.of(case.graph_module), find_backend(backend)
-    policy = random_capability(program.graph, found, seed)
-    lowering = plan(program, policy, Lower(found))
+    found = find_backend(backend)
+    lowering = _lowered(case, found, seed)
     try:
-        after = lowering.apply()
-        own = case.copy()
-        tolerance = after.tolerance | summation_tolerance(program)
-        comparison = compare(program, after, own.args, own.kwargs, tolerance=tolerance)
+        comparison = _compared(case, lowering, lowering.apply())
         counted = statistics_are_counted(lowering)
-        assert all(is_allowed(one, comparison, counted=counted) for one in comparison.differences), str(comparison)
+        left = [one for one in comparison.differences if not is_allowed(one, comparison, counted=counted)]
+
+        def again(other: Case) -> Comparison:
+            planned = _lowered(other, found, seed)
+            return _compared(other, planned, planned.apply(), _SINGLE)
+
+        assert not left or _are_rounding(left, case, again), str(comparison)
     except Exception as error:
         title = f"a program lowered by {found.name} is equivalent to the original"
         raise LawError(f"{title}\n{case!r}\n{lowering}\n{type(error).__name__}: {error}") from error
     return lowering
+
+
+def _lowered(case: Case, backend: Backend, seed: int) -> Plan:
+    program = Program.of(case.graph_module)
+    return plan(program, random_capability(program.graph, backend, seed), Lower(backend))
+
+
+def _compared(case: Case, applied: Plan, after: Program, tolerance: Tolerance = EXACT) -> Comparison:
+    own, program = case.copy(), applied.program
+    tolerance |= after.tolerance | summation_tolerance(program)
+    return compare(program, after, own.args, own.kwargs, tolerance=tolerance)
+
+
+def _are_rounding(differences: Iterable[Difference], case: Case, compared: Callable[[Case], Comparison]) -> bool:
+    """Whether these are gradients that do not differ once the case computes in double precision.
+
+    Large terms that cancel, such as those of a norm of equal values, leave a rounding error that no tolerance for the
+    result allows. In double precision it is small, and a wrong gradient is as wrong as before.
+    """
+    if any(one.kind != "gradient" for one in differences) or _share_memory(case):
+        return False
+    comparison = compared(_in_double_precision(case))
+    return comparison.equal and not comparison.raised
+
+
+#: What single precision rounds; the sums of a program in double precision are far below it.
+_SINGLE = Tolerance(rounding=torch.finfo(torch.float32).eps)
+
+
+def _in_double_precision(case: Case) -> Case:
+    own = case.copy()
+    own.graph_module.double()
+    tree = flatten((own.args, own.kwargs))
+    args, kwargs = tree.rebuilt(map(_as_double, tree.leaves))
+    return replace(own, args=args, kwargs=kwargs)
+
+
+def _as_double(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf.detach().double().requires_grad_(leaf.requires_grad)
 
 
 def is_allowed(difference: Difference, comparison: Comparison, *, counted: bool, other_errors: bool = False) -> bool:
@@ -272,19 +315,25 @@ def _difference(one: Tensor | None, two: Tensor | None, rounding: float) -> str 
 
 def check_mixed_law(case: Case, backend: str | Backend, seed: int) -> tuple[Plan, Program]:
     """Raises where the program differs once `random_mixture` is applied; else the plan and the result."""
-    program, found = Program.of(case.graph_module), find_backend(backend)
-    mixture, after = random_mixture(program, found, seed, wraps_modes=not leaves_modes(case))
+    found = find_backend(backend)
+    mixture, after = _mixed(case, found, seed)
     try:
-        own = case.copy()
-        tolerance = tolerance_of(found) | after.tolerance | summation_tolerance(program)
-        comparison = compare(program, after, own.args, own.kwargs, tolerance=tolerance)
-        counted = statistics_are_counted(mixture)
-        allowed = [is_allowed(one, comparison, counted=counted, other_errors=True) for one in comparison.differences]
-        assert all(allowed), str(comparison)
+        comparison = _compared(case, mixture, after, tolerance_of(found))
+        allows = partial(is_allowed, comparison=comparison, counted=statistics_are_counted(mixture), other_errors=True)
+        left = [one for one in comparison.differences if not allows(one)]
+
+        def again(other: Case) -> Comparison:
+            return _compared(other, *_mixed(other, found, seed), tolerance_of(found) | _SINGLE)
+
+        assert not left or _are_rounding(left, case, again), str(comparison)
     except Exception as error:
         title = "a program with several treatments is equivalent to the original"
         raise LawError(f"{title}\n{case!r}\n{mixture}\n{type(error).__name__}: {error}") from error
     return mixture, after
+
+
+def _mixed(case: Case, backend: Backend, seed: int) -> tuple[Plan, Program]:
+    return random_mixture(Program.of(case.graph_module), backend, seed, wraps_modes=not leaves_modes(case))
 
 
 def random_mixture(program: Program, backend: Backend, seed: int, *, wraps_modes: bool = True) -> tuple[Plan, Program]:
