@@ -303,6 +303,8 @@ def unaliased_outputs(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[in
 
 def outputs_to_copy(inputs: Sequence[Any], outputs: Sequence[Any], unaliased: Sequence[int]) -> tuple[int, ...]:
     """The places in `unaliased` of outputs that share memory all the same, or are views that must not be mutated."""
+    if not unaliased:
+        return ()
     holders = Counter(map(memory_of, (*inputs, *outputs)))
     return tuple(
         place for place in unaliased if holders[memory_of(outputs[place])] > 1 or is_locked_view(outputs[place])

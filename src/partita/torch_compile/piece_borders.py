@@ -53,7 +53,7 @@ class Bordered(nn.Module):
 
     def __init__(self, compiled: Callable[..., Sequence[Any]], border: Border) -> None:
         super().__init__()
-        self._compiled = compiled
+        self._compiled = getattr(compiled, "function", compiled)
         self._border = border
         self._unused = UnusedGradients(border.links, {}) if any(border.links) else None
 
@@ -157,6 +157,7 @@ class PieceCall:
         views = no_grad_views((*args, *(snapshot and snapshot.grad_fn for snapshot in before)), outputs)
         # A mutated tensor has another history, and one mutated behind autograd has more than one.
         links = () if _places_mutated(before, after[: len(args)]) else links_between(edges, outputs)
+        links = links if any(links) else ()
         return cls(name, tuple(args), tuple(outputs), before, after, after, no_grad_views=views, links=links)
 
     def now_compiled(self, own: Border) -> PieceCall:

@@ -36,7 +36,7 @@ from partita.program.body_effects import inputs_read_once, mutated_inputs
 from partita.program.program import Program
 from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.rewrite.bodies import copy_mutated_inputs
-from partita.torch_compile._torch.backends import adopt_origin, own_tracing_context, sources_of
+from partita.torch_compile._torch.backends import adopt_origin, own_tracing_context, sources_of, without_disabling
 from partita.torch_compile.options import Inner
 from partita.torch_compile.piece_borders import (
     AliasedMutationError,
@@ -66,6 +66,15 @@ def compile_pieces(
     for call in compiler.calls:
         compiler.add_border(call)
     restore_rng_in_checkpoints(cut)  # What was compiled is no graph module any more.
+    _call_directly(cut)
+
+
+def _call_directly(cut: GraphModule) -> None:
+    """Makes attributes of the compiled functions in the place of modules: each call of a module takes microseconds."""
+    for name, module in list(cut._modules.items()):
+        if isinstance(module, Compiled | Bordered):
+            delattr(cut, name)
+            vars(cut)[name] = module.function if isinstance(module, Compiled) else module.forward
 
 
 @final
@@ -269,10 +278,10 @@ class Compiled(nn.Module):
 
     def __init__(self, function: Callable[..., Sequence[Any]]) -> None:
         super().__init__()
-        self._function = function
+        self.function: Callable[..., Sequence[Any]] = without_disabling(function)
 
     def forward(self, *args: Any) -> Sequence[Any]:
-        return self._function(*args)
+        return self.function(*args)
 
 
 @final

@@ -6,7 +6,7 @@ Eager mode leaves the gradient of such an input None, and optimizers treat the t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 from weakref import ref
@@ -178,42 +178,84 @@ class UnusedGradients:
 
     def __init__(self, links: Sequence[frozenset[int]], mutated: Mapping[int, frozenset[int]]) -> None:
         self._links, self._mutated = links, mutated
-        #: By the place of a gradient, its input. It is the same in all calls, and determined in the first call that
-        #: passes no tensor twice.
-        self._inputs: dict[int, frozenset[int]] | None = None
+        #: The same in all calls, and determined in the first call that passes no tensor twice.
+        self._wiring: _Wiring | None = None
 
     def before(self, inputs: Sequence[Any]) -> list[Edge]:
         """The edges of the inputs of a call before they are mutated."""
-        if self._inputs is not None and not self._mutated:
+        if self._wiring is not None and not self._mutated:
             return []
         return edges_of(inputs)
 
     def hook_backward(self, edges: Sequence[Edge], outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Registers a hook on the backward of a call with these inputs, their edges before it, and its outputs."""
-        made = [(_made_by(value), self._links[place]) for place, value in enumerate(outputs)]
-        made += [(_mutated_by(inputs[place], edges[place]), link) for place, link in self._mutated.items()]
-        function: Any = next((producer[0] for producer, _ in made if producer is not None), None)
-        if function is None:
-            return
-        places = _inputs_of(function, edges) if self._inputs is None else self._inputs
-        if all(len(inputs_of_one) == 1 for inputs_of_one in places.values()):
-            self._inputs = places  # A call that passes one tensor twice is ambiguous.
-        # Bases of views, and values copied into views, are results of the function too.
+        wiring = self._wiring
+        if wiring is not None and not self._mutated:
+            producer = _made_by(outputs[wiring.first])
+            function: Any = None if producer is None else producer[0]
+        else:
+            made = [(_made_by(value), self._links[place]) for place, value in enumerate(outputs)]
+            made += [(_mutated_by(inputs[place], edges[place]), link) for place, link in self._mutated.items()]
+            first = next((at for at, (producer, _) in enumerate(made) if producer is not None), None)
+            if first is None:
+                return
+            function = made[first][0][0]  # type: ignore[index]
+            wiring = _Wiring.of(function, made, first, None if wiring is None else wiring.inputs, edges)
+            if all(len(inputs_of_one) == 1 for inputs_of_one in wiring.inputs.values()):
+                self._wiring = wiring  # A call that passes one tensor twice is ambiguous.
+        if function is not None:
+            function.register_hook(wiring.hook(function, inputs))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Wiring:
+    """How the results of a compiled function depend on its inputs, by the numbers that autograd gives to both."""
+
+    #: The place of the first output that the function has made.
+    first: int
+    #: By the number of a gradient, the places of its input.
+    inputs: dict[int, frozenset[int]]
+    #: By the number of a result, the places of the inputs that it depends on.
+    known: dict[int, frozenset[int]]
+    #: Those of all other results: bases of views, and values copied into views, are results of the function too.
+    hidden: frozenset[int]
+    #: Whether every gradient is needed as soon as one result is used.
+    is_dense: bool
+
+    @classmethod
+    def of(
+        cls,
+        function: Any,
+        made: Sequence[tuple[tuple[Any, int] | None, frozenset[int]]],
+        first: int,
+        inputs: dict[int, frozenset[int]] | None,
+        edges: Sequence[Edge],
+    ) -> _Wiring:
+        inputs = _inputs_of(function, edges) if inputs is None else inputs
         hidden = frozenset[int]().union(
             *(link for producer, link in made if producer is None or producer[0] is not function)
         )
         known = {producer[1]: link for producer, link in made if producer is not None and producer[0] is function}
-        hooks = _Hooks(function, inputs, places)
+        links = [*known.values(), hidden] if hidden else list(known.values())
+        is_dense = all(places & link for places in inputs.values() for link in links)
+        return cls(first, inputs, known, hidden, is_dense)
 
-        def hook(gradients: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...]:
+    def hook(self, function: Any, inputs: Sequence[Any]) -> Callable[..., tuple[Any, ...] | None]:
+        """What is called with the gradients that the function has computed, and those that it got."""
+        hooks = _Hooks(function, inputs, self.inputs)
+
+        def hook(gradients: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...] | None:
+            if self.is_dense and used and used[0] is not None:
+                return None
             numbers = (number for number, gradient in enumerate(used) if gradient is not None)
-            needed = frozenset[int]().union(*(known.get(number, hidden) for number in numbers))
+            needed = frozenset[int]().union(*(self.known.get(number, self.hidden) for number in numbers))
             return tuple(
-                None if at in places and not places[at] & needed and not hooks.see(at) else gradient
+                None if at in self.inputs and not self.inputs[at] & needed and not hooks.see(at) else gradient
                 for at, gradient in enumerate(gradients)
             )
 
-        function.register_hook(hook)
+        return hook
 
 
 @final
@@ -225,8 +267,14 @@ class _Hooks:
 
     def __init__(self, function: Any, inputs: Sequence[Any], places: Mapping[int, frozenset[int]]) -> None:
         self._function = ref(function)
-        self._inputs = {at: [ref(inputs[place]) for place in places[at]] for at in places}
-        self._hooked = {at for at, held in places.items() if any(inputs[place]._backward_hooks for place in held)}
+        self._inputs: dict[int, list[Any]] = {}
+        self._hooked: set[int] = set()
+        for at, held in places.items():
+            tensors = [inputs[place] for place in held]
+            if not all(map(_is_leaf, tensors)):  # The function leads to its leaves.
+                self._inputs[at] = list(map(ref, tensors))
+                if any(tensor._backward_hooks for tensor in tensors):
+                    self._hooked.add(at)
 
     def see(self, at: int) -> bool:
         """Whether a hook gets the gradient with this number."""
@@ -238,6 +286,13 @@ class _Hooks:
         return any(
             tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors if tensor is not None
         )
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # Autograd refuses to return the `grad_fn` of some views.
+        return False
 
 
 def _made_by(value: Any) -> tuple[Any, int] | None:

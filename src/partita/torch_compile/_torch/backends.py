@@ -51,6 +51,12 @@ def own_tracing_context(mode: Any) -> Iterator[None]:
         yield
 
 
+def without_disabling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compiler.disable` wraps: pieces are called by a function that Dynamo has disabled already."""
+    wrapped: Callable[..., Any] = getattr(function, "__wrapped__", function)
+    return wrapped if getattr(function, "_torchdynamo_disable", False) else function
+
+
 def sources_of(root: GraphModule) -> list[Any]:
     """The Dynamo source of each input of the graph, its place in the user's frame; None where that is unknown."""
     placeholders: list[Node] = root.graph.find_nodes(op="placeholder")
