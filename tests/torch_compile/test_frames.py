@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lowering.helpers import Failing
 from torch import Tensor, nn
 
 from partita.errors import OptionError
 from partita.policies import ByModule
 from partita.torch_compile import FramePlan, backend, plans
-from partita.treatments import Call, LeaveEager, Recompute
+from partita.treatments import Call, LeaveEager, Lower, Recompute
 
 
 class _Block(nn.Module):
@@ -126,6 +127,37 @@ def test_plans_of_a_compiled_module_are_those_of_the_model() -> None:
     compiled = torch.compile(model, backend=backend, options={"inner": "eager"})
     compiled(torch.randn(4, 8))
     assert plans(compiled) == plans(model) != ()
+
+
+def test_what_lower_compiles_is_in_the_report_of_its_frame() -> None:
+    model, lower = _Model(), Lower("eager", dynamic=False)
+    compiled = torch.compile(model, backend=backend, options={"policy": ByModule("blocks.*"), "treatment": lower})
+    with torch.no_grad():
+        compiled(torch.randn(4, 8))
+    (frame,) = plans(model)
+    first, second = frame.plan.compilations
+    assert (first.region, first.shared_with) == ("blocks_0", None)
+    assert (second.region, second.shared_with) == ("blocks_1", "blocks_0")
+    assert frame.bodies == 1
+    assert frame.seconds == frame.inner_seconds + first.seconds > frame.inner_seconds
+
+
+def test_failures_of_lower_are_in_the_plan_of_the_frame() -> None:
+    model, lower = _Model(), Lower(Failing())
+    torch.compile(model, backend=backend, options={"treatment": lower})(torch.randn(4, 8))
+    (frame,) = plans(model)
+    assert [failure.backend for failure in frame.plan.failures] == ["failing"]
+    assert frame.bodies == 0
+
+
+def test_a_reset_of_the_compiler_forgets_the_plans() -> None:
+    model = _Model()
+    compiled = torch.compile(model, backend=backend, options={"inner": "eager"})
+    for _ in range(2):  # Dynamo itself knows the backend of a function only until the first reset.
+        compiled(torch.randn(4, 8))
+        assert len(plans(model)) == 1
+        torch.compiler.reset()
+        assert plans(model) == ()
 
 
 def test_a_model_without_any_match_is_a_warning_at_the_second_call(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from partita._torch.gc_pause import gc_paused
 from partita.analysis.mode import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
+from partita.plans.compilations import Compilations
 from partita.plans.failures import Failures
 from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
 from partita.plans.report import DistinctBody, Excluded, Explanation, distinct_bodies, excluded, explanation, table
@@ -59,6 +60,8 @@ class Plan:
     puts_back_modes: bool = False
     #: Failed compilations of regions, which run eagerly; it grows as they are called.
     failures: Failures = field(default_factory=Failures, compare=False)
+    #: The compiled functions that regions use: for which inputs, how long it took; it grows as they are called.
+    compilations: Compilations = field(default_factory=Compilations, compare=False)
 
     def __post_init__(self) -> None:
         distinct = {id(treatment): treatment for treatment in self.treatments}.values()
@@ -184,7 +187,7 @@ class Plan:
     def _sites(self) -> list[Site]:
         count, caller = len(self.partition), self.program.caller
         return [
-            Site(region, self.program, place, count, caller, self.failures)
+            Site(region, self.program, place, count, caller, self.failures, self.compilations)
             for place, region in enumerate(self.partition)
         ]
 

@@ -34,10 +34,21 @@ class FramePlan:
     #: The path of the frame's module in the outermost module that was running; empty for that itself.
     path: str
     policy: Policy
-    #: The seconds that compiling it took; backward graphs that are compiled later are not in it.
-    seconds: float
+    #: What planning and the inner backend took.
+    inner_seconds: float
     #: How many different bodies the inner backend compiled.
-    bodies: int
+    inner_bodies: int
+
+    @property
+    def seconds(self) -> float:
+        """How long compiling it took, with what `Lower` has compiled so far, without backward graphs compiled later."""
+        return self.inner_seconds + self.plan.compilations.seconds
+
+    @property
+    def bodies(self) -> int:
+        """How many different bodies were compiled, by the inner backend and so far by `Lower`."""
+        lowered = {compiled.region for compiled in self.plan.compilations if compiled.is_new}
+        return self.inner_bodies + sum(not lowered.isdisjoint(body.regions) for body in self.plan.bodies())
 
     def __repr__(self) -> str:
         where = repr(self.path) if self.path else "the model"
@@ -50,9 +61,15 @@ class FramePlan:
 def plans(model: nn.Module) -> tuple[FramePlan, ...]:
     """The plans for the frames of `model` that the backend has compiled, in the order of compilation.
 
-    Dynamo compiles equal modules once, so a frame may serve several of them.
+    Dynamo compiles equal modules once, so a frame may serve several of them. `torch.compiler.reset()` forgets them.
     """
     return tuple(_PLANS.get(unwrapped(model), ()))
+
+
+def forget_plans() -> None:
+    """Forgets the plans of all models, whose compiled frames are gone after a reset of Dynamo."""
+    _PLANS.clear()
+    _WARNED.clear()
 
 
 _PLANS: WeakKeyDictionary[nn.Module, list[FramePlan]] = WeakKeyDictionary()
