@@ -6,6 +6,7 @@ It also decides for which calls no further compilation is attempted.
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock, RLock
@@ -13,6 +14,7 @@ from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 from weakref import WeakSet, WeakValueDictionary, ref
 
+from partita.errors import BackendError
 from partita.lowering.compilation import Compilation, Compiler
 from partita.lowering.constants import Constants
 from partita.lowering.dry_run import DryRun
@@ -119,10 +121,11 @@ class Variants:
 
     def __reduce__(self) -> tuple[Any, ...]:
         functions = stored(self.compiler, self._functions)
-        return _unpickled, (self.compiler, self._keep_each, functions)
+        return _unpickled, (_pickled(self.compiler), self._keep_each, functions)
 
 
-def _unpickled(compiler: Compiler, keep: int, functions: tuple[Stored, ...]) -> Variants:
+def _unpickled(pickled: PickledCompiler | Compiler, keep: int, functions: tuple[Stored, ...]) -> Variants:
+    compiler = pickled.compiler() if isinstance(pickled, PickledCompiler) else pickled
     variants = Variants(compiler, keep=keep)
     variants._functions = tuple(_restored(compiler, functions))
     return variants
@@ -227,6 +230,36 @@ class LruTable(Generic[Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class PickledCompiler(NamedTuple):
+    """A compiler as a pickle of its own, so that one whose class is missing has a name in the error."""
+
+    name: str
+    kind: str
+    data: bytes
+
+    def compiler(self) -> Compiler:
+        """The compiler; raises where its class cannot be imported."""
+        try:
+            found: Compiler = pickle.loads(self.data)
+        except (ImportError, AttributeError) as error:
+            raise BackendError(
+                f"this program was lowered by the backend {self.name!r} ({self.kind}), which cannot be imported here: "
+                f"{error}; install the package that has it, or lower the original program here with another backend"
+            ) from error
+        return found
+
+
+def _pickled(compiler: Compiler) -> PickledCompiler | Compiler:
+    """A pickle of the compiler; itself where the pickler around it may know more of its class than pickle does."""
+    kind = type(compiler)
+    if kind.__module__ == "__main__":
+        return compiler
+    try:
+        return PickledCompiler(compiler.name, f"{kind.__module__}.{kind.__qualname__}", pickle.dumps(compiler))
+    except Exception:
+        return compiler
 
 
 class Stored(NamedTuple):
