@@ -97,7 +97,7 @@ class Lower:
         return self._lowered(Program(body), "region", "the region", Failures(), Compilations(), frozenset(), None)
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module:
-        title = f"{site.region.name} (region {site.place + 1} of {site.count})"
+        title = title_of(site)
         # A compiled function has one backward for all of its results, which reads all that was saved.
         later = names_mutated_later(body, site.region)
         program, nodes = Program(body, caller=site.caller), set(site.region.nodes)
@@ -183,6 +183,11 @@ def _found(wanted: str | Backend) -> Backend:
 
 #: A search of the installed entry points takes milliseconds, and there may be hundreds of regions.
 _found_by_name = cache(find_backend)
+
+
+def title_of(site: Site) -> str:
+    """The name of a region in a log."""
+    return f"{site.region.name} (region {site.place + 1} of {site.count})"
 
 
 def scope_of(mode: GraphMode) -> ModeScope | None:
