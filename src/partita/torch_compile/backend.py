@@ -23,6 +23,7 @@ from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
 from partita.torch_compile._torch.backends import reset_with_dynamo
+from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
 from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
@@ -63,11 +64,16 @@ def backend(
     reset_with_dynamo(backend)
     if chosen.on_plan is not None:
         chosen.on_plan(report)
-    return model.warning_if_unmatched(function, report)
+    return warning_of_mismatches(function, model, report)
+
+
+def _forget_frames() -> None:
+    forget_plans()
+    forget_warnings()
 
 
 # torch.compiler.reset() calls this attribute of backends that have it.
-backend.reset = forget_plans  # type: ignore[attr-defined]
+backend.reset = _forget_frames  # type: ignore[attr-defined]
 
 
 def _suffice_annotations(decided: Plan, option: object) -> bool:
