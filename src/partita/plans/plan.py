@@ -52,7 +52,11 @@ _WITHOUT_MODE = ("placeholder", "get_attr", "output")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """What will be done to a program; print it, query it, then `apply` it."""
+    """What will be done to a program; print it, query it, then `apply` it.
+
+    `failures` and `compilations` grow as the result is called: which regions run eagerly, and why; which functions were
+    compiled for which inputs.
+    """
 
     partition: Partition
     treatments: tuple[Treatment, ...]
