@@ -111,6 +111,7 @@ PUBLIC = {
     "partita.rewrite": {"gather", "inline", "outline"},
     "partita.plans": {
         "Called",
+        "CompiledBody",
         "DistinctBody",
         "Explanation",
         "Failure",

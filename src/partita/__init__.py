@@ -1,4 +1,14 @@
-"""Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program means the same."""
+"""Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program means the same.
+
+    program = partita.capture(model, (x,))
+    plan = partita.plan(program, ByModule("blocks.*"), Lower("inductor"))
+    print(plan)
+    fast = plan.apply().module()
+    partita.verify(model, fast, (x,))
+
+Policies are in `partita.policies`, treatments in `partita.treatments`, backends in `partita.backends`, the backend of
+torch.compile in `partita.torch_compile`, torch's own names in `partita.compat`, and every error in `partita.errors`.
+"""
 
 from partita._torch.gc_pause import gc_paused
 

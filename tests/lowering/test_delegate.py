@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import subprocess
 import sys
@@ -145,6 +146,66 @@ def test_a_missing_backend_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Program.of(tmp_path / "m.pt2", operators=ALLOWED)
     with pytest.raises(BackendError, match=message):
         torch.export.load(tmp_path / "m.pt2").module()(X)
+
+
+class _Newer(Pickling):
+    version: ClassVar[str] = "8"
+
+
+class _ReadsOlder(_Newer):
+    def reads_version(self, version: str) -> bool:
+        return version == "7"
+
+
+def _replace_backend(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_REGISTERED", {other.name: other})
+
+
+@torch.no_grad()
+def test_bytes_of_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.export.save(delegated(Net()).exported(), tmp_path / "m.pt2")
+    _replace_backend(_Newer(), monkeypatch)
+    message = r"'pickling_0' was stored by version '7' of the backend 'pickling', and here is version '8'"
+    with pytest.raises(ArchiveError, match=message):
+        Program.of(tmp_path / "m.pt2", operators=ALLOWED)
+    with pytest.raises(BackendError, match=message):
+        torch.export.load(tmp_path / "m.pt2").module()(X)
+
+
+@torch.no_grad()
+def test_a_backend_may_read_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    torch.export.save(delegated(model).exported(), tmp_path / "m.pt2")
+    for other in (_ReadsOlder(), type("Undeclared", (Pickling,), {"version": ""})()):
+        _replace_backend(other, monkeypatch)
+        assert torch.equal(Program.of(tmp_path / "m.pt2", operators=ALLOWED).module()(X), model(X))
+
+
+class _CannotLoad(Pickling):
+    def load(self, data: bytes) -> Any:
+        raise ValueError("not today")
+
+
+@torch.no_grad()
+def test_a_load_that_fails_names_region_backend_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.export.save(delegated(Net()).exported(), tmp_path / "m.pt2")
+    _replace_backend(_CannotLoad(), monkeypatch)
+    program = Program.of(tmp_path / "m.pt2", operators=ALLOWED)
+    with pytest.raises(BackendError, match=r"'pickling_0' of the file '.*m.pt2': pickling cannot load .*: not today"):
+        program.module()(X)
+
+
+def test_compilations_are_logged_and_listed_as_those_of_lower(caplog: pytest.LogCaptureFixture) -> None:
+    program = partita.capture(Net(), (X,), dynamic_shapes=({0: ROWS},))
+    plan = partita.plan(program, ByCapability("pickling"), Delegate("pickling"))
+    with caplog.at_level(logging.INFO, "partita.lowering"):
+        plan.apply()
+    begin, end = [record.message for record in caplog.records if record.name.startswith("partita")]
+    assert begin == "compiling pickling_0 (region 1 of 1) with pickling"
+    assert end.startswith("compiled pickling_0 (region 1 of 1) with pickling in ")
+    (compiled,) = plan.compilations
+    assert (compiled.region, compiled.backend, compiled.gradients) == ("pickling_0", "pickling", False)
+    assert compiled.inputs[0] == "float32[*, 4]"
 
 
 @pytest.mark.parametrize(

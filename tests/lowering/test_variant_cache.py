@@ -6,11 +6,13 @@ import copy
 import io
 import logging
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -163,6 +165,23 @@ def test_what_can_be_stored_is_not_compiled_again() -> None:
     assert len(COMPILED) == 1
     loaded(torch.ones(5, dtype=torch.float64))
     assert len(COMPILED) == 2, "another signature needs another function"
+
+
+def test_a_pickle_whose_backend_is_not_installed_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(Storing):
+        name = "elsewhere"
+
+    Elsewhere.__module__, Elsewhere.__qualname__ = "backend_elsewhere", "Elsewhere"
+    package = ModuleType("backend_elsewhere")
+    package.Elsewhere = Elsewhere
+    with monkeypatch.context() as installed:
+        installed.setitem(sys.modules, "backend_elsewhere", package)
+        data = pickle.dumps(lowered(lambda x: x * 3, Lower(Elsewhere())))
+        assert pickle.loads(data)(torch.ones(1)).item() == 3
+    with pytest.raises(
+        BackendError, match=r"'elsewhere' \(backend_elsewhere.Elsewhere\), which cannot be imported here"
+    ):
+        pickle.loads(data)
 
 
 def test_what_cannot_be_stored_is_compiled_again() -> None:

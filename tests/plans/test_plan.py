@@ -14,10 +14,10 @@ from tests.helpers.work import calls_during
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from partita import Plan, Program, Region, Tolerance, fingerprint, plan, verify
+from partita import Plan, Program, Region, Tolerance, Treatment, fingerprint, plan, verify
 from partita._torch.toggles import SET_GRAD, TOGGLES
 from partita.errors import ModeError, OptionError, PartitaError, UnknownNodeError
-from partita.policies import ByLabel, BySize
+from partita.policies import AroundOperators, ByLabel, BySize
 from partita.testing.generator.build import dump
 from partita.treatments import Call, Mark
 
@@ -172,9 +172,9 @@ def test_a_region_without_a_treatment_is_refused(treatment: Any) -> None:
 
 def test_a_treatment_for_a_region_that_is_not_there_is_refused() -> None:
     treatments = {"a": Call(), "b": Call(), "bb": Rough()}
-    with pytest.raises(OptionError, match=r"a treatment for 'bb', but no such region; there are 'b' and others"):
+    with pytest.raises(OptionError, match=r"a treatment for 'bb', but no such region; did you mean 'b'\?"):
         plan(chain(), by({"sin": "a", "cos": "b"}), treatments)
-    with pytest.raises(OptionError, match=r"but no such region$"):
+    with pytest.raises(OptionError, match=r"but no such region; the policy found none$"):
         plan(chain(), by({}), {"a": Call()})
 
 
@@ -277,3 +277,18 @@ def test_a_treatment_in_the_place_of_the_policy_is_named() -> None:
 def test_a_class_in_the_place_of_a_treatment_is_named(treatment: Any) -> None:
     with pytest.raises(OptionError, match=r"gets the class Call, not a treatment; write Call\(\.\.\.\)"):
         plan(chain(), by({"sin": "a"}), treatment)
+
+
+@pytest.mark.parametrize(
+    ("treatments", "message"),
+    [
+        ({"chosen": Call()}, r"'chosen', but no such region: it is the label of 'cos', .* a mapping is by region name"),
+        ({"choosing": Call()}, r"there are 'part_0', 'cos', 'part_1', labelled 'chosen'"),
+        ({"part_2": Call()}, r"did you mean 'part_1', 'part_0'\?"),
+        ({"cos": Call()}, r"region 'part_0' \(labelled 'between'\) has no treatment among 'cos'; add one"),
+    ],
+)
+def test_a_mapping_by_label_says_which_names_there_are(treatments: dict[str, Treatment], message: str) -> None:
+    program = program_of(lambda x: x.sin().cos().tan())
+    with pytest.raises(OptionError, match=message):
+        plan(program, AroundOperators("cos"), treatments)

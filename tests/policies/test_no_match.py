@@ -39,7 +39,9 @@ CASES: list[tuple[Any, str]] = [
     (ByModule(classes="Linaer"), "did you mean 'Linear'"),
     (ByModule(lambda path: False), "modules called in it: 'blocks.0'"),
     (AroundOperators("aten.linaer"), "did you mean .*linear"),
-    (AroundOperators(torch.nn.functional.scaled_dot_product_attention), "operators called in it: 'linear'"),
+    (AroundOperators(torch.nn.functional.scaled_dot_product_attention), "operators called in it: 'aten.linear'"),
+    (AroundOperators("elu"), "did you mean 'aten.relu'"),
+    (AroundOperators("linear"), "did you mean 'aten.linear'"),
     (ByAnnotation("stages"), "did you mean 'stack_trace'|matches no annotation"),
 ]
 
@@ -90,3 +92,11 @@ def test_the_forward_of_a_joint_graph_is_searched_too() -> None:
 def test_allow_empty_is_a_truth_value(make: Any) -> None:
     with pytest.raises(partita.errors.OptionError, match="allow_empty is True or False"):
         make()
+
+
+def test_a_word_in_the_name_of_an_operator_suggests_it() -> None:
+    q = torch.randn(1, 2, 4)
+    program = partita.capture(lambda q: nn.functional.scaled_dot_product_attention(q, q, q).tanh(), (q,))
+    with pytest.raises(NoMatchError, match=r"did you mean 'aten\.scaled_dot_product_attention'\?"):
+        AroundOperators("attention")(program)
+    assert len(AroundOperators("aten.scaled_dot_product_attention")(program)) == 2

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from partita.errors import OptionError
 from partita.testing import LawError, check_backend, random_case
 from partita.testing.backend_bodies import BODIES
+from partita.testing.backend_check import _ANY_SIZE, _CHANGED, _BackendCheck
 
 Run = Callable[..., Any]
 
@@ -241,6 +242,55 @@ def test_a_faultless_backend_gets_a_report() -> None:
     assert report.holds
     assert report.checks > 5 * len(BODIES)
     assert str(report).startswith(f"faulty: all laws hold in {report.checks} checks")
+
+
+@dataclass(frozen=True)
+class Folds(Faithful):
+    wants_constants: ClassVar[bool] = True
+
+
+class FoldsZeros(Folds):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        for held in body.buffers():
+            held.zero_()
+        return super().compile(body, inputs)
+
+
+def test_a_body_with_constants_is_for_backends_that_want_them() -> None:
+    with pytest.raises(LawError, match="that the body holds have their values\n    constants"):
+        check_backend(FoldsZeros(), programs=0, bodies=("constants",))
+    checks = [
+        check_backend(one, programs=0, bodies=("elementwise", "constants")).checks for one in (Faithful(), Folds())
+    ]
+    assert checks[0] < checks[1]
+
+
+@dataclass(frozen=True)
+class KeepsWeights(Faithful):
+    """Goes on with the weights of its first call."""
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        first: list[Any] = []
+
+        def run(*given: Any) -> Any:
+            first[:] = first or [one.clone() if isinstance(one, torch.nn.Parameter) else one for one in given]
+            pairs = zip(given, first, strict=True)
+            return body.forward(*(kept if isinstance(now, torch.nn.Parameter) else now for now, kept in pairs))
+
+        return run
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [(KnowsOneSize(), _ANY_SIZE), (KeepsWeights(), _CHANGED), (Faithful(), None), (Folds(), None)],
+    ids=lambda part: type(part).__name__,
+)
+def test_a_captured_layer_is_called_with_several_sizes_and_changed_weights(backend: Any, words: str | None) -> None:
+    checking = _BackendCheck(backend)
+    with torch.enable_grad():
+        checking.check_captured()
+    laws = {broken.law for broken in checking.broken}
+    assert words in laws if words else not laws
 
 
 def test_programs_show_faults_that_no_body_shows() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lowering.helpers import Failing
 from torch import Tensor, nn
 
 from partita.errors import OptionError
-from partita.policies import ByModule
+from partita.policies import AroundOperators, ByModule
 from partita.torch_compile import FramePlan, backend, plans
-from partita.treatments import Call, LeaveEager, Recompute
+from partita.treatments import Call, LeaveEager, Lower, Recompute
 
 
 class _Block(nn.Module):
@@ -72,7 +73,7 @@ def _compile_blocks(model: _Model, options: dict[str, Any]) -> Any:
 
 
 def _compile_wrapped(model: _Model, options: dict[str, Any]) -> Any:
-    return torch.compile(_Wrapped(_compile_blocks(model, options)), backend="eager")
+    return _Wrapped(_compile_blocks(model, options))
 
 
 HOW = [_compile_whole, _compile_with_hooks, _compile_blocks]
@@ -128,6 +129,37 @@ def test_plans_of_a_compiled_module_are_those_of_the_model() -> None:
     assert plans(compiled) == plans(model) != ()
 
 
+def test_what_lower_compiles_is_in_the_report_of_its_frame() -> None:
+    model, lower = _Model(), Lower("eager", dynamic=False)
+    compiled = torch.compile(model, backend=backend, options={"policy": ByModule("blocks.*"), "treatment": lower})
+    with torch.no_grad():
+        compiled(torch.randn(4, 8))
+    (frame,) = plans(model)
+    first, second = frame.plan.compilations
+    assert (first.region, first.shared_with) == ("blocks_0", None)
+    assert (second.region, second.shared_with) == ("blocks_1", "blocks_0")
+    assert frame.bodies == 1
+    assert frame.seconds == frame.inner_seconds + first.seconds > frame.inner_seconds
+
+
+def test_failures_of_lower_are_in_the_plan_of_the_frame() -> None:
+    model, lower = _Model(), Lower(Failing())
+    torch.compile(model, backend=backend, options={"treatment": lower})(torch.randn(4, 8))
+    (frame,) = plans(model)
+    assert [failure.backend for failure in frame.plan.failures] == ["failing"]
+    assert frame.bodies == 0
+
+
+def test_a_reset_of_the_compiler_forgets_the_plans() -> None:
+    model = _Model()
+    compiled = torch.compile(model, backend=backend, options={"inner": "eager"})
+    for _ in range(2):  # Dynamo itself knows the backend of a function only until the first reset.
+        compiled(torch.randn(4, 8))
+        assert len(plans(model)) == 1
+        torch.compiler.reset()
+        assert plans(model) == ()
+
+
 def test_a_model_without_any_match_is_a_warning_at_the_second_call(caplog: pytest.LogCaptureFixture) -> None:
     model = _Model()
     compiled = _compile_with_hooks(model, {"policy": ByModule("layers.*"), "treatment": Recompute(), "inner": "eager"})
@@ -139,6 +171,61 @@ def test_a_model_without_any_match_is_a_warning_at_the_second_call(caplog: pytes
     warnings = [message for message in caplog.messages if "matches nothing" in message]
     assert len(warnings) == 1
     assert "ByModule(paths=('layers.*',)" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"),
+    [
+        (ByModule("block.*"), "did you mean '_Block', 'blocks.0', 'blocks.1'?"),
+        (AroundOperators("linar"), "did you mean 'aten.linear'?"),
+        (AroundOperators("softmax"), "operators called in it: 'aten.linear', 'aten.relu'"),
+    ],
+    ids=["module", "operator", "no such operator"],
+)
+def test_the_warning_shows_near_matches(policy: Any, hint: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = _Model()
+    compiled = torch.compile(model, backend=backend, options={"policy": policy, "inner": "eager"})
+    with caplog.at_level(logging.WARNING, "partita"):
+        for _ in range(2):
+            compiled(torch.randn(4, 8))
+    (warning,) = _warnings(caplog)
+    assert "matches nothing" in warning
+    assert hint in warning
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("partita")]
+
+
+@pytest.mark.parametrize("policy", [ByModule("x", allow_empty=True), AroundOperators("aten.mm", allow_empty=True)])
+def test_who_allows_no_match_gets_no_warning(policy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    compiled = torch.compile(_Model(), backend=backend, options={"policy": policy, "inner": "eager"})
+    for _ in range(3):
+        compiled(torch.randn(4, 8))
+    assert not _warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("blocks.0", "'blocks.1' is treated like 'blocks.0': Dynamo compiles equal modules once"),
+        ("blocks.1", "'blocks.1' is left untreated like 'blocks.0': Dynamo compiles equal modules once"),
+        ("blocks.1.up", "'blocks.1' is left untreated like 'blocks.0'"),
+        ("blocks.*", None),
+        ("*.up", None),
+    ],
+)
+@pytest.mark.parametrize("compiled", [_compile_with_hooks, _compile_blocks, _compile_wrapped])
+def test_a_pattern_for_one_of_equal_layers_says_that_it_treats_all_or_none(
+    compiled: Any, pattern: str, message: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = compiled(_Model(), {"policy": ByModule(pattern), "inner": "eager"})
+    with torch.no_grad():
+        for _ in range(3):
+            called(torch.randn(4, 8))
+    found = _warnings(caplog)
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0].replace("module.", "")
 
 
 class _TwoKinds(nn.Module):

@@ -26,7 +26,8 @@ class Backend(Protocol):
     several sizes (true if missing), `picks_kernels`, whether it keeps the kernels that eager mode picks (false if
     missing), and `wants_constants`, whether it gets parameters and buffers as tensors that the body holds, and not as
     inputs (false if missing; true means that it does not train). One whose functions can be stored has
-    `save(compiled) -> bytes` and `load(data) -> compiled` as well.
+    `save(compiled) -> bytes` and `load(data) -> compiled` as well, and may have a `version`, a text: a delegate that
+    another version has stored is refused, unless `reads_version(version)` is true.
     """
 
     @property

@@ -34,6 +34,7 @@ from partita._torch.modes import in_forward_mode
 from partita.backends.backend import Backend, Compiled, find_backend
 from partita.errors import BackendError, OptionError
 from partita.program._torch.guards import functions_of_conditions
+from partita.program.archives.loading import file_of
 
 #: The version of the JSON text; another one is refused.
 FORMAT = 1
@@ -220,7 +221,21 @@ def backend_of(spec: DelegateSpec) -> Backend:
         ) from None
     if not can_store(found):
         raise BackendError(f"region {spec.region!r} needs the backend {spec.backend!r}, which has no `load`")
+    if not _reads_version(found, spec.version):
+        raise BackendError(
+            f"region {spec.region!r} was stored by version {spec.version!r} of the backend {spec.backend!r}, and here "
+            f"is version {version_of(found)!r}, which does not read it; install that version, or delegate the original "
+            "program again"
+        )
     return found
+
+
+def _reads_version(backend: Backend, version: str) -> bool:
+    """Whether `load` takes what another version has stored: only the same, unless the backend says otherwise."""
+    if not version or not version_of(backend) or version == version_of(backend):
+        return True
+    reads = getattr(backend, "reads_version", None)
+    return callable(reads) and bool(reads(version))
 
 
 def can_store(backend: Backend) -> bool:
@@ -266,14 +281,20 @@ def _load(spec: DelegateSpec, blob: Tensor) -> Compiled:
         found = backend.load(data)
     except Exception as error:
         raise BackendError(
-            f"region {spec.region!r}: {spec.backend} cannot load what it has stored (version {spec.version!r}; here "
-            f"{version_of(backend)!r}): {error}"
+            f"region {spec.region!r}{_told_file(blob)}: {spec.backend} cannot load what it has stored (version "
+            f"{spec.version!r}; here {version_of(backend)!r}): {error}"
         ) from error
     if not callable(found):
         raise BackendError(
-            f"region {spec.region!r}: `load` of {spec.backend} returned {found!r}, which is not callable"
+            f"region {spec.region!r}{_told_file(blob)}: `load` of {spec.backend} returned {found!r}, which is not "
+            "callable"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _told_file(blob: Tensor) -> str:
+    file = file_of(blob)
+    return "" if file is None else f" of the file {file!r}"
 
 
 def version_of(backend: object) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch.fx import GraphModule
 
 from partita.lowering.signature import DynamicSizes
-from partita.lowering.variant import Cause
+from partita.lowering.variant import Cause, Variant
+from partita.plans.compilations import Compilations, CompiledBody
 from partita.plans.failures import Failure, Failures, report
 from partita.program.body_effects import BodyEffects
 
@@ -40,6 +41,7 @@ class Lowering:
     #: Its name in a log: which region of how many.
     title: str = ""
     failures: Failures = field(default_factory=Failures, compare=False)
+    compilations: Compilations = field(default_factory=Compilations, compare=False)
 
     def for_modules(self, key: tuple[Hashable, ...], body: GraphModule) -> Lowering:
         """The same for modules of this key in `body`: changed modules may mutate any input and use random numbers."""
@@ -60,6 +62,24 @@ class Lowering:
         """Records that the region runs eagerly, or raises."""
         failure = Failure(self.region, self.backend, cause.reason, cause.node)
         report(failure, self.failures, strict=self.strict, error=error)
+
+    def note(self, variant: Variant, values: Sequence[Any], *, user: object) -> None:
+        """Records that `user`, the dispatcher of the region, calls a function of a variant with inputs like these."""
+        if variant.function is None:
+            return
+        origin, fit = variant.origin, variant.fit
+        is_own = origin is not None and origin.user() is user
+        self.compilations.add(
+            CompiledBody(
+                self.region,
+                self.backend,
+                fit.described(values),
+                fit.signature.needs_gradients,
+                origin.seconds if origin is not None and is_own else 0.0,
+                shared_with=None if origin is None or is_own else origin.region,
+                loaded=origin is None,
+            )
+        )
 
 
 @final

@@ -37,7 +37,9 @@ from partita.lowering._torch.conditions import conditions_of, symbolic_places
 from partita.lowering._torch.containers import LEAF
 from partita.lowering._torch.dry_run import unchecked_call
 from partita.lowering.constants import holding, state_inputs
-from partita.lowering.lower import scope_of
+from partita.lowering.lower import scope_of, title_of
+from partita.lowering.variant_cache import timed
+from partita.plans.compilations import CompiledBody
 from partita.plans.treatment import Called, Site
 from partita.program._torch.guards import functions_of_conditions, symbolic_expression
 from partita.program.body_effects import body_effects
@@ -85,7 +87,13 @@ class Delegate:
         region.check()
         scope = scope_of(bare.mode)
         with torch.no_grad():
-            spec, data = region.compiled() if scope is None else scope.call(lambda _: region.compiled(), ())
+            (spec, data), seconds = timed(
+                lambda: region.compiled() if scope is None else scope.call(lambda _: region.compiled(), ()),
+                title=title_of(site),
+                backend=backend.name,
+            )
+        inputs = region.described_inputs(spec)
+        site.compilations.add(CompiledBody(region.name, backend.name, inputs, gradients=False, seconds=seconds))
         return Called(region.calling(spec, data), inlined=True)
 
 
@@ -167,6 +175,13 @@ class _Region:
         except BackendError as error:
             self._fail(str(error), error)
 
+    def described_inputs(self, spec: DelegateSpec) -> tuple[str, ...]:
+        """The inputs that are no parameters or buffers, in words."""
+        places = state_inputs(self.body, self.site.region)
+        state = {self.inputs[place].name for place in places}
+        pairs = zip(self.variable, spec.inputs, strict=True)
+        return tuple(_described(form) for node, form in pairs if node.name not in state)
+
     def calling(self, spec: DelegateSpec, data: bytes) -> GraphModule:
         """A module with the inputs and outputs of the body that calls the operator, and holds the stored function."""
         writer, env = GraphWriter(), dict[Node, Node]()
@@ -244,6 +259,13 @@ def _is_assertion(node: Node) -> bool:
 def _form(value: Tensor) -> TensorForm:
     sizes, strides = tuple(map(_text, value.shape)), tuple(map(_text, value.stride()))
     return TensorForm(_dtype_name(value.dtype) or "", str(value.device), sizes, strides)
+
+
+def _described(form: TensorForm | Number) -> str:
+    if isinstance(form, TensorForm):
+        device = "" if form.device == "cpu" else f" on {form.device}"
+        return f"{form.dtype}[{', '.join(map(_described, form.sizes))}]{device}"
+    return str(form) if isinstance(form, int) else "*"
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str | None:

@@ -29,6 +29,7 @@ from partita.lowering.constants import state_inputs
 from partita.lowering.lowered import Lowered
 from partita.lowering.signature import DynamicSizes
 from partita.lowering.variant_cache import variants_for
+from partita.plans.compilations import Compilations
 from partita.plans.failures import Failure, Failures, report
 from partita.plans.treatment import Site
 from partita.program.body_effects import body_effects, traced_symbols
@@ -93,10 +94,10 @@ class Lower:
 
     def treat(self, body: GraphModule) -> nn.Module:
         """The replacement for a region of which only the body is known."""
-        return self._lowered(Program(body), "region", "the region", Failures(), frozenset(), None)
+        return self._lowered(Program(body), "region", "the region", Failures(), Compilations(), frozenset(), None)
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module:
-        title = f"{site.region.name} (region {site.place + 1} of {site.count})"
+        title = title_of(site)
         # A compiled function has one backward for all of its results, which reads all that was saved.
         later = names_mutated_later(body, site.region)
         program, nodes = Program(body, caller=site.caller), set(site.region.nodes)
@@ -107,7 +108,8 @@ class Lower:
                     f"{hooked.hook.name!r} {registers} a hook that gets gradients from inside and outside of the region"
                 )
                 return self._eager(program, Failure(site.region.name, str(self.backend), reason), site.failures)
-        return self._lowered(program, site.region.name, title, site.failures, later, site.region)
+        name, failures = site.region.name, site.failures
+        return self._lowered(program, name, title, failures, site.compilations, later, site.region)
 
     def _lowered(
         self,
@@ -115,6 +117,7 @@ class Lower:
         region: str,
         title: str,
         failures: Failures,
+        compilations: Compilations,
         mutated_later: frozenset[str],
         cut: Region | None,
     ) -> nn.Module:
@@ -146,6 +149,7 @@ class Lower:
             tag=tag,
             title=title if tag == region else f"{title}, tagged {tag!r},",
             failures=failures,
+            compilations=compilations,
         )
         key = body_key(bare.module) if constants is None else None
         # Equal bodies may differ in which of their results are mutated later, and functions are specialized on that.
@@ -179,6 +183,11 @@ def _found(wanted: str | Backend) -> Backend:
 
 #: A search of the installed entry points takes milliseconds, and there may be hundreds of regions.
 _found_by_name = cache(find_backend)
+
+
+def title_of(site: Site) -> str:
+    """The name of a region in a log."""
+    return f"{site.region.name} (region {site.place + 1} of {site.count})"
 
 
 def scope_of(mode: GraphMode) -> ModeScope | None:

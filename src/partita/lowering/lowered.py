@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -149,6 +150,7 @@ class Dispatcher:
         #: The last signature of each static key.
         self._seen: LruTable[Signature] = LruTable()
         self._last: _LastUse | None = None
+        self._noted: WeakSet[Variant] = WeakSet()
         variants.serve(self)
 
     def select(self, inputs: Sequence[Any]) -> tuple[Callable[[Sequence[Any]], Any], Sequence[Any]] | None:
@@ -209,6 +211,9 @@ class Dispatcher:
             return variant
         self._dynamic_sizes = dynamic_sizes
         self._seen.note(signature.static_key, signature)
+        if variant not in self._noted:
+            self._noted.add(variant)
+            lowering.note(variant, call.values[: len(call.values) - len(call.slots)], user=self)
         return variant, mutated
 
     def _dynamic_sizes_after(self, signature: Signature) -> DynamicSizes:
@@ -239,7 +244,7 @@ class Dispatcher:
             constants=self._constants(call, mutated),
         )
         try:
-            return self._variants.find_or_make(compilation, title=lowering.title)
+            return self._variants.find_or_make(compilation, user=self, region=lowering.region, title=lowering.title)
         except Exception as error:
             return self._tried(compilation, error)
 

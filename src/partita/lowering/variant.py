@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partita._torch.expressions import Expression
 from partita.errors import BackendError
@@ -17,7 +18,7 @@ from partita.lowering._torch.gradients import UnusedGradients
 from partita.lowering._torch.guards import Guard
 from partita.lowering.constants import Constants
 from partita.lowering.dry_run import DryRun, copy_of, outputs_to_copy, views_without_gradients
-from partita.lowering.signature import Signature, TensorSpec
+from partita.lowering.signature import Signature, TensorSpec, ValueSpec
 
 #: The sizes and strides of an input; None where they are dynamic.
 Dimensions: TypeAlias = tuple[tuple[int | None, ...], tuple[int | None, ...]]
@@ -59,6 +60,15 @@ class Fit:
             for place, (spec, own, dimensions) in enumerate(specs)
         )
 
+    def described(self, values: Sequence[Any]) -> tuple[str, ...]:
+        """The inputs among `values` that are no parameters, in words: dtypes and sizes, `*` for dynamic ones."""
+        rows = zip(values, self.signature.specs, self.dimensions, strict=False)
+        return tuple(
+            _described_input(spec, dimensions, is_dynamic=place in self.integers)
+            for place, (value, spec, dimensions) in enumerate(rows)
+            if not isinstance(value, nn.Parameter)
+        )
+
     def guard(self, values: Sequence[Any], *, mutated: Sequence[int], detached: Sequence[int] = ()) -> Guard:
         """A fast guard for calls like the one with these values.
 
@@ -98,6 +108,16 @@ _EXECUTED = re.compile(r"While executing %(\w+)")
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """For which region a function was compiled, for which user of the variants, and how long that took."""
+
+    region: str
+    user: ref[object]
+    seconds: float
+
+
+@final
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Variant:
     """A compiled function; none where the compiler failed, so that the body itself is called."""
@@ -112,6 +132,8 @@ class Variant:
     constants: Constants | None = None
     #: How many outputs the function has, where there was no dry run.
     count: int | None = None
+    #: None where it was not compiled in this process.
+    origin: Origin | None = None
     _copied: tuple[int, ...] | None = field(default=None, repr=False)
     _no_views: tuple[int, ...] = field(default=(), repr=False)
     _check: Check | None = field(default=None, repr=False)
@@ -217,6 +239,15 @@ def _is_like(spec: Any, dimensions: Dimensions) -> bool:
         for actual, known in zip((spec.sizes, spec.strides), dimensions, strict=True)
         for found, wanted in zip(actual, known, strict=True)
     )
+
+
+def _described_input(spec: ValueSpec, dimensions: Dimensions | None, *, is_dynamic: bool) -> str:
+    if not isinstance(spec, TensorSpec) or dimensions is None:
+        return "*" if is_dynamic or isinstance(spec, TensorSpec) else spec.text
+    sizes = ", ".join("*" if size is None else str(size) for size in dimensions[0])
+    device = "" if spec.device.type == "cpu" else f" on {spec.device}"
+    needs = " requires_grad" if spec.requires_grad else ""
+    return f"{str(spec.dtype).removeprefix('torch.')}[{sizes}]{device}{needs}"
 
 
 class WrongOutputsError(BackendError):

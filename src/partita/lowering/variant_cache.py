@@ -6,18 +6,20 @@ It also decides for which calls no further compilation is attempted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock, RLock
 from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar, final
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
+from partita.errors import BackendError
 from partita.lowering.compilation import Compilation, Compiler
 from partita.lowering.constants import Constants
 from partita.lowering.dry_run import DryRun
 from partita.lowering.signature import Signature
-from partita.lowering.variant import Cause, Fit, Variant
+from partita.lowering.variant import Cause, Fit, Origin, Variant
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +82,15 @@ class Variants:
         self._use(found)
         return found
 
-    def find_or_make(self, compilation: Compilation, *, title: str) -> Variant:
+    def find_or_make(self, compilation: Compilation, *, user: object, region: str, title: str) -> Variant:
         """A variant that serves a call, compiled if need be; threads that wait for the same one share it."""
         with _COMPILING:
             found = self.find(compilation.signature, compilation.values)
-            return found or self._made_by(compilation, title)
+            if found is not None:
+                return found
+            made, seconds = self._made_by(compilation, title)
+            made.origin = Origin(region, ref(user), seconds)
+            return made
 
     def can_dry_run(self, compilation: Compilation) -> bool:
         """Whether the body runs on fake inputs like those of a compilation that has failed."""
@@ -95,14 +101,11 @@ class Variants:
         """Makes calls of this signature run the body eagerly from now on, where no function serves them."""
         self._backoff.note_failure(signature, cause)
 
-    def _made_by(self, compilation: Compilation, title: str) -> Variant:
-        log.info("compiling %s with %s", title, self.compiler.name)
-        started = perf_counter()
-        made = _run(compilation)
-        log.info("compiled %s with %s in %.1f s", title, self.compiler.name, perf_counter() - started)
+    def _made_by(self, compilation: Compilation, title: str) -> tuple[Variant, float]:
+        made, seconds = timed(lambda: _run(compilation), title=title, backend=self.compiler.name)
         self._backoff.note_try(compilation.signature)
         self._use(made)
-        return made
+        return made, seconds
 
     def _use(self, variant: Variant) -> None:
         """Moves a variant to the front, and evicts the last if there are too many."""
@@ -118,13 +121,27 @@ class Variants:
 
     def __reduce__(self) -> tuple[Any, ...]:
         functions = stored(self.compiler, self._functions)
-        return _unpickled, (self.compiler, self._keep_each, functions)
+        return _unpickled, (_pickled(self.compiler), self._keep_each, functions)
 
 
-def _unpickled(compiler: Compiler, keep: int, functions: tuple[Stored, ...]) -> Variants:
+def _unpickled(pickled: PickledCompiler | Compiler, keep: int, functions: tuple[Stored, ...]) -> Variants:
+    compiler = pickled.compiler() if isinstance(pickled, PickledCompiler) else pickled
     variants = Variants(compiler, keep=keep)
     variants._functions = tuple(_restored(compiler, functions))
     return variants
+
+
+Made = TypeVar("Made")
+
+
+def timed(compile_it: Callable[[], Made], *, title: str, backend: str) -> tuple[Made, float]:
+    """What is compiled, and how many seconds that took; logged before and after."""
+    log.info("compiling %s with %s", title, backend)
+    started = perf_counter()
+    made = compile_it()
+    seconds = perf_counter() - started
+    log.info("compiled %s with %s in %.1f s", title, backend, seconds)
+    return made, seconds
 
 
 def _run(compilation: Compilation) -> Variant:
@@ -213,6 +230,36 @@ class LruTable(Generic[Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class PickledCompiler(NamedTuple):
+    """A compiler as a pickle of its own, so that one whose class is missing has a name in the error."""
+
+    name: str
+    kind: str
+    data: bytes
+
+    def compiler(self) -> Compiler:
+        """The compiler; raises where its class cannot be imported."""
+        try:
+            found: Compiler = pickle.loads(self.data)
+        except (ImportError, AttributeError) as error:
+            raise BackendError(
+                f"this program was lowered by the backend {self.name!r} ({self.kind}), which cannot be imported here: "
+                f"{error}; install the package that has it, or lower the original program here with another backend"
+            ) from error
+        return found
+
+
+def _pickled(compiler: Compiler) -> PickledCompiler | Compiler:
+    """A pickle of the compiler; itself where the pickler around it may know more of its class than pickle does."""
+    kind = type(compiler)
+    if kind.__module__ == "__main__":
+        return compiler
+    try:
+        return PickledCompiler(compiler.name, f"{kind.__module__}.{kind.__qualname__}", pickle.dumps(compiler))
+    except Exception:
+        return compiler
 
 
 class Stored(NamedTuple):

@@ -1,5 +1,6 @@
 """Plans: what will be done, decided and printed before anything is done."""
 
+from partita.plans.compilations import CompiledBody
 from partita.plans.failures import Failure
 from partita.plans.mode_tree import ModeTree, mode_tree
 from partita.plans.plan import Plan, Policy, plan
@@ -8,6 +9,7 @@ from partita.plans.treatment import Called, Site, Treatment
 
 __all__ = [
     "Called",
+    "CompiledBody",
     "DistinctBody",
     "Excluded",
     "Explanation",

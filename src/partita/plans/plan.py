@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import reduce
@@ -17,6 +17,7 @@ from partita._torch.gc_pause import gc_paused
 from partita.analysis.mode import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
+from partita.plans.compilations import Compilations
 from partita.plans.failures import Failures
 from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
 from partita.plans.report import DistinctBody, Excluded, Explanation, distinct_bodies, excluded, explanation, table
@@ -51,7 +52,11 @@ _WITHOUT_MODE = ("placeholder", "get_attr", "output")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """What will be done to a program; print it, query it, then `apply` it."""
+    """What will be done to a program; print it, query it, then `apply` it.
+
+    `failures` and `compilations` grow as the result is called: which regions run eagerly, and why; which functions were
+    compiled for which inputs.
+    """
 
     partition: Partition
     treatments: tuple[Treatment, ...]
@@ -59,6 +64,8 @@ class Plan:
     puts_back_modes: bool = False
     #: Failed compilations of regions, which run eagerly; it grows as they are called.
     failures: Failures = field(default_factory=Failures, compare=False)
+    #: The compiled functions that regions use: for which inputs, how long it took; it grows as they are called.
+    compilations: Compilations = field(default_factory=Compilations, compare=False)
 
     def __post_init__(self) -> None:
         distinct = {id(treatment): treatment for treatment in self.treatments}.values()
@@ -184,7 +191,7 @@ class Plan:
     def _sites(self) -> list[Site]:
         count, caller = len(self.partition), self.program.caller
         return [
-            Site(region, self.program, place, count, caller, self.failures)
+            Site(region, self.program, place, count, caller, self.failures, self.compilations)
             for place, region in enumerate(self.partition)
         ]
 
@@ -239,13 +246,32 @@ def _treatments(
 
 
 def _check_names(partition: Partition, treatment: object) -> None:
-    names = dict.fromkeys(region.name for region in partition)
+    names = {region.name for region in partition}
     unknown = [name for name in treatment if name not in names] if isinstance(treatment, Mapping) else []
     # Another frame of the model may have the region.
     if unknown and partition.program.frame is None:
-        near = get_close_matches(str(unknown[0]), names, n=3) or list(names)[:3]
-        known = f"; there are {', '.join(map(repr, near))}{' and others' if len(names) > len(near) else ''}"
-        raise OptionError(f"there is a treatment for {unknown[0]!r}, but no such region{known if names else ''}")
+        raise OptionError(f"there is a treatment for {unknown[0]!r}, but no such region{_hint(partition, unknown[0])}")
+
+
+def _hint(partition: Partition, unknown: object) -> str:
+    """Which regions were meant, maybe: by their label, or by a similar name."""
+    labelled = [region.name for region in partition if region.label == unknown]
+    if labelled:
+        return (
+            f": it is the label of {_some(labelled)}, and a mapping is by region name; pass a function, such as "
+            "lambda region: treatments[region.label]"
+        )
+    names = list(dict.fromkeys(region.name for region in partition))
+    labels = list(dict.fromkeys(str(region.label) for region in partition if region.label is not None))
+    near = get_close_matches(str(unknown), names, n=3)
+    if near or not names:
+        return f"; did you mean {', '.join(map(repr, near))}?" if near else "; the policy found none"
+    near_labels = get_close_matches(str(unknown), labels, n=3) or labels
+    return f"; there are {_some(names)}" + (f", labelled {_some(near_labels)}" if labels and labels != names else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
 
 
 def _treatment_for(
@@ -260,6 +286,12 @@ def _treatment_for(
         if isinstance(chosen, type):
             name = chosen.__name__
             raise OptionError(f"region {region.name!r} gets the class {name}, not a treatment; write {name}(...)")
+        if isinstance(treatment, Mapping) and chosen is None:
+            label = "" if region.label in (None, region.name) else f" (labelled {region.label!r})"
+            raise OptionError(
+                f"region {region.name!r}{label} has no treatment among {_some(list(map(str, treatment)))}; add one "
+                "under this name, for example Call(), or pass a function from regions to treatments"
+            )
         raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); set one, for example Call()")
     return chosen
 

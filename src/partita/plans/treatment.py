@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import LoweringError, TreatmentError
+from partita.plans.compilations import Compilations
 from partita.plans.failures import Failures
 from partita.program.program import Program
 from partita.regions import Region
@@ -45,7 +46,7 @@ class Treats(Protocol):
 class Site:
     """Where a body will be called: its region, which is `place` of `count`, and what is known of the caller's modes.
 
-    Failures at run time are added to `failures`, which the plan shows.
+    Failures at run time are added to `failures`, and what is compiled to `compilations`; the plan shows both.
     """
 
     region: Region
@@ -55,6 +56,7 @@ class Site:
     count: int = 1
     caller: Mode = AMBIENT
     failures: Failures = field(default_factory=Failures)
+    compilations: Compilations = field(default_factory=Compilations)
 
 
 @runtime_checkable

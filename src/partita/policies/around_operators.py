@@ -14,9 +14,10 @@ from torch.fx import Node
 
 from partita.analysis.mode import Mode
 from partita.errors import CycleError, OptionError
-from partita.policies.constraints import TrivialNodes, check_flags, check_match, check_modes_apart
+from partita.policies.constraints import TrivialNodes, check_flags, check_modes_apart
 from partita.policies.legalize import Piece, assignable, legal_partition, partition_of, settled, unassigned
-from partita.program.operator_choice import Chosen, Operator, checked_operators, plain_name
+from partita.policies.matching import Names, check_match
+from partita.program.operator_choice import Chosen, Operator, checked_operators, choosable_name, plain_name
 from partita.program.program import Program
 from partita.regions import Partition
 
@@ -51,8 +52,8 @@ class AroundOperators:
 
     def __call__(self, program: Program) -> Partition:
         assignment, names = self._runs(program)
-        if not names and not self.allow_empty:
-            check_match(self, program, self._wanted(), _operators_in(program), "operator", "operators called in it")
+        if not names:
+            check_match(self, program)
         trivial = TrivialNodes(program)
         moved = move_trivial_nodes(program, assignment, chosen_runs=names, trivial=trivial)
         try:
@@ -60,15 +61,21 @@ class AroundOperators:
         except CycleError:  # A symbol that crosses a border adds an edge that is unknown before the cut.
             return legal_partition(program, *self._regions(program, assignment, names, trivial=trivial))
 
+    def names(self, program: Program) -> Names:
+        """The names of the operators, and of those that are called in the program."""
+        assert isinstance(self.operators, tuple)
+        wanted = tuple(one if isinstance(one, str) else str(getattr(one, "__name__", one)) for one in self.operators)
+        return Names(wanted, tuple(_operators_in(program)), "operator", "operators called in it")
+
+    def has_match(self, partition: Partition) -> bool:
+        """Whether a region holds a chosen operator."""
+        return any(region.label == "chosen" for region in partition)
+
     def _mode(self, program: Program, number: int, before: Mode | None) -> Mode | None:
         """The mode of a node, if modes are kept apart; a symbolic scalar takes any."""
         if not self.modes_apart or number in program.symbolic_scalars:
             return before
         return program.modes.at(number)
-
-    def _wanted(self) -> list[str]:
-        assert isinstance(self.operators, tuple)
-        return [one if isinstance(one, str) else str(getattr(one, "__name__", one)) for one in self.operators]
 
     def _runs(self, program: Program) -> tuple[list[int], dict[int, str]]:
         """The runs in graph order, each chosen operator one of them, and the names of those runs."""
@@ -119,10 +126,7 @@ class AroundOperators:
 
 def _operators_in(program: Program) -> Iterator[str]:
     """The names under which the operators of a program can be chosen."""
-    for node in program.operators():
-        yield plain_name(node)
-        if node.op == "call_function":
-            yield str(node.target)
+    return (choosable_name(node, program.graph_module) for node in program.operators())
 
 
 def move_trivial_nodes(

@@ -9,8 +9,9 @@ from typing import Any, final
 from torch.fx import Node
 
 from partita.errors import OptionError
-from partita.policies.constraints import check_flags, check_match
+from partita.policies.constraints import check_flags
 from partita.policies.legalize import Piece, assignable, distinct_names, legal_partition, unassigned, user_label
+from partita.policies.matching import Names, check_match
 from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.regions.joint_forward import forward_part
@@ -46,10 +47,18 @@ class ByAnnotation:
                 reasons[node] = f"it has no annotation {self.key!r}"
             else:
                 assignment[number] = found.setdefault(_frozen(value), len(found))
-        if not found and not self.allow_empty:
-            check_match(self, program, (self.key,), _keys_in(program), "annotation", "keys of annotations in it")
+        if not found:
+            check_match(self, program)
         pieces = [Piece(_name(self.key, value), value) for value in found]
         return legal_partition(program, assignment, pieces, reasons)
+
+    def names(self, program: Program) -> Names:
+        """The key, and the keys of annotations in the program."""
+        return Names((self.key,), tuple(_keys_in(program)), "annotation", "keys of annotations in it")
+
+    def has_match(self, partition: Partition) -> bool:
+        """Whether there is a region."""
+        return len(partition) > 0
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -14,8 +14,9 @@ from torch.fx import Node
 
 from partita.analysis.nodes import find, imported_class
 from partita.errors import OptionError
-from partita.policies.constraints import check_flags, check_match
+from partita.policies.constraints import check_flags
 from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned
+from partita.policies.matching import Names, check_match
 from partita.program.frame import Frame
 from partita.program.program import Program
 from partita.regions import Partition
@@ -66,14 +67,24 @@ class ByModule:
             if len(found):
                 return found
         found = self._partition(program, None)
-        if not len(found) and not self.allow_empty:
-            check_match(self, program, self._wanted(), _paths_in(program), "call of a module", "modules called in it")
+        if not self.has_match(found):
+            check_match(self, program)
         return found
 
-    def _wanted(self) -> tuple[str, ...]:
+    def names(self, program: Program) -> Names:
+        """The patterns and classes, and the paths and classes of modules that are called in the program."""
         texts = () if callable(self.paths) else self.paths
         assert isinstance(self.classes, tuple)
-        return (*texts, *(one if isinstance(one, str) else one.__name__ for one in self.classes))
+        wanted = (*texts, *(one if isinstance(one, str) else one.__name__ for one in self.classes))
+        return Names(wanted, tuple(_paths_in(program)), "call of a module", "modules called in it")
+
+    def has_match(self, partition: Partition) -> bool:
+        """Whether there is a region."""
+        return len(partition) > 0
+
+    def selects(self, path: str, kind: type) -> bool:
+        """Whether a module of this path and class fits the patterns and classes; a function for paths is not called."""
+        return (callable(self.paths) or _is_like(path, self.paths)) and self._is_class(kind)
 
     def _partition(self, program: Program, around: ModuleCall | None) -> Partition:
         """The regions; `around` is the call of the module that runs in the frame, which no node records."""
@@ -113,7 +124,7 @@ class ByModule:
     def _is_path(self, path: str, node: Node) -> bool:
         if callable(self.paths):
             return bool(call_user_function(self.paths, path, node=node, role="function for module paths"))
-        return not self.paths or any(fnmatchcase(path, pattern) for pattern in self.paths)
+        return _is_like(path, self.paths)
 
     def _is_class(self, traced: type | str) -> bool:
         # torch.export records the names of classes, the other tracers the classes.
@@ -127,6 +138,10 @@ class ByModule:
             elif isinstance(found, type) and issubclass(found, wanted):
                 return True
         return not self.classes
+
+
+def _is_like(path: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def _texts(paths: object) -> tuple[str, ...]:
@@ -170,9 +185,13 @@ def calls_around(node: Node, root: nn.Module) -> tuple[ModuleCall, ...]:
 
 def _paths_in(program: Program) -> Iterator[str]:
     """The paths and class names of all modules that are called in a program."""
+    frame = program.frame or Frame()
+    if frame.paths and frame.type is not None:
+        yield from (frame.paths[0], frame.type.__name__)
+    prefix = f"{frame.paths[0]}." if frame.paths else ""
     for node in program.operators():
         for call in calls_around(node, program.graph_module):
-            yield call.path
+            yield f"{prefix}{call.path}"
             yield (call.type if isinstance(call.type, str) else call.type.__qualname__).rpartition(".")[2]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -15,7 +14,7 @@ from partita.analysis.mode import AMBIENT
 from partita.analysis.nodes import value_of
 from partita.analysis.op_effects.calls import CallEffects
 from partita.analysis.projections import is_projection
-from partita.errors import CallbackError, CycleError, NoMatchError, OptionError
+from partita.errors import CallbackError, CycleError, OptionError
 from partita.policies.legalize import NO_REASON, call_user_function, user_label
 from partita.program.operator_choice import plain_name
 from partita.program.program import Program
@@ -183,22 +182,6 @@ def at_mode_changes(program: Program, assignment: Sequence[int]) -> list[int]:
         if part >= 0:
             cut[number] = max(at, 0)
     return cut
-
-
-def check_match(
-    policy: object, program: Program, wanted: Iterable[str], present: Iterable[str], what: str, where: str
-) -> None:
-    """Raises since a policy matches nothing; a frame, which is a part of a model, need not have a match."""
-    if program.frame is not None:
-        return
-    known, wanted = list(dict.fromkeys(present)), list(wanted)
-    near = list(dict.fromkeys(name for text in wanted for name in get_close_matches(text, known, n=3, cutoff=0.5)))
-    shown = ", ".join(map(repr, (near or known)[:5])) or "none"
-    hint = f"did you mean {shown}?" if near else f"{where}: {shown}{', ...' if len(known) > 5 else '.'}"
-    exact = [name for name in near if name in wanted]
-    if exact:
-        hint = f"{exact[0]!r} is there, but as another kind of call, or only as nodes that take items or switch modes."
-    raise NoMatchError(f"{policy!r} matches no {what}; {hint} Pass allow_empty=True where that is fine")
 
 
 @final

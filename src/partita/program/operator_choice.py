@@ -84,6 +84,19 @@ def plain_name(node: Node) -> str:
     return schemas[0].rpartition(".")[2] if schemas else str(getattr(target, "__name__", target))
 
 
+def choosable_name(node: Node, root: nn.Module) -> str:
+    """The shortest name by which the call of `node` can be chosen."""
+    target: Any = node.target
+    if node.op == "call_module":
+        return type(find(root, target)).__name__
+    if isinstance(target, str):
+        return target
+    schemas = _schema_names(target)
+    if schemas or isinstance(target, _OVERLOAD | _PACKET) or is_higher_order(target):
+        return schemas[0] if schemas else str(target)
+    return f"{target.__module__}.{getattr(target, '__qualname__', '')}"
+
+
 def _names_of_function(target: Any) -> set[str]:
     names = {str(target), *_schema_names(target), f"{target.__module__}.{getattr(target, '__qualname__', '')}"}
     if isinstance(target, _PACKET) and len(target.overloads()) == 1:

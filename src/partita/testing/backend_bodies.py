@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
 from torch.nn import functional
 
+from partita.lowering.constants import holding
 from partita.testing.generator.state import ramp
 
 #: The inputs of a body, by how many rows their tensors have.
@@ -30,13 +31,38 @@ class Body:
     under: Callable[[], AbstractContextManager[Any]] = nullcontext
     #: Whether a program of it is lowered too: `Lower` makes views itself.
     lowered: bool = False
+    #: The last inputs, where the body holds them as constants; only for backends that want these.
+    held: tuple[Tensor, ...] = ()
 
     @property
     def name(self) -> str:
         return self.function.__name__
 
     def graph_module(self) -> GraphModule:
-        return symbolic_trace(self.function)
+        return self.holding(symbolic_trace(self.function))
+
+    def holding(self, traced: GraphModule) -> GraphModule:
+        """The body, traced with all inputs, as a backend gets it."""
+        first = len(traced.graph.find_nodes(op="placeholder")) - len(self.held)
+        return holding(traced, dict(enumerate(self.held, first))) if self.held else traced
+
+
+class CapturedLayer(nn.Module):
+    """A layer to capture for any number of rows: parameters, a buffer, and sizes in its arithmetic."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.linear.weight.copy_(ramp(4, 4))
+            self.linear.bias.copy_(ramp(4, phase=1.0))
+        self.register_buffer("scale", ramp(4, phase=2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.linear(x)) * self.scale
+        return torch.reshape(hidden, (x.shape[0] * 2, 2)) + torch.sum(x) / x.shape[0]
 
 
 aten = torch.ops.aten
@@ -137,6 +163,10 @@ def inference(x: Tensor, total: Tensor) -> tuple[Any, ...]:
     return torch.sin(x), total + 1
 
 
+def constants(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> tuple[Any, ...]:
+    return functional.linear(x, weight, bias) * scale, torch.add(x, bias)
+
+
 def _leaf(*shape: int, phase: float = 0.0) -> Tensor:
     return ramp(*shape, phase=phase).requires_grad_()
 
@@ -159,6 +189,7 @@ _OUTPUTS = "None, numbers, complex and empty tensors are returned unchanged"
 _INPUTS = "plain numbers and None are accepted as inputs"
 _RANDOM = "random numbers are those of the seed, and the generator advances"
 _SIZES = "sizes are those of the call"
+_CONSTANTS = "parameters and buffers that the body holds have their values"
 _MODES = "modes hold inside, and are restored after it"
 
 BODIES: tuple[Body, ...] = (
@@ -183,6 +214,12 @@ BODIES: tuple[Body, ...] = (
     Body(_INPUTS, plain_inputs, lambda rows: (_leaf(rows, 4), rows, 0.5, None)),
     Body(_RANDOM, random_numbers, _one),
     Body(_SIZES, computed_sizes, lambda rows: (_leaf(rows, 4), _leaf(rows + 1, 4, phase=1.0))),
+    Body(
+        _CONSTANTS,
+        constants,
+        lambda rows: (_leaf(rows, 4),),
+        held=(ramp(4, 4, phase=1.0), ramp(4, phase=2.0), ramp(4)),
+    ),
     Body(_MODES, without_gradients, lambda rows: (_leaf(rows, 4), _leaf(4, 4, phase=1.0)), torch.no_grad),
     Body(
         _MODES,

@@ -12,24 +12,25 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.export import Dim
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, symbolic_trace
 
 from partita._torch.modes import read_ambient
 from partita.backends import Backend, find_backend
 from partita.backends._torch.compile_context import compiler_scope
 from partita.backends._torch.fake_inputs import FakeInputs, strides_of
-from partita.backends.backend import takes_symbols, tolerance_of, trains
+from partita.backends.backend import takes_symbols, tolerance_of, trains, wants_constants
 from partita.capture import capture
 from partita.equivalence import Comparison, compare
 from partita.errors import OptionError
 from partita.lowering._torch.conditions import Check, check_from, conditions_of, symbolic_places
 from partita.lowering.variant import WrongOutputsError, check_outputs
-from partita.plans import plan
+from partita.plans import Plan, plan
 from partita.policies import ByCapability
 from partita.program.program import Program
-from partita.testing.backend_bodies import BODIES, Body
+from partita.testing.backend_bodies import BODIES, Body, CapturedLayer
 from partita.testing.generator.build import dump, random_case
 from partita.testing.generator.draft import Case
+from partita.testing.generator.state import ramp
 from partita.testing.laws.core import LawError
 from partita.treatments import Lower
 
@@ -56,6 +57,8 @@ def check_backend(
         checking.check_body(body)
     for case in cases:
         checking.check_program(case)
+    if bodies is None:
+        checking.check_captured()
     report = checking.report()
     if raises and not report.holds:
         raise LawError(str(report))
@@ -148,6 +151,8 @@ class _BackendCheck:
 
     def check_body(self, body: Body) -> None:
         """Checks the compiled body, for static and for dynamic sizes, and whether it can be stored."""
+        if body.held and not wants_constants(self.backend):
+            return
         module, name = body.graph_module(), body.name
         refused = self.check_refusals(module, name)
         operators = _as_operators(body) if refused else None
@@ -197,6 +202,30 @@ class _BackendCheck:
         """Checks the program with everything lowered that the backend supports."""
         self.check_refusals(case.graph_module, case.origin)
         self.hold(_LOWERING, case.origin, lambda: self._lowered(case))
+
+    def check_captured(self) -> None:
+        """Checks a layer that is captured for any number of rows, and its weights when they have changed."""
+        program = capture(CapturedLayer(), (ramp(5, 4),), dynamic_shapes=({0: Dim("rows", min=2)},))
+        lowering = plan(program, ByCapability(self.backend), Lower(self.backend))
+        after, where = lowering.apply(), "a captured layer"
+        for rows in (5, 7):
+            self.hold(_ANY_SIZE, f"{where}, {rows} rows", lambda rows=rows: self._equal(program, after, ramp(rows, 4)))  # type: ignore[misc]
+        with torch.no_grad():
+            for tensor in program.module().state_dict().values():
+                tensor.mul_(0.5)
+        self.hold(_CHANGED, where, lambda: self._equal(program, after, ramp(7, 4)))
+        self._note_failures(lowering, where)
+
+    def _equal(self, program: Program, after: Program, x: Tensor) -> str | None:
+        gradients = trains(self.backend)
+        with torch.set_grad_enabled(gradients):
+            comparison = compare(program, after, (x,), gradients=gradients, other_shapes=False)
+        return None if comparison.equal else _first(comparison)
+
+    def _note_failures(self, lowering: Plan, where: str) -> None:
+        for failure in lowering.failures:
+            self.note(f"it failed with {failure.reason}", f"{failure.region} of {where}")
+        self.lowered += len(lowering.partition) - len({failure.region for failure in lowering.failures})
 
     def _compared(self, body: Body, module: GraphModule, calls: _CompiledCalls) -> str | None:
         for rows in (5, 7):
@@ -254,9 +283,7 @@ class _BackendCheck:
         after = lowering.apply()
         with torch.set_grad_enabled(trains(self.backend)):
             comparison = compare(program, after, case.args, case.kwargs, gradients=trains(self.backend))
-        for failure in lowering.failures:
-            self.note(f"it failed with {failure.reason}", f"{failure.region} of {case.origin}")
-        self.lowered += len(lowering.partition) - len({failure.region for failure in lowering.failures})
+        self._note_failures(lowering, case.origin)
         return None if comparison.equal else str(comparison)
 
 
@@ -264,9 +291,11 @@ def _as_operators(body: Body) -> GraphModule | None:
     """The body as aten operators, for any number of rows; None where it cannot be captured."""
     inputs = body.inputs(5)
     sizes = tuple({0: Dim.AUTO} if isinstance(value, Tensor) and value.dim() else None for value in inputs)
+    traced, sizes = symbolic_trace(body.function), (*sizes, *(None for _ in body.held))
     try:
         with body.under():
-            return capture(body.graph_module(), inputs, dynamic_shapes=sizes).graph_module
+            program = capture(traced, (*inputs, *body.held), dynamic_shapes=sizes)
+            return body.holding(program.graph_module)
     except Exception:  # A body does what a tracer may refuse, with any error.
         return None
 
@@ -284,6 +313,8 @@ def _one_line(error: Exception) -> str:
 
 
 _RETURNING = "it makes functions that return a tuple or a list, with all outputs of the body"
+_ANY_SIZE = "a captured program serves every size that it was captured for"
+_CHANGED = "weights that have changed are read again"
 _LOWERING = "a lowered program is equivalent to the original"
 
 

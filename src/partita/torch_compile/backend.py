@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -21,7 +22,9 @@ from partita.analysis.mode import Mode
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
-from partita.torch_compile.frames import FramePlan, RunningModel
+from partita.torch_compile._torch.backends import reset_with_dynamo
+from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
+from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
 from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
@@ -58,9 +61,19 @@ def backend(
     report = FramePlan(decided, path, chosen.policy, time.perf_counter() - begin, len(inner.bodies))
     log.debug("%r: %s", report, ", ".join(region.name for region in decided.partition))
     model.record(report)
+    reset_with_dynamo(backend)
     if chosen.on_plan is not None:
         chosen.on_plan(report)
-    return model.warning_if_unmatched(function, report)
+    return warning_of_mismatches(function, model, report)
+
+
+def _forget_frames() -> None:
+    forget_plans()
+    forget_warnings()
+
+
+# torch.compiler.reset() calls this attribute of backends that have it.
+backend.reset = _forget_frames  # type: ignore[attr-defined]
 
 
 def _suffice_annotations(decided: Plan, option: object) -> bool:
@@ -92,7 +105,8 @@ def _compile_in_pieces(
         # Between the nodes that enter and leave a transform tensors are wrapped; compilers do not support these.
         log.warning("the graph enters torch.func transforms; its parts run uncompiled")
         return decided.apply().graph_module
-    cut = Plan(decided.partition, tuple(map(DeferredTreatment, decided.treatments))).apply().graph_module
+    deferred = replace(decided, treatments=tuple(map(DeferredTreatment, decided.treatments)), puts_back_modes=False)
+    cut = deferred.apply().graph_module
     compile_pieces(cut, gm, inner, example_inputs, shares=shares)
     return cut
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, final
@@ -19,8 +18,6 @@ from partita.plans import Plan
 from partita.plans.plan import Policy
 from partita.program.frame import Frame
 
-log = logging.getLogger(__name__)
-
 #: Components of paths that wrappers of torch add: torch.compile, checkpoint wrappers, the first FSDP.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -34,10 +31,21 @@ class FramePlan:
     #: The path of the frame's module in the outermost module that was running; empty for that itself.
     path: str
     policy: Policy
-    #: The seconds that compiling it took; backward graphs that are compiled later are not in it.
-    seconds: float
+    #: What planning and the inner backend took.
+    inner_seconds: float
     #: How many different bodies the inner backend compiled.
-    bodies: int
+    inner_bodies: int
+
+    @property
+    def seconds(self) -> float:
+        """How long compiling it took, with what `Lower` has compiled so far, without backward graphs compiled later."""
+        return self.inner_seconds + self.plan.compilations.seconds
+
+    @property
+    def bodies(self) -> int:
+        """How many different bodies were compiled, by the inner backend and so far by `Lower`."""
+        lowered = {compiled.region for compiled in self.plan.compilations if compiled.is_new}
+        return self.inner_bodies + sum(not lowered.isdisjoint(body.regions) for body in self.plan.bodies())
 
     def __repr__(self) -> str:
         where = repr(self.path) if self.path else "the model"
@@ -50,14 +58,17 @@ class FramePlan:
 def plans(model: nn.Module) -> tuple[FramePlan, ...]:
     """The plans for the frames of `model` that the backend has compiled, in the order of compilation.
 
-    Dynamo compiles equal modules once, so a frame may serve several of them.
+    Dynamo compiles equal modules once, so a frame may serve several of them. `torch.compiler.reset()` forgets them.
     """
     return tuple(_PLANS.get(unwrapped(model), ()))
 
 
+def forget_plans() -> None:
+    """Forgets the plans of all models, whose compiled frames are gone after a reset of Dynamo."""
+    _PLANS.clear()
+
+
 _PLANS: WeakKeyDictionary[nn.Module, list[FramePlan]] = WeakKeyDictionary()
-#: The policies that are known to match nothing in a model.
-_WARNED: WeakKeyDictionary[nn.Module, list[Policy]] = WeakKeyDictionary()
 
 
 @final
@@ -65,7 +76,7 @@ class RunningModel:
     """The modules that are running while Dynamo compiles a frame of one of them, read from the stack of Python."""
 
     def __init__(self, graph_module: GraphModule) -> None:
-        running = list(dict.fromkeys(unwrapped(module) for module in _running_modules()))
+        running = _running_modules()
         own = running[0] if running else None
         roots = [] if own is None else [module for module in reversed(running) if _path_in(module, own) is not None]
         #: The outermost module that contains that of the frame.
@@ -86,45 +97,6 @@ class RunningModel:
         if self.root is not None:
             _PLANS.setdefault(self.root, []).append(plan)
 
-    def warning_if_unmatched(self, function: Callable[..., Any], plan: FramePlan) -> Callable[..., Any]:
-        """The function of a frame without a region, which warns if no frame of the model has one.
-
-        At its second call all frames that ran in the first one are known.
-        """
-        if len(plan.plan.partition) or not plan.plan.program.operators():
-            return function
-        return _WarnsAtSecondCall(function, self.root, plan)
-
-
-@final
-class _WarnsAtSecondCall:
-    """A function that at its second call warns where a policy has matched nothing in a model."""
-
-    def __init__(self, function: Callable[..., Any], root: nn.Module | None, plan: FramePlan) -> None:
-        self._function, self._root, self._plan = function, root, plan
-        self._calls = 0
-
-    def __call__(self, *args: Any) -> Any:
-        if self._calls < 2:
-            self._calls += 1
-            if self._calls == 2:
-                self._check()
-        return self._function(*args)
-
-    def _check(self) -> None:
-        frames = [self._plan] if self._root is None else _PLANS.get(self._root, [self._plan])
-        policy = self._plan.policy
-        known = _WARNED.setdefault(self._root, []) if self._root is not None else []
-        is_matched = any(len(frame.plan.partition) for frame in frames if frame.policy is policy)
-        if not is_matched and not any(one is policy for one in known):
-            known.append(policy)
-            log.warning(
-                "%r matches nothing in any of the %d frames of the model that torch.compile has traced, so nothing is "
-                "cut or treated",
-                policy,
-                len(frames),
-            )
-
 
 def _ambient_autocast() -> Iterator[Autocast]:
     """The autocast that is on now, by device; Dynamo compiles a frame under the modes that it is called under."""
@@ -140,8 +112,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
-def _running_modules() -> Iterator[nn.Module]:
-    """The modules whose methods are on the stack, innermost first."""
+def running_module() -> nn.Module | None:
+    """The innermost module whose method is on the stack."""
+    return next(iter(_running_modules()), None)
+
+
+def _running_modules() -> list[nn.Module]:
+    """The modules whose methods are on the stack, each once, innermost first."""
+    return list(dict.fromkeys(map(unwrapped, _selves_on_stack())))
+
+
+def _selves_on_stack() -> Iterator[nn.Module]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if "self" in frame.f_code.co_varnames:
@@ -155,8 +136,13 @@ def _path_in(root: nn.Module, module: nn.Module) -> str | None:
     """The path of a module in another, without what wrappers add; None if it is not in it."""
     for name, found in root.named_modules():
         if found is module:
-            return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+            return plain_path(name)
     return None
+
+
+def plain_path(path: str) -> str:
+    """A path without what wrappers add."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _has_traced_modules(module: nn.Module, graph_module: GraphModule) -> bool:

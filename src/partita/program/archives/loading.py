@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from os import PathLike, fspath
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
+from torch.utils.weak import WeakIdKeyDictionary
 
 from partita._torch.modes import fresh_modes
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
@@ -37,7 +39,9 @@ def load_exported(
     with _LOCK, fresh_modes(grad=True):
         if trusted:
             open_file(file).close()
-            return load_trusted(file)
+            loaded = load_trusted(file)
+            _note_file(loaded, file)
+            return loaded
         with open_archive(file) as archive:
             reading = _Reading(archive, allowed)
             reading.check_container()
@@ -45,7 +49,23 @@ def load_exported(
             made = reading.exported()
             _refuse(archive, reading.problems)
             assert made is not None
+            _note_file(made, file)
             return made
+
+
+def file_of(tensor: Tensor) -> str | None:
+    """The file that a constant was loaded from, for messages; None where that is unknown."""
+    return _FILES.get(tensor)
+
+
+def _note_file(exported: ExportedProgram, file: Path) -> None:
+    for value in exported.constants.values():
+        if isinstance(value, Tensor):
+            _FILES[value] = str(file)
+
+
+#: The files that constants were loaded from.
+_FILES: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 
 
 def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = ()) -> ArchiveReport:

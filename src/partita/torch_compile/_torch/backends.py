@@ -35,6 +35,17 @@ def backend_names() -> list[str]:
     return list(list_backends(exclude_tags=()))
 
 
+def reset_with_dynamo(backend: Callable[..., Any]) -> None:
+    """Has the next `torch.compiler.reset()` call `backend.reset`.
+
+    torch 2.13 notes a backend when torch.compile is called and forgets it at a reset, while functions that were made
+    before it still compile with that backend.
+    """
+    from torch._dynamo.eval_frame import cached_backends
+
+    cached_backends.setdefault(id(backend), backend)
+
+
 @contextmanager
 def own_tracing_context(mode: Any) -> Iterator[None]:
     """A copy of the current tracing context, so that what AOTAutograd records on it is not shared.
