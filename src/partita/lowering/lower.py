@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cache
@@ -24,6 +25,7 @@ from partita.backends.backend import (
     wants_constants,
 )
 from partita.errors import OptionError
+from partita.lowering.cache_folder import CacheFolder, checked_root
 from partita.lowering.config import Lowering, ModeScope
 from partita.lowering.constants import state_inputs
 from partita.lowering.lowered import Lowered
@@ -48,7 +50,8 @@ class Lower:
     too, and so is a size that has changed; `dynamic=True` makes symbols of all sizes, `dynamic=False` of none. Where a
     compilation fails, the region runs eagerly and `plan.failures` says why; with `strict`, `LoweringError` is raised.
     `dumper` gets the text of the body and returns the tag under which a profiler shows the region; without it, the tag
-    is `tag`, or the name of the region.
+    is `tag`, or the name of the region. `cache` is a folder for compiled functions, from which other processes load
+    them; loading runs code.
     """
 
     backend: str | Backend = "inductor"
@@ -58,6 +61,7 @@ class Lower:
     max_variants: int = 8
     dumper: Callable[[str], str] | None = None
     tag: str | None = None
+    cache: str | os.PathLike[str] | None = None
 
     #: A function is compiled for one mode.
     allows_mixed_modes: ClassVar[bool] = False
@@ -75,7 +79,11 @@ class Lower:
             raise OptionError(f"dumper is a function from the text of a body to a tag; {self.dumper!r} is none")
         if self.tag is not None and not isinstance(self.tag, str):
             raise OptionError(f"a tag is text, not {self.tag!r}")
-        _found(self.backend)
+        backend = _found(self.backend)
+        if self.cache is not None:
+            checked_root(self.cache)
+            if not (hasattr(backend, "save") and hasattr(backend, "load")):
+                raise OptionError(f"cache stores compiled functions, and {backend.name!r} has no `save` and `load`")
 
     def __repr__(self) -> str:
         """With the options that differ from their defaults, since a plan prints it in every row."""
@@ -154,7 +162,11 @@ class Lower:
         key = body_key(bare.module) if constants is None else None
         # Equal bodies may differ in which of their results are mutated later, and functions are specialized on that.
         places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in mutated_later)
-        variants = variants_for(None if key is None else (key, dynamic, places), backend, keep=self.max_variants)
+        folder = None
+        if self.cache is not None and constants is None:
+            folder = CacheFolder.of(self.cache, bare.module, backend, dynamic, places)
+        key = None if key is None else (key, dynamic, places)
+        variants = variants_for(key, backend, keep=self.max_variants, folder=folder)
         return Lowered(bare.module, lowering, variants)
 
     def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:

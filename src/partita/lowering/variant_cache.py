@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 from weakref import WeakSet, WeakValueDictionary, ref
 
 from partita.errors import BackendError
+from partita.lowering.cache_folder import CacheFolder
 from partita.lowering.compilation import Compilation, Compiler
 from partita.lowering.constants import Constants
 from partita.lowering.dry_run import DryRun
@@ -28,15 +29,15 @@ _SHARED: WeakValueDictionary[Hashable, Variants] = WeakValueDictionary()
 _LOCK = Lock()
 
 
-def variants_for(key: Hashable | None, compiler: Compiler, *, keep: int) -> Variants:
-    """The variants of all bodies with this key, compiler and `keep`; new ones for a body without a key."""
-    whole = (key, type(compiler), compiler, keep)
+def variants_for(key: Hashable | None, compiler: Compiler, *, keep: int, folder: CacheFolder | None = None) -> Variants:
+    """The variants of all bodies with this key, compiler, `keep` and folder; new ones for a body without a key."""
+    whole = (key, type(compiler), compiler, keep, folder)
     if key is None or not _is_hashable(whole):
-        return Variants(compiler, keep=keep)
+        return Variants(compiler, keep=keep, folder=folder)
     with _LOCK:
         found = _SHARED.get(whole)
         if found is None:
-            found = _SHARED[whole] = Variants(compiler, keep=keep)
+            found = _SHARED[whole] = Variants(compiler, keep=keep, folder=folder)
         return found
 
 
@@ -57,8 +58,10 @@ _COMPILING = RLock()
 class Variants:
     """The compiled functions of equal bodies, at most `keep` for each user, least recently used evicted first."""
 
-    def __init__(self, compiler: Compiler, *, keep: int) -> None:
+    def __init__(self, compiler: Compiler, *, keep: int, folder: CacheFolder | None = None) -> None:
         self.compiler = compiler
+        #: Where other processes store functions of equal bodies.
+        self._folder = folder
         self._keep_each = keep
         self._users: WeakSet[Any] = WeakSet()
         self._backoff = CompileBackoff()
@@ -86,11 +89,29 @@ class Variants:
         """A variant that serves a call, compiled if need be; threads that wait for the same one share it."""
         with _COMPILING:
             found = self.find(compilation.signature, compilation.values)
+            if found is None:
+                found = self._loaded(compilation, title)
             if found is not None:
                 return found
             made, seconds = self._made_by(compilation, title)
             made.origin = Origin(region, ref(user), seconds)
+            if self._folder is not None:
+                for entry in stored(self.compiler, [made]):
+                    self._folder.store(entry)
             return made
+
+    def _loaded(self, compilation: Compilation, title: str) -> Variant | None:
+        """A variant from the folder that serves a call."""
+        if self._folder is None or compilation.constants:
+            return None
+        for entry in self._folder.entries():
+            if isinstance(entry, Stored) and entry.fit.takes(compilation.signature):
+                found = next(_restored(self.compiler, [entry]), None)
+                if found is not None and found.serves(compilation.signature, compilation.values):
+                    log.info("loaded %s from %s", title, self._folder.folder)
+                    self._use(found)
+                    return found
+        return None
 
     def can_dry_run(self, compilation: Compilation) -> bool:
         """Whether the body runs on fake inputs like those of a compilation that has failed."""

@@ -108,6 +108,15 @@ def vectors_of_inductor(options: Mapping[str, Any]) -> str:
     return vectors() if bits is None else f"{vectors()}, {bits} bits"
 
 
+def compiler_settings() -> str:
+    """The settings of Inductor and AOTAutograd, as text."""
+    from torch._functorch import config
+
+    settings: list[tuple[str, Any]] = [*inductor_options().items(), *config.get_config_copy().items()]
+    # How many processes compile has no effect on what they make.
+    return repr(sorted((name, repr(value)) for name, value in settings if name not in ("compile_threads", "debug")))
+
+
 def inductor_options() -> dict[str, Any]:
     """Inductor's options and their current values."""
     from torch._inductor import config
