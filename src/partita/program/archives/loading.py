@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection
 from os import PathLike, fspath
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils.weak import WeakIdKeyDictionary
 
 from partita._torch.modes import fresh_modes
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
@@ -19,6 +17,7 @@ from partita.program._torch.trusted_archives import load_trusted
 from partita.program.archives.container import Archive, Kind, kind_of, open_archive, open_file
 from partita.program.archives.data import Data, NotDataError, RefusedError
 from partita.program.archives.report import ArchiveReport, Member, Problem
+from partita.program.origins import with_origin
 
 _SHOWN = 5
 #: How many programs of one archive are inspected; each may take a minute.
@@ -41,9 +40,7 @@ def load_exported(
     with _LOCK, fresh_modes(grad=True):
         if trusted:
             open_file(file).close()
-            loaded = load_trusted(file)
-            _note_file(loaded, file)
-            return loaded
+            return with_origin(load_trusted(file), file)
         with open_archive(file) as archive:
             reading = _Reading(archive, allowed)
             _refuse(archive, reading.problems)
@@ -51,23 +48,7 @@ def load_exported(
             made = None if name is None else reading.exported(name)
             _refuse(archive, reading.problems)
             assert made is not None
-            _note_file(made, file)
-            return made
-
-
-def file_of(tensor: Tensor) -> str | None:
-    """The file that a constant was loaded from, for messages; None where that is unknown."""
-    return _FILES.get(tensor)
-
-
-def _note_file(exported: ExportedProgram, file: Path) -> None:
-    for value in exported.constants.values():
-        if isinstance(value, Tensor):
-            _FILES[value] = str(file)
-
-
-#: The files that constants were loaded from.
-_FILES: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+            return with_origin(made, file)
 
 
 def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = ()) -> ArchiveReport:
