@@ -351,3 +351,21 @@ def test_calls_whose_results_are_out_of_proportion_are_refused(operator: Any, ar
     assert refusal_of_call(operator, arguments, {}) == reason
     if operator is torch.ops.aten.round.decimals:
         assert refusal_of_call(operator, arguments, {"decimals": -(10**18)}) == "decimals is -1000000000000000000"
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes"),
+    [
+        (torch.ops.aten.histogramdd.int_bins, [(1, 10**8)]),
+        (torch.ops.aten.conv_tbc.default, [(3, 2, 2), (10**8, 2, 2)]),
+        (torch.ops.aten.conv_tbc_backward.default, [(3, 2, 2), (3, 2, 2), (10**8, 2, 2)]),
+        (torch.ops.aten.bilinear.default, [(2, 3), (2, 4), (10**8, 3, 4)]),
+        (torch.ops.aten._trilinear.default, [(10**8, 2)] * 3),
+    ],
+)
+def test_kernels_that_loop_over_a_long_axis_are_not_tried(operator: Any, shapes: list[tuple[int, ...]]) -> None:
+    """They run for hours on tensors without memory, and no other operator is called that could be counted."""
+    long = [torch.empty(shape, device="meta") for shape in shapes]
+    short = [torch.empty([min(size, 3) for size in shape], device="meta") for shape in shapes]
+    assert "with an axis of 100000000, over which it loops" in str(refusal_of_call(operator, long, {}))
+    assert refusal_of_call(operator, short, {}) is None

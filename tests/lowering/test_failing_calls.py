@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tests.lowering.helpers import Counting, Failing, lowered, plan_of, region_of
 from torch import Tensor, nn
-from torch.fx import GraphModule, symbolic_trace
+from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita import Program, capture, plan
 from partita.errors import LoweringError
@@ -214,13 +215,76 @@ def test_positions_that_compiled_code_does_not_check_are_left_to_eager_mode() ->
     assert "may read outside of its tensor" in str(decided.failures)
 
 
+def _selected(x: Tensor, row: Tensor) -> Tensor:
+    at: Any = row.item()
+    return x.select(0, at) + 1
+
+
+def _selected_within(x: Tensor, row: Tensor) -> Tensor:
+    at: Any = row.item()
+    torch._check(at >= 0)
+    torch._check(at < 5)
+    return x.select(0, at) + 1
+
+
+def _without_assertions(function: Any, inputs: tuple[Tensor, ...]) -> Program:
+    """An exported program as a file may hold it: no assertion says that the index is within the tensor."""
+    exported = torch.export.export(_Called(function), inputs)
+    for module in exported.graph_module.modules():
+        graph = module.graph if isinstance(module, GraphModule) else Graph()
+        for node in reversed(graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)):
+            graph.erase_node(node)
+    return Program.of(exported)
+
+
+def test_an_index_that_only_data_say_is_left_to_eager_mode() -> None:
+    x = torch.ones(5, 3)
+    program = _without_assertions(_selected, (x, torch.tensor(2)))
+    decided = plan(program, BySize(parts=1), Lower("inductor"))
+    with torch.no_grad(), pytest.raises(IndexError, match="out of range"):
+        decided.apply().module()(x, torch.tensor(100_000))
+
+
+def test_an_index_that_is_asserted_is_compiled() -> None:
+    x, row = torch.ones(5, 3), torch.tensor(2)
+    program = Program.of(torch.export.export(_Called(_selected_within), (x, row)))
+    decided = plan(program, BySize(parts=1), Lower("aot_eager", strict=True))
+    assert torch.equal(decided.apply().module()(x, row), x[2] + 1)
+
+
+def _of_channels(x: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    return torch.ops.quantized_decomposed.quantize_per_channel(x, scales, zeros, 0, -128, 127, torch.int8)
+
+
+def _of_channels_in_a_body(x: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, _of_channels, lambda x, scales, zeros: x.to(torch.int8), (x, scales, zeros))
+
+
+@pytest.mark.parametrize("function", [_of_channels, _of_channels_in_a_body])
+def test_fewer_scales_than_channels_are_left_to_eager_mode(function: Any) -> None:
+    """Neither the fake kernel nor Inductor compares their numbers; eager mode does."""
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+    inputs = torch.ones(64, 4), torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    decided = plan(Program.of(torch.export.export(_Called(function), inputs)), BySize(parts=1), Lower("inductor"))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="must match"):
+        decided.apply().module()(*inputs)
+
+
+def test_one_scale_for_each_channel_is_compiled() -> None:
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+    inputs = torch.ones(6, 4), torch.ones(6), torch.zeros(6, dtype=torch.int64)
+    program = Program.of(torch.export.export(_Called(_of_channels), inputs))
+    decided = plan(program, BySize(parts=1), Lower("aot_eager", strict=True))
+    assert torch.equal(decided.apply().module()(*inputs), _of_channels(*inputs))
+
+
 class _Called(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
 
 
 def test_a_method_that_leaves_its_memory_is_left_to_eager_mode() -> None:

@@ -31,7 +31,7 @@ def slices(count: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def view_and_number(count: Tensor, x: Tensor) -> tuple[Tensor, Any]:
     rows = count.item()
     count.add_(1)
-    return x.select(0, rows), rows
+    return x.narrow(0, rows, 1), rows
 
 
 def view_of_a_result(count: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,7 @@ def refusal_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     tensors = 0
     for place, argument in enumerate(target._schema.arguments):
         value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        why = None if value is None else _why_rejected(target, argument, value)
+        why = None if value is None else _why_rejected(target, argument, value) or _why_long(target, argument, value)
         if why is not None:
             return f"{argument.name} is {why}"
         tensors += len(value) if isinstance(value, tuple | list) else 1
@@ -153,6 +153,24 @@ def _why_rejected(target: OpOverload, argument: Any, value: Any) -> str | None:
         if not is_single and not (argument.has_default_value() and list(value) == argument.default_value):
             return f"a list of {len(value)} and not of {argument.N}"
     return None
+
+
+def _why_long(target: OpOverload, argument: Any, value: Any) -> str | None:
+    """Why a kernel runs for long, also on tensors without memory: it loops over an axis."""
+    axes = _LOOP_AXES.get((target._schema.name, argument.name))
+    if axes is None or not isinstance(value, Tensor):
+        return None
+    longest = max(map(hint_of, value.shape[axes]), default=0)
+    return f"a tensor with an axis of {longest}, over which it loops" if longest > _MOST_LOOPED else None
+
+
+#: The axes over which kernels loop without a call that would be counted, by operator and argument (torch 2.13).
+_LOOP_AXES: Mapping[tuple[str, str], slice] = {
+    ("aten::histogramdd", "self"): slice(-1, None),
+    **{(f"aten::{name}", "weight"): slice(1) for name in ("bilinear", "conv_tbc", "conv_tbc_backward")},
+    **{("aten::_trilinear", name): slice(None) for name in ("i1", "i2", "i3")},
+}
+_MOST_LOOPED = 2**12
 
 
 def refusal_of_device(values: Any) -> str | None:

@@ -52,6 +52,13 @@ def is_unbacked(symbol: Any) -> bool:
     return str(symbol).startswith(("u", "zuf"))
 
 
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes holds whatever their values are; it adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def _is_symbolic(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return bool(value._has_symbolic_sizes_strides)

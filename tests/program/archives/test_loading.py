@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -266,6 +267,22 @@ def test_internal_operators_of_exports_and_decompositions_load(case: str, decomp
     torch.export.save(program.run_decompositions() if decomposed else program, tmp_path / "m.pt2")
     mine, torchs = Program.of(tmp_path / "m.pt2").module(), torch.export.load(tmp_path / "m.pt2").module()
     assert torch.equal(mine(x), torchs(x))
+
+
+def test_quantized_programs_load(tmp_path: Path) -> None:
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+    quantized = torch.ops.quantized_decomposed
+
+    class Rounded(nn.Module):
+        def forward(self, x: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, ...]:
+            levels = quantized.quantize_per_channel(x, scales, zeros, 1, -128, 127, torch.int8)
+            back = quantized.dequantize_per_channel(levels, scales, zeros, 1, -128, 127, torch.int8)
+            return back, *quantized.choose_qparams_per_token_asymmetric(x, torch.int8)
+
+    inputs = X, torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64)
+    torch.export.save(torch.export.export(Rounded(), inputs), tmp_path / "m.pt2")
+    mine, torchs = Program.of(tmp_path / "m.pt2").module(), torch.export.load(tmp_path / "m.pt2").module()
+    assert all(map(torch.equal, mine(*inputs), torchs(*inputs)))
 
 
 def test_an_index_that_compilers_take_without_a_check_is_checked(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from partita._torch.dry_runs import is_torchs
 from partita._torch.fx.graph_writer import GraphWriter, input_nodes
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.operators.schemas import is_higher_order, storage_key
-from partita._torch.symbolic_shapes import is_unbacked, symbols_in
+from partita._torch.symbolic_shapes import is_known, is_unbacked, symbols_in
 from partita.analysis.op_effects.calls import op_effects_of
 from partita.analysis.op_effects.terms import nodes_in_slots
 from partita.lowering._torch.bodies import out_of_place
@@ -107,22 +107,14 @@ class _RecordingInterpreter(Interpreter):
     def _check_positions(self, node: Node) -> None:
         """Raises where a call reads outside of its tensor, or may: compiled code does not look, and eager mode does."""
         name = _called_name(node)
-        if not any(part in name for part in (*_UNCHECKED, "upsample_")):
+        part = next((part for part in _CHECKS if part in name), None)
+        if part is None:
             return
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         schema = getattr(node.target, "_schema", None)
-        names = _OF_FUNCTION if schema is None else [argument.name for argument in schema.arguments]
+        names = _OF_FUNCTIONS.get(part, ()) if schema is None else [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        source = given.get("self", given.get("input"))
-        if "as_strided" in name:
-            is_fine = isinstance(source, Tensor) and _is_within(
-                source, given.get("size"), given.get("stride"), given.get("storage_offset")
-            )
-        elif "upsample_" in name:
-            is_fine = not isinstance(source, Tensor) or _fit_scales(source, given)
-        else:
-            is_fine = False
-        if not is_fine:
+        if not _CHECKS[part](given.get("self", given.get("input")), given):
             raise InvalidCallError(f"{node.name!r} may read outside of its tensor")
 
     def _loses_strides(self, node: Node) -> bool:
@@ -161,7 +153,10 @@ def unchecked_call(module: GraphModule) -> str | None:
         for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
             name = _called_name(node)
             scales = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
-            if any(part in name for part in _UNCHECKED) or ("upsample_" in name and scales):
+            is_position_computed = name.startswith("aten.select") and any(
+                isinstance(arg, Node) for arg in node.args[2:]
+            )
+            if any(part in name for part in _UNCHECKED) or ("upsample_" in name and scales) or is_position_computed:
                 return str(node.name)
     return None
 
@@ -172,34 +167,76 @@ def _called_name(node: Node) -> str:
 
 
 #: Parts of the names of operators whose positions Inductor does not check.
-_UNCHECKED = ("as_strided", "_unsafe_masked_index", "_unsafe_index")
+_UNCHECKED = ("as_strided", "_unsafe_masked_index", "_unsafe_index", "quantize_per_channel.default")
 
 
-#: The parameters of `torch.as_strided`, and of the method.
-_OF_FUNCTION = ("input", "size", "stride", "storage_offset")
-
-
-def _fit_scales(source: Tensor, given: Mapping[str, Any]) -> bool:
+def _fit_scales(source: Any, given: Mapping[str, Any]) -> bool:
     """Whether the scales of an enlargement, if it has any, are those of its sizes."""
     scales = [value for name, value in given.items() if name.startswith("scale") and value is not None]
     flat = [scale for value in scales for scale in (value if isinstance(value, tuple | list) else (value,))]
     sizes = given.get("output_size")
-    if not flat or sizes is None:
+    if not isinstance(source, Tensor) or not flat or sizes is None:
         return True
     pairs = zip(source.shape[-len(flat) :], sizes[-len(flat) :], flat, strict=False)
     return len(sizes) >= len(flat) and all(_is_scaled(before, after, scale) for before, after, scale in pairs)
 
 
-def _is_within(source: Tensor, sizes: Any, strides: Any, offset: Any) -> bool:
+def _is_within(source: Any, given: Mapping[str, Any]) -> bool:
     """Whether a view by strides stays in the memory of its tensor; not where a number is not known."""
-    offset = source.storage_offset() if offset is None else offset
-    if not isinstance(sizes, tuple | list) or not isinstance(strides, tuple | list):
+    sizes, strides, offset = (given.get(name) for name in ("size", "stride", "storage_offset"))
+    if not isinstance(source, Tensor) or not isinstance(sizes, tuple | list) or not isinstance(strides, tuple | list):
         return False
+    offset = source.storage_offset() if offset is None else offset
     numbers = (*sizes, *strides, offset, source.untyped_storage().nbytes())
     if any(type(number) is not int or number < 0 for number in numbers) or len(sizes) != len(strides):
         return False
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     return 0 in sizes or bool((last + 1) * source.element_size() <= source.untyped_storage().nbytes())
+
+
+def _is_selected_within(source: Any, given: Mapping[str, Any]) -> bool:
+    """Whether an index that is read from data stays in the tensor: Inductor (torch 2.13) asserts nothing of it."""
+    index, axis = given.get("index"), given.get("dim")
+    unknown = [one for one in (index if isinstance(index, tuple | list) else (index,)) if _is_read(one)]
+    if (
+        not unknown
+        or not isinstance(source, Tensor)
+        or not isinstance(axis, int)
+        or not isinstance(index, torch.SymInt)
+    ):
+        return not unknown
+    size = source.shape[axis]
+    return is_known(index < size) and is_known(index >= -size)
+
+
+def _is_read(number: Any) -> bool:
+    return isinstance(number, torch.SymInt) and any(map(is_unbacked, symbols_in(number)))
+
+
+def _fit_channels(source: Any, given: Mapping[str, Any]) -> bool:
+    """Whether there is one scale and one zero point for each channel: neither the fake kernel nor Inductor looks."""
+    axis, tables = given.get("axis"), [given.get(name) for name in ("scales", "zero_points")]
+    if not isinstance(source, Tensor) or not isinstance(axis, int) or not -source.dim() <= axis < source.dim():
+        return False
+    found = [table.shape for table in tables if isinstance(table, Tensor)]
+    return all(len(shape) == 1 and is_known(shape[0] == source.shape[axis]) for shape in found)
+
+
+#: Parts of the names of operators of which compiled code does not check the positions, and what does.
+_CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    **dict.fromkeys(_UNCHECKED, lambda source, given: False),
+    "as_strided": _is_within,
+    "upsample_": _fit_scales,
+    "quantize_per_channel.default": _fit_channels,
+    "select": _is_selected_within,
+    "getitem": _is_selected_within,
+}
+#: The parameters of functions and methods that have no schema.
+_OF_FUNCTIONS = {
+    "as_strided": ("input", "size", "stride", "storage_offset"),
+    "select": ("input", "dim", "index"),
+    "getitem": ("input", "index"),
+}
 
 
 def _is_scaled(before: Any, after: Any, scale: Any) -> bool:

@@ -9,12 +9,11 @@ import stat
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 from typing import BinaryIO
 
 from partita.errors import ArchiveError
@@ -23,8 +22,6 @@ from partita.errors import ArchiveError
 MOST_MEMBERS = 200_000
 MOST_TEXT_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 24
-
-
 #: What `zipfile` raises for a damaged file.
 _ZIP_ERRORS = (zipfile.BadZipFile, EOFError, KeyError, RuntimeError, ValueError, NotImplementedError, struct.error)
 
@@ -50,7 +47,7 @@ class Archive:
 
     path: Path
     sizes: Mapping[str, int]
-    odd: tuple[tuple[str, str], ...]
+    odd: Mapping[str, str]
     _zip: zipfile.ZipFile
     _root: str
 
@@ -58,15 +55,12 @@ class Archive:
         """A copy of the bytes of a member, verified against its checksum."""
         if name not in self.sizes:
             raise ArchiveError(f"{self.path} has no member {name!r}, which it needs; save the program again")
-        why = dict(self.odd).get(name)
-        if why is not None:  # A few compressed bytes may expand without limit.
-            raise ArchiveError(f"member {name!r} of {self.path} is not read: {why}")
-        found = bytearray()
-        with _damage(lambda why: self._damaged(name, why)), self._zip.open(f"{self._root}/{name}") as member:
+        if name in self.odd:  # A few compressed bytes may expand without limit.
+            raise ArchiveError(f"member {name!r} of {self.path} is not read: {self.odd[name]}")
+        found, what = bytearray(), f"member {name!r} of {self.path} cannot be read"
+        with _damage(what, "the file is damaged, get it again"), self._zip.open(f"{self._root}/{name}") as member:
             while chunk := member.read(_CHUNK_BYTES):
                 found += chunk
-        if len(found) != self.sizes[name]:
-            raise self._damaged(name, f"it has {len(found)} bytes, and not {self.sizes[name]}")
         return found
 
     def read_text(self, name: str) -> bytes:
@@ -75,19 +69,15 @@ class Archive:
             raise ArchiveError(f"member {name!r} of {self.path} has {self.sizes[name]} bytes, which no graph needs")
         return bytes(self.read(name))
 
-    def names(self, kind: Kind) -> list[str]:
-        """The members of one kind."""
-        return [name for name in self.sizes if kind_of(name) is kind]
-
-    def _damaged(self, name: str, why: object) -> ArchiveError:
-        return ArchiveError(f"member {name!r} of {self.path} cannot be read: {why}; the file is damaged, get it again")
-
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
     """The archive at `path`, which is closed afterwards."""
-    with open_file(path) as file, _opened(path, file) as opened:
-        yield _archive(path, opened, os.fstat(file.fileno()).st_size)
+    with open_file(path) as file:
+        with _damage(f"{path} is no .pt2 archive, or only a part of one", "save the program with torch.export.save"):
+            opened = zipfile.ZipFile(file)
+        with opened:
+            yield _archive(path, opened, os.fstat(file.fileno()).st_size)
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -106,23 +96,17 @@ def open_file(path: Path) -> BinaryIO:
     raise ArchiveError(f"{path} is a pipe, a socket or a device; copy what it gives into a file first")
 
 
-def _opened(path: Path, file: BinaryIO) -> zipfile.ZipFile:
-    advice = "save the program with torch.export.save"
-    with _damage(lambda why: ArchiveError(f"{path} is no .pt2 archive, or only a part of one: {why}; {advice}")):
-        return zipfile.ZipFile(file)
-
-
 @contextmanager
-def _damage(said: Callable[[Exception], ArchiveError]) -> Iterator[None]:
+def _damage(what: str, advice: str) -> Iterator[None]:
     """Converts the errors of `zipfile` for a damaged file to an ArchiveError."""
     try:
         yield
     except _ZIP_ERRORS as error:
-        raise said(error) from error
+        raise ArchiveError(f"{what}: {error}; {advice}") from error
     except OSError as error:
         if error.errno not in (None, errno.EINVAL):  # These mean that the directory has an invalid offset.
             raise
-        raise said(error) from error
+        raise ArchiveError(f"{what}: {error}; {advice}") from error
 
 
 def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:
@@ -132,30 +116,24 @@ def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:
     if len(infos) > MOST_MEMBERS:
         raise ArchiveError(f"{path} has {len(infos)} members; no archive of a program has more than {MOST_MEMBERS}")
     root = infos[0].filename.partition("/")[0]
-    named = {_without(root, info.filename): info for info in infos}
-    odd = [(name, why) for name, info in named.items() if (why := _oddity(info, root)) is not None]
-    odd += [
-        (_without(root, name), f"the archive has it {count} times, and readers differ in which they take")
-        for name, count in Counter(info.filename for info in infos).items()
-        if count > 1
-    ]
+    # One outside of the root folder keeps its full name, with a leading slash.
+    named = {f"/{info.filename}".removeprefix(f"/{root}/"): info for info in infos}
+    counts = Counter(info.filename for info in infos)
+    odd = {name: _oddity(info, root, counts[info.filename]) for name, info in named.items()}
     if sum(info.compress_size for info in infos) > file_bytes:
         raise ArchiveError(f"the members of {path} overlap: together they are larger than the file")
     if "archive_format" not in named:
         files = {info.filename.rpartition("/")[2] for info in infos}
         raise ArchiveError(f"{path} is {_likely(files)}; save the program with torch.export.save")
     sizes = {name: info.file_size for name, info in named.items()}
-    return Archive(path, MappingProxyType(sizes), tuple(odd), opened, root)
+    return Archive(path, sizes, {name: why for name, why in odd.items() if why is not None}, opened, root)
 
 
-def _without(root: str, name: str) -> str:
-    """The name of a member relative to the root folder; one outside of it keeps its full name with a leading slash."""
-    return name.removeprefix(f"{root}/") if name.startswith(f"{root}/") else f"/{name}"
-
-
-def _oddity(info: zipfile.ZipInfo, root: str) -> str | None:
+def _oddity(info: zipfile.ZipInfo, root: str, count: int) -> str | None:
     """Why a member is irregular: torch never writes one like it."""
     name = info.filename
+    if count > 1:
+        return f"the archive has it {count} times, and readers differ in which they take"
     if not name.startswith(f"{root}/"):
         return f"it is not in the folder {root!r} of the archive"
     if "\\" in name or "\0" in name or name.startswith("/") or ".." in name.split("/") or not name.isprintable():

@@ -140,8 +140,7 @@ class Data:
 
     def plain_text(self) -> str:
         """A string without characters that could end a literal: a key, a constant, the argument of an operator."""
-        is_plain = _PLAIN.fullmatch(self.text())
-        return self._text_if(is_plain, "has quotes, braces or signs that cannot be printed")
+        return self._text_if(_PLAIN.fullmatch(self.text()), "has quotes, braces or signs that cannot be printed")
 
     def plain(self, *, words: bool = False) -> Any:
         """The value unchanged, if all strings in it are plain, or words."""
@@ -206,9 +205,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 #: A component of a path; compilers may write files with such a name.
 _PART = re.compile(r"(?!__|/)[\w \-+/:@<>=]{1,500}")
 #: Names with a meaning in the code that torch.fx generates.
-_OF_GENERATED_CODE = frozenset(
-    ("self", "torch", "math", "_operator", "builtins", "pytree", "_pytree", "fx_pytree", "__debug__")
-)
+_OF_GENERATED_CODE = ("self", "torch", "math", "_operator", "builtins", "pytree", "_pytree", "fx_pytree", "__debug__")
 _OF_MODULES = frozenset(dir(nn.Module()))
 #: Attributes of graph modules, also of those that torch.export makes.
 _ATTRIBUTES = ADDED_BY_EXPORT.union(dir(GraphModule(nn.Module(), Graph())))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection
 from os import PathLike, fspath
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils.weak import WeakIdKeyDictionary
 
 from partita._torch.modes import fresh_modes
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.program._torch.trusted_archives import load_trusted
 from partita.program.archives.container import Archive, Kind, kind_of, open_archive, open_file
-from partita.program.archives.data import Data, MalformedError, NotDataError, RefusedError
+from partita.program.archives.data import Data, NotDataError, RefusedError
 from partita.program.archives.report import ArchiveReport, Member, Problem
+from partita.program.origins import with_origin
 
 _SHOWN = 5
+#: How many programs of one archive are inspected; each may take a minute.
+_MOST_PROGRAMS = 16
 #: torch's own loader is not thread-safe.
 _LOCK = threading.RLock()
 
@@ -39,45 +40,30 @@ def load_exported(
     with _LOCK, fresh_modes(grad=True):
         if trusted:
             open_file(file).close()
-            loaded = load_trusted(file)
-            _note_file(loaded, file)
-            return loaded
+            return with_origin(load_trusted(file), file)
         with open_archive(file) as archive:
             reading = _Reading(archive, allowed)
-            reading.check_container()
             _refuse(archive, reading.problems)
-            made = reading.exported()
+            name = reading.chosen()
+            made = None if name is None else reading.exported(name)
             _refuse(archive, reading.problems)
             assert made is not None
-            _note_file(made, file)
-            return made
-
-
-def file_of(tensor: Tensor) -> str | None:
-    """The file that a constant was loaded from, for messages; None where that is unknown."""
-    return _FILES.get(tensor)
-
-
-def _note_file(exported: ExportedProgram, file: Path) -> None:
-    for value in exported.constants.values():
-        if isinstance(value, Tensor):
-            _FILES[value] = str(file)
-
-
-#: The files that constants were loaded from.
-_FILES: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+            return with_origin(made, file)
 
 
 def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = ()) -> ArchiveReport:
-    """The contents of a `.pt2` file and what prevents loading it; its weights are not read."""
+    """The contents of a `.pt2` file and what prevents loading a program in it; its weights are not read."""
     file, allowed = _path(path), _allowed(operators)
     with _LOCK, fresh_modes(grad=True), open_archive(file) as archive:
         reading = _Reading(archive, allowed, is_read=False)
-        reading.check_container()
-        reading.exported()
+        reading.chosen()
+        for name in reading.programs[:_MOST_PROGRAMS]:
+            reading.exported(name)
+        for name in reading.programs[_MOST_PROGRAMS:]:
+            reading.note(f"models/{name}.json", f"it is not inspected, since {_MOST_PROGRAMS} others were")
         return ArchiveReport(
             path=str(archive.path),
-            programs=tuple(_programs(archive)),
+            programs=tuple(reading.programs),
             torch_version=reading.torch_version,
             schema_version=reading.schema_version,
             members=tuple(Member(name, kind_of(name), size) for name, size in archive.sizes.items()),
@@ -96,9 +82,7 @@ def _path(path: str | PathLike[str]) -> Path:
 
 def _allowed(operators: Collection[str]) -> frozenset[str]:
     if isinstance(operators, str) or not all(isinstance(name, str) for name in operators):
-        raise OptionError(
-            f"`operators` is a collection of texts, such as ['mylib'] or ['mylib::op'], not {operators!r}"
-        )
+        raise OptionError(f"`operators` is a collection of texts, such as ['mylib', 'lib::op'], not {operators!r}")
     return frozenset(operators)
 
 
@@ -109,40 +93,43 @@ class _Reading:
         self._archive = archive
         self._allowed = allowed
         self._is_read = is_read
+        members = [name for name in archive.sizes if kind_of(name) is Kind.PROGRAM]
+        self.programs = [member.removeprefix("models/").removesuffix(".json") for member in members]
         self.torch_version = self.schema_version = "unknown"
         self.operators: dict[str, None] = {}
         self.problems: list[Problem] = []
+        self._check_container()
 
-    def check_container(self) -> None:
+    def _check_container(self) -> None:
         """Finds members that torch never writes, and members that are more than data whatever their content."""
         archive = self._archive
-        self.problems += [Problem(name, why) for name, why in archive.odd]
-        odd = {name for name, _ in archive.odd}
+        self.problems += [Problem(name, why) for name, why in archive.odd.items()]
         for member, wanted in (("archive_format", "pt2"), ("archive_version", "0"), ("byteorder", sys.byteorder)):
-            is_there = member in archive.sizes and member not in odd
+            is_there = member in archive.sizes and member not in archive.odd
             found = archive.read_text(member)[:40].decode(errors="replace").strip() if is_there else wanted
             if found != wanted:
-                self._note(member, f"it says {found[:40]!r}, and only {wanted!r} can be read here")
-        kinds = {name: kind_of(name) for name in archive.sizes}
-        self.problems += [Problem(name, _UNWANTED[kind]) for name, kind in kinds.items() if kind in _UNWANTED]
+                self.note(member, f"it says {found[:40]!r}, and only {wanted!r} can be read here")
+        kinds = ((name, kind_of(name)) for name in archive.sizes)
+        self.problems += [Problem(name, _UNWANTED[kind]) for name, kind in kinds if kind in _UNWANTED]
 
-    def exported(self) -> ExportedProgram | None:
-        """The program called "model", as torch.export.save names it, or the only one; None if there is a problem."""
+    def chosen(self) -> str | None:
+        """The program called "model", as torch.export.save names it, or the only one; None if there is no such."""
+        names = self.programs
+        if "model" in names or len(names) == 1:
+            return "model" if "model" in names else names[0]
+        listed = ", ".join(map(repr, sorted(names)[:_MOST_PROGRAMS]))
+        several = f"it holds several programs, {listed}, and none called 'model'; save each on its own"
+        self.note("models/", several if names else "the archive holds no exported program")
+        return None
+
+    def exported(self, name: str) -> ExportedProgram | None:
+        """A program of the archive; None if there is a problem."""
         # These modules import half of torch.export.
         from partita.program.archives._torch.program import SavedProgram
         from partita.program.archives._torch.weights import Weights
 
-        names, member = sorted(_programs(self._archive)), "models/"
-        name = "model" if "model" in names or not names else names[0]
+        member = f"models/{name}.json"
         try:
-            if not names:
-                raise MalformedError("the archive holds no exported program")
-            if name != "model" and len(names) > 1:
-                listed = ", ".join(map(repr, names))
-                raise MalformedError(
-                    f"it holds several programs, {listed}, and none called 'model'; save each on its own"
-                )
-            member = f"models/{name}.json"
             saved = SavedProgram(Data.of(self._archive.read_text(member)))
             self.torch_version, self.schema_version = saved.torch_version, saved.schema_version
             weights, tables = Weights(self._archive, is_read=self._is_read), []
@@ -154,18 +141,19 @@ class _Reading:
             self.operators.update(saved.operators)
             return made
         except RefusedError as error:
-            self._note(error.member or member, str(error), is_danger=isinstance(error, NotDataError))
+            self.note(error.member or member, str(error), is_danger=isinstance(error, NotDataError))
         except ArchiveError as error:
-            self._note(member, str(error))
+            self.note(member, str(error))
         except (MemoryError, torch.OutOfMemoryError, OSError):
             raise  # The file is not to blame.
         except Exception as error:
             # torch's verifier and shape environment may raise any error for an inconsistent program.
-            reason = f"{type(error).__name__}: {_last_line(error)}"
-            self._note(member, f"torch {torch.__version__} cannot build a program from it: {reason}")
+            last = [line for line in str(error).splitlines() if line.strip()][-1:] or ["no more is known"]
+            reason = f"{type(error).__name__}: {last[0].strip()[:300]}"
+            self.note(member, f"torch {torch.__version__} cannot build a program from it: {reason}")
         return None
 
-    def _note(self, member: str, what: str, *, is_danger: bool = False) -> None:
+    def note(self, member: str, what: str, *, is_danger: bool = False) -> None:
         self.problems.append(Problem(member, what, is_danger=is_danger))
 
 
@@ -188,12 +176,3 @@ def _refuse(archive: Archive, problems: list[Problem]) -> None:
         )
     if problems:
         raise ArchiveError(f"{archive.path} cannot be loaded: {reasons}")
-
-
-def _programs(archive: Archive) -> list[str]:
-    return [member.removeprefix("models/").removesuffix(".json") for member in archive.names(Kind.PROGRAM)]
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no more is known"

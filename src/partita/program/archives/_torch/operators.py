@@ -78,8 +78,8 @@ def _computes(found: OpOverload) -> bool:
 
 def _is_of_programs(found: OpOverload) -> bool:
     """Whether programs name it: of the kernels behind torch's functions, only those that torch.export writes."""
-    name = found._schema.name.removeprefix("aten::")
-    return name.startswith(_INTERNAL) if name.startswith("_") else not name.startswith(_OF_ONE_LIBRARY)
+    name = found._schema.name.partition("::")[2]
+    return name.startswith(tuple(_INTERNAL)) if name.startswith("_") else not name.startswith(_OF_ONE_LIBRARY)
 
 
 def _is_plain(argument: Any) -> bool:
@@ -102,28 +102,26 @@ _PLAIN_TYPE = re.compile(
 #: The arguments in which a string selects a variant of a computation; none of them is a file name.
 _NAMES_OF_VARIANTS = _words(
     """
-    UPLO activation algorithm api_name approximate assert_msg driver equation indexing interpolation mode msg norm ord
-    p pad_mode padding padding_mode padding_side reduce reduction rounding_mode side
+    UPLO activation algorithm api_name approximate assert_msg driver equation indexing interpolation mode msg norm ord p
+    pad_mode padding padding_mode padding_side reduce reduction rounding_mode side
     """
 )
 _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_constrain_range_for_size")
 #: How the names of the internal operators begin that torch.export or a decomposition writes. The others are kernels
 #: behind checks that a direct call avoids: torch crashes where sizes or lists do not match (2.13).
-_INTERNAL = tuple(
-    _words(
-        """
-        __ _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
-        _cdist_ _chunk_cat _conj _convolution _ctc_loss _dim_arange _dirichlet_grad _efficientzerotensor _embedding_bag
-        _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_moving_avg_obs_fq_helper
-        _fused_rms_norm _fw_primal _grouped_mm _histogramdd_ _index_put_impl _int_mm _is_all_true _is_any_true
-        _jagged_to_ _linalg_ _local_scalar_dense _log_softmax _logcumsumexp _lu_with_info _make_dual _masked_s _native_
-        _neg_view _pack_padded_sequence _pad_circular _pad_enum _pad_packed_sequence _padded_dense_ _pdist_
-        _prelu_kernel _reshape_copy _safe_softmax _sample_dirichlet _scaled_ _shape_as_tensor _softmax _standard_gamma
-        _to_copy _transform _trilinear _unique _unpack_dual _unsafe_masked_index _unsafe_view _upsample_ _weight_
-        """
-    )
+_INTERNAL = _words(
+    """
+    __ _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
+    _cdist_ _choose_qparams_ _chunk_cat _conj _convolution _ctc_loss _dim_arange _dirichlet_grad _efficientzerotensor
+    _embedding_bag _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_moving_avg_obs_fq_helper
+    _fused_rms_norm _fw_primal _grouped_mm _histogramdd_ _index_put_impl _int_mm _is_all_true _is_any_true _jagged_to_
+    _linalg_ _local_scalar_dense _log_softmax _logcumsumexp _lu_with_info _make_dual _masked_s _native_ _neg_view
+    _pack_padded_sequence _pad_circular _pad_enum _pad_packed_sequence _padded_dense_ _pdist_ _prelu_kernel
+    _reshape_copy _safe_softmax _sample_dirichlet _scaled_ _shape_as_tensor _softmax _standard_gamma _to_copy _transform
+    _trilinear _unique _unpack_dual _unsafe_masked_index _unsafe_view _upsample_ _weight_
+    """
 )
-_OF_ONE_LIBRARY = ("fbgemm_", "miopen_", "mkldnn_", "mps_", "quantized_", "sparse_")
+_OF_ONE_LIBRARY = ("fbgemm_", "inductor_", "miopen_", "mkldnn_", "mps_", "quantized_", "sparse_")
 #: Operators that a compiler takes without a check of the bounds, and the same with one.
 _WITH_CHECKS = {"_unsafe_index": "index", "_unsafe_index_put": "index_put"}
 #: Operators that run graphs of the file, with the positions of these arguments.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -163,18 +163,16 @@ class Symbols:
         match expression:
             case bool():
                 return sympy.true if expression else sympy.false, 1
-            case int():
-                return sympy.Integer(expression), 1
+            case int(value) | Operation("Integer", (int(value),), ()):
+                return sympy.Integer(value), 1
             case float():
                 return _float(repr(expression)), 1
             case Symbol("true" | "false" as truth):
                 return sympy.true if truth == "true" else sympy.false, 1
             case Symbol(name):
-                return self._symbol(name, {}), _terms_of_symbol(name)
+                return self._symbol(name, {})
             case Operation("Symbol", (str(name),), options) if all(isinstance(value, bool) for _, value in options):
-                return self._symbol(name, {key: bool(value) for key, value in options}), _terms_of_symbol(name)
-            case Operation("Integer", (int(value),), ()):
-                return sympy.Integer(value), 1
+                return self._symbol(name, {key: bool(value) for key, value in options})
             case Operation("Rational", (int(above), int(below)), ()) if below > 0:
                 return sympy.Rational(above, below), 1
             case Operation("Float", (str(written),), () | (("precision", 53),)):
@@ -194,7 +192,7 @@ class Symbols:
                 return make(*(part for part, _ in parts)), terms
         raise ExpressionError(f"{getattr(expression, 'name', 'a text')!r} has no place in it")
 
-    def _symbol(self, name: str, assumptions: Mapping[str, bool]) -> sympy.Symbol:
+    def _symbol(self, name: str, assumptions: Mapping[str, bool]) -> tuple[sympy.Symbol, int]:
         known = self._symbols.get(name)
         if known is None:
             if not _SYMBOL.fullmatch(name) or not assumptions.keys() <= _ASSUMPTIONS:
@@ -205,7 +203,8 @@ class Symbols:
                 self.pending.add(known)
         elif any(known.assumptions0.get(key) != value for key, value in assumptions.items()):
             raise ExpressionError(f"the symbol {name!r} has other properties elsewhere")
-        return known
+        # torch adds an offset to each symbol before expansion, and may replace an unbacked one by an equality.
+        return known, 3 if name.startswith(("u", "zuf")) else 2
 
 
 def stays_small(condition: sympy.Basic) -> bool:
@@ -213,20 +212,13 @@ def stays_small(condition: sympy.Basic) -> bool:
 
     It replaces one side of an equality by the other: that must be a number, or linear in one symbol.
     """
-    equalities = condition.atoms(sympy.Eq)
-    return all(_is_short(side) for equality in equalities for side in equality.args)
+    sides = [side for equality in condition.atoms(sympy.Eq) for side in equality.args]
+    return all(_is_short(sympy.Mul.make_args(term) for term in sympy.Add.make_args(side)) for side in sides)
 
 
-def _is_short(side: sympy.Basic) -> bool:
-    terms = side.args if side.is_Add else (side,)
-    factors = [factor for term in terms for factor in (term.args if term.is_Mul else (term,))]
-    is_plain = all(factor.is_Symbol or factor.is_Number for factor in factors)
-    return is_plain and sum(factor.is_Symbol for factor in factors) <= 1
-
-
-def _terms_of_symbol(name: str) -> int:
-    """Two, since torch adds an offset to each symbol before expansion; three if an equality may replace the symbol."""
-    return 3 if name.startswith(("u", "zuf")) else 2
+def _is_short(terms: Iterable[Sequence[sympy.Basic]]) -> bool:
+    factors = [factor for term in terms for factor in term]
+    return all(one.is_Symbol or one.is_Number for one in factors) and sum(one.is_Symbol for one in factors) <= 1
 
 
 def _float(written: str) -> sympy.Float:

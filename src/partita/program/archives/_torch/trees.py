@@ -109,10 +109,8 @@ _FACTORIES: dict[str, type] = {
     "collections.deque": deque,
 }
 _CONTEXTS: dict[Any, Callable[[Any, Data], Any]] = {
-    tuple: lambda _, context: None,
-    list: lambda _, context: None,
-    dict: _keys,
-    OrderedDict: _keys,
+    **dict.fromkeys((tuple, list), lambda _, context: None),
+    **dict.fromkeys((dict, OrderedDict), _keys),
     defaultdict: _factory_and_keys,
     deque: _most_items,
 }

@@ -95,8 +95,9 @@ class Weights:
 
     def _made_of(self, found: _Tensor) -> Tensor:
         if not self._is_read or 0 in found.sizes:
-            device = found.device if self._is_read else "meta"
+            device = "cpu" if self._is_read else "meta"
             made = torch.empty_strided(found.sizes, found.strides, dtype=found.dtype, device=device)
+            made = _moved(made, found.device) if self._is_read else made
         else:
             if (found.member, found.device) not in self._memory:
                 data = torch.frombuffer(self._archive.read(found.member), dtype=torch.uint8)
@@ -110,11 +111,9 @@ class Weights:
 
 
 def _moved(data: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return data
     try:
         return data.to(device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        raise ArchiveError(f"its weights are on {device}, which is not available here: {error}") from error
+        raise ArchiveError(f"its weights are on {device}, which is not available here") from error
