@@ -14,9 +14,9 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from partita._torch.operators.schemas import is_higher_order
+from partita.analysis.effects.calls import CallEffects, mutated_classes, storages_of
+from partita.analysis.effects.terms import Effects, argument
 from partita.analysis.index import Index
-from partita.analysis.op_effects.calls import CallEffects, mutated_classes, storages_of
-from partita.analysis.op_effects.terms import OpEffects, argument
 
 
 class LaterUses(NamedTuple):
@@ -205,7 +205,7 @@ class _Mutators(NamedTuple):
 _NO_MUTATORS = _Mutators()
 
 
-def _analysed(index: Index, calls: CallEffects, effectful: Mapping[Node, OpEffects]) -> Mutations:
+def _analysed(index: Index, calls: CallEffects, effectful: Mapping[Node, Effects]) -> Mutations:
     storages = storages_of(index, calls, effectful)
     mutated = {
         number: {storages.find(memory) for memory in classes}
@@ -240,7 +240,7 @@ def _updates(
     mutated: Mapping[int, Collection[int]],
     classes: Mapping[str, int],
     held: Collection[int],
-    effectful: Mapping[Node, OpEffects],
+    effectful: Mapping[Node, Effects],
 ) -> dict[str, frozenset[int]]:
     """The classes of inputs and attributes that calls of norms and modules update, by the name of the call."""
     updates: dict[str, frozenset[int]] = {}

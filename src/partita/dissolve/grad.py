@@ -15,10 +15,10 @@ from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata, map_tensors
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.operators.schemas import is_higher_order
 from partita._torch.toggles import IS_GRAD_ENABLED
+from partita.analysis.effects.calls import CallEffects, mutated_classes, storages_of
+from partita.analysis.effects.terms import nodes_in_slots
 from partita.analysis.mode import Mode
 from partita.analysis.nodes import find, value_of
-from partita.analysis.op_effects.calls import CallEffects, mutated_classes, storages_of
-from partita.analysis.op_effects.terms import nodes_in_slots
 from partita.analysis.projections import takes_item
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 from torch.fx import Node
 
+from partita.analysis.effects.calls import CallEffects
 from partita.analysis.mode import AMBIENT
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import CallEffects
 from partita.analysis.projections import is_projection
 from partita.errors import CallbackError, CycleError, OptionError
 from partita.policies.legalize import NO_REASON, call_user_function, user_label

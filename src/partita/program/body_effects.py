@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 
 from partita._torch.symbolic_shapes import symbol_of
+from partita.analysis.effects.calls import CallEffects, storages_of
+from partita.analysis.effects.modules import may_use_rng
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import CallEffects, storages_of
-from partita.analysis.op_effects.modules import may_use_rng
 from partita.program.program import Program
 
 #: For each input of a body the symbols of its sizes, or its own symbol, by name; None for what was traced as static.

@@ -9,8 +9,8 @@ from typing import Any, final
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import registers_hook
+from partita.analysis.effects.calls import CallEffects, storages_of
 from partita.analysis.index import Index
-from partita.analysis.op_effects.calls import CallEffects, storages_of
 
 
 @final

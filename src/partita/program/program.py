@@ -13,14 +13,14 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis.effects import Effects, effects_of
+from partita.analysis.effects.calls import CallEffects
+from partita.analysis.effects.graph import GraphEffects, effects_of_graph
+from partita.analysis.effects.terms import Effects
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.modes import Modes, check_bodies, modes_of
 from partita.analysis.mutation import LaterUses, Mutations, mutations_before, mutations_of
 from partita.analysis.nodes import Neighbours, neighbours_of
-from partita.analysis.op_effects.calls import CallEffects
-from partita.analysis.op_effects.terms import OpEffects
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
@@ -76,7 +76,7 @@ class Program:
         #: Whether it is a body of another program, which has checked the modes of its bodies at any depth.
         self.is_body = body_of is not None
         #: The effects of calling each body; a program shares the table with its bodies.
-        self._known_modules: dict[nn.Module, OpEffects] = {} if body_of is None else body_of._known_modules
+        self._known_modules: dict[nn.Module, Effects] = {} if body_of is None else body_of._known_modules
         self._analyses: dict[Callable[[Program], Any], Any] = {}
 
     @classmethod
@@ -242,9 +242,9 @@ class Program:
         return symbolic_scalars_of(self.index)
 
     @cached_property
-    def effects(self) -> Effects:
+    def effects(self) -> GraphEffects:
         """The order that side effects impose beyond data flow."""
-        return effects_of(self.index, self._graph_module, pure=self.pure, known_modules=self._known_modules)
+        return effects_of_graph(self.index, self._graph_module, pure=self.pure, known_modules=self._known_modules)
 
     @cached_property
     def mutations(self) -> Mutations:

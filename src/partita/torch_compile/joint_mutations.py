@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import viewed_node
-from partita.analysis.op_effects.calls import CallEffects
+from partita.analysis.effects.calls import CallEffects
 from partita.errors import RecomputeError
 from partita.program.program import Program
 

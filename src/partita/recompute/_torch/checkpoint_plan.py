@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from partita._torch.operators.schemas import Signature, is_higher_order, signatures_of
-from partita.analysis.op_effects.modules import may_use_rng
+from partita.analysis.effects.modules import may_use_rng
 from partita.program.annotations import annotate, annotation
 from partita.program.body_effects import BodyEffects, body_effects
 from partita.program.program import Program

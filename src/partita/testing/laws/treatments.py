@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from partita._torch.pytrees import flatten
+from partita.analysis.effects.calls import tensors_of
 from partita.analysis.nodes import find
-from partita.analysis.op_effects.calls import tensors_of
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.backends import Backend, find_backend
 from partita.backends.backend import tolerance_of

@@ -20,15 +20,15 @@ from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.toggles import IS_GRAD_ENABLED, TOGGLES
+from partita.analysis.effects.calls import CallEffects, Storages, mutated_classes, storages_of, tensors_of
+from partita.analysis.effects.terms import Effects
 from partita.analysis.index import Index
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import CallEffects, Storages, mutated_classes, storages_of, tensors_of
-from partita.analysis.op_effects.terms import OpEffects
 from partita.analysis.projections import projections_of
 
 
 @dataclass(frozen=True, slots=True)
-class Effects:
+class GraphEffects:
     """Edge `e`: node `before[e]` stays before node `after[e]`; edges are grouped by `after`, in graph order."""
 
     before: array[int]
@@ -51,13 +51,13 @@ class Effects:
         return zip(self.before, self.after, strict=True)
 
 
-def effects_of(
+def effects_of_graph(
     index: Index,
     root: GraphModule,
     *,
     pure: frozenset[Callable[..., Any]] = frozenset(),
-    known_modules: dict[nn.Module, OpEffects] | None = None,
-) -> Effects:
+    known_modules: dict[nn.Module, Effects] | None = None,
+) -> GraphEffects:
     """The effects of a graph; functions in `pure` are trusted to have none.
 
     `known_modules` caches the effects of calls of modules and bodies; new entries are added. Costs next to nothing
@@ -66,14 +66,14 @@ def effects_of(
     calls = CallEffects(root, pure, known_modules)
     effectful = calls.effectful(index.graph)
     if not effectful:
-        return Effects(array("i"), array("i"))
+        return GraphEffects(array("i"), array("i"))
     accesses = _Accesses()
     _record_chains(accesses, index, effectful)
     _record_fences(accesses, index, effectful, root)
     mutated_inputs, mutated_tensors = _record_memory(accesses, index, calls, effectful)
     before, after = _edges(accesses)
     number = index.number
-    return Effects(
+    return GraphEffects(
         before,
         after,
         barriers=tuple(sorted(number[node] for node, effects in effectful.items() if effects.unknown)),
@@ -99,7 +99,7 @@ class _Accesses:
 _RNG, _SIDE_EFFECTS, _NETWORK, _FENCE = -1, -2, -3, -4
 
 
-def _record_chains(accesses: _Accesses, index: Index, effectful: Mapping[Node, OpEffects]) -> None:
+def _record_chains(accesses: _Accesses, index: Index, effectful: Mapping[Node, Effects]) -> None:
     """RNG use, communication and other side effects each keep their order."""
     for node, effects in effectful.items():
         flags = ((effects.uses_rng, _RNG), (effects.impure, _SIDE_EFFECTS), (effects.communicates, _NETWORK))
@@ -108,7 +108,7 @@ def _record_chains(accesses: _Accesses, index: Index, effectful: Mapping[Node, O
             accesses.writes.setdefault(index.number[node], set()).update(chains)
 
 
-def _record_fences(accesses: _Accesses, index: Index, effectful: Mapping[Node, OpEffects], root: GraphModule) -> None:
+def _record_fences(accesses: _Accesses, index: Index, effectful: Mapping[Node, Effects], root: GraphModule) -> None:
     """Every call stays on its side of a fence; mode toggles and projections may cross it."""
     fences = {index.number[node] for node, effects in effectful.items() if effects.fences}
     if not fences:
@@ -124,7 +124,7 @@ def _record_fences(accesses: _Accesses, index: Index, effectful: Mapping[Node, O
 
 
 def _record_memory(
-    accesses: _Accesses, index: Index, calls: CallEffects, effectful: Mapping[Node, OpEffects]
+    accesses: _Accesses, index: Index, calls: CallEffects, effectful: Mapping[Node, Effects]
 ) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     """Mutations and the reads that observe them; returns the inputs and the tensors of modules that are mutated."""
     if not any(effects.mutates or effects.mutated_state for effects in effectful.values()):
@@ -144,13 +144,13 @@ def _record_memory(
     return mutated_inputs, tuple(storages.tensors_in(_modified(index, mutated, effectful)))
 
 
-def _modified(index: Index, mutated: Mapping[int, set[int]], effectful: Mapping[Node, OpEffects]) -> set[int]:
+def _modified(index: Index, mutated: Mapping[int, set[int]], effectful: Mapping[Node, Effects]) -> set[int]:
     """The classes whose memory is mutated; waiting for a collective mutates nothing."""
     return set().union(*(classes for i, classes in mutated.items() if not effectful[index.nodes[i]].waits))
 
 
 def _mutated_inputs(
-    index: Index, storages: Storages, mutated: Mapping[int, set[int]], effectful: Mapping[Node, OpEffects]
+    index: Index, storages: Storages, mutated: Mapping[int, set[int]], effectful: Mapping[Node, Effects]
 ) -> tuple[int, ...]:
     """The inputs and attributes whose storage is mutated."""
     modified = _modified(index, mutated, effectful)
@@ -203,7 +203,7 @@ def _record_state(accesses: _Accesses, index: Index, calls: CallEffects, storage
                 accesses.reads.setdefault(i, []).extend((number, -1) for number in sorted(classes))
 
 
-def _record_operands_of_waits(accesses: _Accesses, index: Index, effectful: Mapping[Node, OpEffects]) -> None:
+def _record_operands_of_waits(accesses: _Accesses, index: Index, effectful: Mapping[Node, Effects]) -> None:
     """Until it is waited for, a collective may still be reading its operands."""
     for node, effects in effectful.items():
         if effects.waits:
@@ -243,7 +243,7 @@ def _edges(accesses: _Accesses) -> tuple[array[int], array[int]]:
 
 
 def _mutated_state(
-    calls: CallEffects, effectful: Mapping[Node, OpEffects], mutated: Iterable[Tensor]
+    calls: CallEffects, effectful: Mapping[Node, Effects], mutated: Iterable[Tensor]
 ) -> tuple[Tensor, ...]:
     """The tensors of modules that calls mutate, and those that a body returns and the graph mutates."""
     found: dict[int, Tensor] = {id(tensor): tensor for tensor in mutated}

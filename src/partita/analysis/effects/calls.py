@@ -22,30 +22,30 @@ from partita._torch.operators.schemas import (
     storage_key,
 )
 from partita._torch.toggles import TOGGLES
-from partita.analysis.index import Index
-from partita.analysis.mode import AMBIENT
-from partita.analysis.modes import modes_of
-from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
-from partita.analysis.op_effects.functions import rule_of_function, rule_of_method
-from partita.analysis.op_effects.modules import is_check, op_effects_of_module
-from partita.analysis.op_effects.operators import rule_of_operator
-from partita.analysis.op_effects.terms import (
+from partita.analysis.effects.functions import rule_of_function, rule_of_method
+from partita.analysis.effects.modules import effects_of_module, is_check
+from partita.analysis.effects.operators import rule_of_operator
+from partita.analysis.effects.terms import (
     ALIASES,
     ALIASING,
     EVERY,
     FIRST,
     PURE,
     UNKNOWN,
-    OpEffects,
+    Effects,
     Rule,
     Slot,
     merged,
     nodes_in_slots,
 )
+from partita.analysis.index import Index
+from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import modes_of
+from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
 from partita.errors import MissingTargetError
 
 
-def op_effects_of(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> OpEffects:
+def effects_of_node(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> Effects:
     """The effects of a single node of `root`; functions in `pure` are trusted to have none."""
     return CallEffects(root, pure).of(node)
 
@@ -58,33 +58,33 @@ class CallEffects:
         self,
         root: nn.Module,
         pure: frozenset[Callable[..., Any]] = frozenset(),
-        known_modules: dict[nn.Module, OpEffects] | None = None,
+        known_modules: dict[nn.Module, Effects] | None = None,
     ) -> None:
         self.root = root
         self.pure = pure
         self._known_modules = {} if known_modules is None else known_modules
         self._rules: dict[Any, Rule] = {}
 
-    def of(self, node: Node) -> OpEffects:
+    def of(self, node: Node) -> Effects:
         """The effects of `node`; mode toggles have none here, since the mode is a property of each node."""
         if node.op == "call_function":
             return PURE if node.target in TOGGLES else self._of_function(node)
         if node.op == "call_method":
             return rule_of_method(str(node.target)).of(node)
         if node.op == "call_module":
-            return op_effects_of_call(node, self.called_module(node), self.of_module)
+            return effects_of_call(node, self.called_module(node), self.of_module)
         return PURE
 
-    def effectful(self, graph: Graph) -> dict[Node, OpEffects]:
+    def effectful(self, graph: Graph) -> dict[Node, Effects]:
         """The nodes with effects; targets that cannot have any are skipped without visiting their nodes."""
         return {node: effects for node, effects in self._candidates(graph, _may_have_effects) if effects.is_effectful}
 
-    def aliasing(self, graph: Graph) -> dict[Node, OpEffects]:
+    def aliasing(self, graph: Graph) -> dict[Node, Effects]:
         """The nodes whose result may alias an argument or state."""
         candidates = self._candidates(graph, _may_alias)
         return {node: effects for node, effects in candidates if effects.aliases or effects.shares_state}
 
-    def of_module(self, module: nn.Module) -> OpEffects:
+    def of_module(self, module: nn.Module) -> Effects:
         """The effects of a call of `module`, with slots by the position and name of its own inputs."""
         known = self._known_modules.get(module)
         if known is None:
@@ -113,19 +113,19 @@ class CallEffects:
                 if isinstance(body, nn.Module):
                     yield body
 
-    def _inspected(self, module: nn.Module) -> OpEffects:
+    def _inspected(self, module: nn.Module) -> Effects:
         if isinstance(module, StandsForBody):
             return self.of_module(module.body)
         if not isinstance(module, GraphModule) or module in self.pure:
-            return op_effects_of_module(module, self.pure)
-        return op_effects_of_body(module, CallEffects(module, self.pure, self._known_modules))
+            return effects_of_module(module, self.pure)
+        return effects_of_body(module, CallEffects(module, self.pure, self._known_modules))
 
-    def _of_function(self, node: Node) -> OpEffects:
+    def _of_function(self, node: Node) -> Effects:
         if registers_hook(node.target):
             return _HOOKED
         if self._runs_bodies(node.target):
             bodies = list(self.bodies(node))
-            effects = op_effects_of_call(node, bodies, self.of_module)
+            effects = effects_of_call(node, bodies, self.of_module)
             return replace(effects, impure=True) if has_registered_effect(node.target) and not bodies else effects
         return self._rule(node.target).of(node)
 
@@ -140,7 +140,7 @@ class CallEffects:
 
     def _candidates(
         self, graph: Graph, may_matter: Callable[[Rule, Iterable[Node]], bool]
-    ) -> Iterator[tuple[Node, OpEffects]]:
+    ) -> Iterator[tuple[Node, Effects]]:
         """The effects of every node whose target `may_matter`."""
         for (op, target), nodes in nodes_by_target(graph).items():
             if op == "call_method":
@@ -180,7 +180,7 @@ def _may_alias(rule: Rule, nodes: Iterable[Node]) -> bool:
 
 
 #: A hook is ordered with mutations of its tensor and with other hooks on it. Its body runs later.
-_HOOKED = OpEffects(mutates=(FIRST,), aliases=(FIRST,))
+_HOOKED = Effects(mutates=(FIRST,), aliases=(FIRST,))
 
 _target = operator.attrgetter("target")
 
@@ -193,7 +193,7 @@ class AliasingCalls(Protocol):
 
     root: nn.Module
 
-    def aliasing(self, graph: Graph) -> dict[Node, OpEffects]: ...
+    def aliasing(self, graph: Graph) -> dict[Node, Effects]: ...
 
     def bodies(self, node: Node) -> Iterator[nn.Module]: ...
 
@@ -253,7 +253,7 @@ class Storages:
         return [i if parent[i] == i else find(i) for i in range(self.world)]
 
 
-def storages_of(index: Index, calls: AliasingCalls, effectful: Mapping[Node, OpEffects]) -> Storages:
+def storages_of(index: Index, calls: AliasingCalls, effectful: Mapping[Node, Effects]) -> Storages:
     """The storage classes of a graph: from schemas, from the tensors of the module, and from traced values.
 
     A traced value may only join classes, since some tracers give each value a storage of its own.
@@ -265,7 +265,7 @@ def storages_of(index: Index, calls: AliasingCalls, effectful: Mapping[Node, OpE
     return storages
 
 
-def mutated_classes(index: Index, storages: Storages, effectful: Mapping[Node, OpEffects]) -> dict[int, set[int]]:
+def mutated_classes(index: Index, storages: Storages, effectful: Mapping[Node, Effects]) -> dict[int, set[int]]:
     """The classes that each mutating node may mutate, by its number."""
     find, number = storages.find, index.number
     mutated: dict[int, set[int]] = {}
@@ -320,10 +320,10 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 class EffectfulCalls(AliasingCalls, Protocol):
     """The calls of one graph that alias or have effects."""
 
-    def effectful(self, graph: Graph) -> dict[Node, OpEffects]: ...
+    def effectful(self, graph: Graph) -> dict[Node, Effects]: ...
 
 
-def op_effects_of_body(body: GraphModule, calls: EffectfulCalls) -> OpEffects:
+def effects_of_body(body: GraphModule, calls: EffectfulCalls) -> Effects:
     """The effects of a call of `body`, its slots by the place of each placeholder.
 
     The module of an exported program checks its inputs. Like any operator it may raise on bad arguments, which does not
@@ -354,14 +354,14 @@ def op_effects_of_body(body: GraphModule, calls: EffectfulCalls) -> OpEffects:
     )
 
 
-def op_effects_of_call(
-    node: Node, modules: nn.Module | Sequence[nn.Module], of_module: Callable[[nn.Module], OpEffects]
-) -> OpEffects:
+def effects_of_call(
+    node: Node, modules: nn.Module | Sequence[nn.Module], of_module: Callable[[nn.Module], Effects]
+) -> Effects:
     """The effects of the call `node` of these modules, its slots by the place of each argument."""
     if isinstance(modules, nn.Module):
         return of_module(modules)
     if getattr(node.target, "__name__", "") == _DELEGATE:
-        return OpEffects(impure=True)
+        return Effects(impure=True)
     if not modules:
         return _of_bare_operator(node)
     return merged(_as_seen_by_operator(node, body, of_module(body)) for body in modules)
@@ -385,7 +385,7 @@ def _slots_of_inputs(index: Index, wanted: set[int]) -> tuple[Slot, ...]:
     return tuple((k, str(node.target)) for k, (i, node) in enumerate(_placeholders(index)) if i in wanted)
 
 
-def _as_seen_by_operator(node: Node, body: nn.Module, effects: OpEffects) -> OpEffects:
+def _as_seen_by_operator(node: Node, body: nn.Module, effects: Effects) -> Effects:
     """The effects of a body, with its inputs mapped to the operands of the operator."""
     if effects.unknown or not isinstance(body, GraphModule):
         return UNKNOWN
@@ -426,7 +426,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _of_bare_operator(node: Node) -> OpEffects:
+def _of_bare_operator(node: Node) -> Effects:
     """The effects of a higher-order operator that runs another operator, or nothing."""
     name = getattr(node.target, "__name__", "")
     if name in _KNOWN:
@@ -439,7 +439,7 @@ def _of_bare_operator(node: Node) -> OpEffects:
     effects = rule_of_operator(signatures_of(inner[0])).usual
     if name in _FUNCTIONAL:  # It mutates copies and returns them.
         return replace(effects, mutates=(), aliases=(), mutated_state=())
-    ordered = OpEffects(uses_rng="rng" in name, impure=name == "with_effects")
+    ordered = Effects(uses_rng="rng" in name, impure=name == "with_effects")
     return merged((replace(effects, mutates=(EVERY,) if effects.mutates else (), aliases=(EVERY,)), ordered))
 
 
@@ -453,7 +453,7 @@ _RUNS_OPERATOR = frozenset(
     ("graphsafe_run_with_rng_state", "run_and_save_rng_state", "run_with_rng_state", "with_effects")
 )
 _KNOWN = {
-    "print": OpEffects(impure=True),
+    "print": Effects(impure=True),
     "_export_tracepoint": replace(ALIASING, impure=True),
-    "triton_kernel_wrapper_mutation": OpEffects(mutates=(EVERY,)),
+    "triton_kernel_wrapper_mutation": Effects(mutates=(EVERY,)),
 }

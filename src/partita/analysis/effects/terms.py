@@ -1,4 +1,4 @@
-"""`OpEffects` (mutation, aliasing, RNG use and other side effects of a call) and the rules that compute them."""
+"""`Effects` (mutation, aliasing, RNG use and other side effects of a call) and the rules that compute them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY: Slot = (-1, "*")
 
 
 @dataclass(frozen=True, slots=True)
-class OpEffects:
+class Effects:
     """The effects that one call may have; it has no others."""
 
     #: Arguments whose storage the call may mutate.
@@ -56,14 +56,14 @@ class OpEffects:
 class Rule:
     """The effects of every call of one target: fixed, or derived from the arguments of each call."""
 
-    usual: OpEffects
-    by_call: Callable[[Node], OpEffects] | None = None
+    usual: Effects
+    by_call: Callable[[Node], Effects] | None = None
     #: It has no effects, whatever its arguments are.
     is_quiet: bool = False
     #: The keywords for tensors to write the result into.
     out: tuple[str, ...] = ()
 
-    def of(self, node: Node) -> OpEffects:
+    def of(self, node: Node) -> Effects:
         """The effects of the call `node`."""
         effects = self.usual if self.by_call is None else self.by_call(node)
         slots = [(-1, name) for name in self.out if node.kwargs.get(name) is not None] if node.kwargs else ()
@@ -72,16 +72,16 @@ class Rule:
         return effects
 
 
-PURE = OpEffects()
-ALIASING = OpEffects(aliases=(EVERY,))
-UNKNOWN = OpEffects(
+PURE = Effects()
+ALIASING = Effects(aliases=(EVERY,))
+UNKNOWN = Effects(
     mutates=(EVERY,), aliases=(EVERY,), uses_rng=True, impure=True, communicates=True, unknown=True, shares_state=True
 )
 
 QUIET = Rule(PURE, is_quiet=True)
 ALIASES = Rule(ALIASING, is_quiet=True)
-IMPURE = Rule(OpEffects(impure=True))
-FENCES = Rule(OpEffects(aliases=(EVERY,), fences=True))
+IMPURE = Rule(Effects(impure=True))
+FENCES = Rule(Effects(aliases=(EVERY,), fences=True))
 
 
 def argument(node: Node, slot: Slot, default: Any = None) -> Any:
@@ -122,10 +122,10 @@ def nodes_in_slots(node: Node, slots: Iterable[Slot]) -> Iterator[Node]:
             yield from nodes_in(argument(node, slot))
 
 
-def merged(several: Iterable[OpEffects]) -> OpEffects:
+def merged(several: Iterable[Effects]) -> Effects:
     """The effects of a call that may have any of these."""
     effects = list(several)
-    return OpEffects(
+    return Effects(
         mutates=tuple(dict.fromkeys(slot for one in effects for slot in one.mutates)),
         aliases=tuple(dict.fromkeys(slot for one in effects for slot in one.aliases)),
         uses_rng=any(one.uses_rng for one in effects),
