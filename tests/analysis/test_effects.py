@@ -11,15 +11,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace, wrap
 
+from partita.analysis.effects.calls import CallEffects
 from partita.analysis.effects.graph import GraphEffects, effects_of_graph
-from partita.analysis.index import Index
 
 A = torch.ops.aten
 
 
 def effects_by_name(module: GraphModule, **options: Any) -> tuple[set[tuple[str, str]], GraphEffects]:
-    index = Index(module.graph)
-    effects = effects_of_graph(index, module, **options)
+    calls = CallEffects(module, **options)
+    effects, index = effects_of_graph(calls), calls.index
     return {(index.nodes[i].name, index.nodes[j].name) for i, j in effects.edges()}, effects
 
 

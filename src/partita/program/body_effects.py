@@ -9,7 +9,6 @@ import torch
 from torch.fx import Node
 
 from partita._torch.symbolic_shapes import symbol_of
-from partita.analysis.effects.calls import CallEffects, storages_of
 from partita.analysis.effects.modules import may_use_rng
 from partita.analysis.nodes import value_of
 from partita.program.program import Program
@@ -66,8 +65,7 @@ def mutated_inputs(program: Program) -> tuple[int, ...]:
 
 def inputs_read_once(program: Program) -> tuple[int, ...]:
     """The positions of inputs whose storage only one node of the body reads, such as the statistics of a batch norm."""
-    index, calls = program.index, CallEffects(program.graph_module, program.pure)
-    storages = storages_of(index, calls, calls.effectful(program.graph))
+    index, storages = program.index, program.calls.storages
     readers: dict[int, set[Node]] = {}
     for i, node in enumerate(index.nodes):
         readers.setdefault(storages.find(i), set()).update(node.users)

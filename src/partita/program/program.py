@@ -169,7 +169,7 @@ class Program:
 
     def look_into(self, body: GraphModule) -> None:
         """Computes the effects of calling a body; called innermost first, deep nests need no deep recursion."""
-        self._calls().of_module(body)
+        self.calls.of_module(body)
 
     @property
     def graph(self) -> Graph:
@@ -242,18 +242,23 @@ class Program:
         return symbolic_scalars_of(self.index)
 
     @cached_property
+    def calls(self) -> CallEffects:
+        """The effects of every call, and which values share memory."""
+        return CallEffects(self._graph_module, self.pure, index=self.index, known_modules=self._known_modules)
+
+    @cached_property
     def effects(self) -> GraphEffects:
         """The order that side effects impose beyond data flow."""
-        return effects_of_graph(self.index, self._graph_module, pure=self.pure, known_modules=self._known_modules)
+        return effects_of_graph(self.calls)
 
     @cached_property
     def mutations(self) -> Mutations:
         """Which values are mutated, by which nodes."""
-        return mutations_of(self.index, self._calls())
+        return mutations_of(self.calls)
 
     def mutations_before(self, later: LaterUses) -> Mutations:
         """The same for a body whose inputs are used after it has run."""
-        return mutations_before(self.index, self._calls(), later) if any(later) else self.mutations
+        return mutations_before(self.calls, later) if any(later) else self.mutations
 
     def once(self, analysis: Callable[[Program], T]) -> T:
         """The result of an analysis of this program, computed at the first request."""
@@ -262,13 +267,10 @@ class Program:
         found: T = self._analyses[analysis]
         return found
 
-    def _calls(self) -> CallEffects:
-        return CallEffects(self._graph_module, self.pure, self._known_modules)
-
     @cached_property
     def hooked_tensors(self) -> tuple[HookedTensor, ...]:
         """The tensors on which nodes register hooks, or may do so."""
-        return hooked_tensors(self.index, self._graph_module, pure=self.pure)
+        return hooked_tensors(self.calls)
 
     @cached_property
     def neighbours(self) -> Neighbours:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, final
+from functools import cached_property
+from typing import Any, final
 
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from partita._torch.nn_modules import StandsForBody, has_only_export_hooks
 from partita._torch.operators.schemas import (
@@ -52,18 +53,30 @@ def effects_of_node(node: Node, root: GraphModule, pure: frozenset[Callable[...,
 
 @final
 class CallEffects:
-    """The effects of every node of one graph module; those of modules and bodies are cached."""
+    """The effects of every node of one graph module, and which values share memory: each is computed once, on demand.
+
+    Functions in `pure` are trusted to have no effects. `known_modules` caches the effects of calls of modules and
+    bodies; new entries are added.
+    """
 
     def __init__(
         self,
-        root: nn.Module,
+        root: GraphModule,
         pure: frozenset[Callable[..., Any]] = frozenset(),
+        *,
+        index: Index | None = None,
         known_modules: dict[nn.Module, Effects] | None = None,
     ) -> None:
         self.root = root
         self.pure = pure
+        if index is not None:
+            self.index = index
         self._known_modules = {} if known_modules is None else known_modules
         self._rules: dict[Any, Rule] = {}
+
+    @cached_property
+    def index(self) -> Index:
+        return Index(self.root.graph)
 
     def of(self, node: Node) -> Effects:
         """The effects of `node`; mode toggles have none here, since the mode is a property of each node."""
@@ -75,14 +88,47 @@ class CallEffects:
             return effects_of_call(node, self.called_module(node), self.of_module)
         return PURE
 
-    def effectful(self, graph: Graph) -> dict[Node, Effects]:
+    @cached_property
+    def effectful(self) -> dict[Node, Effects]:
         """The nodes with effects; targets that cannot have any are skipped without visiting their nodes."""
-        return {node: effects for node, effects in self._candidates(graph, _may_have_effects) if effects.is_effectful}
+        return {node: effects for node, effects in self._candidates(_may_have_effects) if effects.is_effectful}
 
-    def aliasing(self, graph: Graph) -> dict[Node, Effects]:
+    def aliasing(self) -> dict[Node, Effects]:
         """The nodes whose result may alias an argument or state."""
-        candidates = self._candidates(graph, _may_alias)
+        candidates = self._candidates(_may_alias)
         return {node: effects for node, effects in candidates if effects.aliases or effects.shares_state}
+
+    @property
+    def mutates(self) -> bool:
+        """Whether any node mutates; where none does, the storage classes need not be computed."""
+        return any(effects.mutates or effects.mutated_state for effects in self.effectful.values())
+
+    @cached_property
+    def storages(self) -> Storages:
+        """The storage classes of the graph: from schemas, from the tensors of the module, and from traced values.
+
+        A traced value may only join classes, since some tracers give each value a storage of its own.
+        """
+        storages = Storages(len(self.index), is_open=any(effects.unknown for effects in self.effectful.values()))
+        _join_results(storages, self)
+        _join_attributes(storages, self)
+        _join_traced_values(storages, self.index)
+        return storages
+
+    @cached_property
+    def mutated(self) -> dict[int, frozenset[int]]:
+        """The storage classes that each mutating node may mutate, by its number, in order."""
+        if not self.mutates:
+            return {}
+        storages, number = self.storages, self.index.number
+        mutated: dict[int, frozenset[int]] = {}
+        for node, effects in self.effectful.items():
+            if effects.mutates or effects.mutated_state:
+                operands = [number[operand] for operand in nodes_in_slots(node, effects.mutates)]
+                state = [storages.number_of(tensor) for tensor in effects.mutated_state]
+                world = [storages.world] if effects.unknown else []
+                mutated[number[node]] = frozenset(map(storages.find, (*operands, *state, *world)))
+        return dict(sorted(mutated.items()))
 
     def of_module(self, module: nn.Module) -> Effects:
         """The effects of a call of `module`, with slots by the position and name of its own inputs."""
@@ -118,7 +164,7 @@ class CallEffects:
             return self.of_module(module.body)
         if not isinstance(module, GraphModule) or module in self.pure:
             return effects_of_module(module, self.pure)
-        return effects_of_body(module, CallEffects(module, self.pure, self._known_modules))
+        return effects_of_body(CallEffects(module, self.pure, known_modules=self._known_modules))
 
     def _of_function(self, node: Node) -> Effects:
         if registers_hook(node.target):
@@ -138,11 +184,9 @@ class CallEffects:
             self._rules[target] = rule
         return rule
 
-    def _candidates(
-        self, graph: Graph, may_matter: Callable[[Rule, Iterable[Node]], bool]
-    ) -> Iterator[tuple[Node, Effects]]:
+    def _candidates(self, may_matter: Callable[[Rule, Iterable[Node]], bool]) -> Iterator[tuple[Node, Effects]]:
         """The effects of every node whose target `may_matter`."""
-        for (op, target), nodes in nodes_by_target(graph).items():
+        for (op, target), nodes in nodes_by_target(self.root.graph).items():
             if op == "call_method":
                 names = {name for name in set(map(_target, nodes)) if may_matter(rule_of_method(name), ())}
                 yield from ((node, self.of(node)) for node in nodes if node.target in names)
@@ -188,16 +232,6 @@ _target = operator.attrgetter("target")
 # Storage classes: which values of a graph may share a storage, conservatively.
 
 
-class AliasingCalls(Protocol):
-    """The calls of one graph whose result aliases something, and the bodies that calls run."""
-
-    root: nn.Module
-
-    def aliasing(self, graph: Graph) -> dict[Node, Effects]: ...
-
-    def bodies(self, node: Node) -> Iterator[nn.Module]: ...
-
-
 @final
 class Storages:
     """Nodes by number, and tensors of the module by storage, joined into classes that may share memory (union-find).
@@ -227,6 +261,15 @@ class Storages:
         if i != j:
             self._parent[max(i, j)] = min(i, j)
 
+    def joined(self, numbers: Sequence[int]) -> Storages:
+        """A copy in which all of these may share memory."""
+        copied = Storages(self.world, is_open=self.is_open)
+        copied._parent = self._parent.copy()
+        copied._number_by_key, copied._tensors = self._number_by_key.copy(), self._tensors.copy()
+        for number in numbers:
+            copied.join(numbers[0], number)
+        return copied
+
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor of the module."""
         key = storage_key(tensor)
@@ -253,33 +296,9 @@ class Storages:
         return [i if parent[i] == i else find(i) for i in range(self.world)]
 
 
-def storages_of(index: Index, calls: AliasingCalls, effectful: Mapping[Node, Effects]) -> Storages:
-    """The storage classes of a graph: from schemas, from the tensors of the module, and from traced values.
-
-    A traced value may only join classes, since some tracers give each value a storage of its own.
-    """
-    storages = Storages(len(index), is_open=any(effects.unknown for effects in effectful.values()))
-    _join_results(index, storages, calls)
-    _join_attributes(index, storages, calls.root)
-    _join_traced_values(index, storages)
-    return storages
-
-
-def mutated_classes(index: Index, storages: Storages, effectful: Mapping[Node, Effects]) -> dict[int, set[int]]:
-    """The classes that each mutating node may mutate, by its number."""
-    find, number = storages.find, index.number
-    mutated: dict[int, set[int]] = {}
-    for node, effects in effectful.items():
-        if effects.mutates or effects.mutated_state:
-            classes = {find(number[operand]) for operand in nodes_in_slots(node, effects.mutates)}
-            classes.update(find(storages.number_of(tensor)) for tensor in effects.mutated_state)
-            mutated[number[node]] = classes | {find(storages.world)} if effects.unknown else classes
-    return mutated
-
-
-def _join_results(index: Index, storages: Storages, calls: AliasingCalls) -> None:
-    number, join = index.number, storages.join
-    for node, effects in calls.aliasing(index.graph).items():
+def _join_results(storages: Storages, calls: CallEffects) -> None:
+    number, join = calls.index.number, storages.join
+    for node, effects in calls.aliasing().items():
         i = number[node]
         for operand in nodes_in_slots(node, effects.aliases):
             join(i, number[operand])
@@ -291,15 +310,15 @@ def _join_results(index: Index, storages: Storages, calls: AliasingCalls) -> Non
                     join(i, storages.number_of(tensor))
 
 
-def _join_attributes(index: Index, storages: Storages, root: nn.Module) -> None:
-    for i, node in enumerate(index.nodes):
+def _join_attributes(storages: Storages, calls: CallEffects) -> None:
+    for i, node in enumerate(calls.index.nodes):
         if node.op == "get_attr":
-            value = find(root, str(node.target))
+            value = find(calls.root, str(node.target))
             if isinstance(value, Tensor):
                 storages.join(i, storages.number_of(value))
 
 
-def _join_traced_values(index: Index, storages: Storages) -> None:
+def _join_traced_values(storages: Storages, index: Index) -> None:
     first: dict[int, int] = {}
     for i, node in enumerate(index.nodes):
         if node.meta:
@@ -317,29 +336,20 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 # Calls that run bodies: of graph modules and of higher-order operators.
 
 
-class EffectfulCalls(AliasingCalls, Protocol):
-    """The calls of one graph that alias or have effects."""
-
-    def effectful(self, graph: Graph) -> dict[Node, Effects]: ...
-
-
-def effects_of_body(body: GraphModule, calls: EffectfulCalls) -> Effects:
-    """The effects of a call of `body`, its slots by the place of each placeholder.
+def effects_of_body(calls: CallEffects) -> Effects:
+    """The effects of a call of the body with these calls, its slots by the place of each placeholder.
 
     The module of an exported program checks its inputs. Like any operator it may raise on bad arguments, which does not
     count as an effect.
     """
-    is_exported = has_only_export_hooks(body)
+    body, is_exported = calls.root, has_only_export_hooks(calls.root)
     if not is_exported and not runs_its_graph(body):
         return UNKNOWN
-    index = Index(body.graph)
-    effectful = calls.effectful(body.graph)
-    if is_exported:
-        effectful = {node: effects for node, effects in effectful.items() if not _checks_inputs(node, body)}
-    storages = storages_of(index, calls, effectful)
-    mutated = set().union(*mutated_classes(index, storages, effectful).values())
+    index, storages = calls.index, calls.storages
+    mutated = frozenset[int]().union(*calls.mutated.values())
     returned = {storages.find(i) for i in index.inputs(len(index) - 1)}
-    inside = merged(effectful.values())
+    effectful = calls.effectful.items()
+    inside = merged(effects for node, effects in effectful if not (is_exported and _checks_inputs(node, body)))
     return replace(
         inside,
         mutates=_slots_of_inputs(index, {i for i, _ in _placeholders(index) if storages.find(i) in mutated}),
