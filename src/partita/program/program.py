@@ -252,6 +252,12 @@ class Program:
         return effects_of_graph(self.calls)
 
     @cached_property
+    def mutated_inputs(self) -> tuple[int, ...]:
+        """The positions of inputs that are mutated; all of them if an unknown function is called."""
+        mutated = {self.index.nodes[number] for number in self.effects.mutated_inputs}
+        return tuple(place for place, node in enumerate(self.graph.find_nodes(op="placeholder")) if node in mutated)
+
+    @cached_property
     def mutations(self) -> Mutations:
         """Which values are mutated, by which nodes."""
         return mutations_of(self.calls)

@@ -26,7 +26,6 @@ from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.node_tags import next_graph_id
 from partita.plans.memory import SavedBytes, saved_bytes_of
 from partita.plans.treatment import Called, Site
-from partita.program.body_effects import body_effects
 from partita.program.program import Program
 from partita.program.saved_tensors import SavedTensors
 from partita.recompute._torch.checkpoint_plan import annotate_plan, checkpoint_plan
@@ -127,14 +126,10 @@ class Recompute:
         }
         module = _wrap_kept(program, kept) if kept else body
         module = wrap_modes(Program(module, caller=site.caller, pure=pure), _WRAPPED).graph_module
-        effects = body_effects(program)
         plan = checkpoint_plan(
             module,
-            effects,
-            mutated_inputs=(
-                *effects.mutated_inputs,
-                *_inputs_mutated_later(body, site.region, site.program),
-            ),
+            program,
+            mutated_inputs=(*program.mutated_inputs, *_inputs_mutated_later(body, site.region, site.program)),
             mutated_state=tuple(_mutated_state(module, program if site.program is None else site.program)),
             is_complete=True,
         )
