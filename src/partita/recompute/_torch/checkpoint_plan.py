@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from partita._torch.operators.schemas import Signature, is_higher_order, signatures_of
+from partita._torch.operators.schemas import is_higher_order, is_of_other_library, signatures_of
 from partita.analysis.effects.modules import may_use_rng
 from partita.program.annotations import annotate, annotation
 from partita.program.program import Program
@@ -170,14 +170,6 @@ def _may_use_rng_untagged(body: GraphModule) -> bool:
                 module = part.get_submodule(str(node.target))
                 if not isinstance(module, GraphModule) and may_use_rng(module):
                     return True
-            elif node.op == "call_function" and any(map(_is_of_other_library, signatures_of(node.target))):
+            elif node.op == "call_function" and any(map(is_of_other_library, signatures_of(node.target))):
                 return True
     return False
-
-
-def _is_of_other_library(signature: Signature) -> bool:
-    return signature.name.partition("::")[0] not in _TORCHS_NAMESPACES
-
-
-#: Of torch's operators, those that use the RNG have the tag, or are known.
-_TORCHS_NAMESPACES = frozenset(("aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd"))
