@@ -106,6 +106,22 @@ def test_results_that_may_share_storage():
         assert (shared(node, behaviour), behaviour.is_effectful) == (expected, False), target
 
 
+def test_a_generator_that_is_passed_is_not_the_default_one():
+    for is_own, op, target, args, kwargs in (
+        (True, "call_function", torch.rand, (3,), {"generator": X}),
+        (True, "call_function", torch.poisson, (X, Y), {}),
+        (True, "call_function", A.rrelu.default, (X, 0.1, 0.9, True, Y), {}),
+        (True, "call_function", nn.init.normal_, (X,), {"generator": Y}),
+        (True, "call_method", "bernoulli_", (X,), {"generator": Y}),
+        (False, "call_function", torch.rand, (3,), {}),
+        (False, "call_function", torch.poisson, (X, None), {}),
+        (False, "call_function", torch.bernoulli, (X, 0.5), {}),
+        (False, "call_method", "normal_", (X, 0.0, 1.0), {"generator": None}),
+    ):
+        effects = told(op, target, *args, **kwargs)[1]
+        assert (effects.uses_rng, effects.own_generator) == (True, is_own), (target, args)
+
+
 def test_calls_that_write():
     norm = (X, None, None, Y, Z)
     for op, target, args, kwargs, expected in (

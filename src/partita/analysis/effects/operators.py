@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch.fx import Node
 
 from partita._torch.operators.schemas import NO_DEFAULT, Argument, Signature
-from partita.analysis.effects.terms import EVERY, FIRST, Effects, Rule, Slot, argument, merged
+from partita.analysis.effects.terms import EVERY, FIRST, GENERATOR, Effects, Rule, Slot, argument, merged
 
 
 def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
@@ -17,9 +18,10 @@ def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
     plain = [s for s in signatures if not s.is_out] or signatures if len(signatures) > 1 else signatures
     usual = merged(map(_effects_of, plain))
     out = _out_keywords(signatures) if len(signatures) > 1 else ()
+    generators = _generators(plain)
     switches = [_switches(signature) for signature in plain]
     if not usual.is_effectful or not all(switches):
-        return Rule(usual, is_quiet=not usual.is_effectful and not out, out=out)
+        return Rule(usual, is_quiet=not usual.is_effectful and not out, out=out, generators=generators)
     off = _switched_off(usual, plain[0].name)
 
     def by_call(node: Node) -> Effects:
@@ -27,7 +29,12 @@ def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
             return off
         return _without_absent_statistics(usual, node)
 
-    return Rule(usual, by_call, out=out)
+    return Rule(usual, by_call, out=out, generators=generators)
+
+
+def _generators(signatures: Sequence[Signature]) -> tuple[Slot, ...]:
+    slots = (_slots(a for a in signature.arguments if a.name == "generator") for signature in signatures)
+    return tuple(dict.fromkeys((GENERATOR, *chain.from_iterable(slots))))
 
 
 def _out_keywords(signatures: Sequence[Signature]) -> tuple[str, ...]:

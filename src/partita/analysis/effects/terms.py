@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.fx import Node
+
+from partita.analysis.nodes import value_of
 
 #: An argument: its position (-1 where only a keyword reaches it) and its name.
 Slot = tuple[int, str]
@@ -17,6 +19,9 @@ FIRST: Slot = (0, "input")
 
 #: All arguments at once.
 EVERY: Slot = (-1, "*")
+
+#: The argument for a generator, where it has no position.
+GENERATOR: Slot = (-1, "generator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,8 @@ class Effects:
     aliases: tuple[Slot, ...] = ()
     #: It reads or advances the state of a random number generator.
     uses_rng: bool = False
+    #: That is a generator which is passed to it, and not the default one of a device.
+    own_generator: bool = False
     #: It has a side effect that is visible from outside: prints, asserts, logs.
     impure: bool = False
     #: It takes part in communication, whose order all processes must agree on.
@@ -62,14 +69,24 @@ class Rule:
     is_quiet: bool = False
     #: The keywords for tensors to write the result into.
     out: tuple[str, ...] = ()
+    #: The arguments that may be a generator.
+    generators: tuple[Slot, ...] = (GENERATOR,)
 
     def of(self, node: Node) -> Effects:
         """The effects of the call `node`."""
         effects = self.usual if self.by_call is None else self.by_call(node)
+        if effects.uses_rng and any(_may_be_generator(argument(node, slot)) for slot in self.generators):
+            effects = replace(effects, own_generator=True)
         slots = [(-1, name) for name in self.out if node.kwargs.get(name) is not None] if node.kwargs else ()
         if slots:
             return replace(effects, mutates=(*effects.mutates, *slots), aliases=(*effects.aliases, *slots))
         return effects
+
+
+def _may_be_generator(value: object) -> bool:
+    """Whether an argument may be a generator; another overload may have something else in its position."""
+    known = value_of(value) if isinstance(value, Node) else value
+    return isinstance(known, Generator) or (known is None and isinstance(value, Node))
 
 
 PURE = Effects()
@@ -129,6 +146,7 @@ def merged(several: Iterable[Effects]) -> Effects:
         mutates=tuple(dict.fromkeys(slot for one in effects for slot in one.mutates)),
         aliases=tuple(dict.fromkeys(slot for one in effects for slot in one.aliases)),
         uses_rng=any(one.uses_rng for one in effects),
+        own_generator=any(one.own_generator for one in effects),
         impure=any(one.impure for one in effects),
         communicates=any(one.communicates for one in effects),
         waits=any(one.waits for one in effects),
