@@ -85,7 +85,7 @@ class CallEffects:
         if node.op == "call_method":
             return rule_of_method(str(node.target)).of(node)
         if node.op == "call_module":
-            return effects_of_call(node, self.called_module(node), self.of_module)
+            return self.of_module(self.called_module(node))
         return PURE
 
     @cached_property
@@ -101,7 +101,7 @@ class CallEffects:
     @property
     def mutates(self) -> bool:
         """Whether any node mutates; where none does, the storage classes need not be computed."""
-        return any(effects.mutates or effects.mutated_state for effects in self.effectful.values())
+        return any(effects.may_mutate for effects in self.effectful.values())
 
     @cached_property
     def storages(self) -> Storages:
@@ -123,7 +123,7 @@ class CallEffects:
         storages, number = self.storages, self.index.number
         mutated: dict[int, frozenset[int]] = {}
         for node, effects in self.effectful.items():
-            if effects.mutates or effects.mutated_state:
+            if effects.may_mutate:
                 operands = [number[operand] for operand in nodes_in_slots(node, effects.mutates)]
                 state = [storages.number_of(tensor) for tensor in effects.mutated_state]
                 world = [storages.world] if effects.unknown else []
@@ -164,14 +164,14 @@ class CallEffects:
             return self.of_module(module.body)
         if not isinstance(module, GraphModule) or module in self.pure:
             return effects_of_module(module, self.pure)
-        return effects_of_body(CallEffects(module, self.pure, known_modules=self._known_modules))
+        return _effects_of_body(CallEffects(module, self.pure, known_modules=self._known_modules))
 
     def _of_function(self, node: Node) -> Effects:
         if registers_hook(node.target):
             return _HOOKED
         if self._runs_bodies(node.target):
             bodies = list(self.bodies(node))
-            effects = effects_of_call(node, bodies, self.of_module)
+            effects = _effects_of_higher_order(node, {body: self.of_module(body) for body in bodies})
             return replace(effects, impure=True) if has_registered_effect(node.target) and not bodies else effects
         return self._rule(node.target).of(node)
 
@@ -336,7 +336,7 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 # Calls that run bodies: of graph modules and of higher-order operators.
 
 
-def effects_of_body(calls: CallEffects) -> Effects:
+def _effects_of_body(calls: CallEffects) -> Effects:
     """The effects of a call of the body with these calls, its slots by the place of each placeholder.
 
     The module of an exported program checks its inputs. Like any operator it may raise on bad arguments, which does not
@@ -364,17 +364,13 @@ def effects_of_body(calls: CallEffects) -> Effects:
     )
 
 
-def effects_of_call(
-    node: Node, modules: nn.Module | Sequence[nn.Module], of_module: Callable[[nn.Module], Effects]
-) -> Effects:
-    """The effects of the call `node` of these modules, its slots by the place of each argument."""
-    if isinstance(modules, nn.Module):
-        return of_module(modules)
+def _effects_of_higher_order(node: Node, bodies: Mapping[nn.Module, Effects]) -> Effects:
+    """The effects of an operator that runs these bodies, its slots by the place of each argument."""
     if getattr(node.target, "__name__", "") == _DELEGATE:
         return Effects(impure=True)
-    if not modules:
+    if not bodies:
         return _of_bare_operator(node)
-    return merged(_as_seen_by_operator(node, body, of_module(body)) for body in modules)
+    return merged(_as_seen_by_operator(node, body, effects) for body, effects in bodies.items())
 
 
 def _checks_inputs(node: Node, body: GraphModule) -> bool:

@@ -1,5 +1,7 @@
 """Effect dependencies: which nodes must keep their order although no data flows between them.
 
+Two nodes keep their order if both access one resource and one of them writes it. The resources are the storages of
+tensors, the RNG state, the network, all other side effects, and the levels of functorch, which every call reads.
 Together with the data edges of the index this is the one dependency relation that every cut and every move obeys.
 Schemas of operators are trusted. An unknown function may mutate its arguments and all state of the module, use the RNG
 and have any other side effect; it is ordered against every node that could observe that, and against no other. Three

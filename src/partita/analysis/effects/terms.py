@@ -26,7 +26,7 @@ GENERATOR: Slot = (-1, "generator")
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """The effects that one call may have; it has no others."""
+    """The effects that one call, of an operator, a function, a module or a body, may have; it has no others."""
 
     #: Arguments whose storage the call may mutate.
     mutates: tuple[Slot, ...] = ()
@@ -52,11 +52,14 @@ class Effects:
     shares_state: bool = False
 
     @property
+    def may_mutate(self) -> bool:
+        """Whether it may mutate an argument or a tensor that it owns."""
+        return bool(self.mutates or self.mutated_state)
+
+    @property
     def is_effectful(self) -> bool:
         """Whether it does more than compute a result; aliasing is no effect."""
-        return bool(self.mutates or self.mutated_state) or any(
-            (self.uses_rng, self.impure, self.communicates, self.unknown, self.fences)
-        )
+        return self.may_mutate or any((self.uses_rng, self.impure, self.communicates, self.unknown, self.fences))
 
 
 @dataclass(frozen=True, slots=True)
