@@ -14,7 +14,8 @@ from benchmarks.scales import Scale
 from benchmarks.splitting import PARTS
 from benchmarks.timing import interleaved, median, quotient
 from partita import Partition, Program, Region
-from partita.analysis.effects import effects_of
+from partita.analysis.effects.calls import CallEffects
+from partita.analysis.effects.graph import effects_of_graph
 from partita.analysis.index import Index
 from partita.analysis.modes import modes_of
 from partita.rewrite.outline import outline
@@ -58,7 +59,7 @@ def _steps(module: GraphModule, parts: int) -> dict[str, Callable[[], object]]:
     assert (effects, modes) == (program.effects, program.modes)
     return {
         "index": lambda: Index(module.graph),
-        "effects": lambda: effects_of(index, module),
+        "effects": lambda: effects_of_graph(CallEffects(module, index=index)),
         "modes": lambda: modes_of(index),
         "labels": lambda: _regions(program, labels.__getitem__),
         "legality and borders": lambda: Partition(program, partition.regions),

@@ -11,15 +11,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace, wrap
 
-from partita.analysis.effects import Effects, effects_of
-from partita.analysis.index import Index
+from partita.analysis.effects.calls import CallEffects
+from partita.analysis.effects.graph import GraphEffects, effects_of_graph
 
 A = torch.ops.aten
 
 
-def effects_by_name(module: GraphModule, **options: Any) -> tuple[set[tuple[str, str]], Effects]:
-    index = Index(module.graph)
-    effects = effects_of(index, module, **options)
+def effects_by_name(module: GraphModule, **options: Any) -> tuple[set[tuple[str, str]], GraphEffects]:
+    calls = CallEffects(module, **options)
+    effects, index = effects_of_graph(calls), calls.index
     return {(index.nodes[i].name, index.nodes[j].name) for i, j in effects.edges()}, effects
 
 
@@ -37,7 +37,7 @@ def test_a_graph_that_only_computes_has_no_effects():
     module = symbolic_trace(lambda x, y: torch.relu(x).view(-1) + F.linear(x, y).sum())
     edges, effects = effects_by_name(module)
     assert not edges
-    assert effects == Effects(effects.before, effects.after)
+    assert effects == GraphEffects(effects.before, effects.after)
 
 
 def test_a_write_stays_between_the_reads_around_it():

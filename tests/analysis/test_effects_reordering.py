@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from partita.analysis.effects import effects_of
+from partita.analysis.effects.calls import CallEffects
+from partita.analysis.effects.graph import effects_of_graph
 from partita.analysis.index import Index
 
 A = torch.ops.aten
@@ -45,7 +46,7 @@ def _differs(seed: int, *, with_effects: bool, orders: int = 3) -> bool:
     index = Index(program.module.graph)
     edges = list(index.edges())
     if with_effects:
-        edges += effects_of(index, program.module).edges()
+        edges += effects_of_graph(CallEffects(program.module, index=index)).edges()
     shuffled = (_random_order(len(index), edges, random.Random(seed * 7 + i)) for i in range(orders))
     return any(not _same(expected, _outcome(seed, order)) for order in shuffled)
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
 import partita
 from partita import Program, Region
+from partita.analysis.effects import calls
+from partita.analysis.effects.calls import Storages
 from partita.lowering.lower import names_mutated_later
 from partita.plans.memory import saved_bytes_of
 from partita.policies import ByLabel
@@ -43,6 +45,25 @@ def test_a_new_program_of_an_edited_graph_sees_the_edit() -> None:
     found = Program.of(module).mutations
     assert found.names_mutated_outside([square]) == frozenset()
     assert found.later_mutators([x], [square]) == {x: times.name}
+
+
+def test_order_and_mutations_follow_from_one_analysis_and_may_be_asked_in_any_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A caller may pass one tensor twice, which orders `sin` after `add_`, but makes `y` no tensor that is mutated."""
+    made: list[Storages] = []
+    monkeypatch.setattr(calls, "_join_attributes", lambda storages, _: made.append(storages))
+    module = symbolic_trace(lambda x, y: (x.add_(1), y.sin()))
+    for asks_order_first in (True, False):
+        program = Program.of(module)
+        if asks_order_first:
+            assert program.effects.effectful
+        assert program.mutations.mutators_of(program.node("y")) == ()
+        (edge,) = program.effects.edges()
+        assert [program.index.nodes[number].name for number in edge] == ["add_", "sin"]
+        assert program.mutated_inputs == (0,)
+        assert program.hooked_tensors == ()
+    assert len(made) == 2
 
 
 def test_each_source_has_the_first_writer_behind_its_first_reader_that_is_outside() -> None:

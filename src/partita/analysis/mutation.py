@@ -14,9 +14,9 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from partita._torch.operators.schemas import is_higher_order
+from partita.analysis.effects.calls import CallEffects
+from partita.analysis.effects.terms import argument
 from partita.analysis.index import Index
-from partita.analysis.op_effects.calls import CallEffects, mutated_classes, storages_of
-from partita.analysis.op_effects.terms import OpEffects, argument
 
 
 class LaterUses(NamedTuple):
@@ -27,21 +27,18 @@ class LaterUses(NamedTuple):
     read: frozenset[str] = frozenset()
 
 
-def mutations_of(index: Index, calls: CallEffects) -> Mutations:
+def mutations_of(calls: CallEffects) -> Mutations:
     """The mutations of a graph; where there are none, the storage classes are not computed."""
-    effectful = calls.effectful(index.graph)
-    if not any(effects.mutates or effects.mutated_state for effects in effectful.values()):
-        return Mutations(len(index))
-    return _analysed(index, calls, effectful)
+    return _analysed(calls) if calls.mutates else Mutations(len(calls.index))
 
 
-def mutations_before(index: Index, calls: CallEffects, later: LaterUses) -> Mutations:
+def mutations_before(calls: CallEffects, later: LaterUses) -> Mutations:
     """The mutations of a graph whose inputs are used after it has run."""
-    found = _analysed(index, calls, calls.effectful(index.graph))
+    found = _analysed(calls)
     mutated = {found.classes[name]: found.graph_size for name in later.mutated}
     read = frozenset(found.classes[name] for name in later.read)
     found = replace(found, last_mutations={**found.last_mutations, **mutated}, read_later=read)
-    return found.with_saved(index.nodes)
+    return found.with_saved(calls.index.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +202,8 @@ class _Mutators(NamedTuple):
 _NO_MUTATORS = _Mutators()
 
 
-def _analysed(index: Index, calls: CallEffects, effectful: Mapping[Node, OpEffects]) -> Mutations:
-    storages = storages_of(index, calls, effectful)
-    mutated = {
-        number: {storages.find(memory) for memory in classes}
-        for number, classes in sorted(mutated_classes(index, storages, effectful).items())
-    }
+def _analysed(calls: CallEffects) -> Mutations:
+    index, storages, mutated = calls.index, calls.storages, calls.mutated
     numbers: dict[int, list[int]] = {}
     for number, classes in mutated.items():
         for memory in classes:
@@ -221,7 +214,7 @@ def _analysed(index: Index, calls: CallEffects, effectful: Mapping[Node, OpEffec
     }
     classes_of = {name: storages.find(number) for number, name in enumerate(names)}
     held = {classes_of[node.name] for node in index.nodes if node.op in ("placeholder", "get_attr")}
-    updates = _updates(index, mutated, classes_of, held, effectful)
+    updates = _updates(calls, classes_of, held)
     found = Mutations(
         len(index),
         mutators,
@@ -235,19 +228,13 @@ def _analysed(index: Index, calls: CallEffects, effectful: Mapping[Node, OpEffec
     return found.with_saved(index.nodes)
 
 
-def _updates(
-    index: Index,
-    mutated: Mapping[int, Collection[int]],
-    classes: Mapping[str, int],
-    held: Collection[int],
-    effectful: Mapping[Node, OpEffects],
-) -> dict[str, frozenset[int]]:
+def _updates(calls: CallEffects, classes: Mapping[str, int], held: Collection[int]) -> dict[str, frozenset[int]]:
     """The classes of inputs and attributes that calls of norms and modules update, by the name of the call."""
     updates: dict[str, frozenset[int]] = {}
-    for number in mutated:
-        node = index.nodes[number]
-        found = set(mutated[number]) if node.op == "call_module" else set()
-        for slot in effectful[node].mutates:
+    for number, mutated in calls.mutated.items():
+        node = calls.index.nodes[number]
+        found = set(mutated) if node.op == "call_module" else set()
+        for slot in calls.effectful[node].mutates:
             statistics = argument(node, slot) if slot[1] in ("running_mean", "running_var") else None
             if isinstance(statistics, Node):
                 found.add(classes[statistics.name])

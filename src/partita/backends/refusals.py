@@ -14,11 +14,11 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import has_registered_effect, is_higher_order, registers_hook
 from partita._torch.toggles import TOGGLES
+from partita.analysis.effects.functions import rule_of_function, rule_of_method
+from partita.analysis.effects.modules import effects_of_module
+from partita.analysis.effects.terms import nodes_in
 from partita.analysis.functorch import is_inside_transform
 from partita.analysis.nodes import find, value_of
-from partita.analysis.op_effects.functions import rule_of_function, rule_of_method
-from partita.analysis.op_effects.modules import op_effects_of_module
-from partita.analysis.op_effects.terms import nodes_in
 from partita.backends._torch.compile_context import loses_dropout
 from partita.backends._torch.support import (
     has_meta_kernel,
@@ -255,7 +255,7 @@ def _refusal_of_body(module: nn.Module) -> str | None:
             return LSTM
         if any(map(_drops_between_layers, module.modules())):
             return DROPOUT
-        behaviour = op_effects_of_module(module)
+        behaviour = effects_of_module(module)
         return UNKNOWN_MODULE if behaviour.unknown else SIDE_EFFECT if behaviour.impure else None
     for node in module.graph.nodes:
         reason = refusal_by_inductor(node)

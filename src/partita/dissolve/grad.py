@@ -15,10 +15,9 @@ from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata, map_tensors
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.operators.schemas import is_higher_order
 from partita._torch.toggles import IS_GRAD_ENABLED
+from partita.analysis.effects.terms import nodes_in_slots
 from partita.analysis.mode import Mode
 from partita.analysis.nodes import find, value_of
-from partita.analysis.op_effects.calls import CallEffects, mutated_classes, storages_of
-from partita.analysis.op_effects.terms import nodes_in_slots
 from partita.analysis.projections import takes_item
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program
@@ -165,13 +164,9 @@ class _Carriers:
 
     def __init__(self, program: Program, returned: ReturnedArguments) -> None:
         self.program, self.returned = program, returned
-        index, root = program.index, program.graph_module
-        call_effects = CallEffects(root, program.pure)
-        acting = call_effects.effectful(index.graph)
-        storages = storages_of(index, call_effects, acting)
-        self.classes = storages.roots()
-        self.mutated = mutated_classes(index, storages, acting)
-        self.unknown = {node for node, effects in acting.items() if effects.unknown}
+        calls = program.calls
+        self.classes, self.mutated = calls.storages.roots(), calls.mutated
+        self.unknown = {node for node, effects in calls.effectful.items() if effects.unknown}
         self.owned = owned_inputs(program)
         self.tainted: set[int] = set()
 
@@ -190,7 +185,7 @@ class _Carriers:
             records = records_gradients(modes.at(number).within(caller))
             reads_some = any(read in carriers for read in node.all_input_nodes)
             if records and reads_some:
-                self.tainted |= self.mutated.get(number, set())
+                self.tainted |= self.mutated.get(number, frozenset())
             if self._may_hold(node) and (
                 self.classes[number] in self.tainted or self._carries(node, records=records, carriers=carriers)
             ):
@@ -238,9 +233,8 @@ class ReturnedArguments:
 
     def __init__(self, program: Program, sandbox: FakeSandbox) -> None:
         self._program, self._sandbox = program, sandbox
-        self._effects = CallEffects(program.graph_module, program.pure)
         self._known: dict[Node, dict[int | None, Node]] = {}
-        self._aliasing = self._effects.aliasing(program.graph)
+        self._aliasing = program.calls.aliasing()
         self._allowance = Allowance(_CALLS + _CALLS_BY_NODE * len(program.index.nodes))
 
     def of(self, node: Node) -> dict[int | None, Node]:
@@ -251,7 +245,7 @@ class ReturnedArguments:
 
     def mutated_by(self, node: Node) -> frozenset[Node]:
         """The inputs that `node` may mutate."""
-        effects = self._effects.of(node)
+        effects = self._program.calls.of(node)
         return frozenset(nodes_in_slots(node, effects.mutates)) if effects.mutates else frozenset()
 
     def check_mutation(self, node: Node) -> None:

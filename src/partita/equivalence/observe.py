@@ -88,16 +88,15 @@ def _of_program(program: Program) -> Subject:
         return replace(_of_program(Program.of(module)), tolerance=program.tolerance)
     nodes, effects = program.index.nodes, program.effects
     placeholders = tuple(node for node in nodes if node.op == "placeholder")
-    number = {node: place for place, node in enumerate(placeholders)}
-    mutated = [nodes[i] for i in effects.mutated_inputs]
-    attributes = (attrgetter(str(node.target)) for node in mutated if node.op == "get_attr")
+    mutated = [nodes[i] for i in effects.mutated_inputs if nodes[i].op == "get_attr"]
+    attributes = (attrgetter(str(node.target)) for node in mutated)
     held = [attribute(program.graph_module) for attribute in attributes]
     return Subject(
         call=module,
         root=module,
         slots=tuple(replace(slot, name=program.state_keys.original(slot.name)) for slot in slots_of(module)),
         mutated=_keys((*(value for value in held if isinstance(value, Tensor)), *effects.mutated_state)),
-        mutated_inputs=frozenset(number[node] for node in mutated if node in number),
+        mutated_inputs=frozenset(program.mutated_inputs),
         tolerance=program.tolerance,
         placeholders=placeholders,
         output_names=tuple(leaf.name if isinstance(leaf, Node) else "" for leaf in flatten(nodes[-1].args[0]).leaves),

@@ -9,6 +9,7 @@ from typing import Any, Protocol, final
 from torch import Tensor
 from torch.fx import GraphModule
 
+from partita.analysis.effects.terms import Effects
 from partita.backends._torch.compile_context import compiler_scope
 from partita.backends._torch.fake_inputs import FakeInputs, strides_of
 from partita.errors import BackendError
@@ -20,7 +21,6 @@ from partita.lowering.constants import Constants, holding
 from partita.lowering.dry_run import DryRun, dry_run
 from partita.lowering.signature import Place, Signature, Slot, TensorSpec
 from partita.lowering.variant import Fit, Variant, dimensions_of
-from partita.program.body_effects import BodyEffects
 
 
 class Compiler(Protocol):
@@ -42,11 +42,13 @@ class Compilation:
     slots: tuple[Slot, ...]
     signature: Signature
     values: Sequence[Any]
-    effects: BodyEffects
     #: The places of values that may be mutated.
     mutated: tuple[int, ...]
     #: The key of the symbol for each dynamic size.
     dynamic_sizes: Mapping[Place, Hashable]
+    #: The nodes of the body that have effects, and those whose storage is mutated after it has run, by name.
+    effects: Mapping[str, Effects]
+    mutated_later: frozenset[str]
     #: The places of values that are compiled in.
     constants: tuple[int, ...] = ()
 
@@ -71,7 +73,7 @@ class Compilation:
             if constants is not None:
                 body = holding(body, {place: self.values[place] for place in constants.places})
                 inputs = constants.others(inputs)
-            computes = outputs is None or outputs or self.effects.effectful
+            computes = outputs is None or outputs or self.effects
             function = self._compiled(body, inputs) if computes else _no_outputs
         dynamic_integers = frozenset(number for number, axis in self.dynamic_sizes if axis is None)
         fit = Fit(self.signature, dimensions, dynamic_integers, conditions_of(places, fakes.env))
@@ -102,7 +104,14 @@ class Compilation:
         if not has_gradients:
             require_gradients(inputs, but=self.mutated)
         body = body_for_compiler(self.body, self.slots, inputs=self.signature.shapes)
-        return dry_run(body, inputs, fakes.mode, self.effects, has_gradients=has_gradients)
+        return dry_run(
+            body,
+            inputs,
+            fakes.mode,
+            effects=self.effects,
+            mutated_later=self.mutated_later,
+            has_gradients=has_gradients,
+        )
 
     def _inputs(self, fakes: FakeInputs, detached: Collection[int] = ()) -> list[Any]:
         return [self._input(fakes, place, is_detached=place in detached) for place in range(len(self.values))]

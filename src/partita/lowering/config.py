@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
 from torch.fx import GraphModule
 
+from partita.analysis.effects.modules import may_use_rng
+from partita.analysis.effects.terms import PURE, UNKNOWN, Effects
 from partita.lowering.signature import DynamicSizes
 from partita.lowering.variant import Cause, Variant
 from partita.plans.compilations import Compilations, CompiledBody
 from partita.plans.failures import Failure, Failures, report
-from partita.program.body_effects import BodyEffects
+from partita.program.program import Program
 
 
 @final
@@ -29,8 +31,13 @@ class Lowering:
     picks_kernels: bool = False
     #: The modes that the body runs under; None for those of the caller.
     scope: ModeScope | None = None
-    effects: BodyEffects = field(default_factory=BodyEffects)
-    #: The key of the modules for which `effects` was computed.
+    #: The effects of the nodes that have some, by name.
+    effects: Mapping[str, Effects] = field(default_factory=dict)
+    #: The positions of inputs that the body mutates; all of them if an unknown function is called.
+    mutated_inputs: tuple[int, ...] = ()
+    #: Nodes, inputs among them, whose storage other code mutates after the body has run, where the call site is known.
+    mutated_later: frozenset[str] = frozenset()
+    #: The key of the modules for which the effects were computed.
     modules: tuple[Hashable, ...] = ()
     dynamic_sizes: DynamicSizes = field(default_factory=DynamicSizes)
     #: The inputs that are compiled in as constants, where the backend wants them; else None.
@@ -49,14 +56,12 @@ class Lowering:
             return self
         inputs = [node.name for node in body.graph.find_nodes(op="placeholder")]
         called = [node.name for node in body.graph.find_nodes(op="call_module")]
-        effects = replace(
-            self.effects,
-            effectful=self.effects.effectful.union(called),
-            rng=self.effects.rng.union(called),
+        return replace(
+            self,
+            effects={**self.effects, **dict.fromkeys(called, UNKNOWN)},
             mutated_inputs=tuple(range(len(inputs))),
-            mutated_later=self.effects.mutated_later.difference(inputs),
+            mutated_later=self.mutated_later.difference(inputs),
         )
-        return replace(self, effects=effects)
 
     def report(self, cause: Cause, error: Exception | None = None) -> None:
         """Records that the region runs eagerly, or raises."""
@@ -80,6 +85,15 @@ class Lowering:
                 loaded=origin is None,
             )
         )
+
+
+def effects_by_name(body: Program) -> dict[str, Effects]:
+    """The effects of the nodes that have some, or would in training mode; without tensors, to be pickled."""
+    found = {node.name: replace(effects, mutated_state=()) for node, effects in body.calls.effectful.items()}
+    for node in body.graph.find_nodes(op="call_module"):
+        if may_use_rng(body.calls.called_module(node)):
+            found[node.name] = replace(found.get(node.name, PURE), uses_rng=True)
+    return found
 
 
 @final

@@ -36,13 +36,13 @@ from partita.lowering._torch.bodies import body_for_compiler
 from partita.lowering._torch.conditions import conditions_of, symbolic_places
 from partita.lowering._torch.containers import LEAF
 from partita.lowering._torch.dry_run import unchecked_call
+from partita.lowering.config import effects_by_name
 from partita.lowering.constants import holding, state_inputs
 from partita.lowering.lower import scope_of, title_of
 from partita.lowering.variant_cache import timed
 from partita.plans.compilations import CompiledBody
 from partita.plans.treatment import Called, Site
 from partita.program._torch.guards import functions_of_conditions, symbolic_expression
-from partita.program.body_effects import body_effects
 from partita.program.exported import FOLDED
 from partita.program.program import Program
 from partita.rewrite.bodies import bare_body
@@ -117,10 +117,10 @@ class _Region:
             reason = self.backend.refusal(node) if node.op.startswith("call_") else None
             if reason is not None:
                 self._fail(f"{self.backend.name} refuses {node.name!r}: {reason}")
-        effects = body_effects(Program(self.body))
         checks = {node.name for node in self.body.graph.nodes if _is_assertion(node)}
-        if (effects.effectful | effects.rng) - checks:
-            names = ", ".join(map(repr, sorted((effects.effectful | effects.rng) - checks)))
+        effectful = effects_by_name(Program(self.body)).keys() - checks
+        if effectful:
+            names = ", ".join(map(repr, sorted(effectful)))
             self._fail(f"{names}: a delegate has no effects; leave them outside of the region")
         unchecked = unchecked_call(self.body)
         if unchecked is not None:

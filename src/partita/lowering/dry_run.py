@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import storage_key
+from partita.analysis.effects.terms import PURE, Effects
 from partita.errors import BackendError, ModeError
 from partita.lowering._torch.containers import LEAF, Container, Fixed, Shape, assembled, has_tensors, items_of, shape_of
 from partita.lowering._torch.dry_run import (
@@ -33,7 +34,6 @@ from partita.lowering._torch.gradients import (
     links_of,
     no_grad_views,
 )
-from partita.program.body_effects import BodyEffects
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +85,18 @@ class DryRun:
 
 
 def dry_run(
-    body: GraphModule, inputs: Sequence[Any], mode: Any, effects: BodyEffects, *, has_gradients: bool
+    body: GraphModule,
+    inputs: Sequence[Any],
+    mode: Any,
+    *,
+    effects: Mapping[str, Effects],
+    mutated_later: Collection[str],
+    has_gradients: bool,
 ) -> DryRun | None:
     """The dry run of `body` on fake inputs, which it may mutate; None where an operator cannot run on fake tensors.
 
-    Where gradients are disabled, the inputs require them nevertheless, and no output may have a `grad_fn`.
+    `effects` are those of its nodes, and `mutated_later` the nodes that are mutated after it has run, by name. Where
+    gradients are disabled, the inputs require them nevertheless, and no output may have a `grad_fn`.
     """
     histories = history_of(inputs)
     try:
@@ -101,7 +108,7 @@ def dry_run(
         return None
     if run.switched_gradients:
         raise ModeError("a module in it leaves gradients switched, which compiled code would not do")
-    analysis = _OutputAnalysis(body, inputs, run, effects)
+    analysis = _OutputAnalysis(body, inputs, run, effects, mutated_later)
     if not has_gradients:
         analysis.check_that_gradients_are_off()
         histories = [None] * len(inputs)
@@ -122,14 +129,22 @@ class _Leaf(NamedTuple):
 class _OutputAnalysis:
     """Determines the source of each leaf: a compiled output, a view, or an input."""
 
-    def __init__(self, body: GraphModule, inputs: Sequence[Any], run: BodyRun, effects: BodyEffects) -> None:
-        self.body, self.inputs, self.run, self.results, self.effects = body, inputs, run, run.results, effects
+    def __init__(
+        self,
+        body: GraphModule,
+        inputs: Sequence[Any],
+        run: BodyRun,
+        effects: Mapping[str, Effects],
+        mutated_later: Collection[str],
+    ) -> None:
+        self.body, self.inputs, self.run, self.results = body, inputs, run, run.results
+        self.effects, self.mutated_later = effects, mutated_later
         (output,) = body.graph.find_nodes(op="output")
         self.shape = shape_of(run.results[output], is_output=True)
         self.leaves = list(_leaves(output.args[0], run.results[output], self.shape))
         self.bases = self._found_bases()
         roots = [*body.graph.find_nodes(op="placeholder"), *(base.node for base in self.bases)]
-        self.readable = readable_from(roots, run, lambda node: node.name not in effects.effectful)
+        self.readable = readable_from(roots, run, lambda node: node.name not in effects)
         self.compiled: list[_Leaf] = list(self.bases)
         self.views: list[Reading] = []
 
@@ -147,7 +162,7 @@ class _OutputAnalysis:
         reached = frozenset[int]().union(*links, *mutated)
         names = (node.name for node in self.body.graph.find_nodes(op="placeholder"))
         named_inputs = dict(zip(names, self.inputs, strict=True))
-        copies = inputs_to_copy(named_inputs, values, self.effects.mutated_later) if any((*links, *mutated)) else ()
+        copies = inputs_to_copy(named_inputs, values, self.mutated_later) if any((*links, *mutated)) else ()
         return DryRun(
             output=self.shape,
             sources=tuple(starts[origin] + place for origin, place in sources),
@@ -227,13 +242,13 @@ class _OutputAnalysis:
         """
         held, visible = set(map(memory_of, self.inputs)), self._visible_nodes()
         for node in self.body.graph.nodes:
-            if node.name in self.effects.rng and node not in visible:
+            if self.effects.get(node.name, PURE).uses_rng and node not in visible:
                 value = self.results[node]
                 random_leaves = _leaves(node, value, shape_of(value, is_output=True))
                 self.compiled += [leaf for leaf in random_leaves if memory_of(leaf.value) not in held]
 
     def _mutated_later(self) -> Iterator[int]:
-        held = {memory_of(self.results[node]) for node in self.results if node.name in self.effects.mutated_later}
+        held = {memory_of(self.results[node]) for node in self.results if node.name in self.mutated_later}
         return (place for place, leaf in enumerate(self.compiled) if memory_of(leaf.value) in held)
 
     def _visible_nodes(self) -> set[Node]:

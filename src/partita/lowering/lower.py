@@ -26,15 +26,14 @@ from partita.backends.backend import (
 )
 from partita.errors import OptionError
 from partita.lowering.cache_folder import CacheFolder, checked_root
-from partita.lowering.config import Lowering, ModeScope
+from partita.lowering.config import Lowering, ModeScope, effects_by_name
 from partita.lowering.constants import state_inputs
 from partita.lowering.lowered import Lowered
-from partita.lowering.signature import DynamicSizes
+from partita.lowering.signature import DynamicSizes, traced_symbols
 from partita.lowering.variant_cache import variants_for
 from partita.plans.compilations import Compilations
 from partita.plans.failures import Failure, Failures, report
 from partita.plans.treatment import Site
-from partita.program.body_effects import body_effects, traced_symbols
 from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.bodies import bare_body
@@ -149,7 +148,10 @@ class Lower:
             trains=trains(backend),
             picks_kernels=picks_kernels(backend),
             scope=scope_of(bare.mode),
-            effects=body_effects(body, mutated_later),
+            effects=effects_by_name(body),
+            mutated_inputs=body.mutated_inputs,
+            # An input that the body itself mutates must not be a copy.
+            mutated_later=mutated_later.difference(body.index.nodes[at].name for at in body.effects.mutated_inputs),
             modules=modules_key(bare.module),
             dynamic_sizes=DynamicSizes(traced_symbols(body), dynamic),
             constants=constants,

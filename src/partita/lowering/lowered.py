@@ -33,7 +33,6 @@ from partita.lowering.signature import (
 )
 from partita.lowering.variant import Cause, Fit, Variant, WrongOutputsError
 from partita.lowering.variant_cache import LruTable, Variants
-from partita.program.body_effects import BodyEffects
 
 
 @final
@@ -190,9 +189,9 @@ class Dispatcher:
         global_state, lowering = read_global_state(), self._lowering
         if call.modules is not None:
             lowering = lowering.for_modules(call.modules.state.key, self._body)
-        if any(not isinstance(call.shapes[place], Leaf) for place in lowering.effects.mutated_inputs):
+        if any(not isinstance(call.shapes[place], Leaf) for place in lowering.mutated_inputs):
             return None  # A mutation of a container would only reach its copy.
-        mutated = (*call.places_of(lowering.effects.mutated_inputs), *call.mutable_state())
+        mutated = (*call.places_of(lowering.mutated_inputs), *call.mutable_state())
         if (
             not global_state.inference
             and (global_state.grad or mutated)
@@ -205,7 +204,7 @@ class Dispatcher:
         signature = signature_of(call, global_state, mutated=mutated, picks_kernels=lowering.picks_kernels)
         dynamic_sizes = self._dynamic_sizes_after(signature)
         variant = self._variants.find(signature, call.values) or self._made(
-            signature, call, mutated, lowering.effects, dynamic_sizes
+            signature, call, mutated, lowering, dynamic_sizes
         )
         if isinstance(variant, _Trial):
             return variant
@@ -226,10 +225,9 @@ class Dispatcher:
         signature: Signature,
         call: Call,
         mutated: tuple[int, ...],
-        effects: BodyEffects,
+        lowering: Lowering,
         dynamic_sizes: DynamicSizes,
     ) -> Variant | _Trial:
-        lowering = self._lowering
         if signature.needs_gradients and not lowering.trains:
             return Variant(Fit.for_any_sizes(signature), None, cause=Cause(_WITHOUT_GRADIENTS))
         compilation = Compilation(
@@ -238,9 +236,10 @@ class Dispatcher:
             call.slots,
             signature,
             call.values,
-            effects,
             mutated,
             dynamic_sizes.of(signature, call),
+            effects=lowering.effects,
+            mutated_later=lowering.mutated_later,
             constants=self._constants(call, mutated),
         )
         try:

@@ -18,12 +18,37 @@ from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import modules_key, settings_of
 from partita._torch.nn_modules import HOOKS_OF_ALL, call_overrides, hooks_of
+from partita._torch.symbolic_shapes import symbol_of
+from partita.analysis.nodes import value_of
 from partita.lowering._torch.containers import Shape, leaf_count
 from partita.lowering._torch.guards import GlobalState
-from partita.program.body_effects import TracedSymbols
+from partita.program.program import Program
 
 #: A size by input and axis; the axis of an integer is None.
 Place: TypeAlias = tuple[int, int | None]
+
+#: For each input of a body the symbols of its sizes, or its own symbol, by name; None for what was traced as static.
+TracedSymbols: TypeAlias = tuple[tuple[str | None, ...] | str | None, ...]
+
+
+def traced_symbols(program: Program) -> TracedSymbols:
+    """The symbols of traced inputs, numbered in order; a compound expression counts as a symbol of its own."""
+    numbers: dict[object, str] = {}
+    found: list[tuple[str | None, ...] | str | None] = []
+
+    def name(size: object, place: object) -> str | None:
+        if not isinstance(size, torch.SymInt):
+            return None
+        symbol = symbol_of(size)
+        return numbers.setdefault(place if symbol is None else symbol, f"s{len(numbers)}")
+
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = value_of(node)
+        if isinstance(value, Tensor):
+            found.append(tuple([name(size, (node, axis)) for axis, size in enumerate(value.shape)]))
+        else:
+            found.append(name(value, node))
+    return tuple(found)
 
 
 @final

@@ -12,7 +12,6 @@ from torch.fx import Node
 
 from partita.analysis.mode import AMBIENT
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import CallEffects
 from partita.analysis.projections import is_projection
 from partita.errors import CallbackError, CycleError, OptionError
 from partita.policies.legalize import NO_REASON, call_user_function, user_label
@@ -192,7 +191,7 @@ class TrivialNodes:
         self._root = program.graph_module
         self._known: dict[Node, bool] = {}
         self._mutated: dict[Node, bool] = {}
-        self._effects = CallEffects(program.graph_module, program.pure)
+        self._calls = program.calls
 
     def __contains__(self, node: Node) -> bool:
         known = self._known.get(node)
@@ -219,7 +218,7 @@ class TrivialNodes:
         """Whether it makes a tensor of numbers alone."""
         if node.op == "call_method" or any(not isinstance(value_of(read), _NUMBERS) for read in node.all_input_nodes):
             return False
-        return not self._effects.of(node).is_effectful
+        return not self._calls.of(node).is_effectful
 
 
 def _labels(program: Program, numbers: Sequence[int], together: Together) -> Callable[[Node], Hashable | None]:

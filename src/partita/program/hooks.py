@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from partita._torch.operators.schemas import registers_hook
-from partita.analysis.index import Index
-from partita.analysis.op_effects.calls import CallEffects, storages_of
+from partita.analysis.effects.calls import CallEffects
 
 
 @final
@@ -41,17 +40,14 @@ class HookedTensor:
         return self.is_visible or len(made) < len(self.makers) or not self.readers.issubset(part)
 
 
-def hooked_tensors(
-    index: Index, root: GraphModule, *, pure: frozenset[Callable[..., Any]] = frozenset()
-) -> tuple[HookedTensor, ...]:
-    """The tensors of a graph that have or may have hooks, in graph order; functions in `pure` register none."""
-    calls = CallEffects(root, pure)
-    acting = calls.effectful(index.graph)
-    unknown = {node for node, effects in acting.items() if effects.unknown}
+def hooked_tensors(calls: CallEffects) -> tuple[HookedTensor, ...]:
+    """The tensors of a graph that have or may have hooks, in graph order."""
+    index = calls.index
+    unknown = {node for node, effects in calls.effectful.items() if effects.unknown}
     hooks = [node for node in index.nodes if registers_hook(node.target) or node in unknown]
     if not hooks:
         return ()
-    storages = storages_of(index, calls, acting)
+    storages = calls.storages
     members: dict[int, list[Node]] = {storages.find(index.number[hook]): [] for hook in hooks}
     for i, node in enumerate(index.nodes):
         if storages.find(i) in members:

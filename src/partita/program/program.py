@@ -13,14 +13,14 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis.effects import Effects, effects_of
+from partita.analysis.effects.calls import CallEffects
+from partita.analysis.effects.graph import GraphEffects, effects_of_graph
+from partita.analysis.effects.terms import Effects
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.mode import AMBIENT, Mode
 from partita.analysis.modes import Modes, check_bodies, modes_of
 from partita.analysis.mutation import LaterUses, Mutations, mutations_before, mutations_of
 from partita.analysis.nodes import Neighbours, neighbours_of
-from partita.analysis.op_effects.calls import CallEffects
-from partita.analysis.op_effects.terms import OpEffects
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
@@ -76,7 +76,7 @@ class Program:
         #: Whether it is a body of another program, which has checked the modes of its bodies at any depth.
         self.is_body = body_of is not None
         #: The effects of calling each body; a program shares the table with its bodies.
-        self._known_modules: dict[nn.Module, OpEffects] = {} if body_of is None else body_of._known_modules
+        self._known_modules: dict[nn.Module, Effects] = {} if body_of is None else body_of._known_modules
         self._analyses: dict[Callable[[Program], Any], Any] = {}
 
     @classmethod
@@ -169,7 +169,7 @@ class Program:
 
     def look_into(self, body: GraphModule) -> None:
         """Computes the effects of calling a body; called innermost first, deep nests need no deep recursion."""
-        self._calls().of_module(body)
+        self.calls.of_module(body)
 
     @property
     def graph(self) -> Graph:
@@ -242,18 +242,29 @@ class Program:
         return symbolic_scalars_of(self.index)
 
     @cached_property
-    def effects(self) -> Effects:
+    def calls(self) -> CallEffects:
+        """The effects of every call, and which values share memory."""
+        return CallEffects(self._graph_module, self.pure, index=self.index, known_modules=self._known_modules)
+
+    @cached_property
+    def effects(self) -> GraphEffects:
         """The order that side effects impose beyond data flow."""
-        return effects_of(self.index, self._graph_module, pure=self.pure, known_modules=self._known_modules)
+        return effects_of_graph(self.calls)
+
+    @cached_property
+    def mutated_inputs(self) -> tuple[int, ...]:
+        """The positions of inputs that are mutated; all of them if an unknown function is called."""
+        mutated = {self.index.nodes[number] for number in self.effects.mutated_inputs}
+        return tuple(place for place, node in enumerate(self.graph.find_nodes(op="placeholder")) if node in mutated)
 
     @cached_property
     def mutations(self) -> Mutations:
         """Which values are mutated, by which nodes."""
-        return mutations_of(self.index, self._calls())
+        return mutations_of(self.calls)
 
     def mutations_before(self, later: LaterUses) -> Mutations:
         """The same for a body whose inputs are used after it has run."""
-        return mutations_before(self.index, self._calls(), later) if any(later) else self.mutations
+        return mutations_before(self.calls, later) if any(later) else self.mutations
 
     def once(self, analysis: Callable[[Program], T]) -> T:
         """The result of an analysis of this program, computed at the first request."""
@@ -262,13 +273,10 @@ class Program:
         found: T = self._analyses[analysis]
         return found
 
-    def _calls(self) -> CallEffects:
-        return CallEffects(self._graph_module, self.pure, self._known_modules)
-
     @cached_property
     def hooked_tensors(self) -> tuple[HookedTensor, ...]:
         """The tensors on which nodes register hooks, or may do so."""
-        return hooked_tensors(self.index, self._graph_module, pure=self.pure)
+        return hooked_tensors(self.calls)
 
     @cached_property
     def neighbours(self) -> Neighbours:

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch.fx import Node
 
+from partita.analysis.effects.calls import tensors_of
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import tensors_of
 from partita.analysis.tolerance import Tolerance
 from partita.program.program import Program
 

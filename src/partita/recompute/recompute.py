@@ -15,8 +15,10 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
-from partita._torch.operators.schemas import Signature, registers_hook, signatures_of, signatures_of_method
+from partita._torch.operators.schemas import registers_hook
 from partita._torch.toggles import ENTER_INFERENCE
+from partita.analysis.effects.calls import CallEffects
+from partita.analysis.effects.terms import Effects
 from partita.analysis.functorch import is_inside_transform
 from partita.analysis.mode import Autocast
 from partita.analysis.mutation import Mutations
@@ -26,7 +28,6 @@ from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.node_tags import next_graph_id
 from partita.plans.memory import SavedBytes, saved_bytes_of
 from partita.plans.treatment import Called, Site
-from partita.program.body_effects import body_effects
 from partita.program.program import Program
 from partita.program.saved_tensors import SavedTensors
 from partita.recompute._torch.checkpoint_plan import annotate_plan, checkpoint_plan
@@ -127,14 +128,10 @@ class Recompute:
         }
         module = _wrap_kept(program, kept) if kept else body
         module = wrap_modes(Program(module, caller=site.caller, pure=pure), _WRAPPED).graph_module
-        effects = body_effects(program)
         plan = checkpoint_plan(
             module,
-            effects,
-            mutated_inputs=(
-                *effects.mutated_inputs,
-                *_inputs_mutated_later(body, site.region, site.program),
-            ),
+            program,
+            mutated_inputs=(*program.mutated_inputs, *_inputs_mutated_later(body, site.region, site.program)),
             mutated_state=tuple(_mutated_state(module, program if site.program is None else site.program)),
             is_complete=True,
         )
@@ -282,49 +279,26 @@ def _check_body(body: Program, region: Region) -> None:
             f"node {nodes[number].name!r} in region {region.name!r} has unknown effects, so it may not be safe "
             "to run twice; declare it with Program.of(..., pure=[...]), or leave it out of the region"
         )
-    for node in _all_nodes(body.graph_module):
-        effect = _unrepeatable_effect(node)
+    for node, effects in _effectful_nodes(body.graph_module):
+        effect = _unrepeatable_effect(node, effects)
         if effect is not None:
             raise RecomputeError(
                 f"node {node.name!r} in region {region.name!r} {effect}, which would happen again; leave it out"
             )
 
 
-def _unrepeatable_effect(node: Node) -> str | None:
-    """The side effect of a node that must not happen twice."""
+def _unrepeatable_effect(node: Node, effects: Effects) -> str | None:
+    """The side effect of a node that must not happen twice; only the state of default generators is restored."""
     if node.target is print:
         return "prints"
     if registers_hook(node.target):
         return "registers a hook"
-    return "uses its own random number generator" if uses_own_generator(node) else None
+    return "uses its own random number generator" if effects.own_generator else None
 
 
-def uses_own_generator(node: Node) -> bool:
-    """Whether a call takes a generator, by keyword or by position; only the state of default generators is restored."""
-    if node.kwargs.get("generator") is not None:
-        return True
-    if node.op not in ("call_function", "call_method"):
-        return False
-    signatures = signatures_of_method(str(node.target)) if node.op == "call_method" else signatures_of(node.target)
-    return any(_may_be_generator(arg) for signature in signatures for arg in _generator_arguments(node, signature))
-
-
-def _generator_arguments(node: Node, signature: Signature) -> Iterator[object]:
-    for argument in signature.arguments:
-        if argument.name == "generator" and 0 <= argument.position < len(node.args):
-            yield node.args[argument.position]
-
-
-def _may_be_generator(argument: object) -> bool:
-    """Whether an argument may be a generator; another overload may have something else in that position."""
-    if not isinstance(argument, Node):
-        return isinstance(argument, torch.Generator)
-    value = value_of(argument)
-    return value is None or isinstance(value, torch.Generator)
-
-
-def _all_nodes(body: GraphModule) -> Iterator[Node]:
-    """The nodes of a body, and of the bodies that its operators run."""
-    for module in body.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
+def _effectful_nodes(body: GraphModule) -> Iterator[tuple[Node, Effects]]:
+    """The nodes with effects of a body, and of the bodies that its operators run; an operator comes after its body."""
+    known: dict[nn.Module, Effects] = {}
+    for module in reversed([module for module in body.modules() if isinstance(module, GraphModule)]):
+        effectful = CallEffects(module, known_modules=known).effectful
+        yield from ((node, effectful[node]) for node in module.graph.nodes if node in effectful)

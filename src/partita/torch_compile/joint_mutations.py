@@ -13,7 +13,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import viewed_node
-from partita.analysis.op_effects.calls import CallEffects
 from partita.errors import RecomputeError
 from partita.program.program import Program
 
@@ -152,11 +151,8 @@ class _Halves:
 
 def _mutating_nodes(program: Program) -> dict[Node, None]:
     """The nodes that are known to mutate, in graph order."""
-    acting = CallEffects(program.graph_module, program.pure).effectful(program.graph)
-    found = {
-        node for node, effects in acting.items() if (effects.mutates or effects.mutated_state) and not effects.unknown
-    }
-    return {node: None for node in program.index.nodes if node in found}
+    nodes = (program.index.nodes[number] for number in program.calls.mutated)
+    return {node: None for node in nodes if not program.calls.of(node).unknown}
 
 
 #: How AOTAutograd updates inputs at the end of a graph.

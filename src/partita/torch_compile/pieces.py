@@ -32,7 +32,6 @@ from partita.plans.treatment import (
     stays_eager,
     tolerance_of,
 )
-from partita.program.body_effects import inputs_read_once, mutated_inputs
 from partita.program.program import Program
 from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.rewrite.bodies import copy_mutated_inputs
@@ -104,7 +103,7 @@ class _PieceCompiler(Interpreter):
             self._leave_uncompiled(str(n.target), body, reason or "has inputs made in inference mode")
             return self._run_piece(n, piece, args).outputs
         needs_backward = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if needs_backward and mutated_inputs(program := Program(body)):
+        if needs_backward and (program := Program(body)).mutated_inputs:
             return self._run_and_compile(n, piece, program, args).outputs
         return self._compile_and_run(n, piece, args).outputs
 
@@ -156,13 +155,13 @@ class _PieceCompiler(Interpreter):
 
     def _run_and_compile(self, node: Node, piece: Piece, program: Program, args: list[Any]) -> PieceCall:
         """Runs a piece before compiling it, since the arguments it mutates decide how it is compiled."""
-        body, mutated = program.graph_module, mutated_inputs(program)
+        body, mutated = program.graph_module, program.mutated_inputs
         with runs_fake(self._mode):
             before = [arg.clone() if place in mutated else arg for place, arg in enumerate(args)]
         call = self._run_piece(node, piece, args)
         forget_memos(self._mode)
         try:
-            own = call.own_mutations(read_once=inputs_read_once(program))
+            own = call.own_mutations(read_once=_inputs_read_once(program))
             self._check_copies(own)
         except AliasedMutationError as error:
             self._leave_uncompiled(call.name, body, str(error))
@@ -232,6 +231,16 @@ class _PieceCompiler(Interpreter):
             shared.add(key, module)
 
 
+def _inputs_read_once(program: Program) -> tuple[int, ...]:
+    """The positions of inputs whose storage only one node of the body reads, such as the statistics of a batch norm."""
+    index, storages = program.index, program.calls.storages
+    readers: dict[int, set[Node]] = {}
+    for i, node in enumerate(index.nodes):
+        readers.setdefault(storages.find(i), set()).update(node.users)
+    inputs = enumerate(program.graph.find_nodes(op="placeholder"))
+    return tuple(place for place, node in inputs if len(readers[storages.find(index.number[node])]) <= 1)
+
+
 def _has_inference_tensors(args: Sequence[Any]) -> bool:
     """Whether a compiled piece could fail: AOTAutograd (torch 2.13) mutates its inputs outside of inference mode."""
     if torch.is_inference_mode_enabled():
@@ -260,7 +269,7 @@ class Piece(nn.Module):
         """The arguments that its operators mutate, as far as their schemas say."""
         if self._mutated_args is None:
             program = Program(self.fresh_body())
-            self._mutated_args = () if program.effects.barriers else mutated_inputs(program)
+            self._mutated_args = () if program.effects.barriers else program.mutated_inputs
         return self._mutated_args
 
     def fresh_body(self) -> GraphModule:

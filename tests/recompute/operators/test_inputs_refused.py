@@ -14,7 +14,6 @@ import partita
 from partita import recompute
 from partita.errors import RecomputeError
 from partita.policies import BySize
-from partita.recompute.recompute import uses_own_generator
 from partita.treatments import Recompute
 
 _checkpoint = recompute.wrap_activation_checkpoint
@@ -86,4 +85,5 @@ def test_draws_from_the_default_generator_are_no_draws_from_an_own_one() -> None
     def body(x: Tensor) -> Tensor:
         return aten.rrelu.default(torch.poisson(x, None), 0.1, 0.9, True, None) + torch.bernoulli(x, 0.5)
 
-    assert not any(map(uses_own_generator, symbolic_trace(body).graph.nodes))
+    effectful = partita.Program.of(symbolic_trace(body)).calls.effectful
+    assert [effects.own_generator for effects in effectful.values() if effects.uses_rng] == [False] * 3

@@ -115,6 +115,14 @@ def signatures_of_method(name: str) -> tuple[Signature, ...]:
     return _signatures_named(f"aten::{name}")
 
 
+def is_of_other_library(signature: Signature) -> bool:
+    """Whether an operator is none of torch's: of these, those that use the RNG have the tag, or are known."""
+    return signature.name.partition("::")[0] not in _TORCH_NAMESPACES
+
+
+_TORCH_NAMESPACES = frozenset(("aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd"))
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether `target` is an operator that runs bodies."""
     return isinstance(target, HigherOrderOperator)

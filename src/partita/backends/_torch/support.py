@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.operators.schemas import is_higher_order
+from partita._torch.operators.schemas import is_higher_order, is_of_other_library, signatures_of
+from partita.analysis.effects.calls import CallEffects
 from partita.backends._torch.compile_context import LostDropout, drops_all
 from partita.backends._torch.fake_inputs import mode_of
 from partita.errors import BackendError
@@ -29,7 +29,7 @@ def check_random_operators(body: GraphModule, inputs: Sequence[Any]) -> None:
     """
     from torch._dispatch.python import enable_python_dispatcher
 
-    if not any(map(_may_use_rng, body.graph.nodes)):
+    if not _may_use_rng(body):
         return
     mode, order = mode_of(inputs), _RandomOrderCheck()  # type: ignore[no-untyped-call]
     own = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
@@ -54,18 +54,12 @@ def is_random(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
-def _may_use_rng(node: Node) -> bool:
-    if node.op == "call_module" or is_higher_order(node.target):
+def _may_use_rng(body: GraphModule) -> bool:
+    """Whether a body uses the RNG, or calls operators of other libraries, which need not declare it, at any depth."""
+    if any(effects.uses_rng for effects in CallEffects(body).effectful.values()):
         return True
-    if is_random(node.target):
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op.startswith("call_") and _RANDOM_NAMES.search(name) is not None
-
-
-_RANDOM_NAMES = re.compile(
-    "attention|bernoulli|cauchy|dropout|exponential|gamma|geometric|gru|normal|poisson|rand|rnn|rrelu|uniform"
-)
+    targets = {node.target for node in body.graph.nodes if node.op == "call_function"}
+    return any(is_higher_order(target) or any(map(is_of_other_library, signatures_of(target))) for target in targets)
 
 
 class _RandomOrderCheck(TorchDispatchMode):

@@ -17,8 +17,8 @@ from partita._torch.fx.graph_writer import GraphWriter, input_nodes
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.operators.schemas import is_higher_order, storage_key
 from partita._torch.symbolic_shapes import is_known, is_unbacked, symbols_in
-from partita.analysis.op_effects.calls import op_effects_of
-from partita.analysis.op_effects.terms import nodes_in_slots
+from partita.analysis.effects.calls import effects_of_node
+from partita.analysis.effects.terms import nodes_in_slots
 from partita.lowering._torch.bodies import out_of_place
 from partita.lowering._torch.containers import read_leaves
 
@@ -127,7 +127,7 @@ class _RecordingInterpreter(Interpreter):
         if form is None or not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_contiguous():
             return False
         assert isinstance(self.module, GraphModule)
-        if op_effects_of(node, self.module).uses_rng:
+        if effects_of_node(node, self.module).uses_rng:
             return False
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         try:
@@ -141,7 +141,7 @@ class _RecordingInterpreter(Interpreter):
     def _check_mutated(self, node: Node) -> None:
         """Raises where a call mutates an expanded tensor: eager mode refuses that, and fake tensors do not."""
         assert isinstance(self.module, GraphModule)
-        for read in nodes_in_slots(node, op_effects_of(node, self.module).mutates):
+        for read in nodes_in_slots(node, effects_of_node(node, self.module).mutates):
             for _, leaf in read_leaves(self.env[read]):
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and _shares_elements(leaf):
                     raise InvalidCallError(f"{node.name!r} mutates a tensor whose elements share memory")

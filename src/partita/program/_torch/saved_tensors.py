@@ -186,7 +186,7 @@ class OperatorMonitor(TorchDispatchMode):
             with self:  # Without autograd, in inference mode, composite operators arrive undecomposed.
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        for statistics in _updated_statistics(func, args, kwargs):
+        for statistics in updated_statistics(func, args, kwargs):
             increment_version(statistics)  # torch does not bump the version for this mutation.
         if formula is not None:
             self.flops += int(hint_of(formula(*args, **kwargs, out_val=result)))
@@ -243,7 +243,7 @@ _aten: Any = torch.ops.aten
 _ATTENTION_LIKE = {_aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention}
 
 
-def _updated_statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def updated_statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The running statistics that a norm mutates in training, which its schema does not declare."""
     places = _places_of_statistics(func)
     if not places:

@@ -17,10 +17,9 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from partita._torch.operators.schemas import Signature, is_higher_order, signatures_of
-from partita.analysis.op_effects.modules import may_use_rng
+from partita._torch.operators.schemas import is_higher_order, is_of_other_library, signatures_of
+from partita.analysis.effects.modules import may_use_rng
 from partita.program.annotations import annotate, annotation
-from partita.program.body_effects import BodyEffects, body_effects
 from partita.program.program import Program
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
@@ -78,16 +77,16 @@ def plan_of_body(body: Any) -> CheckpointPlan | None:
 
 def checkpoint_plan(
     body: GraphModule,
-    effects: BodyEffects,
+    program: Program,
     *,
     mutated_inputs: tuple[int, ...] = (),
     mutated_state: tuple[str, ...] = (),
     is_complete: bool = False,
 ) -> CheckpointPlan:
-    """The plan for a body with these effects."""
+    """The plan for a body that computes what this program does."""
     return CheckpointPlan(
-        effects.mutating,
-        bool(effects.rng) or _may_use_rng_untagged(body),
+        tuple(dict.fromkeys((*program.mutations.mutating_nodes(), *_calls_with_buffers(program)))),
+        bool(program.effects.rng_nodes) or _may_use_rng_untagged(body),
         mutated_inputs,
         mutated_state,
         is_complete,
@@ -137,9 +136,16 @@ def _awaits_code(module: nn.Module) -> bool:
 def _annotated_or_analysed(body: GraphModule) -> CheckpointPlan:
     found = annotation(body, _KEY)
     if found is None:
-        return checkpoint_plan(body, body_effects(Program(body)))
+        return checkpoint_plan(body, Program(body))
     (mutating, preserves_rng, mutated_inputs, *flags), mutated_state = found
     return CheckpointPlan(mutating, preserves_rng, mutated_inputs, mutated_state, *flags)
+
+
+def _calls_with_buffers(program: Program) -> Iterator[str]:
+    """The calls of modules that may update buffers when they are set to training."""
+    for node in program.graph.find_nodes(op="call_module"):
+        if next(program.calls.called_module(node).buffers(), None) is not None:
+            yield node.name
 
 
 def _graphs_in(body: nn.Module) -> Iterator[Graph]:
@@ -164,14 +170,6 @@ def _may_use_rng_untagged(body: GraphModule) -> bool:
                 module = part.get_submodule(str(node.target))
                 if not isinstance(module, GraphModule) and may_use_rng(module):
                     return True
-            elif node.op == "call_function" and any(map(_is_of_other_library, signatures_of(node.target))):
+            elif node.op == "call_function" and any(map(is_of_other_library, signatures_of(node.target))):
                 return True
     return False
-
-
-def _is_of_other_library(signature: Signature) -> bool:
-    return signature.name.partition("::")[0] not in _TORCHS_NAMESPACES
-
-
-#: Of torch's operators, those that use the RNG have the tag, or are known.
-_TORCHS_NAMESPACES = frozenset(("aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd"))

@@ -11,13 +11,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._mode_utils import no_dispatch
 
 from partita._torch.fake_sandbox import tensors_in
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operators.schemas import is_of_other_library, signatures_of, storage_key
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
 from partita.program._torch.saved_tensors import is_differentiable_cast, is_inside_autocast
@@ -87,7 +86,7 @@ class RngStates:
 
     def recorded(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator of the first run."""
-        if not _may_use_rng(operator):
+        if not may_use_rng(operator):
             return operator(*args, **kwargs)
         before = _states(_devices(args, kwargs))
         result = operator(*args, **kwargs)
@@ -122,11 +121,10 @@ def rng_state_restored(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 @cache
-def _may_use_rng(operator: Any) -> bool:
+def may_use_rng(operator: Any) -> bool:
     """Whether an operator may use a default generator; custom and higher-order operators need not declare it."""
-    if not isinstance(operator, OpOverload) or operator.namespace not in ("aten", "prims"):
-        return True
-    return torch.Tag.nondeterministic_seeded in operator.tags
+    signatures = signatures_of(operator)
+    return not signatures or any(one.uses_rng or is_of_other_library(one) for one in signatures)
 
 
 def _devices(args: Any, kwargs: Any) -> list[torch.device]:

@@ -25,6 +25,8 @@ from partita._torch.modes import read_ambient, restore_autocast, variable_set
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
 from partita.hops._torch.body import run_body
+from partita.program._torch.saved_tensors import updated_statistics
+from partita.recompute._torch.keep_records import may_use_rng, mutated_by
 
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True
@@ -201,8 +203,8 @@ class _EffectDetector(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             self.found = True
             return func(*args, **kwargs)
-        mutated = _mutated_by(func, args, kwargs)
-        self.found = self.found or _may_use_rng(func) or any(map(self._is_from_outside, mutated))
+        mutated = (*mutated_by(func, args, kwargs), *updated_statistics(func, args, kwargs))
+        self.found = self.found or may_use_rng(func) or any(map(self._is_from_outside, mutated))
         result = func(*args, **kwargs)
         if all(returned.alias_info is None for returned in func._schema.returns):
             for leaf in tree_leaves(result):
@@ -216,26 +218,8 @@ class _EffectDetector(TorchDispatchMode):
         return isinstance(leaf, Tensor) and (storage is None or storage._cdata not in self._allocated)
 
 
-def _may_use_rng(func: OpOverload) -> bool:
-    """Whether an operator may use an RNG; custom operators need not declare it."""
-    return torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _TORCH_NAMESPACES
-
-
-def _mutated_by(func: OpOverload, args: Any, kwargs: Any) -> Iterator[Any]:
-    """What a call mutates, including statistics of a norm in training, which schemas do not declare."""
-    values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    trains = values.get("training", values.get("train", True))
-    for argument in func._schema.arguments:
-        is_declared = argument.alias_info is not None and argument.alias_info.is_write
-        if is_declared or (trains and argument.name in ("running_mean", "running_var")):
-            yield from tree_leaves(values.get(argument.name))
-
-
 def _storage_of(leaf: Any) -> torch.UntypedStorage | None:
     try:
         return leaf.untyped_storage() if isinstance(leaf, Tensor) else None
     except (NotImplementedError, RuntimeError):  # A sparse tensor, or a subclass without a storage.
         return None
-
-
-_TORCH_NAMESPACES = frozenset(("aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd"))

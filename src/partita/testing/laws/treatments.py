@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from partita._torch.pytrees import flatten
+from partita.analysis.effects.calls import tensors_of
 from partita.analysis.nodes import find
-from partita.analysis.op_effects.calls import tensors_of
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.backends import Backend, find_backend
 from partita.backends.backend import tolerance_of
@@ -28,7 +28,6 @@ from partita.policies import ByCapability, ByLabel
 from partita.program.program import Program
 from partita.program.reordering import summation_tolerance
 from partita.recompute.keep import keepable
-from partita.recompute.recompute import uses_own_generator
 from partita.regions import Partition, Region
 from partita.testing.generator.build import dump
 from partita.testing.generator.draft import Case
@@ -233,7 +232,7 @@ def random_partition(program: Program, source: Random, seed: int) -> Partition:
 
 def _refused(program: Program) -> Iterator[Node]:
     for number, node in enumerate(program.index.nodes):
-        if number in program.effects.barriers or uses_own_generator(node):
+        if number in program.effects.barriers or program.calls.of(node).own_generator:
             yield node
 
 

@@ -1,5 +1,7 @@
 """Effect dependencies: which nodes must keep their order although no data flows between them.
 
+Two nodes keep their order if both access one resource and one of them writes it. The resources are the storages of
+tensors, the RNG state, the network, all other side effects, and the levels of functorch, which every call reads.
 Together with the data edges of the index this is the one dependency relation that every cut and every move obeys.
 Schemas of operators are trusted. An unknown function may mutate its arguments and all state of the module, use the RNG
 and have any other side effect; it is ordered against every node that could observe that, and against no other. Three
@@ -11,24 +13,21 @@ effects: see `modes`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
 
-from torch import SymBool, SymFloat, SymInt, Tensor, nn
-from torch.fx import GraphModule, Node
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch.fx import Node
 
 from partita._torch.toggles import IS_GRAD_ENABLED, TOGGLES
-from partita.analysis.index import Index
+from partita.analysis.effects.calls import CallEffects, Storages, tensors_of
 from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.calls import CallEffects, Storages, mutated_classes, storages_of, tensors_of
-from partita.analysis.op_effects.terms import OpEffects
 from partita.analysis.projections import projections_of
 
 
 @dataclass(frozen=True, slots=True)
-class Effects:
+class GraphEffects:
     """Edge `e`: node `before[e]` stays before node `after[e]`; edges are grouped by `after`, in graph order."""
 
     before: array[int]
@@ -51,29 +50,21 @@ class Effects:
         return zip(self.before, self.after, strict=True)
 
 
-def effects_of(
-    index: Index,
-    root: GraphModule,
-    *,
-    pure: frozenset[Callable[..., Any]] = frozenset(),
-    known_modules: dict[nn.Module, OpEffects] | None = None,
-) -> Effects:
-    """The effects of a graph; functions in `pure` are trusted to have none.
+def effects_of_graph(calls: CallEffects) -> GraphEffects:
+    """The effects of the graph of these calls.
 
-    `known_modules` caches the effects of calls of modules and bodies; new entries are added. Costs next to nothing
-    where no target of the graph can have an effect, else time linear in nodes and edges.
+    Costs next to nothing where no target of the graph can have an effect, else time linear in nodes and edges.
     """
-    calls = CallEffects(root, pure, known_modules)
-    effectful = calls.effectful(index.graph)
+    index, effectful = calls.index, calls.effectful
     if not effectful:
-        return Effects(array("i"), array("i"))
+        return GraphEffects(array("i"), array("i"))
     accesses = _Accesses()
-    _record_chains(accesses, index, effectful)
-    _record_fences(accesses, index, effectful, root)
-    mutated_inputs, mutated_tensors = _record_memory(accesses, index, calls, effectful)
+    _record_chains(accesses, calls)
+    _record_fences(accesses, calls)
+    mutated_inputs, mutated_tensors = _record_memory(accesses, calls) if calls.mutates else ((), ())
     before, after = _edges(accesses)
     number = index.number
-    return Effects(
+    return GraphEffects(
         before,
         after,
         barriers=tuple(sorted(number[node] for node, effects in effectful.items() if effects.unknown)),
@@ -81,7 +72,7 @@ def effects_of(
         rng_nodes=tuple(sorted(number[node] for node, effects in effectful.items() if effects.uses_rng)),
         fences=tuple(sorted(number[node] for node, effects in effectful.items() if effects.fences)),
         mutated_inputs=mutated_inputs,
-        mutated_state=_mutated_state(calls, effectful, mutated_tensors),
+        mutated_state=_mutated_state(calls, mutated_tensors),
     )
 
 
@@ -99,21 +90,22 @@ class _Accesses:
 _RNG, _SIDE_EFFECTS, _NETWORK, _FENCE = -1, -2, -3, -4
 
 
-def _record_chains(accesses: _Accesses, index: Index, effectful: Mapping[Node, OpEffects]) -> None:
+def _record_chains(accesses: _Accesses, calls: CallEffects) -> None:
     """RNG use, communication and other side effects each keep their order."""
-    for node, effects in effectful.items():
+    for node, effects in calls.effectful.items():
         flags = ((effects.uses_rng, _RNG), (effects.impure, _SIDE_EFFECTS), (effects.communicates, _NETWORK))
         chains = {chain for flag, chain in flags if flag}
         if chains:
-            accesses.writes.setdefault(index.number[node], set()).update(chains)
+            accesses.writes.setdefault(calls.index.number[node], set()).update(chains)
 
 
-def _record_fences(accesses: _Accesses, index: Index, effectful: Mapping[Node, OpEffects], root: GraphModule) -> None:
+def _record_fences(accesses: _Accesses, calls: CallEffects) -> None:
     """Every call stays on its side of a fence; mode toggles and projections may cross it."""
-    fences = {index.number[node] for node, effects in effectful.items() if effects.fences}
+    index = calls.index
+    fences = {index.number[node] for node, effects in calls.effectful.items() if effects.fences}
     if not fences:
         return
-    projections = frozenset(projections_of(index, root))
+    projections = frozenset(projections_of(index, calls.root))
     for i, node in enumerate(index.nodes):
         if i in fences:
             accesses.writes.setdefault(i, set()).add(_FENCE)
@@ -123,65 +115,50 @@ def _record_fences(accesses: _Accesses, index: Index, effectful: Mapping[Node, O
             accesses.reads.setdefault(i, []).append((_FENCE, -1))
 
 
-def _record_memory(
-    accesses: _Accesses, index: Index, calls: CallEffects, effectful: Mapping[Node, OpEffects]
-) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+def _record_memory(accesses: _Accesses, calls: CallEffects) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     """Mutations and the reads that observe them; returns the inputs and the tensors of modules that are mutated."""
-    if not any(effects.mutates or effects.mutated_state for effects in effectful.values()):
-        return (), ()
-    storages = storages_of(index, calls, effectful)
-    mutated = mutated_classes(index, storages, effectful)
-    mutated_inputs = _mutated_inputs(index, storages, mutated, effectful)
+    index, storages, mutated = calls.index, calls.storages, calls.mutated
+    mutated_inputs = _mutated_inputs(calls)
     if any(index.nodes[i].op == "placeholder" for i in mutated_inputs):
-        _join_placeholders(index, storages)
-        mutated = {i: set(map(storages.find, classes)) for i, classes in mutated.items()}
+        # Callers may pass one tensor twice, so a mutation of one input may be visible through all of them.
+        holders = [i for i, node in enumerate(index.nodes) if node.op == "placeholder" and not _is_number(node)]
+        storages = storages.joined(holders)
+        mutated = {i: frozenset(map(storages.find, classes)) for i, classes in mutated.items()}
     for i, classes in mutated.items():
         accesses.writes.setdefault(i, set()).update(classes)
-    hot = set().union(*mutated.values())
-    _record_inputs(accesses, index, storages.roots(), hot, projections_of(index, calls.root))
-    _record_state(accesses, index, calls, storages, hot)
-    _record_operands_of_waits(accesses, index, effectful)
-    return mutated_inputs, tuple(storages.tensors_in(_modified(index, mutated, effectful)))
+    hot = frozenset[int]().union(*mutated.values())
+    _record_inputs(accesses, calls, storages.roots(), hot)
+    _record_state(accesses, calls, storages, hot)
+    _record_operands_of_waits(accesses, calls)
+    return mutated_inputs, tuple(storages.tensors_in(_modified(calls, mutated)))
 
 
-def _modified(index: Index, mutated: Mapping[int, set[int]], effectful: Mapping[Node, OpEffects]) -> set[int]:
+def _modified(calls: CallEffects, mutated: Mapping[int, frozenset[int]]) -> frozenset[int]:
     """The classes whose memory is mutated; waiting for a collective mutates nothing."""
-    return set().union(*(classes for i, classes in mutated.items() if not effectful[index.nodes[i]].waits))
+    nodes, effectful = calls.index.nodes, calls.effectful
+    return frozenset[int]().union(*(classes for i, classes in mutated.items() if not effectful[nodes[i]].waits))
 
 
-def _mutated_inputs(
-    index: Index, storages: Storages, mutated: Mapping[int, set[int]], effectful: Mapping[Node, OpEffects]
-) -> tuple[int, ...]:
+def _mutated_inputs(calls: CallEffects) -> tuple[int, ...]:
     """The inputs and attributes whose storage is mutated."""
-    modified = _modified(index, mutated, effectful)
-    return tuple(
-        i
-        for i, node in enumerate(index.nodes)
-        if node.op in ("placeholder", "get_attr") and storages.find(i) in modified
-    )
-
-
-def _join_placeholders(index: Index, storages: Storages) -> None:
-    """Callers may pass one tensor twice, so a mutation of one input may be visible through all of them."""
-    holders = [i for i, node in enumerate(index.nodes) if node.op == "placeholder" and not _is_number(node)]
-    for i in holders:
-        storages.join(holders[0], i)
+    modified, find = _modified(calls, calls.mutated), calls.storages.find
+    held = ((i, node) for i, node in enumerate(calls.index.nodes) if node.op in ("placeholder", "get_attr"))
+    return tuple(i for i, _ in held if find(i) in modified)
 
 
 def _is_number(node: Node) -> bool:
     return isinstance(value_of(node), int | float | complex | str | SymInt | SymFloat | SymBool)
 
 
-def _record_inputs(
-    accesses: _Accesses, index: Index, roots: list[int], hot: set[int], projections: tuple[int, ...]
-) -> None:
+def _record_inputs(accesses: _Accesses, calls: CallEffects, roots: list[int], hot: Collection[int]) -> None:
     """Every node reads its inputs, which matters where some node mutates them.
 
     Projections read no memory, and the output node comes last anyway.
     """
+    index = calls.index
     is_hot = bytearray(map(hot.__contains__, roots))
     edges = compress(index.edges(), map(is_hot.__getitem__, index.sources))
-    reads, exempt = accesses.reads, {*projections}
+    reads, exempt = accesses.reads, set(projections_of(index, calls.root))
     if index.nodes[-1].op == "output":
         exempt.add(len(index) - 1)
     for source, target in edges:
@@ -189,28 +166,29 @@ def _record_inputs(
             reads.setdefault(target, []).append((roots[source], source))
 
 
-def _record_state(accesses: _Accesses, index: Index, calls: CallEffects, storages: Storages, hot: set[int]) -> None:
+def _record_state(accesses: _Accesses, calls: CallEffects, storages: Storages, hot: Collection[int]) -> None:
     """Calls that run modules read the tensors of those modules."""
     if not storages.is_open and not any(True for _ in storages.tensors_in(hot)):
         return
     world = storages.find(storages.world)
-    for i, node in enumerate(index.nodes):
+    for i, node in enumerate(calls.index.nodes):
         if node.op in ("call_module", "call_function"):
             for body in calls.bodies(node):
-                numbers = {storages.known_number_of(tensor) for tensor in tensors_of(body)} - {None}
-                classes = {storages.find(number) for number in numbers if number is not None} & hot
+                numbers = map(storages.known_number_of, tensors_of(body))
+                classes = {storages.find(number) for number in numbers if number is not None}.intersection(hot)
                 classes |= {world} if storages.is_open else set()
                 accesses.reads.setdefault(i, []).extend((number, -1) for number in sorted(classes))
 
 
-def _record_operands_of_waits(accesses: _Accesses, index: Index, effectful: Mapping[Node, OpEffects]) -> None:
+def _record_operands_of_waits(accesses: _Accesses, calls: CallEffects) -> None:
     """Until it is waited for, a collective may still be reading its operands."""
-    for node, effects in effectful.items():
+    number_of = calls.index.number
+    for node, effects in calls.effectful.items():
         if effects.waits:
             collectives = [one for first in node.all_input_nodes for one in (first, *first.all_input_nodes)]
-            numbers = [index.number[collective] for collective in collectives]
+            numbers = [number_of[collective] for collective in collectives]
             reads = [read for number in numbers for read in accesses.reads.get(number, ()) if read[0] >= 0]
-            accesses.reads.setdefault(index.number[node], []).extend((number, -1) for number, _ in reads)
+            accesses.reads.setdefault(number_of[node], []).extend((number, -1) for number, _ in reads)
 
 
 def _edges(accesses: _Accesses) -> tuple[array[int], array[int]]:
@@ -242,12 +220,10 @@ def _edges(accesses: _Accesses) -> tuple[array[int], array[int]]:
     return before, after
 
 
-def _mutated_state(
-    calls: CallEffects, effectful: Mapping[Node, OpEffects], mutated: Iterable[Tensor]
-) -> tuple[Tensor, ...]:
+def _mutated_state(calls: CallEffects, mutated: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """The tensors of modules that calls mutate, and those that a body returns and the graph mutates."""
     found: dict[int, Tensor] = {id(tensor): tensor for tensor in mutated}
-    for node, effects in effectful.items():
+    for node, effects in calls.effectful.items():
         owned = effects.mutated_state
         if effects.unknown:
             owned = tuple(tensor for body in calls.bodies(node) for tensor in tensors_of(body))

@@ -1,4 +1,4 @@
-"""`OpEffects` (mutation, aliasing, RNG use and other side effects of a call) and the rules that compute them."""
+"""`Effects` (mutation, aliasing, RNG use and other side effects of a call) and the rules that compute them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.fx import Node
+
+from partita.analysis.nodes import value_of
 
 #: An argument: its position (-1 where only a keyword reaches it) and its name.
 Slot = tuple[int, str]
@@ -18,10 +20,13 @@ FIRST: Slot = (0, "input")
 #: All arguments at once.
 EVERY: Slot = (-1, "*")
 
+#: The argument for a generator, where it has no position.
+GENERATOR: Slot = (-1, "generator")
+
 
 @dataclass(frozen=True, slots=True)
-class OpEffects:
-    """The effects that one call may have; it has no others."""
+class Effects:
+    """The effects that one call, of an operator, a function, a module or a body, may have; it has no others."""
 
     #: Arguments whose storage the call may mutate.
     mutates: tuple[Slot, ...] = ()
@@ -29,6 +34,8 @@ class OpEffects:
     aliases: tuple[Slot, ...] = ()
     #: It reads or advances the state of a random number generator.
     uses_rng: bool = False
+    #: That is a generator which is passed to it, and not the default one of a device.
+    own_generator: bool = False
     #: It has a side effect that is visible from outside: prints, asserts, logs.
     impure: bool = False
     #: It takes part in communication, whose order all processes must agree on.
@@ -45,43 +52,56 @@ class OpEffects:
     shares_state: bool = False
 
     @property
+    def may_mutate(self) -> bool:
+        """Whether it may mutate an argument or a tensor that it owns."""
+        return bool(self.mutates or self.mutated_state)
+
+    @property
     def is_effectful(self) -> bool:
         """Whether it does more than compute a result; aliasing is no effect."""
-        return bool(self.mutates or self.mutated_state) or any(
-            (self.uses_rng, self.impure, self.communicates, self.unknown, self.fences)
-        )
+        return self.may_mutate or any((self.uses_rng, self.impure, self.communicates, self.unknown, self.fences))
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The effects of every call of one target: fixed, or derived from the arguments of each call."""
 
-    usual: OpEffects
-    by_call: Callable[[Node], OpEffects] | None = None
+    usual: Effects
+    by_call: Callable[[Node], Effects] | None = None
     #: It has no effects, whatever its arguments are.
     is_quiet: bool = False
     #: The keywords for tensors to write the result into.
     out: tuple[str, ...] = ()
+    #: The arguments that may be a generator.
+    generators: tuple[Slot, ...] = (GENERATOR,)
 
-    def of(self, node: Node) -> OpEffects:
+    def of(self, node: Node) -> Effects:
         """The effects of the call `node`."""
         effects = self.usual if self.by_call is None else self.by_call(node)
+        if effects.uses_rng and any(_may_be_generator(argument(node, slot)) for slot in self.generators):
+            effects = replace(effects, own_generator=True)
         slots = [(-1, name) for name in self.out if node.kwargs.get(name) is not None] if node.kwargs else ()
         if slots:
             return replace(effects, mutates=(*effects.mutates, *slots), aliases=(*effects.aliases, *slots))
         return effects
 
 
-PURE = OpEffects()
-ALIASING = OpEffects(aliases=(EVERY,))
-UNKNOWN = OpEffects(
+def _may_be_generator(value: object) -> bool:
+    """Whether an argument may be a generator; another overload may have something else in its position."""
+    known = value_of(value) if isinstance(value, Node) else value
+    return isinstance(known, Generator) or (known is None and isinstance(value, Node))
+
+
+PURE = Effects()
+ALIASING = Effects(aliases=(EVERY,))
+UNKNOWN = Effects(
     mutates=(EVERY,), aliases=(EVERY,), uses_rng=True, impure=True, communicates=True, unknown=True, shares_state=True
 )
 
 QUIET = Rule(PURE, is_quiet=True)
 ALIASES = Rule(ALIASING, is_quiet=True)
-IMPURE = Rule(OpEffects(impure=True))
-FENCES = Rule(OpEffects(aliases=(EVERY,), fences=True))
+IMPURE = Rule(Effects(impure=True))
+FENCES = Rule(Effects(aliases=(EVERY,), fences=True))
 
 
 def argument(node: Node, slot: Slot, default: Any = None) -> Any:
@@ -122,13 +142,14 @@ def nodes_in_slots(node: Node, slots: Iterable[Slot]) -> Iterator[Node]:
             yield from nodes_in(argument(node, slot))
 
 
-def merged(several: Iterable[OpEffects]) -> OpEffects:
+def merged(several: Iterable[Effects]) -> Effects:
     """The effects of a call that may have any of these."""
     effects = list(several)
-    return OpEffects(
+    return Effects(
         mutates=tuple(dict.fromkeys(slot for one in effects for slot in one.mutates)),
         aliases=tuple(dict.fromkeys(slot for one in effects for slot in one.aliases)),
         uses_rng=any(one.uses_rng for one in effects),
+        own_generator=any(one.own_generator for one in effects),
         impure=any(one.impure for one in effects),
         communicates=any(one.communicates for one in effects),
         waits=any(one.waits for one in effects),

@@ -18,9 +18,8 @@ from torch.fx import Node
 
 from partita._torch.operators.registry import has_process_lifetime
 from partita._torch.operators.schemas import HARMLESS, returns_container, signatures_of, signatures_of_method
-from partita.analysis.nodes import value_of
-from partita.analysis.op_effects.operators import rule_of_operator
-from partita.analysis.op_effects.terms import (
+from partita.analysis.effects.operators import rule_of_operator
+from partita.analysis.effects.terms import (
     ALIASES,
     ALIASING,
     EVERY,
@@ -30,11 +29,12 @@ from partita.analysis.op_effects.terms import (
     PURE,
     QUIET,
     UNKNOWN,
-    OpEffects,
+    Effects,
     Rule,
     Slot,
     argument,
 )
+from partita.analysis.nodes import value_of
 
 # Methods, which a graph knows by name only.
 
@@ -59,9 +59,9 @@ def rule_of_method(name: str) -> Rule:
     return replace(rule, is_quiet=rule.by_call is None and not rule.usual.is_effectful)
 
 
-_UPDATES_FIRST = Rule(OpEffects(mutates=(FIRST,), aliases=(FIRST,)))
-_STORES = Rule(OpEffects(mutates=(FIRST,), aliases=(EVERY,)))
-_USES_RNG = Rule(OpEffects(uses_rng=True))
+_UPDATES_FIRST = Rule(Effects(mutates=(FIRST,), aliases=(FIRST,)))
+_STORES = Rule(Effects(mutates=(FIRST,), aliases=(EVERY,)))
+_USES_RNG = Rule(Effects(uses_rng=True))
 
 _OPERATOR_NAMES = """
     abs add and bool complex contains div eq float floordiv format ge gt hash index int invert le len long lshift lt
@@ -101,23 +101,23 @@ _KNOWN_METHODS: dict[str, Rule] = {
 # Python's own functions: `operator`, `math` and the builtins.
 
 
-def _of_concatenation(node: Node) -> OpEffects:
+def _of_concatenation(node: Node) -> Effects:
     """`+` and `*` copy tensors and numbers, but a list made from lists holds the items of both."""
     return ALIASING if all(map(_may_concatenate, node.args)) else PURE
 
 
-def _of_update(node: Node) -> OpEffects:
+def _of_update(node: Node) -> Effects:
     """`+=` mutates its left side; a list then also holds the items of the right side."""
-    return OpEffects(mutates=(FIRST,), aliases=(EVERY,) if any(map(_is_container, node.args)) else (FIRST,))
+    return Effects(mutates=(FIRST,), aliases=(EVERY,) if any(map(_is_container, node.args)) else (FIRST,))
 
 
-def _of_setitem(node: Node) -> OpEffects:
+def _of_setitem(node: Node) -> Effects:
     """A tensor copies the value that is assigned; a list or dict stores it."""
     container, key = node.args[0], node.args[1]
     is_tensor = key is None or isinstance(key, slice | tuple | Node | type(...))
     if isinstance(container, Node) and isinstance(value_of(container), torch.Tensor):
         is_tensor = True
-    return OpEffects(mutates=(FIRST,), aliases=(FIRST,) if is_tensor else (EVERY,))
+    return Effects(mutates=(FIRST,), aliases=(FIRST,) if is_tensor else (EVERY,))
 
 
 def _may_concatenate(value: object) -> bool:
@@ -165,7 +165,7 @@ PYTHON_RULES: dict[Any, Rule] = {
     **_named(builtins, ("delattr", "next", "setattr"), _STORES),
     operator.concat: ALIASES,
     operator.delitem: _STORES,
-    operator.getitem: Rule(OpEffects(aliases=((0, "a"),)), is_quiet=True),
+    operator.getitem: Rule(Effects(aliases=((0, "a"),)), is_quiet=True),
     operator.setitem: Rule(UNKNOWN, _of_setitem),
     print: IMPURE,
     typing.cast: ALIASES,
@@ -208,10 +208,10 @@ def _rule(target: Callable[..., Any]) -> Rule:
 def _rule_by_module(module: str, name: str) -> Rule | None:
     """Whole modules of torch whose functions have the same effects."""
     if module in ("torch.random", "torch.cuda.random", "torch.mps.random", "torch.xpu.random"):
-        return Rule(OpEffects(uses_rng=True))
+        return Rule(Effects(uses_rng=True))
     if module == "torch.nn.init":
         tensor = (0, "tensor")
-        return Rule(OpEffects(mutates=(tensor,), aliases=(tensor,), uses_rng=True))
+        return Rule(Effects(mutates=(tensor,), aliases=(tensor,), uses_rng=True))
     if module.startswith(("torch.masked.", "torch.signal.")):
         return ALIASES
     if module.startswith(("torch._functorch.", "torch._C._functorch")):
@@ -238,14 +238,14 @@ def _rule_by_parameters(target: Callable[..., Any]) -> Rule:
     parameters = inspect.signature(target).parameters
     first = (0, next(iter(parameters), "input"))
     aliases: tuple[Slot, ...] = (first,) if name in _MAY_RETURN_INPUT else ()
-    usual = OpEffects(aliases=(EVERY,) if name.startswith("_") else aliases, uses_rng=name in _RANDOM)
+    usual = Effects(aliases=(EVERY,) if name.startswith("_") else aliases, uses_rng=name in _RANDOM)
     if name.endswith("_"):
         return Rule(replace(usual, mutates=(first,), aliases=(first,)))
     if not usual.uses_rng and parameters.keys().isdisjoint(("inplace", "max_norm", "out", "running_mean")):
         return Rule(usual, is_quiet=True)
     places = {key: (i, key) for i, key in enumerate(parameters)}
 
-    def by_call(node: Node) -> OpEffects:
+    def by_call(node: Node) -> Effects:
         arguments = {key: argument(node, slot, parameters[key].default) for key, slot in places.items()}
         mutates = tuple(places[key] for key in _mutated_parameters(arguments))
         shared = tuple(slot for slot in mutates if slot[1] == "out")

@@ -12,8 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis.op_effects.calls import OpEffects, op_effects_of
-from partita.analysis.op_effects.terms import UNKNOWN, nodes_in_slots
+from partita.analysis.effects.calls import Effects, effects_of_node
+from partita.analysis.effects.terms import UNKNOWN, nodes_in_slots
 
 A = torch.ops.aten
 X, Y, Z = "xyz"  # Stand for the three inputs in the tables below.
@@ -21,13 +21,13 @@ X, Y, Z = "xyz"  # Stand for the three inputs in the tables below.
 
 def told(
     op: str, target: Any, *args: Any, root: nn.Module | None = None, pure: Any = (), **kwargs: Any
-) -> tuple[Node, OpEffects]:
+) -> tuple[Node, Effects]:
     graph = Graph()
     inputs = {name: graph.placeholder(name) for name in "xyz"}
     swap = lambda value: _swapped(value, inputs)  # noqa: E731
     node = graph.create_node(op, target, swap(args), swap(kwargs))
     graph.output(node)
-    return node, op_effects_of(node, GraphModule(root or nn.Module(), graph), frozenset(pure))
+    return node, effects_of_node(node, GraphModule(root or nn.Module(), graph), frozenset(pure))
 
 
 def _swapped(value: Any, inputs: dict[str, Node]) -> Any:
@@ -38,11 +38,11 @@ def _swapped(value: Any, inputs: dict[str, Node]) -> Any:
     return {key: _swapped(item, inputs) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def written(node: Node, behaviour: OpEffects) -> str:
+def written(node: Node, behaviour: Effects) -> str:
     return "".join(sorted({given.name for given in nodes_in_slots(node, behaviour.mutates)}))
 
 
-def shared(node: Node, behaviour: OpEffects) -> str:
+def shared(node: Node, behaviour: Effects) -> str:
     return "".join(sorted({given.name for given in nodes_in_slots(node, behaviour.aliases)}))
 
 
@@ -78,7 +78,7 @@ def test_functions_that_only_compute():
         (torch.compiler.is_compiling,),
         (A.sym_size.int, X, 0),
     ):
-        assert told("call_function", target, *args)[1] == OpEffects(), target
+        assert told("call_function", target, *args)[1] == Effects(), target
 
 
 def test_results_that_may_share_storage():
@@ -104,6 +104,22 @@ def test_results_that_may_share_storage():
     ):
         node, behaviour = told(op, target, *args)
         assert (shared(node, behaviour), behaviour.is_effectful) == (expected, False), target
+
+
+def test_a_generator_that_is_passed_is_not_the_default_one():
+    for is_own, op, target, args, kwargs in (
+        (True, "call_function", torch.rand, (3,), {"generator": X}),
+        (True, "call_function", torch.poisson, (X, Y), {}),
+        (True, "call_function", A.rrelu.default, (X, 0.1, 0.9, True, Y), {}),
+        (True, "call_function", nn.init.normal_, (X,), {"generator": Y}),
+        (True, "call_method", "bernoulli_", (X,), {"generator": Y}),
+        (False, "call_function", torch.rand, (3,), {}),
+        (False, "call_function", torch.poisson, (X, None), {}),
+        (False, "call_function", torch.bernoulli, (X, 0.5), {}),
+        (False, "call_method", "normal_", (X, 0.0, 1.0), {"generator": None}),
+    ):
+        effects = told(op, target, *args, **kwargs)[1]
+        assert (effects.uses_rng, effects.own_generator) == (True, is_own), (target, args)
 
 
 def test_calls_that_write():
@@ -348,12 +364,12 @@ def test_an_operator_whose_body_is_not_known_is_unknown():
     assert told("call_function", torch.ops.higher_order.cond, X, Y, Z, ())[1].unknown
 
 
-def _operator_call(root: nn.Module, operator: Any, *leading: Any) -> tuple[Node, OpEffects]:
+def _operator_call(root: nn.Module, operator: Any, *leading: Any) -> tuple[Node, Effects]:
     graph = Graph()
     x, y, body = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("body")
     node = graph.call_function(operator, (*leading, body, x, y))
     graph.output(node)
-    return node, op_effects_of(node, GraphModule(root, graph))
+    return node, effects_of_node(node, GraphModule(root, graph))
 
 
 @torch.library.custom_op("partita_tests::scale_", mutates_args=("x",))
@@ -372,4 +388,4 @@ def test_a_method_that_no_tensor_has_is_unknown(name: str) -> None:
     graph = Graph()
     call = graph.call_method(name, (graph.placeholder("handle"),))
     graph.output(call)
-    assert op_effects_of(call, GraphModule(nn.Module(), graph)) == UNKNOWN
+    assert effects_of_node(call, GraphModule(nn.Module(), graph)) == UNKNOWN

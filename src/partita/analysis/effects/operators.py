@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch.fx import Node
 
 from partita._torch.operators.schemas import NO_DEFAULT, Argument, Signature
-from partita.analysis.op_effects.terms import EVERY, FIRST, OpEffects, Rule, Slot, argument, merged
+from partita.analysis.effects.terms import EVERY, FIRST, GENERATOR, Effects, Rule, Slot, argument, merged
 
 
 def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
@@ -17,17 +18,23 @@ def rule_of_operator(signatures: Sequence[Signature]) -> Rule:
     plain = [s for s in signatures if not s.is_out] or signatures if len(signatures) > 1 else signatures
     usual = merged(map(_effects_of, plain))
     out = _out_keywords(signatures) if len(signatures) > 1 else ()
+    generators = _generators(plain)
     switches = [_switches(signature) for signature in plain]
     if not usual.is_effectful or not all(switches):
-        return Rule(usual, is_quiet=not usual.is_effectful and not out, out=out)
+        return Rule(usual, is_quiet=not usual.is_effectful and not out, out=out, generators=generators)
     off = _switched_off(usual, plain[0].name)
 
-    def by_call(node: Node) -> OpEffects:
+    def by_call(node: Node) -> Effects:
         if all(any(_is_off(node, switch) for switch in row) for row in switches):
             return off
         return _without_absent_statistics(usual, node)
 
-    return Rule(usual, by_call, out=out)
+    return Rule(usual, by_call, out=out, generators=generators)
+
+
+def _generators(signatures: Sequence[Signature]) -> tuple[Slot, ...]:
+    slots = (_slots(a for a in signature.arguments if a.name == "generator") for signature in signatures)
+    return tuple(dict.fromkeys((GENERATOR, *chain.from_iterable(slots))))
 
 
 def _out_keywords(signatures: Sequence[Signature]) -> tuple[str, ...]:
@@ -37,7 +44,7 @@ def _out_keywords(signatures: Sequence[Signature]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("out", *(name for name in written if name not in plain))))
 
 
-def _effects_of(signature: Signature) -> OpEffects:
+def _effects_of(signature: Signature) -> Effects:
     namespace, _, name = signature.name.partition("::")
     mutates = _slots(a for a in signature.arguments if a.mutated or _is_mutated_silently(name, a))
     aliases = _slots(a for a in signature.arguments if a.aliased)
@@ -47,7 +54,7 @@ def _effects_of(signature: Signature) -> OpEffects:
         mutates = aliases = (EVERY,)
     communicates = namespace in _COMMUNICATING
     waits = communicates and name == "wait_tensor"
-    return OpEffects(
+    return Effects(
         mutates=_slots(signature.arguments[:1]) if waits else mutates,
         aliases=_slots(signature.arguments[:1]) if waits else aliases,
         uses_rng=signature.uses_rng or name in _TOUCHES_GENERATOR,
@@ -90,7 +97,7 @@ def _is_off(node: Node, switch: tuple[Slot, object, object]) -> bool:
     return value is not NO_DEFAULT and not isinstance(value, Node) and value is not None and value == off
 
 
-def _switched_off(usual: OpEffects, qualified: str) -> OpEffects:
+def _switched_off(usual: Effects, qualified: str) -> Effects:
     """The effects when the switch is off: dropout returns its input, statistics are only read."""
     name = qualified.partition("::")[2]
     mutates = () if name in _UPDATES_STATISTICS else usual.mutates
@@ -98,7 +105,7 @@ def _switched_off(usual: OpEffects, qualified: str) -> OpEffects:
     return replace(usual, uses_rng=False, mutates=mutates, aliases=tuple(dict.fromkeys(aliases)))
 
 
-def _without_absent_statistics(usual: OpEffects, node: Node) -> OpEffects:
+def _without_absent_statistics(usual: Effects, node: Node) -> Effects:
     """Statistics that are None are not mutated."""
     present = tuple(slot for slot in usual.mutates if slot == EVERY or argument(node, slot) is not None)
     return usual if present == usual.mutates else replace(usual, mutates=present)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, final
+from functools import cached_property
+from typing import Any, final
 
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from partita._torch.nn_modules import StandsForBody, has_only_export_hooks
 from partita._torch.operators.schemas import (
@@ -22,69 +23,114 @@ from partita._torch.operators.schemas import (
     storage_key,
 )
 from partita._torch.toggles import TOGGLES
-from partita.analysis.index import Index
-from partita.analysis.mode import AMBIENT
-from partita.analysis.modes import modes_of
-from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
-from partita.analysis.op_effects.functions import rule_of_function, rule_of_method
-from partita.analysis.op_effects.modules import is_check, op_effects_of_module
-from partita.analysis.op_effects.operators import rule_of_operator
-from partita.analysis.op_effects.terms import (
+from partita.analysis.effects.functions import rule_of_function, rule_of_method
+from partita.analysis.effects.modules import effects_of_module, is_check
+from partita.analysis.effects.operators import rule_of_operator
+from partita.analysis.effects.terms import (
     ALIASES,
     ALIASING,
     EVERY,
     FIRST,
     PURE,
     UNKNOWN,
-    OpEffects,
+    Effects,
     Rule,
     Slot,
     merged,
     nodes_in_slots,
 )
+from partita.analysis.index import Index
+from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import modes_of
+from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
 from partita.errors import MissingTargetError
 
 
-def op_effects_of(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> OpEffects:
+def effects_of_node(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> Effects:
     """The effects of a single node of `root`; functions in `pure` are trusted to have none."""
     return CallEffects(root, pure).of(node)
 
 
 @final
 class CallEffects:
-    """The effects of every node of one graph module; those of modules and bodies are cached."""
+    """The effects of every node of one graph module, and which values share memory: each is computed once, on demand.
+
+    Functions in `pure` are trusted to have no effects. `known_modules` caches the effects of calls of modules and
+    bodies; new entries are added.
+    """
 
     def __init__(
         self,
-        root: nn.Module,
+        root: GraphModule,
         pure: frozenset[Callable[..., Any]] = frozenset(),
-        known_modules: dict[nn.Module, OpEffects] | None = None,
+        *,
+        index: Index | None = None,
+        known_modules: dict[nn.Module, Effects] | None = None,
     ) -> None:
         self.root = root
         self.pure = pure
+        if index is not None:
+            self.index = index
         self._known_modules = {} if known_modules is None else known_modules
         self._rules: dict[Any, Rule] = {}
 
-    def of(self, node: Node) -> OpEffects:
+    @cached_property
+    def index(self) -> Index:
+        return Index(self.root.graph)
+
+    def of(self, node: Node) -> Effects:
         """The effects of `node`; mode toggles have none here, since the mode is a property of each node."""
         if node.op == "call_function":
             return PURE if node.target in TOGGLES else self._of_function(node)
         if node.op == "call_method":
             return rule_of_method(str(node.target)).of(node)
         if node.op == "call_module":
-            return op_effects_of_call(node, self.called_module(node), self.of_module)
+            return self.of_module(self.called_module(node))
         return PURE
 
-    def effectful(self, graph: Graph) -> dict[Node, OpEffects]:
+    @cached_property
+    def effectful(self) -> dict[Node, Effects]:
         """The nodes with effects; targets that cannot have any are skipped without visiting their nodes."""
-        return {node: effects for node, effects in self._candidates(graph, _may_have_effects) if effects.is_effectful}
+        return {node: effects for node, effects in self._candidates(_may_have_effects) if effects.is_effectful}
 
-    def aliasing(self, graph: Graph) -> dict[Node, OpEffects]:
+    def aliasing(self) -> dict[Node, Effects]:
         """The nodes whose result may alias an argument or state."""
-        candidates = self._candidates(graph, _may_alias)
+        candidates = self._candidates(_may_alias)
         return {node: effects for node, effects in candidates if effects.aliases or effects.shares_state}
 
-    def of_module(self, module: nn.Module) -> OpEffects:
+    @property
+    def mutates(self) -> bool:
+        """Whether any node mutates; where none does, the storage classes need not be computed."""
+        return any(effects.may_mutate for effects in self.effectful.values())
+
+    @cached_property
+    def storages(self) -> Storages:
+        """The storage classes of the graph: from schemas, from the tensors of the module, and from traced values.
+
+        A traced value may only join classes, since some tracers give each value a storage of its own.
+        """
+        storages = Storages(len(self.index), is_open=any(effects.unknown for effects in self.effectful.values()))
+        _join_results(storages, self)
+        _join_attributes(storages, self)
+        _join_traced_values(storages, self.index)
+        return storages
+
+    @cached_property
+    def mutated(self) -> dict[int, frozenset[int]]:
+        """The storage classes that each mutating node may mutate, by its number, in order."""
+        if not self.mutates:
+            return {}
+        storages, number = self.storages, self.index.number
+        mutated: dict[int, frozenset[int]] = {}
+        for node, effects in self.effectful.items():
+            if effects.may_mutate:
+                operands = [number[operand] for operand in nodes_in_slots(node, effects.mutates)]
+                state = [storages.number_of(tensor) for tensor in effects.mutated_state]
+                world = [storages.world] if effects.unknown else []
+                mutated[number[node]] = frozenset(map(storages.find, (*operands, *state, *world)))
+        return dict(sorted(mutated.items()))
+
+    def of_module(self, module: nn.Module) -> Effects:
         """The effects of a call of `module`, with slots by the position and name of its own inputs."""
         known = self._known_modules.get(module)
         if known is None:
@@ -113,19 +159,19 @@ class CallEffects:
                 if isinstance(body, nn.Module):
                     yield body
 
-    def _inspected(self, module: nn.Module) -> OpEffects:
+    def _inspected(self, module: nn.Module) -> Effects:
         if isinstance(module, StandsForBody):
             return self.of_module(module.body)
         if not isinstance(module, GraphModule) or module in self.pure:
-            return op_effects_of_module(module, self.pure)
-        return op_effects_of_body(module, CallEffects(module, self.pure, self._known_modules))
+            return effects_of_module(module, self.pure)
+        return _effects_of_body(CallEffects(module, self.pure, known_modules=self._known_modules))
 
-    def _of_function(self, node: Node) -> OpEffects:
+    def _of_function(self, node: Node) -> Effects:
         if registers_hook(node.target):
             return _HOOKED
         if self._runs_bodies(node.target):
             bodies = list(self.bodies(node))
-            effects = op_effects_of_call(node, bodies, self.of_module)
+            effects = _effects_of_higher_order(node, {body: self.of_module(body) for body in bodies})
             return replace(effects, impure=True) if has_registered_effect(node.target) and not bodies else effects
         return self._rule(node.target).of(node)
 
@@ -138,11 +184,9 @@ class CallEffects:
             self._rules[target] = rule
         return rule
 
-    def _candidates(
-        self, graph: Graph, may_matter: Callable[[Rule, Iterable[Node]], bool]
-    ) -> Iterator[tuple[Node, OpEffects]]:
+    def _candidates(self, may_matter: Callable[[Rule, Iterable[Node]], bool]) -> Iterator[tuple[Node, Effects]]:
         """The effects of every node whose target `may_matter`."""
-        for (op, target), nodes in nodes_by_target(graph).items():
+        for (op, target), nodes in nodes_by_target(self.root.graph).items():
             if op == "call_method":
                 names = {name for name in set(map(_target, nodes)) if may_matter(rule_of_method(name), ())}
                 yield from ((node, self.of(node)) for node in nodes if node.target in names)
@@ -180,22 +224,12 @@ def _may_alias(rule: Rule, nodes: Iterable[Node]) -> bool:
 
 
 #: A hook is ordered with mutations of its tensor and with other hooks on it. Its body runs later.
-_HOOKED = OpEffects(mutates=(FIRST,), aliases=(FIRST,))
+_HOOKED = Effects(mutates=(FIRST,), aliases=(FIRST,))
 
 _target = operator.attrgetter("target")
 
 
 # Storage classes: which values of a graph may share a storage, conservatively.
-
-
-class AliasingCalls(Protocol):
-    """The calls of one graph whose result aliases something, and the bodies that calls run."""
-
-    root: nn.Module
-
-    def aliasing(self, graph: Graph) -> dict[Node, OpEffects]: ...
-
-    def bodies(self, node: Node) -> Iterator[nn.Module]: ...
 
 
 @final
@@ -227,6 +261,15 @@ class Storages:
         if i != j:
             self._parent[max(i, j)] = min(i, j)
 
+    def joined(self, numbers: Sequence[int]) -> Storages:
+        """A copy in which all of these may share memory."""
+        copied = Storages(self.world, is_open=self.is_open)
+        copied._parent = self._parent.copy()
+        copied._number_by_key, copied._tensors = self._number_by_key.copy(), self._tensors.copy()
+        for number in numbers:
+            copied.join(numbers[0], number)
+        return copied
+
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor of the module."""
         key = storage_key(tensor)
@@ -253,33 +296,9 @@ class Storages:
         return [i if parent[i] == i else find(i) for i in range(self.world)]
 
 
-def storages_of(index: Index, calls: AliasingCalls, effectful: Mapping[Node, OpEffects]) -> Storages:
-    """The storage classes of a graph: from schemas, from the tensors of the module, and from traced values.
-
-    A traced value may only join classes, since some tracers give each value a storage of its own.
-    """
-    storages = Storages(len(index), is_open=any(effects.unknown for effects in effectful.values()))
-    _join_results(index, storages, calls)
-    _join_attributes(index, storages, calls.root)
-    _join_traced_values(index, storages)
-    return storages
-
-
-def mutated_classes(index: Index, storages: Storages, effectful: Mapping[Node, OpEffects]) -> dict[int, set[int]]:
-    """The classes that each mutating node may mutate, by its number."""
-    find, number = storages.find, index.number
-    mutated: dict[int, set[int]] = {}
-    for node, effects in effectful.items():
-        if effects.mutates or effects.mutated_state:
-            classes = {find(number[operand]) for operand in nodes_in_slots(node, effects.mutates)}
-            classes.update(find(storages.number_of(tensor)) for tensor in effects.mutated_state)
-            mutated[number[node]] = classes | {find(storages.world)} if effects.unknown else classes
-    return mutated
-
-
-def _join_results(index: Index, storages: Storages, calls: AliasingCalls) -> None:
-    number, join = index.number, storages.join
-    for node, effects in calls.aliasing(index.graph).items():
+def _join_results(storages: Storages, calls: CallEffects) -> None:
+    number, join = calls.index.number, storages.join
+    for node, effects in calls.aliasing().items():
         i = number[node]
         for operand in nodes_in_slots(node, effects.aliases):
             join(i, number[operand])
@@ -291,15 +310,15 @@ def _join_results(index: Index, storages: Storages, calls: AliasingCalls) -> Non
                     join(i, storages.number_of(tensor))
 
 
-def _join_attributes(index: Index, storages: Storages, root: nn.Module) -> None:
-    for i, node in enumerate(index.nodes):
+def _join_attributes(storages: Storages, calls: CallEffects) -> None:
+    for i, node in enumerate(calls.index.nodes):
         if node.op == "get_attr":
-            value = find(root, str(node.target))
+            value = find(calls.root, str(node.target))
             if isinstance(value, Tensor):
                 storages.join(i, storages.number_of(value))
 
 
-def _join_traced_values(index: Index, storages: Storages) -> None:
+def _join_traced_values(storages: Storages, index: Index) -> None:
     first: dict[int, int] = {}
     for i, node in enumerate(index.nodes):
         if node.meta:
@@ -317,29 +336,20 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 # Calls that run bodies: of graph modules and of higher-order operators.
 
 
-class EffectfulCalls(AliasingCalls, Protocol):
-    """The calls of one graph that alias or have effects."""
-
-    def effectful(self, graph: Graph) -> dict[Node, OpEffects]: ...
-
-
-def op_effects_of_body(body: GraphModule, calls: EffectfulCalls) -> OpEffects:
-    """The effects of a call of `body`, its slots by the place of each placeholder.
+def _effects_of_body(calls: CallEffects) -> Effects:
+    """The effects of a call of the body with these calls, its slots by the place of each placeholder.
 
     The module of an exported program checks its inputs. Like any operator it may raise on bad arguments, which does not
     count as an effect.
     """
-    is_exported = has_only_export_hooks(body)
+    body, is_exported = calls.root, has_only_export_hooks(calls.root)
     if not is_exported and not runs_its_graph(body):
         return UNKNOWN
-    index = Index(body.graph)
-    effectful = calls.effectful(body.graph)
-    if is_exported:
-        effectful = {node: effects for node, effects in effectful.items() if not _checks_inputs(node, body)}
-    storages = storages_of(index, calls, effectful)
-    mutated = set().union(*mutated_classes(index, storages, effectful).values())
+    index, storages = calls.index, calls.storages
+    mutated = frozenset[int]().union(*calls.mutated.values())
     returned = {storages.find(i) for i in index.inputs(len(index) - 1)}
-    inside = merged(effectful.values())
+    effectful = calls.effectful.items()
+    inside = merged(effects for node, effects in effectful if not (is_exported and _checks_inputs(node, body)))
     return replace(
         inside,
         mutates=_slots_of_inputs(index, {i for i, _ in _placeholders(index) if storages.find(i) in mutated}),
@@ -354,17 +364,13 @@ def op_effects_of_body(body: GraphModule, calls: EffectfulCalls) -> OpEffects:
     )
 
 
-def op_effects_of_call(
-    node: Node, modules: nn.Module | Sequence[nn.Module], of_module: Callable[[nn.Module], OpEffects]
-) -> OpEffects:
-    """The effects of the call `node` of these modules, its slots by the place of each argument."""
-    if isinstance(modules, nn.Module):
-        return of_module(modules)
+def _effects_of_higher_order(node: Node, bodies: Mapping[nn.Module, Effects]) -> Effects:
+    """The effects of an operator that runs these bodies, its slots by the place of each argument."""
     if getattr(node.target, "__name__", "") == _DELEGATE:
-        return OpEffects(impure=True)
-    if not modules:
+        return Effects(impure=True)
+    if not bodies:
         return _of_bare_operator(node)
-    return merged(_as_seen_by_operator(node, body, of_module(body)) for body in modules)
+    return merged(_as_seen_by_operator(node, body, effects) for body, effects in bodies.items())
 
 
 def _checks_inputs(node: Node, body: GraphModule) -> bool:
@@ -385,7 +391,7 @@ def _slots_of_inputs(index: Index, wanted: set[int]) -> tuple[Slot, ...]:
     return tuple((k, str(node.target)) for k, (i, node) in enumerate(_placeholders(index)) if i in wanted)
 
 
-def _as_seen_by_operator(node: Node, body: nn.Module, effects: OpEffects) -> OpEffects:
+def _as_seen_by_operator(node: Node, body: nn.Module, effects: Effects) -> Effects:
     """The effects of a body, with its inputs mapped to the operands of the operator."""
     if effects.unknown or not isinstance(body, GraphModule):
         return UNKNOWN
@@ -426,7 +432,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _of_bare_operator(node: Node) -> OpEffects:
+def _of_bare_operator(node: Node) -> Effects:
     """The effects of a higher-order operator that runs another operator, or nothing."""
     name = getattr(node.target, "__name__", "")
     if name in _KNOWN:
@@ -439,7 +445,7 @@ def _of_bare_operator(node: Node) -> OpEffects:
     effects = rule_of_operator(signatures_of(inner[0])).usual
     if name in _FUNCTIONAL:  # It mutates copies and returns them.
         return replace(effects, mutates=(), aliases=(), mutated_state=())
-    ordered = OpEffects(uses_rng="rng" in name, impure=name == "with_effects")
+    ordered = Effects(uses_rng="rng" in name, impure=name == "with_effects")
     return merged((replace(effects, mutates=(EVERY,) if effects.mutates else (), aliases=(EVERY,)), ordered))
 
 
@@ -453,7 +459,7 @@ _RUNS_OPERATOR = frozenset(
     ("graphsafe_run_with_rng_state", "run_and_save_rng_state", "run_with_rng_state", "with_effects")
 )
 _KNOWN = {
-    "print": OpEffects(impure=True),
+    "print": Effects(impure=True),
     "_export_tracepoint": replace(ALIASING, impure=True),
-    "triton_kernel_wrapper_mutation": OpEffects(mutates=(EVERY,)),
+    "triton_kernel_wrapper_mutation": Effects(mutates=(EVERY,)),
 }

@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from partita.analysis.op_effects.terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, OpEffects, merged
+from partita.analysis.effects.terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, Effects, merged
 
 
-def op_effects_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> OpEffects:
+def effects_of_module(module: nn.Module, pure: Container[object] = frozenset()) -> Effects:
     """The effects of a call of `module`, children included; `pure` may hold modules or their classes."""
     if module in pure or type(module) in pure:
         return replace(ALIASING, shares_state=True)
     if is_check(module):
-        return OpEffects(impure=True)
+        return Effects(impure=True)
     parts = list(module.modules())
     if not all(map(_is_torch_own, parts)):
         return UNKNOWN
@@ -46,11 +46,11 @@ def _is_torch_own(module: nn.Module) -> bool:
     return activation is None or activation in (functional.relu, functional.gelu) or isinstance(activation, str)
 
 
-def _of_one(module: nn.Module) -> OpEffects:
+def _of_one(module: nn.Module) -> Effects:
     """The effects of `module` itself, without its children."""
     own = _mutated_state(module)
     in_place = bool(getattr(module, "inplace", False))
-    return OpEffects(
+    return Effects(
         mutates=(FIRST,) if in_place else (),
         aliases=(FIRST,) if in_place else _aliases(module),
         uses_rng=_uses_rng(module),
