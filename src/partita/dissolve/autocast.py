@@ -21,7 +21,7 @@ from partita._torch.operators.recorder import Label, Step, labels_in
 from partita._torch.operators.registry import SYM_SIZE
 from partita._torch.operators.schemas import is_higher_order
 from partita._torch.symbolic_shapes import write_number
-from partita.analysis.mode import Inference, Mode
+from partita.analysis.modes import Inference, Mode
 from partita.analysis.nodes import value_of
 from partita.analysis.symbols import Dimension, Symbols
 from partita.dissolve.autocast_trace import (

@@ -16,7 +16,7 @@ from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in
-from partita.analysis.mode import Mode as GraphMode
+from partita.analysis.modes import Mode as GraphMode
 from partita.analysis.nodes import common_stack, value_of
 from partita.analysis.tolerance import Tolerance
 from partita.backends._torch.compile_context import compiler_scope

@@ -12,8 +12,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import body_key, modules_key
-from partita.analysis.mode import AMBIENT
-from partita.analysis.mode import Mode as GraphMode
+from partita.analysis.modes import AMBIENT
+from partita.analysis.modes import Mode as GraphMode
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.backends.backend import (
     Backend,

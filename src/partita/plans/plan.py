@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from partita._torch.gc_pause import gc_paused
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
 from partita.plans.compilations import Compilations

@@ -9,7 +9,7 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import bytes_of, bytes_of_value, container_items, find, value_of
 from partita.errors import PartitaError, UnknownNodeError
 from partita.plans.memory import ReportsSavedBytes, SavedBytes, SavedMemory, saved_memory, shown_count

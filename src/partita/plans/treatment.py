@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, TypeGuard, TypeVar, final, runtime_check
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import LoweringError, TreatmentError
 from partita.plans.compilations import Compilations

@@ -12,7 +12,7 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.analysis.mode import Mode
+from partita.analysis.modes import Mode
 from partita.errors import CycleError, OptionError
 from partita.policies.constraints import TrivialNodes, check_flags, check_modes_apart
 from partita.policies.legalize import Piece, assignable, legal_partition, partition_of, settled, unassigned

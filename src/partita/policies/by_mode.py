@@ -8,8 +8,7 @@ from typing import Literal, final
 
 from torch.fx import GraphModule, Node
 
-from partita.analysis.mode import AMBIENT, Mode, identifier_of
-from partita.analysis.modes import bodies_of, has_toggles, traced_grad
+from partita.analysis.modes import AMBIENT, Mode, bodies_of, has_toggles, identifier_of, traced_grad
 from partita.analysis.nodes import find
 from partita.errors import OptionError
 from partita.policies.legalize import distinct_names

@@ -17,8 +17,7 @@ from partita.errors import OptionError
 from partita.policies.constraints import check_flags
 from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned
 from partita.policies.matching import Names, check_match
-from partita.program.frame import Frame
-from partita.program.program import Program
+from partita.program.program import Frame, Program
 from partita.regions import Partition
 
 #: torch.export writes this where it adds nodes of its own.

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
@@ -368,3 +370,17 @@ def _fits(signature: Any, inside: Mapping[Node, None], place: Mapping[str, int])
 def _names(arguments: Sequence[Any]) -> set[str]:
     """The nodes that a signature names; a constant has a value instead."""
     return {argument.name for argument in arguments if not hasattr(argument, "value")}
+
+
+def file_of(tensor: Tensor) -> str | None:
+    """The file that a constant was loaded from; None where that is unknown."""
+    return _FILES.get(tensor)
+
+
+def with_origin(exported: ExportedProgram, file: Path) -> ExportedProgram:
+    """The program, after its constants are noted as those of a file."""
+    _FILES.update((value, str(file)) for value in exported.constants.values() if isinstance(value, Tensor))
+    return exported
+
+
+_FILES: MutableMapping[Tensor, str] = WeakIdKeyDictionary()

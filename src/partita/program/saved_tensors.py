@@ -32,7 +32,7 @@ from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import StandsForBody
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, hint_of, is_unbacked, symbols_in
 from partita._torch.toggles import TOGGLES
-from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.analysis.nodes import tensors_in as traced_tensors
 from partita.program._torch.saved_tensors import (

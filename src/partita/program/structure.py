@@ -18,7 +18,7 @@ from partita._torch.fx.structural_hash import NodeKeys
 from partita._torch.operators.schemas import storage_key
 from partita._torch.symbolic_shapes import renamed_expression
 from partita._torch.tensors import inner_tensors, placements_of
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.analysis.nodes import find, value_of
 from partita.program.program import Program
 

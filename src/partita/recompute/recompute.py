@@ -20,7 +20,7 @@ from partita._torch.toggles import ENTER_INFERENCE
 from partita.analysis.effects.calls import CallEffects
 from partita.analysis.effects.terms import Effects
 from partita.analysis.functorch import is_inside_transform
-from partita.analysis.mode import Autocast
+from partita.analysis.modes import Autocast
 from partita.analysis.mutation import Mutations
 from partita.analysis.nodes import find, value_of
 from partita.analysis.projections import with_items

@@ -13,8 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
-from partita.analysis.mode import AMBIENT, Mode
-from partita.analysis.modes import Modes
+from partita.analysis.modes import AMBIENT, Mode, Modes
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, container_items, crossing_places, value_of
 from partita.analysis.symbols import Dimension
 from partita.errors import ModeError

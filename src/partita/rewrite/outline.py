@@ -13,7 +13,7 @@ from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita._torch.fx.lazy_graph_module import LazyModule, lazy_module
 from partita._torch.gc_pause import gc_paused
 from partita._torch.operators.registry import SYM_SIZE
-from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, find, outermost_stack
 from partita.analysis.symbols import Dimension
 from partita.analysis.tolerance import EXACT, Tolerance

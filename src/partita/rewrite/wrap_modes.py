@@ -13,8 +13,7 @@ from functools import reduce
 from torch.fx import GraphModule, Node
 
 from partita._torch.gc_pause import gc_paused
-from partita.analysis.mode import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, identifier_of
-from partita.analysis.modes import has_toggles
+from partita.analysis.modes import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, has_toggles, identifier_of
 from partita.analysis.nodes import find
 from partita.program.mode_runs import ModeRun, mode_runs, nested_mode_runs, openers_of
 from partita.program.program import Program

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partita.analysis.mode import Mode
+from partita.analysis.modes import Mode
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program

@@ -13,10 +13,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 from partita._torch.modes import read_ambient
-from partita.analysis.mode import Autocast
+from partita.analysis.modes import Autocast
 from partita.plans import Plan
 from partita.plans.plan import Policy
-from partita.program.frame import Frame
+from partita.program.program import Frame
 
 #: Components of paths that wrappers of torch add: torch.compile, checkpoint wrappers, the first FSDP.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

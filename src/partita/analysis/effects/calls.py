@@ -23,9 +23,8 @@ from partita._torch.operators.schemas import (
     storage_key,
 )
 from partita._torch.toggles import TOGGLES
-from partita.analysis.effects.functions import rule_of_function, rule_of_method
+from partita.analysis.effects.functions import rule_of_function, rule_of_method, rule_of_operator
 from partita.analysis.effects.modules import effects_of_module, is_check
-from partita.analysis.effects.operators import rule_of_operator
 from partita.analysis.effects.terms import (
     ALIASES,
     ALIASING,
@@ -40,8 +39,7 @@ from partita.analysis.effects.terms import (
     nodes_in_slots,
 )
 from partita.analysis.index import Index
-from partita.analysis.mode import AMBIENT
-from partita.analysis.modes import modes_of
+from partita.analysis.modes import AMBIENT, modes_of
 from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
 from partita.errors import MissingTargetError
 

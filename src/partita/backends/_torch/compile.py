@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita.backends._torch.fake_inputs import compiling
-from partita.backends._torch.joint_partitioners import drop_forward_effects, plain_partition
+from partita.backends._torch.support import is_random
 
 
 def package_of(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> bytes:
@@ -211,3 +211,52 @@ def instructions() -> list[str]:
     # Older versions of torch have one function for each of those that Inductor checks.
     queries = [name for name in dir(cpu) if re.fullmatch(r"_is_\w+_supported", name)]
     return sorted(name[4:-10] for name in queries if getattr(cpu, name)())
+
+
+def min_cut_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+    """A forward and a backward that recomputes what is marked and what is cheap, to save few bytes for backward."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def plain_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+    """A forward and a backward without recomputation: all that the backward reads is saved."""
+    from torch._functorch.partitioners import default_partition
+
+    options.pop("compiler", None)  # Only the min-cut partitioner reads it.
+    return default_partition(joint, inputs, **options)
+
+
+def drop_forward_effects(backward: GraphModule) -> None:
+    """Removes dead calls of the forward from a backward graph, and what only they read.
+
+    torch's partitioners (2.13) keep asserts, random operators and other side effects of the forward in the backward too
+    wherever it has what they need; an assert brings the random operators that it depends on. Eager mode runs them once.
+    """
+    unused = False
+    for node in reversed(backward.graph.nodes):
+        # Decompositions and passes of a compiler may have lost the tag of a random operator.
+        if node.op == "call_function" and not node.users and (_is_of_forward(node) or is_random(node.target)):
+            backward.graph.erase_node(node)
+            unused = True
+    if unused:
+        backward.recompile()
+
+
+def _is_of_forward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+
+
+def is_any_recomputed(joint: GraphModule) -> bool:
+    """Whether any node is marked for recomputation by torch's partitioners."""
+    from torch._functorch.partitioners import has_recomputable_ops
+
+    return has_recomputable_ops(joint)
+
+
+def let_inductor_take(partitioner: type[Callable[..., Any]]) -> None:
+    """Lets `torch._inductor.config.custom_partitioner_fn` hold partitioners of this class; they need a `uuid`."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    CustomPartitionerFn.register(partitioner)

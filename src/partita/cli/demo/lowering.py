@@ -15,7 +15,7 @@ from torch.fx import Node
 
 import partita
 from partita.backends import Inductor
-from partita.cli.demo.model import WORDS, Decoder
+from partita.cli.demo.splitting import WORDS, Decoder
 from partita.policies import ByCapability
 from partita.treatments import Lower
 

@@ -17,7 +17,7 @@ from partita import hops
 from partita._torch.modes import read_ambient
 from partita._torch.operators import registry as torch_operators
 from partita._torch.toggles import TOGGLES
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.capture import capture
 from partita.compat.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
 from partita.compat.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
