@@ -120,7 +120,11 @@ def _asked_by_text(node: ast.Call, own: set[str]) -> Iterator[str]:
     """Attributes that `getattr` and its kin are given as text."""
     if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr", "delattr"):
         for argument in node.args[1:2]:
-            if isinstance(argument, ast.Constant) and _is_private(str(argument.value)) and argument.value not in own:
+            if (
+                isinstance(argument, ast.Constant)
+                and _is_private(str(argument.value))
+                and argument.value not in own | PYTHONS
+            ):
                 yield f"attribute {argument.value}"
 
 

@@ -22,9 +22,9 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from partita._torch.fake_sandbox import tensors_in
 from partita._torch.fx.lazy_graph_module import TRAINING
 from partita._torch.modes import fresh_modes
+from partita._torch.pytrees import tensors_in
 from partita.capture._torch.caller_modes import GradSwitch
 from partita.capture._torch.joint import (
     Arguments,

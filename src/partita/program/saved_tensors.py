@@ -26,10 +26,11 @@ from partita._torch.dry_runs import (
     refusal_of_call,
     refusal_of_device,
 )
-from partita._torch.fake_sandbox import FakeCopies, tensors_in
+from partita._torch.fake_sandbox import FakeCopies
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import StandsForBody
+from partita._torch.pytrees import tensors_in
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, hint_of, is_unbacked, symbols_in
 from partita._torch.toggles import TOGGLES
 from partita.analysis.modes import AMBIENT, Mode

@@ -500,10 +500,10 @@ def _check_has_name(node: Node) -> None:
 
 def _packed_target(target: Any) -> Any:
     if isinstance(target, OpOverload):
-        name, overload = target._schema.name.partition("::")[2], target._overloadname
-        return _Operator(target.namespace, name, overload)
+        name, _, overload = target.name().partition("::")[2].partition(".")
+        return _Operator(target.namespace, name, overload or "default")
     if isinstance(target, OpOverloadPacket):
-        namespace, _, name = target._qualified_op_name.partition("::")
+        namespace, _, name = str(target).partition(".")
         return _Operator(namespace, name, None)
     if isinstance(target, HigherOrderOperator):
         # Ours know the module that registers them, which need not be imported yet where the pickle is loaded.

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._functorch import predispatch
-from torch._higher_order_ops.wrap import wrap, wrap_with_autocast, wrap_with_set_grad_enabled
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph
 from torch.fx.node import _get_qualified_name, has_side_effect
@@ -120,11 +119,11 @@ def qualified_names(function: Any) -> tuple[str, ...]:
 # torch's own operators that run a body as one unit, or under a mode.
 
 
-WRAP = wrap
-WRAP_WITH_AUTOCAST = wrap_with_autocast
+WRAP = torch.ops.higher_order.wrap
+WRAP_WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 #: It leaves its mode switched when its body raises (seen in torch 2.13), so callers restore it.
-WRAP_WITH_SET_GRAD_ENABLED = wrap_with_set_grad_enabled
+WRAP_WITH_SET_GRAD_ENABLED = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 for _operator in (WRAP, WRAP_WITH_AUTOCAST, WRAP_WITH_SET_GRAD_ENABLED):
     # torch considers them pure, so its dead-code elimination would delete a body that only mutates (torch 2.13).
-    has_side_effect(_operator)  # type: ignore[arg-type]
+    has_side_effect(_operator)

@@ -56,7 +56,7 @@ def _schemas(target: Any) -> list[Any]:
 
 def _returns_several(schema: Any) -> bool:
     returns = schema.returns
-    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch._C.ListType))
+    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
 
 
 NO_DEFAULT = object()
@@ -104,7 +104,7 @@ def signatures_of(target: Any) -> tuple[Signature, ...]:
         return ()
     # An operator of another dialect, such as ExecuTorch's, wraps one of torch's and carries its schema.
     schema = getattr(target, "_schema", None)
-    if isinstance(schema, torch._C.FunctionSchema):
+    if isinstance(schema, torch.FunctionSchema):
         return (_signature(schema, _tags(schema)),)
     name = _find_builtin(target)
     return _signatures_named(name) if name else ()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from partita.backends._torch.fake_inputs import compiling
 from partita.backends._torch.support import is_random
@@ -43,7 +44,7 @@ def function_of_package(package: bytes) -> Callable[..., Sequence[Any]]:
 
 def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor's function for `body`, forward and backward."""
-    import torch._functorch.config as settings
+    from functorch.compile import config as settings
     from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -71,9 +72,9 @@ def _own_cache_keys() -> AbstractContextManager[None]:
     """
     import torch.compiler.config as known
 
-    config: Any = known
-    tag = " ".join((config.cache_key_tag, _CACHE_TAG, vectors(), *instructions())).strip()
-    patched: AbstractContextManager[None] = config.patch(cache_key_tag=tag)
+    settings: Any = known
+    tag = " ".join((settings.cache_key_tag, _CACHE_TAG, vectors(), *instructions())).strip()
+    patched: AbstractContextManager[None] = settings.patch(cache_key_tag=tag)
     return patched
 
 
@@ -110,7 +111,7 @@ def vectors_of_inductor(options: Mapping[str, Any]) -> str:
 
 def compiler_settings() -> str:
     """The settings of Inductor and AOTAutograd, as text."""
-    from torch._functorch import config
+    from functorch.compile import config
 
     settings: list[tuple[str, Any]] = [*inductor_options().items(), *config.get_config_copy().items()]
     # How many processes compile has no effect on what they make.
@@ -140,8 +141,7 @@ def compile_ahead(body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
 
     The backward recomputes nothing of the forward, so that random numbers are generated once.
     """
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._functorch.aot_autograd import aot_module_simplified
+    from functorch.compile import aot_module_simplified, make_boxed_func
 
     def run_eagerly(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
         disable_buffer_donation()
@@ -215,17 +215,19 @@ def instructions() -> list[str]:
 
 def min_cut_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
     """A forward and a backward that recomputes what is marked and what is cheap, to save few bytes for backward."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from functorch.compile import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(joint, inputs, **options)
+    parts: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
+    return parts
 
 
 def plain_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
     """A forward and a backward without recomputation: all that the backward reads is saved."""
-    from torch._functorch.partitioners import default_partition
+    from functorch.compile import default_partition
 
     options.pop("compiler", None)  # Only the min-cut partitioner reads it.
-    return default_partition(joint, inputs, **options)
+    parts: tuple[GraphModule, GraphModule] = default_partition(joint, inputs, **options)
+    return parts
 
 
 def drop_forward_effects(backward: GraphModule) -> None:
@@ -250,9 +252,8 @@ def _is_of_forward(node: Node) -> bool:
 
 def is_any_recomputed(joint: GraphModule) -> bool:
     """Whether any node is marked for recomputation by torch's partitioners."""
-    from torch._functorch.partitioners import has_recomputable_ops
-
-    return has_recomputable_ops(joint)
+    wanted = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return any(node.meta.get("recompute") in wanted for node in joint.graph.nodes)
 
 
 def let_inductor_take(partitioner: type[Callable[..., Any]]) -> None:

@@ -146,9 +146,7 @@ def _input_paths(exported: ExportedProgram, count: int) -> list[InputPath]:
     names = [*named[: len(args)], *(f"arg_{place}" for place in range(len(named), len(args)))]
     arguments = [*zip(names, args, strict=True), *kwargs.items()]
     return [
-        InputPath(
-            (name, *(_key(entry) for entry in path)), (True, *(not isinstance(e, pytree.GetAttrKey) for e in path))
-        )
+        InputPath((name, *(_key(entry) for entry in path)), (True, *(not hasattr(entry, "name") for entry in path)))
         for name, argument in arguments
         for path, _ in pytree.tree_flatten_with_path(argument)[0]
     ]

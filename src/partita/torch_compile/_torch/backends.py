@@ -30,9 +30,7 @@ def find_backend(name: str) -> Callable[..., Any] | None:
 
 def backend_names() -> list[str]:
     """The names of all backends that torch.compile knows."""
-    from torch._dynamo.backends.registry import list_backends
-
-    return list(list_backends(exclude_tags=()))
+    return list(torch.compiler.list_backends(exclude_tags=()))
 
 
 def reset_with_dynamo(backend: Callable[..., Any]) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.export import exported_program as torch_exported
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _illegal_names
@@ -88,9 +87,7 @@ class GraphReader:
         self._name_nodes()
         self._bind_unbacked(data)
         self._symbols.pending = pending
-        made = torch_exported._create_graph_module_for_export(self._root, self._graph)
-        assert isinstance(made, GraphModule)
-        return made
+        return GraphModule(self._root, self._graph)
 
     # Inputs and outputs ------------------------------------------------------------------------------------------
 
