@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any, NamedTuple, Never, TypeVar, final
+from typing import Any, NamedTuple, Never, TypeAlias, TypeVar, final
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.structural_hash import propagate_annotations
-from partita.analysis.effects.calls import CallEffects
+from partita.analysis.effects.calls import CallEffects, tensors_of
 from partita.analysis.effects.graph import GraphEffects, HookedTensor, effects_of_graph, hooked_tensors
 from partita.analysis.effects.terms import Effects
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.modes import AMBIENT, Autocast, Mode, Modes, check_bodies, modes_of
 from partita.analysis.mutation import LaterUses, Mutations, mutations_before, mutations_of
-from partita.analysis.nodes import Neighbours, neighbours_of
+from partita.analysis.nodes import Neighbours, neighbours_of, value_of
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
@@ -399,3 +400,46 @@ class Frame(NamedTuple):
     paths: tuple[str, ...] = ()
     #: The autocast that it was traced under, and is called under: Dynamo guards on it.
     autocast: tuple[Autocast, ...] = ()
+
+
+#: The effect successors of each node.
+EffectSuccessors: TypeAlias = Mapping[Node, Sequence[Node]]
+
+
+def effect_successors(program: Program) -> EffectSuccessors:
+    """The nodes that must stay after each node although no data flows between them."""
+    nodes = program.index.nodes
+    successors: dict[Node, list[Node]] = {}
+    for before, after in program.effects.edges():
+        successors.setdefault(nodes[before], []).append(nodes[after])
+    return successors
+
+
+def summation_tolerance(program: Program) -> Tolerance:
+    """How far sums of gradients may change when operators are reordered, or a weight is cast once more.
+
+    It is the rounding error of the coarsest dtype that the program is known to add.
+    """
+    dtypes = {*_cast_dtypes(program), *_known_dtypes(program)}
+    # A block may name a dtype that autocast does not support; torch reports that when it runs.
+    eps = (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    return Tolerance(rounding=max(eps, default=torch.finfo(torch.float64).eps))
+
+
+def uses_autocast(program: Program) -> bool:
+    """Whether any node runs under autocast, which caches the cast of a weight for a block: a cut casts it again."""
+    return any(True for _ in _cast_dtypes(program))
+
+
+def _cast_dtypes(program: Program) -> Iterator[torch.dtype]:
+    for mode in set(program.modes.by_number or ()):
+        for autocast in mode.autocast:
+            if autocast.enabled:
+                yield torch.bfloat16 if autocast.dtype is None else autocast.dtype
+
+
+def _known_dtypes(program: Program) -> Iterator[torch.dtype]:
+    values = [value_of(node) for node in program.index.nodes]
+    for tensor in (*values, *tensors_of(program.graph_module)):
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            yield tensor.dtype

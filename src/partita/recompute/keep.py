@@ -16,8 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from partita._torch.dry_runs import Allowance
-from partita._torch.operators.registry import OPERATORS, operator_names
-from partita._torch.operators.schemas import signatures_of
+from partita._torch.operators.schemas import OPERATORS, operator_names, signatures_of
 from partita._torch.symbolic_shapes import hint_of
 from partita._torch.toggles import TOGGLES
 from partita.analysis.nodes import imported, value_of

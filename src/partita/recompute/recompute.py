@@ -15,11 +15,11 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
+from partita._torch.functorch import is_inside_transform
 from partita._torch.operators.schemas import registers_hook
 from partita._torch.toggles import ENTER_INFERENCE
 from partita.analysis.effects.calls import CallEffects
 from partita.analysis.effects.terms import Effects
-from partita.analysis.functorch import is_inside_transform
 from partita.analysis.modes import Autocast
 from partita.analysis.mutation import Mutations
 from partita.analysis.nodes import find, value_of

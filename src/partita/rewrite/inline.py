@@ -15,7 +15,7 @@ from torch.fx.graph import CodeGen
 
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita._torch.gc_pause import gc_paused
-from partita._torch.operators.registry import SYM_SIZE
+from partita._torch.operators.schemas import SYM_SIZE
 from partita.analysis.index import Index
 from partita.analysis.modes import AMBIENT, Block, Grad, Mode, Setting, has_toggles, modes_of
 from partita.analysis.nodes import attribute_of, find, runs_its_graph

@@ -12,13 +12,12 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita._torch.fx.lazy_graph_module import LazyModule, lazy_module
 from partita._torch.gc_pause import gc_paused
-from partita._torch.operators.registry import SYM_SIZE
+from partita._torch.operators.schemas import SYM_SIZE
 from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, find, outermost_stack
 from partita.analysis.symbols import Dimension
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.program.program import Program
-from partita.program.reordering import summation_tolerance, uses_autocast
+from partita.program.program import Program, summation_tolerance, uses_autocast
 from partita.regions import Partition
 from partita.regions.borders import Crossing, Item
 from partita.rewrite.bodies import PLAIN_BODY, Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt, write_body

@@ -16,7 +16,7 @@ from torch.fx.graph import _illegal_names as _names_of_python
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
-from partita._torch.operators.registry import has_process_lifetime
+from partita._torch.operators.schemas import has_process_lifetime
 
 # Without these the public functions are used, which are slower.
 _NodeBase: Any = getattr(torch._C, "_NodeBase", None)

@@ -25,17 +25,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _WrappedCall
 from torch.utils import _pytree as pytree
 
+from partita._torch.functorch import Entered, close_dual_level, entered_by, entered_by_any, is_dual_level_open
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import read_ambient, restore_after_error
-from partita._torch.operators.registry import (
-    WRAP_WITH_SET_GRAD_ENABLED,
-    Entered,
-    close_dual_level,
-    entered_by,
-    entered_by_any,
-    is_dual_level_open,
-)
+from partita._torch.operators.schemas import WRAP_WITH_SET_GRAD_ENABLED
 from partita.errors import CaptureError, MissingTargetError, NotPicklableError
 
 # Boxed calls, as by AOTAutograd: a graph takes its inputs in one list, which it clears, so that each input can be freed

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from partita._torch.operators.registry import has_process_lifetime
 from partita._torch.operators.schemas import (
     HARMLESS,
     NO_DEFAULT,
     Argument,
     Signature,
+    has_process_lifetime,
     returns_container,
     signatures_of,
     signatures_of_method,

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from partita import hops
 from partita._torch.modes import read_ambient
-from partita._torch.operators import registry as torch_operators
+from partita._torch.operators import schemas as torch_operators
 from partita._torch.toggles import TOGGLES
 from partita.analysis.modes import AMBIENT
 from partita.capture import capture
@@ -26,8 +26,7 @@ from partita.errors import CaptureError, ModeError, PartitaError, TreatmentError
 from partita.plans import plan
 from partita.policies import ByMode
 from partita.program.fingerprint import fingerprint
-from partita.program.program import Program
-from partita.program.reordering import summation_tolerance
+from partita.program.program import Program, summation_tolerance
 from partita.rewrite import inline
 from partita.testing.generator.build import dump
 from partita.testing.generator.draft import Case

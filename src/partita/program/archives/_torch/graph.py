@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _illegal_names
 
-from partita._torch.operators.registry import TEXT_CHECKS
+from partita._torch.operators.schemas import TEXT_CHECKS
 from partita.program.archives._torch.operators import (
     LEVELS,
     NAMESPACES,
