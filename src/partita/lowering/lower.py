@@ -26,11 +26,12 @@ from partita.backends.backend import (
 )
 from partita.errors import OptionError
 from partita.lowering.cache_folder import CacheFolder, checked_root
+from partita.lowering.compilation import Compiler
 from partita.lowering.config import Lowering, ModeScope, effects_by_name
 from partita.lowering.constants import state_inputs
 from partita.lowering.lowered import Lowered
 from partita.lowering.signature import DynamicSizes, traced_symbols
-from partita.lowering.variant_cache import variants_for
+from partita.lowering.variant_cache import Variants, variants_for
 from partita.plans.compilations import Compilations
 from partita.plans.failures import Failure, Failures, report
 from partita.plans.treatment import Site
@@ -161,15 +162,22 @@ class Lower:
             failures=failures,
             compilations=compilations,
         )
-        key = body_key(bare.module) if constants is None else None
+        if constants is not None:  # A function with folded weights is for this body alone.
+            return Lowered(bare.module, lowering, Variants(backend, keep=self.max_variants))
+        return Lowered(
+            bare.module, lowering, self._shared_variants(bare.module, backend, mutated_later, dynamic=dynamic)
+        )
+
+    def _shared_variants(
+        self, body: GraphModule, backend: Compiler, mutated_later: frozenset[str], *, dynamic: bool | None
+    ) -> Variants:
+        """The compiled functions of all bodies that equal this one, and those in the folder."""
         # Equal bodies may differ in which of their results are mutated later, and functions are specialized on that.
-        places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in mutated_later)
-        folder = None
-        if self.cache is not None and constants is None:
-            folder = CacheFolder.of(self.cache, bare.module, backend, dynamic, places)
-        key = None if key is None else (key, dynamic, places)
-        variants = variants_for(key, backend, keep=self.max_variants, folder=folder)
-        return Lowered(bare.module, lowering, variants)
+        places = tuple(at for at, node in enumerate(body.graph.nodes) if node.name in mutated_later)
+        folder = None if self.cache is None else CacheFolder.of(self.cache, body, backend, dynamic, places)
+        key = body_key(body)
+        whole = None if key is None else (key, dynamic, places)
+        return variants_for(whole, backend, keep=self.max_variants, folder=folder)
 
     def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:
         """The body itself, for a region that cannot be compiled for any inputs."""
