@@ -25,7 +25,7 @@ _exit_dual_level = torch._C._exit_dual_level
 
 def count_levels() -> int:
     """How many levels are open in this thread."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth()
+    return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
 def close_levels(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Effects of functions and methods: from a schema where there is one, else from torch's signatures and naming rules."""
+"""Effects of operators, functions and methods: from their schema, else from torch's signatures and naming rules."""
 
 from __future__ import annotations
 

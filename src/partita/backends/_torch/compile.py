@@ -1,4 +1,4 @@
-"""Calls AOTAutograd, Inductor and AOTInductor without Dynamo."""
+"""Calls AOTAutograd, Inductor and AOTInductor without Dynamo, and torch's partitioners of joint graphs."""
 
 from __future__ import annotations
 
@@ -103,9 +103,7 @@ def function_from_bytes(data: bytes, options: Mapping[str, Any]) -> Callable[...
 
 def vectors_of_inductor(options: Mapping[str, Any]) -> str:
     """The vector extension that Inductor's source text is written for with these options; it is wrong for others."""
-    from torch._inductor import config
-
-    bits = options.get("cpp.simdlen", config.cpp.simdlen)
+    bits = {**inductor_options(), **options}["cpp.simdlen"]
     return vectors() if bits is None else f"{vectors()}, {bits} bits"
 
 

@@ -1,4 +1,4 @@
-"""A saved program built from data: its graph, signature, calling convention and guards."""
+"""A saved program built from data: its graph, signature, calling convention with its pytrees, and guards."""
 
 from __future__ import annotations
 
