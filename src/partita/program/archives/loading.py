@@ -1,4 +1,4 @@
-"""Loading an exported program from a `.pt2` file, as data or with torch's loader if trusted, and reports on archives."""
+"""Loading an exported program from a `.pt2` file, as data or with torch's loader if trusted; reports on archives."""
 
 from __future__ import annotations
 
