@@ -18,13 +18,11 @@ from partita._torch.operators.schemas import storage_key
 
 def find_backend(name: str) -> Callable[..., Any] | None:
     """The backend that torch.compile knows under this name, or None."""
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.exc import InvalidBackend
-
-    try:
-        backend: Callable[..., Any] = lookup_backend(name)
-    except InvalidBackend:
+    if name not in backend_names():
         return None
+    from torch._dynamo.backends.registry import lookup_backend
+
+    backend: Callable[..., Any] = lookup_backend(name)
     return backend
 
 
