@@ -131,7 +131,7 @@ def _asked_by_text(node: ast.Call, own: set[str]) -> Iterator[str]:
 def _patched(node: ast.Call, names: dict[str, str]) -> Iterator[str]:
     """Calls that put something into the place of what torch has."""
     match node.func:
-        case ast.Name(id="Patch" | "Patch"):
+        case ast.Name(id="Patch"):
             yield f"patch {ast.unparse(node.args[0])}.{ast.unparse(node.args[1])}"
         case ast.Name(id="setattr"):
             owner = node.args[0]
