@@ -22,7 +22,7 @@ from partita.analysis.modes import Mode
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
-from partita.torch_compile._torch.backends import reset_with_dynamo
+from partita.torch_compile._torch.backends import no_recompute_without_backward, reset_with_dynamo
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
 from partita.torch_compile.options import BackendOptions, Inner
@@ -119,7 +119,8 @@ def _annotated(decided: Plan, example_inputs: Sequence[Any]) -> Iterator[None]:
         node.meta.update(own)
     # The key of torch's cache of compiled graphs ignores metadata: without the tag, another plan would get stale code.
     config: Any = torch.compiler.config
-    with config.patch(cache_key_tag=f"{config.cache_key_tag}partita:{digest_of_marks(marks)}"):
+    tagged = config.patch(cache_key_tag=f"{config.cache_key_tag}partita:{digest_of_marks(marks)}")
+    with tagged, no_recompute_without_backward(decided.program.graph_module):
         yield
 
 
