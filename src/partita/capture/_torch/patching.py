@@ -96,7 +96,7 @@ def node_patches() -> list[Patch]:
     @wraps(original)
     def create_node(tracer: Any, kind: str, target: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         recorder = current_recorder()
-        if recorder is not None and isinstance(target, OpOverload) and iskeyword(target._overloadname):
+        if recorder is not None and isinstance(target, OpOverload) and iskeyword(_overload_name(target)):
             target, args = _without_keyword(target, args)
         node = original(tracer, kind, target, args, *rest, **kwargs)
         if recorder is not None:
@@ -117,9 +117,13 @@ def _without_keyword(target: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverl
     if target is getattr(torch.ops.aten.random_, "from") and args[1:2] == (0,) and args[2] is not None:
         return torch.ops.aten.random_.to, (args[0], args[2])
     raise CaptureError(
-        f"torch.fx cannot write a call of {target}, since {target._overloadname!r} is a keyword of Python; for "
+        f"torch.fx cannot write a call of {target}, since {_overload_name(target)!r} is a keyword of Python; for "
         "x.random_(low, high), write x.copy_(torch.randint_like(x, low, high)), which generates the same numbers"
     )
+
+
+def _overload_name(target: OpOverload) -> str:
+    return str(target).rpartition(".")[2]
 
 
 def _seen() -> Seen:
