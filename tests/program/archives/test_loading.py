@@ -168,12 +168,28 @@ class Batch:
 
 
 torch.export.register_dataclass(Batch, serialized_type_name="tests.program.archives.test_loading.Batch")
+
+
+@dataclass
+class Rows:
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.x.dim() == 2, "rows have columns"
+
+
+torch.export.register_dataclass(Rows, serialized_type_name="tests.program.archives.test_loading.Rows")
 torch.utils._pytree._register_namedtuple(Point, serialized_type_name="tests.program.archives.test_loading.Point")
 
 
 class TakesTrees(nn.Module):
     def forward(self, batch: Batch, point: Point) -> dict[str, Any]:
         return {"sum": batch.first + batch.rest[0] + point.x, "point": Point(point.y, point.x)}
+
+
+class TakesRows(nn.Module):
+    def forward(self, rows: Rows) -> Tensor:
+        return rows.x.sin()
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -202,6 +218,15 @@ def test_own_containers_load_where_they_are_registered(tmp_path: Path) -> None:
     assert same(Program.of(mine).module()(*args), TakesTrees()(*args))
     with pytest.raises(AssertionError, match=r"Guard failed: batch.rest\[0\].size\(\)\[0\] == 6"):
         Program.of(mine).module()(Batch(X, [X[:5]]), Point(X, X))
+
+
+def test_a_container_that_takes_nothing_but_tensors_loads(tmp_path: Path) -> None:
+    args = (Rows(X),)
+    torch.export.save(torch.export.export(TakesRows(), args), tmp_path / "m.pt2")
+    module = Program.of(tmp_path / "m.pt2").module()
+    assert same(module(*args), TakesRows()(*args))
+    with pytest.raises(AssertionError, match=r"Guard failed: rows.x.size\(\)\[0\] == 6"):
+        module(Rows(X[:5]))
 
 
 def test_a_container_that_nobody_registered_is_named(tmp_path: Path) -> None:

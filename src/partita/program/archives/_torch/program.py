@@ -321,6 +321,10 @@ def _tree(data: Data, depth: int) -> pytree.TreeSpec:
     keys = context[1] if container is defaultdict else context if container in (dict, OrderedDict) else children
     if len(keys) != len(children):
         data.malformed(f"it has {len(keys)} keys and {len(children)} children")
+    if keys is not children and len(set(keys)) < len(keys):
+        data.malformed("two of its keys are equal")
+    if container is deque and context is not None and context < len(children):
+        data.malformed(f"it holds at most {context} items and has {len(children)} children")
     return pytree.TreeSpec(container, context, children)
 
 
@@ -346,13 +350,15 @@ def _key(key: Data) -> Any:
     if key.value is None or isinstance(key.value, bool | int | float):
         return key.value
     named, member = key["fqn"].text(), key["name"].text()
-    members = _enum(named).__members__
-    return members[member] if member in members else key.refuse(f"{named[:100]!r} is no Enum that is imported here")
+    try:
+        return _enum(named).__members__[member]
+    except KeyError:
+        return key.refuse(f"{named[:100]!r} is no Enum that is imported here")
 
 
 @lru_cache(maxsize=64)
 def _enum(named: str) -> type[Enum]:
-    """The imported Enum of this name; Enum itself, which has no members, if there is none."""
+    """The imported Enum of this name; a KeyError, which the cache forgets, if none is imported yet."""
     waiting, seen = [Enum], set[type[Enum]]()
     while waiting:
         found = waiting.pop()
@@ -361,7 +367,7 @@ def _enum(named: str) -> type[Enum]:
         fresh = [subclass for subclass in type.__subclasses__(found) if subclass not in seen]
         seen.update(fresh)
         waiting += fresh
-    return Enum
+    raise KeyError(named)
 
 
 def _factory_and_keys(_: Any, context: Data) -> list[Any]:
