@@ -65,7 +65,9 @@ def capture(
     try:
         module = model if isinstance(model, nn.Module) else FunctionModule(model)
         _check_not_sharded(module, (args, kwargs))
-        exported = ModelCall(module, args, kwargs, dynamic_shapes).exported()
+        with fresh_modes(grad=True):
+            given = Arguments(module, args, kwargs or {})
+        exported = ModelCall(module, given.args, None if kwargs is None else given.kwargs, dynamic_shapes).exported()
     except CaptureError as error:
         raise CaptureError(f"{name_of(model)} cannot be captured: {error}") from error
     except PartitaError as error:

@@ -23,7 +23,7 @@ from partita.analysis.effects.terms import Effects
 from partita.analysis.modes import Autocast
 from partita.analysis.mutation import Mutations
 from partita.analysis.nodes import find, value_of
-from partita.analysis.projections import with_items
+from partita.analysis.projections import takes_item, with_items
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.node_tags import next_graph_id
 from partita.plans.memory import SavedBytes, saved_bytes_of
@@ -84,6 +84,9 @@ class Recompute:
                 )
         # A compiler would recompute these from memory that was mutated in between.
         needed = set(mutations.reads_of_mutated_inputs(region.nodes)).intersection(keepable(region))
+        # An operator returns all of its items at once, so an item is kept with its container.
+        containers = (node.all_input_nodes[0] for node in kept if takes_item(node))
+        kept = (*kept, *inside.intersection(containers))
         return frozenset((*filter(gives_tensors, kept), *needed, *mutations.statistics_read_outside(region.nodes)))
 
     def treat_at(self, body: GraphModule, site: Site) -> Called:
@@ -178,7 +181,10 @@ def _wrap_kept(body: Program, kept: Collection[str]) -> GraphModule:
     """A module like `body` in which the nodes with these names run in calls of `keep`, neighbours together."""
     runs: list[list[Node]] = []
     in_run = False
+    items = {body.index.nodes[number] for number in body.projections}
     for node in body.graph.nodes:
+        if node in items:
+            continue  # It is taken where its container is.
         if node.name in kept:
             if not in_run:
                 runs.append([])
