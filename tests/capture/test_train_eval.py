@@ -250,6 +250,15 @@ def test_a_functional_call_replaces_the_state_of_the_variant_that_runs() -> None
     assert not functional_call(module, zeros, (x,)).any()
 
 
+def _called_with(module: nn.Module, state: dict[str, Any], x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    """The result of a call with copies of this state, and the gradients of the copies."""
+    torch.manual_seed(0)
+    own = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in state.items()}
+    result = functional_call(module, own, (x,))
+    (result * torch.arange(4)).sum().backward()
+    return result, [value.grad for value in own.values() if value.requires_grad]
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "model", [_model(), nn.Linear(4, 4), nn.BatchNorm1d(4)], ids=lambda model: type(model).__name__
