@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ SOURCE = Path(partita.__file__).parent
 LISTED = Path(__file__).with_suffix(".txt")
 
 
-def found() -> set[str]:
+@cache
+def found() -> frozenset[str]:
     """One line for each thing: its kind, and its qualified name, attribute, or patched place."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
     own = {name for tree in trees.values() for name in _own_names(tree)}
@@ -26,7 +28,7 @@ def found() -> set[str]:
     for tree in trees.values():
         lines.update(_touched(tree, own))
     modules = {line for line in lines if any(other.startswith(f"{line}.") for other in lines)}
-    return lines - modules
+    return frozenset(lines - modules)
 
 
 def listed() -> set[str]:
