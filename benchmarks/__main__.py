@@ -12,6 +12,7 @@ from benchmarks import (
     analyses,
     calling,
     code_generation,
+    compile_once,
     first_call,
     fusing,
     growth,
@@ -40,6 +41,7 @@ SECTIONS = {
     "growth": growth.rows,
     "import": importing.rows,
     "repeats": growth.repeat_rows,
+    "compile-once": compile_once.rows,
 }
 _HERE = Path(__file__).resolve().parent
 
