@@ -42,6 +42,9 @@ SECTIONS = {
     "import": importing.rows,
     "repeats": growth.repeat_rows,
     "compile-once": compile_once.rows,
+    "compile-many": compile_once.many_rows,
+    "compile-distinct": compile_once.distinct_rows,
+    "compile-captured": compile_once.captured_rows,
 }
 _HERE = Path(__file__).resolve().parent
 

@@ -35,6 +35,8 @@ from benchmarks.scales import Scale
 WAYS = ("traced", "one", "whole", "by hand", "nested", "ours")
 #: By `capture`, `Repeats` and `Lower`, without torch.compile.
 CAPTURED = "captured"
+#: Ours, with borders before the first matrix product of each block, where nothing is fused.
+AT_MATMULS = "at matmuls"
 _TOKENS, _HEAD = 16, 16
 _STEPS = 20
 
@@ -84,11 +86,17 @@ def compiled(way: str, model: Model) -> Callable[[Tensor], Tensor]:
     if way == "nested":
         # torch 2.13 marks the function, and a bound method cannot be marked.
         Block.forward = torch.compiler.nested_compile_region(Block.forward)  # type: ignore[method-assign]
-    if way == "ours":
+    if way in ("ours", AT_MATMULS):
+        from partita.policies import SplitAt
         from partita.torch_compile import backend
 
-        return torch.compile(model, backend=backend)
+        options = {"policy": SplitAt(_reads_qkv)} if way == AT_MATMULS else {}
+        return torch.compile(model, backend=backend, options=options)
     return torch.compile(model)
+
+
+def _reads_qkv(node: torch.fx.Node) -> bool:
+    return node.target is functional.linear and "qkv_parameters_weight" in str(node.args[1])
 
 
 class Measured:
@@ -251,35 +259,58 @@ def _keep_lowest(lowest: dict[str, float], found: Mapping[str, float]) -> None:
 
 def rows(scale: Scale) -> Iterator[Row]:
     """The first result beside the floor, one block and Dynamo's trace of all; the steady step beside the whole."""
-    options = {"width": 64, "device": "cpu", "turns": scale.compile_turns}
-    few, many = scale.equal_blocks
-    has_targets = few >= _FEWEST_FOR_TARGETS
+    blocks = scale.equal_blocks[0]
     for train in (False, True):
-        case = "training" if train else "inference"
-        others = ("whole", "nested") if has_targets else ("whole",)
-        for blocks, ways in ((few, ("traced", "one", *others, "ours")), (many, ("traced", "one", "ours"))):
-            found = compare(
-                ways, repeated=("traced", "one", "ours"), blocks=blocks, train=train, distinct=False, **options
-            )
-            yield from _beside_floor(
-                found, f"{blocks} blocks, {case}", has_targets=has_targets, most=1.15 if train else 1.1
-            )
+        yield from _beside_floor(scale, ("traced", "one", "whole", "nested", "ours"), blocks, train=train)
+
+
+def many_rows(scale: Scale) -> Iterator[Row]:
+    """The same for more blocks, without the whole."""
+    for train in (False, True):
+        yield from _beside_floor(scale, ("traced", "one", "ours"), scale.equal_blocks[1], train=train)
+
+
+def distinct_rows(scale: Scale) -> Iterator[Row]:
+    """A model in which nothing repeats, beside the whole compile."""
+    blocks = scale.equal_blocks[0] // 4 + 1
+    for train in (False, True):
         ways = ("whole", "ours")
-        found = compare(ways, repeated=ways, blocks=few // 4 + 1, train=train, distinct=True, **options)
-        yield from _beside_whole(
-            found, f"{few // 4 + 1} different blocks, {case}", first=at_most(1.05), has_targets=has_targets
-        )
-    found = compare((CAPTURED,), repeated=(CAPTURED,), blocks=few, train=False, distinct=False, **options)
-    yield from _captured_rows(found[CAPTURED], f"{few} blocks, captured", has_targets=has_targets)
+        found = compare(ways, repeated=ways, blocks=blocks, train=train, distinct=True, **_options(scale))
+        case = f"{blocks} different blocks, {_TASKS[train]}"
+        yield from _beside_whole(found, case, first=at_most(1.05), has_targets=_has_targets(scale))
+
+
+def captured_rows(scale: Scale) -> Iterator[Row]:
+    """What plan and apply are of the way by capture, Repeats and Lower."""
+    ways, blocks = (CAPTURED,), scale.equal_blocks[0]
+    found = compare(ways, repeated=ways, blocks=blocks, train=False, distinct=False, **_options(scale))[CAPTURED]
+    target = at_most(0.1) if _has_targets(scale) else None
+    parts, case = found["plan and apply"], f"{blocks} blocks, captured"
+    yield _row("plan and apply", case, "s", parts, "its first result", found["first"], target, "of it")
+
+
+_TASKS = ("inference", "training")
+
+
+def _options(scale: Scale) -> dict[str, Any]:
+    return {"width": 64, "device": "cpu", "turns": scale.compile_turns}
+
+
+def _has_targets(scale: Scale) -> bool:
+    return scale.equal_blocks[0] >= _FEWEST_FOR_TARGETS
 
 
 #: Below, noise is larger than what the targets allow.
 _FEWEST_FOR_TARGETS = 24
 
 
-def _beside_floor(found: Mapping[str, Any], case: str, *, has_targets: bool, most: float) -> Iterator[Row]:
+def _beside_floor(scale: Scale, ways: Sequence[str], blocks: int, *, train: bool) -> Iterator[Row]:
+    found = compare(
+        ways, repeated=("traced", "one", "ours"), blocks=blocks, train=train, distinct=False, **_options(scale)
+    )
+    case, has_targets = f"{blocks} blocks, {_TASKS[train]}", _has_targets(scale)
     floor = found["one"]["first"] + found["traced"]["first"]
-    target = at_most(most) if has_targets else None
+    target = at_most(1.15 if train else 1.1) if has_targets else None
     yield _row("first result", case, "s", found["ours"]["first"], "one block and Dynamo", floor, target)
     yield from _beside_whole(found, case, first=None, has_targets=has_targets)
 
@@ -293,12 +324,6 @@ def _beside_whole(found: Mapping[str, Any], case: str, *, first: Target | None, 
         if way in found:
             target = at_most(1.05) if has_targets and way == "whole" else None
             yield _row("step", case, "ms", found["ours"]["step"], way, found[way]["step"], target)
-
-
-def _captured_rows(found: Mapping[str, float], case: str, *, has_targets: bool) -> Iterator[Row]:
-    target = at_most(0.1) if has_targets else None
-    ours, all_of_it = found["plan and apply"], found["first"]
-    yield _row("plan and apply", case, "s", ours, "its first result", all_of_it, target, "of it")
 
 
 def _row(
@@ -330,7 +355,7 @@ def main(arguments: list[str]) -> None:
         _answer(arguments[1], json.loads(arguments[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", default=[], metavar="WAY", help=", ".join((*WAYS, CAPTURED)))
+    parser.add_argument("ways", nargs="*", default=[], metavar="WAY", help=", ".join((*WAYS, AT_MATMULS, CAPTURED)))
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--device", default="cpu")

@@ -33,7 +33,7 @@ class Scale:
     nest_depths: tuple[int, int] = (32, 256)
     #: Models of equal blocks, the smaller one beside the whole compile; how often each way compiles them.
     equal_blocks: tuple[int, int] = (24, 96)
-    compile_turns: int = 3
+    compile_turns: int = 1
 
 
 _ALL = ("residual", "chain", "fan-out", "random", "writes")
@@ -98,5 +98,6 @@ SCALES = {
         256_000,
         200,
         (1_000, 4_000, 16_000, 64_000, 256_000),
+        compile_turns=3,
     ),
 }
