@@ -241,8 +241,9 @@ def compare(ways: Sequence[str], *, turns: int, repeated: Sequence[str] = (), **
             for way in ways if turn == 0 else repeated:
                 if way in running:
                     running.pop(way).__exit__()
-                running[way] = Process(way, limit_s=1_000, **options)
+                running[way] = Process(way, limit_s=3_600, **options)
                 _keep_lowest(found[way], running[way].found)
+                print(f"{way}: {running[way].found}", file=sys.stderr, flush=True)
         for _ in range(4 * turns):
             for way, process in running.items():
                 _keep_lowest(found[way], process.answer("steps"))

@@ -50,7 +50,7 @@ from partita.torch_compile.piece_borders import (
     edges_before,
     snapshots_of,
 )
-from partita.torch_compile.shared_pieces import PieceKey, SharedPieces, WaitingPiece, piece_key
+from partita.torch_compile.shared_pieces import PieceKey, SharedPieces, WaitingPiece, outputs_like, piece_key
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,8 @@ class _PieceCompiler(Interpreter):
             return call
         self._compile(node, body, args, key)
         forget_memos(self._mode)
-        call = self._run_piece(node, piece, args)
+        call = self._run_like(shared.pure_call(key), node, args) or self._run_piece(node, piece, args)
+        shared.note_call(key, call)
         for waiting in shared.waiting_for(key):
             if waiting.is_served_by(key, call.outputs):
                 self._cut.add_module(str(waiting.call.target), self._cut.get_submodule(call.name))
@@ -200,6 +201,7 @@ class _PieceCompiler(Interpreter):
     def _run_and_compile(self, node: Node, piece: Piece, program: Program, args: list[Any]) -> PieceCall:
         """Runs a piece before compiling it, since the arguments it mutates decide how it is compiled."""
         body, mutated = program.graph_module, program.mutated_inputs
+        piece.keep_graph()
         with runs_fake(self._mode):
             before = [arg.clone() if place in mutated else arg for place, arg in enumerate(args)]
         call = self._run_piece(node, piece, args)
@@ -229,6 +231,19 @@ class _PieceCompiler(Interpreter):
         self.calls.append(PieceCall.of(name, args, outputs, before=before, edges=edges, is_modeless=is_modeless))
         return self.calls[-1]
 
+    def _run_like(self, known: PieceCall | None, node: Node, args: list[Any]) -> PieceCall | None:
+        """What a run of an equal piece with equal inputs returns, if that is only new memory; None if it must run."""
+        if known is None:
+            return None
+        with runs_fake(self._mode):
+            outputs = outputs_like(known.outputs)
+        if outputs is None:
+            return None
+        before, edges = snapshots_of(args), edges_before(args)
+        call = PieceCall.of(str(node.target), args, outputs, before=before, edges=edges, is_modeless=True)
+        self.calls.append(call)
+        return call
+
     def _check_copies(self, border: Border) -> None:
         """Raises where a copy would not do: `as_strided` may read memory around the elements of a tensor."""
         if self._uses_as_strided and (border.copied or border.copied_outputs):
@@ -257,6 +272,7 @@ class _PieceCompiler(Interpreter):
         if known is not None:
             self._cut.add_module(str(call.target), known)
             return
+        self._pieces[str(call.target)].keep_graph()
         sources = [self._sources.get(arg) if isinstance(arg, Node) else None for arg in call.args]
         adopt_origin(body, self._root, sources=sources, args=args)
         try:
@@ -310,9 +326,18 @@ class Piece(nn.Module):
         self.uncompiled_because = uncompiled_because
         self.body = body
         self.treated = treated
-        #: A compiler owns the graph that it compiles and may change it, so a copy is kept.
-        self.graph: Graph = copy.deepcopy(body.graph)
+        self._kept_graph: Graph | None = None
         self._mutated_args: tuple[int, ...] | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the body as it was before a compiler got it."""
+        return self.body.graph if self._kept_graph is None else self._kept_graph
+
+    def keep_graph(self) -> None:
+        """Keeps a copy of the graph: a compiler owns the graph that it compiles and may change it."""
+        if self._kept_graph is None:
+            self._kept_graph = copy.deepcopy(self.body.graph)
 
     def mutated_args(self) -> tuple[int, ...]:
         """The arguments that its operators mutate, as far as their schemas say."""

@@ -18,8 +18,10 @@ _WRAPPERS = frozenset(
     {
         "aot_module_simplified.<locals>.forward",
         "_create_runtime_wrapper.<locals>.runtime_wrapper",
-        # Older versions of torch always have it; it does something where random numbers are functionalized.
+        # Before torch 2.13 they are always there; they do something where random numbers are functionalized, and where
+        # effects have tokens, which are outputs too.
         "FunctionalizedRngRuntimeWrapper.post_compile.<locals>.wrapper",
+        "EffectTokensWrapper.post_compile.<locals>.inner_fn",
     }
 )
 
@@ -40,7 +42,7 @@ def behind_wrappers(function: Callable[..., Any], *, output_count: int) -> Calla
         wrapped = getattr(wrapped, "__wrapped__", None)
     # Compiled graphs that can be stored are wrapped once more.
     compiled = wrapped if hasattr(wrapped, "current_callable") else getattr(wrapped, "__wrapped__", None)
-    # Views of one memory are outputs that the wrappers make of fewer or more.
+    # The wrappers drop tokens, and bases of which they make views.
     strides = getattr(compiled, "output_strides", None)
     if strides is None or len(strides) != output_count or getattr(compiled, "current_callable", None) is None:
         return None
