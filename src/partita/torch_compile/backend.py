@@ -100,15 +100,13 @@ class _CountedBodies:
 
 def _compile_in_pieces(
     gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any], *, shares: bool
-) -> GraphModule:
+) -> Callable[..., Any]:
     if decided.program.effects.fences:
         # Between the nodes that enter and leave a transform tensors are wrapped; compilers do not support these.
         log.warning("the graph enters torch.func transforms; its parts run uncompiled")
         return decided.apply().graph_module
     deferred = replace(decided, treatments=tuple(map(DeferredTreatment, decided.treatments)), puts_back_modes=False)
-    cut = deferred.apply().graph_module
-    compile_pieces(cut, gm, inner, example_inputs, shares=shares)
-    return cut
+    return compile_pieces(deferred.apply().graph_module, gm, inner, example_inputs, shares=shares)
 
 
 @contextmanager
