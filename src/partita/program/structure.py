@@ -96,8 +96,8 @@ class _Reader:
                 mentioned = (*mentioned, *(shared[source] for source in read if source in shared))
             letters[number] = self._letter(key)
             mentions.append(mentioned)
-        symbols = (number for (kind, _), number in self._others.items() if kind == "symbol")
-        return Structure(letters, mentions, frozenset(len(index) + number for number in symbols))
+        mentioned_symbols = (number for (kind, _), number in self._others.items() if kind == "symbol")
+        return Structure(letters, mentions, frozenset(len(index) + number for number in mentioned_symbols))
 
     def _letter(self, key: Hashable) -> int:
         return self._known.setdefault(key, len(self._known) + 1)

@@ -32,6 +32,14 @@ def body_numbers(partition: Partition) -> list[int]:
     ]
 
 
+def has_repeats(partition: Partition) -> bool:
+    """Whether two regions have equal bodies."""
+    regions = partition.regions
+    if len({_outline_of(region) for region in regions}) == len(regions):
+        return False
+    return len(set(body_numbers(partition))) < len(regions)
+
+
 def shareable_bodies(partition: Partition) -> list[int]:
     """For each region the first one whose body it can call, with its own inputs; itself if there is none.
 

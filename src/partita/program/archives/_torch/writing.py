@@ -1,8 +1,8 @@
 """Saving an exported program to a `.pt2` archive that holds each body once, however many calls share it.
 
-The format has a graph in the argument of every call. Loaders register graphs by name, and a later one takes the place of
-an earlier one of its name (torch 2.11 to 2.13, and the reader in this package). So the last call that shares a body has
-its graph, and those before it an empty graph of that name.
+The format has a graph in the argument of every call. Loaders register graphs by name, and a later one takes the place
+of an earlier one of its name (torch 2.13, and the reader in this package). So the last call that shares a body has its
+graph, and those before it have an empty graph of that name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _each_body_once(module: GraphModule) -> Iterator[None]:
     serialize_input = GraphModuleSerializer.serialize_input
 
     def serialize(self: Any, arg: Any, *rest: Any, **keywords: Any) -> Any:
-        key = (arg.graph, arg.target) if isinstance(arg, Node) and arg.op == "get_attr" else None
+        key = (arg.graph, str(arg.target)) if isinstance(arg, Node) and arg.op == "get_attr" else None
         if key is not None and coming[key] > 1:
             coming[key] -= 1
             return Argument.create(as_graph=GraphArgument(name=str(arg.target), graph=_empty_graph()))
@@ -56,7 +56,11 @@ def _reads_of_bodies(module: GraphModule) -> Iterator[tuple[Any, str]]:
     for inner in dict.fromkeys(module.modules()):
         for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
             for read in node.args:
-                if isinstance(read, Node) and read.op == "get_attr" and isinstance(find(inner, read.target), GraphModule):
+                if (
+                    isinstance(read, Node)
+                    and read.op == "get_attr"
+                    and isinstance(find(inner, read.target), GraphModule)
+                ):
                     yield inner.graph, str(read.target)
 
 
