@@ -55,13 +55,10 @@ def _reads_of_bodies(module: GraphModule) -> Iterator[tuple[Any, str]]:
     """Every read of a body by a call in a module, or in a body inside of it: the graph that reads it, and its name."""
     for inner in dict.fromkeys(module.modules()):
         for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
-            for read in node.args:
-                if (
-                    isinstance(read, Node)
-                    and read.op == "get_attr"
-                    and isinstance(find(inner, read.target), GraphModule)
-                ):
-                    yield inner.graph, str(read.target)
+            reads = (read for read in node.args if isinstance(read, Node) and read.op == "get_attr")
+            for name in (str(read.target) for read in reads):
+                if isinstance(find(inner, name), GraphModule):
+                    yield inner.graph, name
 
 
 def _empty_graph() -> Graph:
