@@ -16,10 +16,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._export.serde.schema import Argument, Graph, GraphArgument
+from torch import nn
 from torch._export.serde.serialize import GraphModuleSerializer
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from partita.analysis.nodes import find
 
@@ -44,7 +44,7 @@ def _each_body_once(module: GraphModule) -> Iterator[None]:
         key = (arg.graph, str(arg.target)) if isinstance(arg, Node) and arg.op == "get_attr" else None
         if key is not None and coming[key] > 1:
             coming[key] -= 1
-            return Argument.create(as_graph=GraphArgument(name=str(arg.target), graph=_empty_graph()))
+            arg = _read_of_nothing(str(arg.target))
         return serialize_input(self, arg, *rest, **keywords)
 
     with patch.object(GraphModuleSerializer, "serialize_input", serialize):
@@ -61,5 +61,13 @@ def _reads_of_bodies(module: GraphModule) -> Iterator[tuple[Any, str]]:
                     yield inner.graph, name
 
 
-def _empty_graph() -> Graph:
-    return Graph(inputs=[], outputs=[], nodes=[], tensor_values={}, sym_int_values={}, sym_bool_values={})
+def _read_of_nothing(name: str) -> Node:
+    """The read of a body of this name without nodes."""
+    nothing, root = Graph(), nn.Module()
+    nothing.output(())
+    root.add_module(name, GraphModule(nn.Module(), nothing))
+    reading = Graph()
+    read = reading.get_attr(name)
+    reading.output(())
+    reading.owning_module = GraphModule(root, reading)
+    return read
