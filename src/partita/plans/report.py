@@ -17,7 +17,7 @@ from partita.plans.treatment import Treatment
 from partita.program.flops import Flops
 from partita.regions import Partition, Region
 from partita.regions.borders import Crossing, Item
-from partita.regions.equal_bodies import body_numbers
+from partita.regions.equal_bodies import body_numbers, has_repeats
 from partita.regions.region import ONLY_SWITCHES, Reason, ReasonKind
 from partita.solvers.quotient import ALONE, NOWHERE
 
@@ -150,7 +150,7 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *(saved.lines() if saved else []), *_plan_remarks(partition)])
+    return "\n".join([*lines, *(saved.lines() if saved else []), *_bodies(partition), *_plan_remarks(partition)])
 
 
 def excluded(partition: Partition) -> tuple[Excluded, ...]:
@@ -233,6 +233,17 @@ def _saved_bytes(saved_bytes: SavedBytes | None, treatment: Treatment) -> tuple[
 def _counts(saved_bytes: SavedBytes) -> tuple[str, str, str]:
     plain, treated = shown_count(saved_bytes.plain_bytes), shown_count(saved_bytes.treated_bytes)
     return plain, treated, f"{saved_bytes.extra_flops:,}"
+
+
+def _bodies(partition: Partition) -> list[str]:
+    """The bodies that several regions have, those called most first, and how many others there are."""
+    if not has_repeats(partition):
+        return []
+    bodies = distinct_bodies(partition)
+    repeated = sorted((body for body in bodies if body.calls > 1), key=lambda body: -body.calls)
+    shown = [str(body) for body in repeated[:_SHOWN]]
+    rest = len(bodies) - len(shown)
+    return [f"bodies: {len(bodies)} distinct; {'; '.join(shown)}" + (f"; {rest} more" if rest else "")]
 
 
 def _plan_remarks(partition: Partition) -> list[str]:

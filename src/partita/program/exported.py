@@ -254,14 +254,20 @@ class _Copying:
         unsafe = {*taken, *(_base(node.name) for node in graph.nodes if not _reads(node) and not _calls_body(node))}
         used = set(unsafe)
         names: dict[str, str] = {}
+        bodies: dict[GraphModule, str] = {}
         attributes: dict[str, Any] = {}
         for node in filter(_reads, graph.nodes):
             path, value = str(node.target), attribute_of(source, node)
+            if isinstance(value, GraphModule) and value in bodies:
+                # A body that several calls share has one name, since files hold bodies by name.
+                names[path] = bodies[value]
             if path not in names:
                 moves = _is_unsafe(path, unsafe) if isinstance(value, GraphModule) else "." in path
                 names[path] = _free(node.name, used) if moves else path
                 attributes[names[path]] = self._own(value)
                 used.add(names[path])
+                if isinstance(value, GraphModule):
+                    bodies[value] = names[path]
             node.target = names[path]
         return graph, attributes
 

@@ -241,6 +241,16 @@ class Program:
 
         return exported_program(self)
 
+    def save(self, path: str | os.PathLike[str], *, extra_files: Mapping[str, Any] | None = None) -> None:
+        """Writes the exported program to a `.pt2` file, as `torch.export.save` does, and each shared body once.
+
+        `torch.export.load` and `Program.of` read it.
+        """
+        # torch's serializer takes long to import, and few programs are saved.
+        from partita.program.archives._torch.writing import save_exported
+
+        save_exported(self.exported(), path, extra_files=extra_files)
+
     def decomposed(
         self, table: dict[Any, Callable[..., Any]] | None = None, *, decompose_custom_triton_ops: bool = False
     ) -> ExportedProgram:

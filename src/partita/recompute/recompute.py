@@ -5,7 +5,7 @@ It decides what is kept, which inputs and state need copies because they are mut
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
@@ -96,6 +96,19 @@ class Recompute:
         """The call that replaces a region of which only the body is known."""
         region = Region("region", tuple(Program(body).operators()))
         return self._treated(body, {node.name for node in self.kept(region)}, Site(region))
+
+    def sharing_key(self, site: Site) -> Hashable | None:
+        """Which nodes are kept; None where inputs or state of the region are mutated, for the plan says which."""
+        region, program = site.region, site.program
+        if program is None or program.effects.mutated_state:
+            return None
+        sources = region.inputs()
+        if any(True for _ in region.surroundings().mutations.later_mutators(sources, region.nodes)):
+            return None
+        if any(True for _ in _possible_aliases_mutated_later(region, sources, program)):
+            return None
+        kept = self.kept(region)
+        return tuple(at for at, node in enumerate(region.nodes) if node in kept)
 
     def marks(self, region: Region) -> Mapping[str, object]:
         """The metadata that a joint-graph partitioner reads: an increasing region number, and the recompute policy."""

@@ -22,6 +22,7 @@ from partita.analysis.modes import Mode
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
+from partita.regions.equal_bodies import has_repeats
 from partita.torch_compile._torch.backends import no_recompute_without_backward, reset_with_dynamo
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
@@ -43,7 +44,8 @@ def backend(
     of a backend or a function from a graph and fake example inputs to a callable (by default "inductor"), and `share`,
     whether equal regions are compiled once, as they are by default with the backends of torch.
     It compiles the regions that are still graphs after their treatment, each with a tuple as output. Where annotations
-    suffice for all treatments (`Recompute`), it compiles the whole annotated graph.
+    suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
+    and some are equal.
     """
     chosen, model = BackendOptions.read(options), RunningModel(gm)
     inner = _CountedBodies(chosen.inner_backend())
@@ -52,7 +54,8 @@ def backend(
     program = Program(gm, caller=Mode(grad=torch.is_grad_enabled()), frame=model.frame)
     decided = plan(program, chosen.policy, chosen.treatment)
     with _annotated(decided, example_inputs):
-        if _suffice_annotations(decided, chosen.treatment):
+        compiles_whole = _suffice_annotations(decided, chosen.treatment)
+        if compiles_whole and not (chosen.shares and _are_all_in_repeats(decided)):
             border, compiled = border_of_graph(gm), inner(gm, example_inputs)
             function = compiled if border == Border() else Bordered(compiled, border)
         else:
@@ -82,6 +85,11 @@ def _suffice_annotations(decided: Plan, option: object) -> bool:
         return all(map(annotation_suffices, decided.treatments))
     possible = list(option.values()) if isinstance(option, Mapping) else [option]
     return bool(possible) and all(is_treatment(one) and annotation_suffices(one) for one in possible)
+
+
+def _are_all_in_repeats(decided: Plan) -> bool:
+    """Whether compiling in pieces saves work and leaves nothing uncompiled: some regions are equal, and hold it all."""
+    return not decided.excluded() and has_repeats(decided.partition)
 
 
 @final

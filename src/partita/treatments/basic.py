@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import nn
 from torch.fx import GraphModule
 
-from partita.analysis.modes import has_toggles
+from partita.analysis.modes import AMBIENT, has_toggles
 from partita.errors import OptionError
 from partita.plans.treatment import Called, Site
 from partita.program.program import Program
@@ -26,6 +26,10 @@ class Call:
 
     def treat(self, body: GraphModule) -> GraphModule:
         return body
+
+    def sharing_key(self, site: Site) -> Hashable | None:
+        """Equal bodies are one submodule."""
+        return ()
 
 
 @final
@@ -75,6 +79,13 @@ class Mode:
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module | Called:
         return self._treated(Program(body, caller=site.caller))
+
+    def sharing_key(self, site: Site) -> Hashable | None:
+        """Equal bodies that set modes are one; others become nodes of the program, each where it is called."""
+        if site.program is None:
+            return None
+        modes, number = site.program.modes, site.program.index.number
+        return () if any(modes.at(number[node]) != AMBIENT for node in site.region.nodes) else None
 
     def _treated(self, program: Program) -> nn.Module | Called:
         body, module = program.graph_module, wrap_modes(program, WrapStyle(self.operators)).graph_module

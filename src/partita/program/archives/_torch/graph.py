@@ -54,6 +54,8 @@ class GraphReader:
         self._graph = Graph()
         self._root = nn.Module()
         self.bodies: dict[str, Any] = {}
+        #: The last graph of each name, for calls that share it.
+        self._shared_bodies: dict[str, Data] = {}
         #: How many levels of graphs that torch traces again each body may still have below it.
         self._levels_left: dict[str, int] = {}
         self._nodes: dict[str, Node] = {}
@@ -67,6 +69,7 @@ class GraphReader:
     def read(self, data: Data, constant_names: Mapping[int, str]) -> GraphModule:
         """The graph as a module; constant inputs have these names."""
         pending, self._symbols.pending = self._symbols.pending, set()
+        self._shared_bodies = _last_bodies(data["nodes"])
         for table, read in (
             ("tensor_values", self._symbols.tensor),
             ("sym_int_values", self._symbols.integer),
@@ -383,6 +386,8 @@ class GraphReader:
 
     def _body(self, data: Data, retraced: int) -> Node:
         name, graph = data["name"].attribute(), data["graph"]
+        if _is_empty(graph):
+            graph = self._shared_bodies.get(name, graph)  # The last call that shares a body has its graph.
         if self._depth == 0:
             data.malformed(f"graphs are nested more than {_DEEPEST} deep")
         if retraced < 0:
@@ -399,6 +404,23 @@ class GraphReader:
         elif retraced < self._levels_left[name]:
             data.malformed(f"{name!r} runs deeper here than where it was first read; use it there first")
         return self._create("get_attr", name, wanted=name)
+
+
+def _last_bodies(nodes: Data) -> dict[str, Data]:
+    """The graphs in the arguments of nodes, by name; the last one of a name."""
+    found = {}
+    for node in nodes:
+        inputs = node.get("inputs")
+        for given in inputs if inputs is not None else ():
+            argument = given.get("arg")
+            body = argument.get("as_graph") if argument is not None and isinstance(argument.value, dict) else None
+            if body is not None and not _is_empty(body["graph"]):
+                found[body["name"].attribute()] = body["graph"]
+    return found
+
+
+def _is_empty(graph: Data) -> bool:
+    return isinstance(graph.value, dict) and not any(map(graph.value.get, ("inputs", "nodes", "outputs")))
 
 
 def _is_body(value: Any) -> TypeGuard[Node]:
