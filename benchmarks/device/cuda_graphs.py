@@ -47,10 +47,15 @@ class Block(nn.Module):
         self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.register_buffer("scale", torch.ones(WIDTH))
+        self.epsilon = 1e-6  # Dynamo makes a tensor on the CPU of it.
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        q, k, v = self.qkv(self.norm1(x) * self.scale).view(batch, tokens, 3, HEADS, width // HEADS).unbind(2)
+        q, k, v = (
+            self.qkv(self.norm1(x) * (self.scale + self.epsilon))
+            .view(batch, tokens, 3, HEADS, width // HEADS)
+            .unbind(2)
+        )
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, tokens, width))

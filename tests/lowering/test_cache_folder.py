@@ -317,7 +317,7 @@ exec g++ "$@"
 def _start(folder: Path, caches: Path) -> subprocess.Popen[str]:
     """The script in a process with its own caches of Inductor, which notes what the compiler builds."""
     caches.mkdir()
-    compiler = caches / "g++"
+    compiler = caches.parent / "g++"  # Its path is one of the settings of Inductor.
     compiler.write_text(_NOTING)
     compiler.chmod(0o755)
     settings = {

@@ -9,6 +9,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from partita.errors import OptionError
 from partita.lowering import cuda_graphs
 from partita.lowering.cuda_graphs import CudaGraphs, FixedMemory, Recordings, refusal
 from partita.lowering.lowered import Lowered
+from partita.lowering.signature import Constant
 from partita.lowering.variant import Fit, Variant
 from partita.policies import AroundOperators, BySize
 from partita.torch_compile import backend
@@ -57,7 +59,7 @@ class _Repeated:
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], static: Sequence[int], memory: Any) -> None:
         self.function, self.static = function, tuple(static)
         self.inputs = [
-            value.clone() if isinstance(value, Tensor) and place not in static else value
+            value.clone() if isinstance(value, Tensor) and value.dim() and place not in static else value
             for place, value in enumerate(inputs)
         ]
         self.replays = 0
@@ -66,7 +68,7 @@ class _Repeated:
     def replay(self, inputs: Sequence[Any]) -> Sequence[Any]:
         self.replays += 1
         for place, value in enumerate(inputs):
-            if isinstance(value, Tensor) and place not in self.static:
+            if isinstance(value, Tensor) and value.dim() and place not in self.static:
                 self.inputs[place].copy_(value)
         return [output.clone() for output in self.function(*self.inputs)]
 
@@ -270,6 +272,31 @@ def test_a_key_tells_sizes_strides_numbers_and_static_addresses_apart(recorded: 
 
 
 @torch.no_grad()
+def test_a_number_in_a_tensor_on_the_cpu_is_part_of_the_key(recorded: list[_Repeated]) -> None:
+    """Kernels get it by value."""
+
+    def scaled(x: Tensor, by: Tensor) -> Tensor:
+        return x * by
+
+    module, _ = _lowered(_Two(scaled), torch.randn(3, 4), torch.tensor(2.0), cuda_graphs=True)
+    for by in (2.0, 3.0, 2.0, 3.0, -0.0, 0.0):
+        x = torch.randn(3, 4)
+        found = module(x, torch.tensor(by))
+        assert torch.equal(torch.signbit(found), torch.signbit(x * by))
+        assert torch.equal(found, x * by)
+    assert [one.replays for one in recorded] == [1, 1, 0, 0]
+
+
+class _Two(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(x, y)
+
+
+@torch.no_grad()
 def test_without_a_gpu_it_says_once_that_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -384,8 +411,10 @@ def _variant(function: Callable[..., Any]) -> Variant:
     """A variant for a tensor with dynamic sizes, a dynamic integer, and a tensor of one size."""
     module, _ = _lowered(_as_module(lambda x: x + 1), torch.randn(3, 4), cuda_graphs=True)
     signature = _signature_of(module)
+    tensor = signature.specs[0]
+    specs = (tensor, Constant(int, "2"), replace(tensor, sizes=(3,), strides=(1,)))
     dimensions = (((None, None), (None, None)), None, ((3,), (1,)))
-    return Variant(Fit(signature, dimensions, frozenset({1})), function)
+    return Variant(Fit(replace(signature, specs=specs), dimensions, frozenset({1})), function)
 
 
 def _signature_of(module: nn.Module) -> Any:

@@ -29,7 +29,7 @@ from partita.lowering._torch.copies import copy_all
 from partita.lowering.config import Lowering
 from partita.lowering.constants import is_state
 from partita.lowering.dry_run import has_distinct_elements
-from partita.lowering.signature import Call, Signature, TensorSpec
+from partita.lowering.signature import Call, Signature, TensorSpec, ValueSpec
 from partita.lowering.variant import Cause, Variant
 from partita.plans.compilations import Compilations
 from partita.program.program import Program
@@ -122,7 +122,9 @@ def refusal(variant: Variant, lowering: Lowering, *, static: set[int], mutated: 
     lost = next((name for name, found in effects if _happens_once(found)), None)
     if lost is not None:
         return f"{lost!r} has a side effect or uses random numbers, which a replay would not repeat"
-    copied = [place for place in mutated if place not in static and isinstance(signature.specs[place], TensorSpec)]
+    numbers = {place for place, spec in enumerate(signature.specs) if _is_number(spec)}
+    tensors = (place for place in mutated if isinstance(signature.specs[place], TensorSpec))
+    copied = [place for place in tensors if place not in static or place in numbers]
     if copied:
         return f"it mutates its input {copied[0]}, and would mutate a copy; see static_inputs"
     if variant.constants is not None:
@@ -134,11 +136,16 @@ def refusal(variant: Variant, lowering: Lowering, *, static: set[int], mutated: 
 
 def off_gpu(signature: Signature) -> str | None:
     """Where the inputs of a call are, if they are not on one GPU."""
-    devices = {spec.device for spec in signature.specs if isinstance(spec, TensorSpec)}
+    devices = {spec.device for spec in signature.specs if isinstance(spec, TensorSpec) and not _is_number(spec)}
     if len(devices) == 1 and next(iter(devices)).type == "cuda":
         return None
     found = "" if torch.cuda.is_available() else "; torch finds none here"
     return f"its inputs are on {', '.join(sorted(map(str, devices))) or 'no device'}, not on one GPU{found}"
+
+
+def _is_number(spec: ValueSpec) -> bool:
+    """Whether an input is a number for kernels, by value; Dynamo makes tensors on the CPU of floats."""
+    return not isinstance(spec, TensorSpec) or (spec.device.type == "cpu" and not spec.sizes)
 
 
 def _happens_once(effects: Effects) -> bool:
@@ -163,9 +170,9 @@ class Recordings:
         self._title, self._memory = title, memory
         self._sizes = None if sizes is None else frozenset(sizes)
         self._mutated = tuple(mutated)
-        tensors = [place for place, known in enumerate(variant.fit.dimensions) if known is not None]
-        self._static = tuple(place for place in tensors if place in static)
-        self._numbers = tuple(place for place, known in enumerate(variant.fit.dimensions) if known is None)
+        numbers = [place for place, spec in enumerate(variant.fit.signature.specs) if _is_number(spec)]
+        self._numbers = tuple(numbers)
+        self._static = tuple(sorted(static.difference(numbers)))
         self._dynamic = tuple(_dynamic_places(variant))
         self._known: dict[Hashable, Recording] = {}
         self._made = 0
@@ -200,7 +207,7 @@ class Recordings:
 
     def _key(self, inputs: Sequence[Any]) -> Hashable:
         shapes = [(inputs[place].shape, inputs[place].stride()) for place, _ in self._dynamic]
-        numbers = [repr(inputs[place]) for place in self._numbers]
+        numbers = [_exact(inputs[place]) for place in self._numbers]
         return (*shapes, *numbers, *[inputs[place].data_ptr() for place in self._static])
 
     def _add(self, key: Hashable, function: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> None:
@@ -226,6 +233,11 @@ class Recordings:
         for place in self._mutated:
             if isinstance(inputs[place], Tensor) and not inputs[place].is_inference():
                 increment_version(inputs[place])
+
+
+def _exact(number: Any) -> Hashable:
+    """A number, or a tensor with one, as text: 0.0 equals -0.0, and nan does not equal itself."""
+    return repr(number.item() if isinstance(number, Tensor) else number)
 
 
 def _dynamic_places(variant: Variant) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -296,8 +308,9 @@ class Recording:
         cls, function: Callable[..., Sequence[Any]], inputs: Sequence[Any], static: Sequence[int], memory: FixedMemory
     ) -> Recording:
         """Records a call with inputs like these; the caller has called the function before, so that it is warm."""
-        places = [place for place, value in enumerate(inputs) if isinstance(value, Tensor) and place not in static]
-        device = next(value.device for value in inputs if isinstance(value, Tensor))
+        tensors = [place for place, value in enumerate(inputs) if isinstance(value, Tensor) and value.is_cuda]
+        places = [place for place in tensors if place not in static]
+        device = inputs[tensors[0]].device
         graph = torch.cuda.CUDAGraph()
         # Errors of other threads, which may allocate memory meanwhile, are theirs.
         capture = torch.cuda.graph(graph, pool=memory.handle, capture_error_mode="thread_local")

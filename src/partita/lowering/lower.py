@@ -197,6 +197,7 @@ class Lower:
             folder = CacheFolder.of(self.cache, bare.module, backend, dynamic, places)
         key = None if key is None else (key, dynamic, places)
         variants = variants_for(key, backend, keep=self.max_variants, folder=folder)
+        compilations.progress.expect(region, id(variants))  # Equal bodies share their variants.
         return Lowered(bare.module, lowering, variants)
 
     def _cuda_graph_options(self, body: GraphModule, cut: Region | None) -> CudaGraphOptions | None:
