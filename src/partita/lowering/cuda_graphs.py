@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def assertions_in(body: GraphModule) -> frozenset[str]:
 def _asserts(target: Any) -> bool:
     if str(target).startswith(("aten._assert", "aten.sym_constrain_range")):
         return True
-    return target.__module__ == "torch" and target.__name__.startswith(("_assert", "_check"))
+    return getattr(target, "__module__", None) == "torch" and str(target.__name__).startswith(("_assert", "_check"))
 
 
 def _named_inputs(program: Program, names: Sequence[str]) -> Iterator[Node]:
@@ -188,9 +188,9 @@ class Recordings:
         with self._memory.lock:  # One call at a time has the fixed memory.
             known = self._known.get(key)
             if known is not None:
-                outputs = known.replay(inputs)
+                replayed = known.replay(inputs)
                 self._count_mutations(inputs)
-                return outputs
+                return replayed
         outputs = function(*inputs)
         if not self._is_closed:
             with self._memory.lock:
@@ -254,15 +254,26 @@ class FixedMemory:
     def __init__(self) -> None:
         self.lock = Lock()
         self._handle: Any = None
+        self._recordings: WeakSet[Recording] = WeakSet()
+        self._capture_streams: dict[torch.device, Any] = {}
         self._last_streams: dict[torch.device, Any] = {}
         self._reported: set[str] = set()
 
-    @property
-    def handle(self) -> Any:
-        """The pool, for `torch.cuda.graph`."""
-        if self._handle is None:
+    def capture(self, graph: Any, device: torch.device) -> Any:
+        """Records into a CUDA graph what runs inside."""
+        if not self._recordings:
+            # torch gives up a pool with its last graph, and refuses to use it again.
             self._handle = torch.cuda.graph_pool_handle()
-        return self._handle
+        # Memory of a pool belongs to a stream, and the default one of torch to the first device that it was used on.
+        if device not in self._capture_streams:
+            self._capture_streams[device] = torch.cuda.Stream(device)
+        stream = self._capture_streams[device]
+        # Errors of other threads, which may allocate memory meanwhile, are theirs.
+        return torch.cuda.graph(graph, pool=self._handle, stream=stream, capture_error_mode="thread_local")
+
+    def keep(self, recording: Recording) -> None:
+        """Keeps the pool as long as the recording lives."""
+        self._recordings.add(recording)
 
     def wait_for_others(self, device: torch.device) -> None:
         """Lets the current stream wait for the last replay, if that was on another one."""
@@ -290,7 +301,7 @@ _LOCK = Lock()
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Recording:
     """A CUDA graph, the fixed memory that it reads and writes, and the outputs that are no tensors."""
 
@@ -312,17 +323,17 @@ class Recording:
         places = [place for place in tensors if place not in static]
         device = inputs[tensors[0]].device
         graph = torch.cuda.CUDAGraph()
-        # Errors of other threads, which may allocate memory meanwhile, are theirs.
-        capture = torch.cuda.graph(graph, pool=memory.handle, capture_error_mode="thread_local")
         given = list(inputs)
-        with torch.cuda.device(device), _no_autocast_cache(), capture:
+        with torch.cuda.device(device), _no_autocast_cache(), memory.capture(graph, device):
             for place in places:
                 given[place] = _like(inputs[place])
             outputs = function(*given)
         # Only names of the memory are kept: the next recording may use it for something else.
         copied = tuple(_unowned(_distinct(given[place])) for place in places)
         results = tuple(_unowned(output) if isinstance(output, Tensor) else output for output in outputs)
-        return cls(graph, memory, device, tuple(places), copied, results)
+        recording = cls(graph, memory, device, tuple(places), copied, results)
+        memory.keep(recording)
+        return recording
 
     def replay(self, inputs: Sequence[Any]) -> list[Any]:
         """The outputs for these inputs, in memory of their own."""

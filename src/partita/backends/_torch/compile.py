@@ -180,7 +180,7 @@ _SETTINGS_OF_TORCH: dict[str, Callable[[], object]] = {
     "cudnn": lambda: (torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
     "cudnn attention": torch.backends.cuda.cudnn_sdp_enabled,
     "mkldnn": lambda: torch.backends.mkldnn.enabled,
-    "fill": lambda: torch.utils.deterministic.fill_uninitialized_memory,
+    "fill": lambda: getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
 }
 
 
