@@ -23,6 +23,8 @@ from partita.backends._torch.compile import (
     inductor_options,
     instructions,
     package_of,
+    skip_tests_of,
+    tested_instructions,
     vectors,
     vectors_of_inductor,
 )
@@ -119,6 +121,7 @@ class Inductor(_WithOptions):
         options = options_for_inductor(self.options)
         vectors = vectors_of_inductor(options)
         calling, code = restored(self.name, data, vectors=vectors)
+        skip_tests_of(_header_of(data).get("tested"))
         return CompiledBody(function_from_bytes(code, options), calling, stored=code, vectors=vectors)
 
 
@@ -205,18 +208,14 @@ _MAGIC = b"partita compiled body\n"
 
 def stored(backend: str, calling: CallingConvention, code: bytes, *, vectors: str) -> bytes:
     """The code and calling convention of a compiled body, under a header that says where it can run."""
-    header = {"backend": backend, **_here(vectors), "instructions": instructions()}
+    header = {"backend": backend, **_here(vectors), "instructions": instructions(), "tested": tested_instructions()}
     return _MAGIC + json.dumps(header).encode() + b"\n" + pickle.dumps((calling, code))
 
 
 def restored(backend: str, data: bytes, *, vectors: str) -> tuple[CallingConvention, bytes]:
     """The arguments of `stored`; what follows the header is only unpickled if the header matches."""
-    header, _, content = data.removeprefix(_MAGIC).partition(b"\n")
-    try:
-        found = json.loads(header) if data.startswith(_MAGIC) else None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+    found, content = _header_of(data), data.removeprefix(_MAGIC).partition(b"\n")[2]
+    if not found:
         raise BackendError(f"these {len(data)} bytes are no compiled body; pass {backend} what its `save` returned")
     differences = _differences(found, {"backend": backend, **_here(vectors)})
     if differences:
@@ -226,6 +225,15 @@ def restored(backend: str, data: bytes, *, vectors: str) -> tuple[CallingConvent
     except Exception as error:
         raise BackendError(f"the compiled body is damaged: {error}; compile it again") from error
     return calling, code
+
+
+def _header_of(data: bytes) -> dict[str, Any]:
+    """Where stored code can run; empty for other data."""
+    try:
+        found = json.loads(data.removeprefix(_MAGIC).partition(b"\n")[0]) if data.startswith(_MAGIC) else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def _here(vectors: str) -> dict[str, str]:

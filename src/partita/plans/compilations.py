@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import final, overload
 
+from partita.plans.progress import Progress
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,14 @@ class Compilations(Sequence[CompiledBody]):
 
     def __init__(self) -> None:
         self._found: list[CompiledBody] = []
+        self.progress = Progress()
         self._lock = Lock()
 
     def add(self, compiled: CompiledBody) -> None:
         """Adds a compiled body."""
         with self._lock:
             self._found.append(compiled)
+        self.progress.note(compiled.region, compiled.seconds)
 
     @property
     def seconds(self) -> float:

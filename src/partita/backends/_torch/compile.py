@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from io import BytesIO
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -101,6 +102,46 @@ def function_from_bytes(data: bytes, options: Mapping[str, Any]) -> Callable[...
         return AOTCompiledArtifact.deserialize(data)
 
 
+@contextmanager
+def kernels_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Makes Inductor build its kernels in a folder, and look for them there; by default that is a temporary one."""
+    before = os.environ.get(_KERNELS)
+    os.environ[_KERNELS] = os.fspath(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_KERNELS, None)
+        else:
+            os.environ[_KERNELS] = before
+
+
+_KERNELS = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def tested_instructions() -> str | None:
+    """The vector instructions that Inductor has found to work here; None if it has not looked for them."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa, valid_vec_isa_list
+
+    return str(pick_vec_isa()) if valid_vec_isa_list.cache_info().currsize else None
+
+
+def skip_tests_of(instructions: str | None) -> None:
+    """Lets Inductor do without compiling and running a test program, if it would choose these vector instructions.
+
+    That takes longer than loading the functions of a model. The processor must have all that was used to build them.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa, valid_vec_isa_list
+
+    if instructions is None or valid_vec_isa_list.cache_info().currsize:
+        return
+    with config.patch({"cpp.vec_isa_ok": True}):
+        chosen = str(pick_vec_isa())
+    if chosen != instructions:
+        valid_vec_isa_list.cache_clear()
+
+
 def vectors_of_inductor(options: Mapping[str, Any]) -> str:
     """The vector extension that Inductor's source text is written for with these options; it is wrong for others."""
     bits = {**inductor_options(), **options}["cpp.simdlen"]
@@ -108,12 +149,38 @@ def vectors_of_inductor(options: Mapping[str, Any]) -> str:
 
 
 def compiler_settings() -> str:
-    """The settings of Inductor and AOTAutograd, as text."""
+    """The settings of Inductor and AOTAutograd, and those of torch that they read, as text."""
     from functorch.compile import config
 
     settings: list[tuple[str, Any]] = [*inductor_options().items(), *config.get_config_copy().items()]
+    settings += [(name, _value(read)) for name, read in _SETTINGS_OF_TORCH.items()]
     # How many processes compile has no effect on what they make.
     return repr(sorted((name, repr(value)) for name, value in settings if name not in ("compile_threads", "debug")))
+
+
+def _value(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RuntimeError as error:  # Some cannot be read where they were set by a newer name.
+        return str(error)
+
+
+#: Beside what a call is specialized on. How many threads there are is compiled into loops, and which attention kernels
+#: are allowed decides the operators of a graph.
+_SETTINGS_OF_TORCH: dict[str, Callable[[], object]] = {
+    "threads": torch.get_num_threads,
+    "fp32 matmul": torch.get_float32_matmul_precision,
+    "tf32": lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+    "reduced fp16": lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    "reduced bf16": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+    "cudnn": lambda: (torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+    "cudnn attention": torch.backends.cuda.cudnn_sdp_enabled,
+    "mkldnn": lambda: torch.backends.mkldnn.enabled,
+    "fill": lambda: getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
+}
 
 
 def inductor_options() -> dict[str, Any]:
