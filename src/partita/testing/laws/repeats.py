@@ -20,8 +20,7 @@ from partita.equivalence import compare
 from partita.errors import TreatmentError
 from partita.plans import Plan, plan
 from partita.policies import Repeats
-from partita.program.program import Program
-from partita.program.reordering import summation_tolerance
+from partita.program.program import Program, summation_tolerance
 from partita.testing.generator.near_repeats import NearRepeats
 from partita.testing.laws.core import LawError
 from partita.treatments import Call, Lower, Mode, Recompute, Treatment
