@@ -23,6 +23,7 @@ from partita.policies import Repeats
 from partita.program.program import Program, summation_tolerance
 from partita.testing.generator.near_repeats import NearRepeats
 from partita.testing.laws.core import LawError
+from partita.testing.laws.treatments import is_allowed
 from partita.treatments import Call, Lower, Mode, Recompute, Treatment
 
 #: One exported program in so many is saved and loaded.
@@ -75,7 +76,8 @@ def check_compiled_repeats_law(case: NearRepeats, inner: str) -> None:
     tolerance = tolerance_of(find_backend(inner)) | _rounding(case)
     try:
         found = compare(case.model, compiled, case.args, tolerance=tolerance, other_shapes=False)
-        assert found.equal, str(found)
+        left = [one for one in found.differences if not is_allowed(one, found, counted=True, other_errors=True)]
+        assert not left, str(found)
     except Exception as error:
         raise _broken(f"a model compiled by {inner} in pieces is equivalent to it", case, None, error) from error
     finally:
@@ -83,9 +85,13 @@ def check_compiled_repeats_law(case: NearRepeats, inner: str) -> None:
 
 
 def _check_equal(program: Program, after: Program | nn.Module, case: NearRepeats) -> None:
+    is_program = isinstance(after, Program)
     tolerance = after.tolerance | summation_tolerance(program) if isinstance(after, Program) else EXACT
-    found = compare(program, after, case.args, tolerance=tolerance)
-    assert found.equal, str(found)
+    # torch.export.load makes two weights of a tied one, each with a part of the gradient.
+    found = compare(program, after, case.args, tolerance=tolerance, gradients=is_program)
+    # Where autograd refuses the backward of the original, a treatment may refuse it in other words, or have one.
+    left = [one for one in found.differences if not is_allowed(one, found, counted=True, other_errors=True)]
+    assert not left, str(found)
 
 
 def _rounding(case: NearRepeats) -> Any:
