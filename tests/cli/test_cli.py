@@ -44,9 +44,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
     """
     folder = tmp_path_factory.mktemp("with_python_files")
     folder.joinpath("typing.py").write_text("raise ImportError('not the typing of the standard library')")
+    popen = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        is_inductor = command[-1] == with_inductor.__name__
+        return popen([sys.executable, "-c", "import signal; signal.pause()"] if is_inductor else command, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(lowering, "_TIMEOUT_S", 0.0)
+        patch.setattr(subprocess, "Popen", started)
         return _demo()
 
 
