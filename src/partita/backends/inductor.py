@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias, final
 import torch
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import Tolerance
 from partita.backends._torch.compile import (
     compile_ahead,
@@ -37,7 +38,7 @@ from partita.errors import BackendError, OptionError
 
 @final
 @dataclass(frozen=True, slots=True)
-class AotEager:
+class AotEager(metaclass=PlainHelp):
     """Traces with AOTAutograd, as for Inductor, and runs the graphs eagerly; values are bitwise those of eager mode.
 
     A region that fails here fails in tracing, not in a compiler. Gradients of a value with several uses are
@@ -68,7 +69,7 @@ INDUCTOR_TOLERANCE = Tolerance(relative=1e-4, absolute=1e-5, rounding=torch.finf
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class _WithOptions:
+class _WithOptions(metaclass=PlainHelp):
     """What Inductor and AOTInductor have in common; `options` are those of `torch.compile(options=...)`."""
 
     options: Options

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita._torch.expressions import Expression, Operation, Read, Symbol, evaluator, parsed, printed, substituted
 from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
@@ -51,7 +52,7 @@ from partita.rewrite.operator_calls import owned_inputs
 
 @final
 @dataclass(frozen=True, slots=True)
-class Delegate:
+class Delegate(metaclass=PlainHelp):
     """Has `backend` compile the body when the plan is applied, for the sizes that were traced, and stores the function.
 
     The region becomes one call of the operator `partita::delegate`, which carries the bytes that `backend.save`

@@ -11,6 +11,7 @@ from typing import ClassVar, final
 from torch import nn
 from torch.fx import GraphModule
 
+from partita._plain_help import PlainHelp
 from partita._torch.fx.structural_hash import body_key, modules_key
 from partita.analysis.modes import AMBIENT
 from partita.analysis.modes import Mode as GraphMode
@@ -43,7 +44,7 @@ from partita.rewrite.bodies import bare_body
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Lower:
+class Lower(metaclass=PlainHelp):
     """Has `backend`, a name or a backend with options, compile the body at the first call.
 
     Another function is compiled for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,

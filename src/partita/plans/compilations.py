@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import final, overload
 
+from partita._plain_help import PlainHelp
 from partita.plans.progress import Progress
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class CompiledBody:
+class CompiledBody(metaclass=PlainHelp):
     """A compiled function that a region calls; prints as a line.
 
     `inputs` are the values that it was compiled for, without parameters: dtypes and sizes of tensors, `*` for a dynamic

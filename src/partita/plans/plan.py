@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita._torch.gc_pause import gc_paused
 from partita.analysis.modes import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
@@ -52,7 +53,7 @@ _WITHOUT_MODE = ("placeholder", "get_attr", "output")
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Plan:
+class Plan(metaclass=PlainHelp):
     """What will be done to a program; print it, query it, then `apply` it.
 
     `failures` and `compilations` grow as the result is called: which regions run eagerly, and why; which functions were

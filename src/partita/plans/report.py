@@ -9,6 +9,7 @@ from typing import final
 
 from torch.fx import Node
 
+from partita._plain_help import PlainHelp
 from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import bytes_of, bytes_of_value, container_items, find, value_of
 from partita.errors import PartitaError, UnknownNodeError
@@ -35,7 +36,7 @@ _LEAD: Mapping[ReasonKind, str] = {
 
 @final
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(metaclass=PlainHelp):
     """Why a node is where it is; prints as text.
 
     `region` is where it runs, or None, and then `reason` says why. `path_in` leads from another region of the same
@@ -68,7 +69,7 @@ class Explanation:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Excluded:
+class Excluded(metaclass=PlainHelp):
     """Operators outside every region for one reason; `operators` counts them by what they call."""
 
     kind: ReasonKind
@@ -92,7 +93,7 @@ class Excluded:
 
 @final
 @dataclass(frozen=True, slots=True)
-class DistinctBody:
+class DistinctBody(metaclass=PlainHelp):
     """Regions with equal bodies of so many nodes; `name` is the label that they share, or the name of the first."""
 
     name: str

@@ -10,6 +10,7 @@ from typing import TypeAlias, final
 from torch import Tensor, nn
 from torch.fx import Node
 
+from partita._plain_help import PlainHelp
 from partita._torch.gc_pause import gc_paused
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import bytes_of, value_of
@@ -54,7 +55,7 @@ _MANY_FREE = 250_000
 
 @final
 @dataclass(frozen=True, slots=True)
-class ByCapability:
+class ByCapability(metaclass=PlainHelp):
     """All that is accepted, in the fewest regions that data, effects and modes allow.
 
     `takers` is one capability or several in order of preference: a node goes to the first that accepts it. A capability

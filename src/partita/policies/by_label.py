@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch.fx import Node
 
+from partita._plain_help import PlainHelp
 from partita.errors import OptionError
 from partita.policies.constraints import check_flags
 from partita.policies.legalize import Piece, assignable, distinct_names, legal_partition, unassigned, user_label
@@ -19,7 +20,7 @@ from partita.regions.joint_forward import forward_part
 
 @final
 @dataclass(frozen=True, slots=True)
-class ByAnnotation:
+class ByAnnotation(metaclass=PlainHelp):
     """Regions by the value under `key` in the metadata, as of `torch.fx.traceback.annotate`; None is no value.
 
     Equal values form one region where one call can run them all, else as many regions as it takes; different values
@@ -63,7 +64,7 @@ class ByAnnotation:
 
 @final
 @dataclass(frozen=True, slots=True)
-class ByLabel:
+class ByLabel(metaclass=PlainHelp):
     """Regions by `label(node)`, called once per operator in graph order; None excludes a node.
 
     Items of a container are taken where the container is made, so a label that only such nodes have is no region.
@@ -94,7 +95,7 @@ class ByLabel:
 
 @final
 @dataclass(frozen=True, slots=True)
-class InForward:
+class InForward(metaclass=PlainHelp):
     """Regions of the forward of a joint graph, as `policy` finds them; it sees no node of the backward."""
 
     policy: Callable[[Program], Partition]

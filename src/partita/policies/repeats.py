@@ -14,6 +14,7 @@ from typing import final
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita.analysis.nodes import find
 from partita.errors import OptionError
 from partita.policies.constraints import at_mode_changes, check_flags, check_modes_apart
@@ -29,7 +30,7 @@ from partita.solvers.repeats import cover
 
 @final
 @dataclass(frozen=True, slots=True)
-class Repeats:
+class Repeats(metaclass=PlainHelp):
     """Regions with equal bodies, found by structure alone, so that each distinct body is compiled once.
 
     Two bodies are equal if they have the same operators and constants in the same order, with the same dtypes, shapes,

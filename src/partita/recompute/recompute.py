@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
+from partita._plain_help import PlainHelp
 from partita._torch.functorch import is_inside_transform
 from partita._torch.operators.schemas import registers_hook
 from partita._torch.toggles import ENTER_INFERENCE
@@ -45,7 +46,7 @@ _WRAPPED = WrapStyle(kinds=(Autocast,), in_modules=True)
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Recompute:
+class Recompute(metaclass=PlainHelp):
     """Recomputes the region in the backward, except for what `keep` keeps; same values and gradients, bit for bit.
 
     Regions in series are recomputed one at a time, each just before its backward. Random numbers are the same in both

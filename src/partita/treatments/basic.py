@@ -9,6 +9,7 @@ from typing import ClassVar, final
 from torch import nn
 from torch.fx import GraphModule
 
+from partita._plain_help import PlainHelp
 from partita.analysis.modes import AMBIENT, has_toggles
 from partita.errors import OptionError
 from partita.plans.treatment import Called, Site
@@ -21,7 +22,7 @@ from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 
 @final
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(metaclass=PlainHelp):
     """Calls the body unchanged, as a submodule; bitwise equal, in any modes."""
 
     def treat(self, body: GraphModule) -> GraphModule:
@@ -34,7 +35,7 @@ class Call:
 
 @final
 @dataclass(frozen=True, slots=True)
-class LeaveEager:
+class LeaveEager(metaclass=PlainHelp):
     """Calls the body unchanged, and inside torch.compile leaves it to Python: the inner backend does not see it."""
 
     #: No compiler gets the body.
@@ -46,7 +47,7 @@ class LeaveEager:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(metaclass=PlainHelp):
     """Writes `value`, the region's name by default, under `key` in the metadata of every node."""
 
     key: str
@@ -58,7 +59,7 @@ class Mark:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(metaclass=PlainHelp):
     """Runs the body under its grad, inference and autocast modes through higher-order operators instead of toggles.
 
     `operators="torch"` uses torch's own, for a program that must load without Partita; torch has none for inference
