@@ -183,14 +183,13 @@ class _PieceCompiler(Interpreter):
             forget_memos(self._mode)
             return self._run_piece(node, piece, args)
         if shared.is_to_wait(body, key):
-            call = self._run_piece(node, piece, args)
+            call = self._run_once(shared, key, node, piece, args)
             forget_memos(self._mode)
             shared.wait(WaitingPiece(key, node, body, args, call.outputs))
             return call
         self._compile(node, body, args, key)
         forget_memos(self._mode)
-        call = self._run_like(shared.pure_call(key), node, args) or self._run_piece(node, piece, args)
-        shared.note_call(key, call)
+        call = self._run_once(shared, key, node, piece, args)
         for waiting in shared.waiting_for(key):
             if waiting.is_served_by(key, call.outputs):
                 self._cut.add_module(str(waiting.call.target), self._cut.get_submodule(call.name))
@@ -230,6 +229,12 @@ class _PieceCompiler(Interpreter):
         name = str(node.target)
         self.calls.append(PieceCall.of(name, args, outputs, before=before, edges=edges, is_modeless=is_modeless))
         return self.calls[-1]
+
+    def _run_once(self, shared: SharedPieces, key: PieceKey, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
+        """Runs a piece, unless what it returns is known from an equal one."""
+        call = self._run_like(shared.pure_call(key), node, args) or self._run_piece(node, piece, args)
+        shared.note_call(key, call)
+        return call
 
     def _run_like(self, known: PieceCall | None, node: Node, args: list[Any]) -> PieceCall | None:
         """What a run of an equal piece with equal inputs returns, if that is only new memory; None if it must run."""
