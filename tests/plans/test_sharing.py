@@ -133,8 +133,9 @@ def test_marks_with_the_name_of_the_region_keep_bodies_apart() -> None:
     after = partita.plan(marked, Repeats(min_size=3), Call()).apply()
     assert _bodies(after.graph_module) == 8
     body = after.graph_module.get_submodule("repeat_0_3")
-    products = body.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
-    assert [node.meta["stage"] for node in products] == ["repeat_0_3", "repeat_0_3"]
+    assert isinstance(body, GraphModule)
+    operators = [node for node in body.graph.nodes if node.op == "call_function" and "aten" in str(node.target)]
+    assert {node.meta["stage"] for node in operators} == {"repeat_0_3"}
 
 
 def test_blocks_with_other_treatments_have_their_own_bodies() -> None:

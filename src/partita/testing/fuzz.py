@@ -167,6 +167,34 @@ def _failures(seed: int, applied: Plan) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what broke; the status is 1 if anything did."""
+    options = _parser().parse_args(arguments)
+    start, total = time.perf_counter(), Tally()
+    starts = range(options.seed, options.seed + options.graphs, _CHUNK)
+    sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
+    chosen = {name: getattr(options, name) for name in ("modes", "lower", "recompute", "mixed", "repeats")}
+    check = partial(fuzz, **chosen)
+    quiet = partial(logging.disable, logging.WARNING)
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
+        for tally in pool.map(check, starts, sizes):
+            for case in tally.broken[: max(0, options.show - len(total.broken))]:
+                print(f"\n{case}", flush=True)
+            total += tally
+    _print_counts("broken", total.broken)
+    _print_counts("not compiled" if options.lower or options.mixed or options.repeats else "refused", total.refused)
+    titles = {
+        "lower": "compiled",
+        "recompute": "recomputed",
+        "mixed": "with several treatments",
+        "repeats": "with equal blocks",
+    }
+    legal = next((title for option, title in titles.items() if getattr(options, option)), "legal partitions")
+    what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
+    seconds = time.perf_counter() - start
+    print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")
+    return 1 if total.broken or _is_vacuous(total, modes=options.modes) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=int, default=2000, help="how many programs (default 2000)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
@@ -192,31 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
-    options = parser.parse_args(arguments)
-    start, total = time.perf_counter(), Tally()
-    starts = range(options.seed, options.seed + options.graphs, _CHUNK)
-    sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
-    chosen = {name: getattr(options, name) for name in ("modes", "lower", "recompute", "mixed", "repeats")}
-    check = partial(fuzz, **chosen)
-    quiet = partial(logging.disable, logging.WARNING)
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
-        for tally in pool.map(check, starts, sizes):
-            for case in tally.broken[: max(0, options.show - len(total.broken))]:
-                print(f"\n{case}", flush=True)
-            total += tally
-    _print_counts("broken", total.broken)
-    _print_counts("not compiled" if options.lower or options.mixed or options.repeats else "refused", total.refused)
-    titles = {
-        "lower": "compiled",
-        "recompute": "recomputed",
-        "mixed": "with several treatments",
-        "repeats": "with equal blocks",
-    }
-    legal = next((title for option, title in titles.items() if getattr(options, option)), "legal partitions")
-    what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
-    seconds = time.perf_counter() - start
-    print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")
-    return 1 if total.broken or _is_vacuous(total, modes=options.modes) else 0
+    return parser
 
 
 def _print_counts(what: str, cases: Iterable[str]) -> None:

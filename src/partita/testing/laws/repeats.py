@@ -24,6 +24,7 @@ from partita.program.program import Program, summation_tolerance
 from partita.testing.generator.near_repeats import NearRepeats
 from partita.testing.laws.core import LawError
 from partita.testing.laws.treatments import is_allowed
+from partita.torch_compile import backend
 from partita.treatments import Call, Lower, Mode, Recompute, Treatment
 
 #: One exported program in so many is saved and loaded.
@@ -72,7 +73,7 @@ def check_compiled_repeats_law(case: NearRepeats, inner: str) -> None:
         options["policy"] = Repeats(min_size=1 + case.seed % 3)
     if case.seed % 3 == 2:
         options["treatment"] = Recompute()
-    compiled = torch.compile(case.model, backend="partita", options=options)
+    compiled = torch.compile(case.model, backend=backend, options=options)
     tolerance = tolerance_of(find_backend(inner)) | _rounding(case)
     try:
         found = compare(case.model, compiled, case.args, tolerance=tolerance, other_shapes=False)
