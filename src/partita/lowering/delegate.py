@@ -125,7 +125,9 @@ class _Region:
             self._fail(f"{names}: a delegate has no effects; leave them outside of the region")
         unchecked = unchecked_call(self.body)
         if unchecked is not None:
-            self._fail(f"{unchecked!r} may read outside of its tensor, which compiled code does not check")
+            self._fail(
+                f"{unchecked!r} may read outside of its tensor or divide by zero, which compiled code does not check"
+            )
         for node in self.variable:
             if not isinstance(value_of(node), Tensor | torch.SymInt | int):
                 self._fail(f"input {node.name!r} was traced as {value_of(node)!r}, which is no tensor and no integer")

@@ -187,6 +187,11 @@ class TakesTrees(nn.Module):
         return {"sum": batch.first + batch.rest[0] + point.x, "point": Point(point.y, point.x)}
 
 
+@torch.compiler.nested_compile_region
+def _tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
 class TakesRows(nn.Module):
     def forward(self, rows: Rows) -> Tensor:
         return rows.x.sin()
@@ -635,3 +640,18 @@ def test_sums_of_many_sizes_and_many_outputs_load(tmp_path: Path) -> None:
     joined, many = Program.of(tmp_path / "m.pt2").module()(*args)
     assert joined.shape[0] == sum(len(x) for x in args)
     assert len(many) == 600
+
+
+def test_calls_of_a_repeated_body_have_identifiers_of_their_own(tmp_path: Path) -> None:
+    """Compilers take the body that they traced first for all with its identifier, whatever their operands are."""
+
+    class Repeated(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return _tripled(x), _tripled(y)
+
+    args = (torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
+    torch.export.save(torch.export.export(Repeated(), args, strict=True), tmp_path / "m.pt2")
+    program = Program.of(tmp_path / "m.pt2")
+    calls = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+    assert len({node.args[1] for node in calls}) == len(calls) == 2
+    assert same(program.module()(*args), Repeated()(*args))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -46,6 +47,8 @@ class Symbols:
         self._work = 0
         #: How many values of lists, and outputs, are still allowed; shared by all graphs of the program.
         self.values_left = 100_000
+        #: Numbers for the calls of `invoke_subgraph`.
+        self.subgraph_calls = count()
         known = dict(ranges.entries()) if ranges is not None else {}
         if ranges is not None and len(known) > _MOST_RANGES:
             ranges.malformed(f"it has more than {_MOST_RANGES} ranges, which no graph needs")
