@@ -181,12 +181,12 @@ def test_a_function_without_modules_goes_by_labels() -> None:
 def test_the_forward_of_a_joint_graph_is_its_own_forward() -> None:
     program = partita.capture_joint(Stack(depth=2), (X[:4, None],))
     plain, restricted = (
-        joint_partition(policy, Mark({"recompute": CheckpointPolicy.MUST_RECOMPUTE})).marked(program)
+        joint_partition(policy, Mark("part")).marked(program)
         for policy in (BySize(parts=2), InForward(InForward(BySize(parts=2))))
     )
-    marked = [node.name for node in restricted.graph.nodes if "recompute" in node.meta]
-    assert marked == [node.name for node in plain.graph.nodes if "recompute" in node.meta]
-    assert marked
+    marks = [(node.name, node.meta.get("part")) for node in restricted.graph.nodes]
+    assert marks == [(node.name, node.meta.get("part")) for node in plain.graph.nodes]
+    assert {part for _, part in marks} == {"part_0", "part_1", None}
 
 
 def test_marks_are_only_on_the_forward() -> None:
