@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import pickle
 import subprocess
 import sys
@@ -274,6 +275,58 @@ def test_results_have_memory_of_their_own() -> None:
     assert len({one.untyped_storage().data_ptr() for one in (X, first, second, third)}) == 4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:1].expand(5, 4),
+        lambda x: x[:, 1:2].expand(3, 4).t(),
+        lambda x: x.unfold(1, 3, 1),
+        lambda x: x.unfold(1, 3, 1)[:, :, None].expand(3, 2, 2, 3),
+        lambda x: x[:0, :1].expand(0, 4),
+    ],
+    ids=["rows", "columns", "windows", "windows and rows", "empty"],
+)
+def test_a_view_whose_elements_share_memory_is_returned_as_a_copy(view: Callable[[Tensor], Tensor]) -> None:
+    [found] = delegated(lambda x: (view(x),)).module()(X)
+    assert torch.equal(found, view(X))
+    assert found.stride() == view(X).stride()
+    assert found.untyped_storage().data_ptr() != X.untyped_storage().data_ptr() or not found.numel()
+
+
+@torch.no_grad()
+def test_an_input_that_was_traced_as_expanded_is_not_read_as_such_if_it_is_not() -> None:
+    program = partita.capture(lambda x: x * 2, (X[:1].expand(3, 4),))
+    after = partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply().module()
+    other = torch.randn(1, 4).expand(3, 4)
+    assert torch.equal(after(other), other * 2)
+    with pytest.raises(BackendError, match=r"input of strides \(0, 1\), whose elements share memory"):
+        after(X)
+
+
+def _fills_its_own(x: Tensor) -> Tensor:
+    places = torch.tensor([0, 2])
+    places.sub_(1).abs_()
+    made = x.sin()
+    made[0].mul_(2)
+    return made.add_(1)[places]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x * torch.tensor(2.0), lambda x: x[torch.tensor([0, 2])], _fills_its_own],
+    ids=["literal", "literal index", "in place"],
+)
+def test_tensors_that_a_region_has_made_may_be_mutated_in_it(function: Callable[[Tensor], Tensor]) -> None:
+    after = delegated(function)
+    [call] = calls(after)
+    assert {node.target for node in after.operators()} == {call.target, operator.getitem}
+    module = after.module()
+    assert torch.equal(module(X), function(X))
+    assert torch.equal(module(X + 1), function(X + 1))
+
+
 class _Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x, 0.5, training=True)
@@ -299,6 +352,9 @@ class _Failing(Pickling):
     ("attempt", "message"),
     [
         (lambda: delegated(_Dropout()), "'dropout': a delegate has no effects"),
+        (lambda: delegated(lambda x: x.add_(1) * 2), "'add_': a delegate has no effects"),
+        (lambda: delegated(lambda x: x[0].add_(1) * 2), "'add_': a delegate has no effects"),
+        (lambda: delegated(lambda x: x.sin().normal_()), "'normal_': a delegate has no effects"),
         (lambda: delegated(_Mutated(), policy=ByModule("inside")), "'linear': it is mutated after the region"),
         (lambda: delegated(Net(), policy=ByCapability("eager")), "pickling refuses 'erf': it is erf"),
         (lambda: delegated(nn.Linear(4, 4), "folding", dynamic=True), "folding takes plain sizes only"),

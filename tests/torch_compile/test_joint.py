@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import partita
 from partita import Region
 from partita.errors import OptionError, RecomputeError, SignatureError
-from partita.policies import ByLabel, ByModule, BySize
+from partita.policies import ByLabel, ByModule, BySize, InForward
 from partita.torch_compile import joint_partition
 from partita.torch_compile.joint import identity_of
 from partita.treatments import Call, KeepEverything, KeepNodes, KeepNothing, KeepOperators, Mark, Recompute
@@ -176,6 +176,17 @@ def test_a_function_without_modules_goes_by_labels() -> None:
     aot_function(loss, nop, nop, partition_fn=joint_partition(policy, Again(), then=marked))(X, weight).backward()
     assert torch.equal(weight.grad, expected)
     assert marked.bytes == 0 < plain.bytes
+
+
+def test_the_forward_of_a_joint_graph_is_its_own_forward() -> None:
+    program = partita.capture_joint(Stack(depth=2), (X[:4, None],))
+    plain, restricted = (
+        joint_partition(policy, Mark("part")).marked(program)
+        for policy in (BySize(parts=2), InForward(InForward(BySize(parts=2))))
+    )
+    marks = [(node.name, node.meta.get("part")) for node in restricted.graph.nodes]
+    assert marks == [(node.name, node.meta.get("part")) for node in plain.graph.nodes]
+    assert {part for _, part in marks} == {"part_0", "part_1", None}
 
 
 def test_marks_are_only_on_the_forward() -> None:

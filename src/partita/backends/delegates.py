@@ -332,7 +332,7 @@ def run(blob: Tensor, spec: str, tensors: Sequence[Tensor], numbers: Sequence[in
         raise BackendError(
             f"region {found.region!r} was not compiled for these sizes; it holds where {', '.join(found.conditions)}"
         )
-    laid_out = [_laid_out(tensor, found.shape(place, inputs)[1]) for place, tensor in enumerate(tensors)]
+    laid_out = [_input_laid_out(found, tensor, found.shape(place, inputs)[1]) for place, tensor in enumerate(tensors)]
     _check_modes(found, tensors)
     function = _LOADED.function(found, blob)
     with torch.no_grad(), ExitStack() as modes:
@@ -373,12 +373,53 @@ def _checked(
     return made
 
 
+def _input_laid_out(spec: DelegateSpec, tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """The same for an input, whose elements need not be equal where those of the traced one share memory."""
+    if not _has_strides(tensor, strides) and _may_overlap(tensor.shape, strides):
+        raise BackendError(
+            f"region {spec.region!r} was compiled for an input of strides {tuple(strides)}, whose elements share "
+            f"memory, and not for strides {tensor.stride()}; capture the program with a contiguous one"
+        )
+    return _laid_out(tensor, strides)
+
+
 def _laid_out(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """The tensor with these strides; a copy where it has others along axes of more than one element."""
-    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    if all(size <= 1 or own == wanted for size, own, wanted in pairs):
+    """The tensor with these strides; a copy where it has others along axes of more than one element.
+
+    Elements that share memory in that layout, as those of an expanded tensor do, must be equal.
+    """
+    if _has_strides(tensor, strides):
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    written = made
+    for axis, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[axis] > 1:
+            tensor, written = tensor.narrow(axis, 0, 1), written.narrow(axis, 0, 1)
+    if not _may_overlap(tensor.shape, strides):
+        written.copy_(tensor)
+        return made
+    # torch refuses to copy into windows that overlap: each element is written by its place in memory.
+    extent = made.untyped_storage().nbytes() // made.element_size()
+    places = torch.arange(extent, device=made.device).as_strided(tensor.shape, strides).reshape(-1)
+    made.as_strided((extent,), (1,)).index_put_((places,), tensor.reshape(-1))
+    return made
+
+
+def _has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size <= 1 or own == wanted for size, own, wanted in pairs)
+
+
+def _may_overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share memory; False is certain."""
+    if 0 in sizes:
+        return False
+    reached = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1):
+        if stride <= reached:
+            return True
+        reached += stride * (size - 1)
+    return False
 
 
 def run_fake(blob: Tensor, spec: str, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:

@@ -58,8 +58,10 @@ def capture(
     the modes of its caller is traced again with another answer. If it only restores or disables them, the program does
     so too; if it computes something else, a warning is logged, and the program is what it does with gradients on and
     autocast off. A query for inference mode always reports that the caller is not in it. A checkpointed call becomes a
-    plain call with the same values and gradients, and a warning is logged: what to recompute is decided by a treatment.
-    The nodes of the call are annotated, for `ByAnnotation("checkpoint")`.
+    plain call, and a warning is logged: what to recompute is decided by a treatment. Values and gradients are the same,
+    unless torch's checkpoint itself differs from a plain call: if its body mutates buffers, if random operators run
+    with `preserve_rng_state=False`, or if no input requires a gradient with `use_reentrant=True`. The nodes of the call
+    are annotated, for `ByAnnotation("checkpoint")`.
     """
     check_options(model, args, kwargs)
     try:

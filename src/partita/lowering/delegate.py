@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
@@ -119,7 +119,7 @@ class _Region:
             if reason is not None:
                 self._fail(f"{self.backend.name} refuses {node.name!r}: {reason}")
         checks = {node.name for node in self.body.graph.nodes if _is_assertion(node)}
-        effectful = effects_by_name(Program(self.body)).keys() - checks
+        effectful = _visible_effects(Program(self.body)) - checks
         if effectful:
             names = ", ".join(map(repr, sorted(effectful)))
             self._fail(f"{names}: a delegate has no effects; leave them outside of the region")
@@ -251,6 +251,20 @@ class _Region:
 
     def _fail(self, why: str, error: Exception | None = None) -> NoReturn:
         raise LoweringError(f"region {self.name!r} cannot be delegated: {why}") from error
+
+
+def _visible_effects(body: Program) -> set[str]:
+    """The names of the nodes whose effects show outside: mutations of tensors that the body has made do not."""
+    number, calls = body.index.number, body.calls
+    found = set()
+    for name, effects in effects_by_name(body).items():
+        mutated = calls.mutated.get(number[body.node(name)], frozenset())
+        inputs = body.graph.find_nodes(op="placeholder") if mutated else ()
+        is_inside = not any(calls.storages.find(number[node]) in mutated for node in inputs)
+        is_inside = is_inside and not any(True for _ in calls.storages.tensors_in(mutated))
+        if not is_inside or replace(effects, mutates=()).is_effectful:
+            found.add(name)
+    return found
 
 
 def _is_assertion(node: Node) -> bool:

@@ -113,9 +113,9 @@ class InForward(metaclass=PlainHelp):
             Region(region.name, tuple(part.original[node] for node in region.nodes), region.label) for region in found
         ]
         reasons = {part.original[node]: reason for node, reason in found.reasons.items()}
-        seen = set(part.original.values())
-        joint = program.joint
-        assert joint is not None
+        if program.joint is None:
+            return Partition(program, regions, reasons)  # It is a forward already, as in `joint_partition`.
+        seen, joint = set(part.original.values()), program.joint
         reasons |= dict.fromkeys(joint.backward, "it belongs to the backward")
         reasons |= {node: "it must run after some of the backward" for node in joint.forward if node not in seen}
         return Partition(program, regions, reasons)

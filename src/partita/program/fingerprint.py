@@ -1,7 +1,7 @@
 """A fingerprint: equal for programs that differ only in legal order, names, and where items and sizes are read.
 
 Every node is hashed with its inputs, its mode and its effect predecessors; the fingerprint is the hash of all nodes. It
-is the same in every process.
+is the same in every process. Equal calls without effects count once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from partita.program.program import Program
 
 
 def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
-    """A short hash that identifies a program up to legal reordering and renaming."""
+    """A short hash of the calls of a program, up to legal reordering and renaming.
+
+    It leaves out the values of parameters, buffers and constants, the containers around the results of an exported
+    program, which of equal results are one tensor, and the options of modules that are called as a whole.
+    """
     return _Hasher(Program.of(program)).fingerprint()
 
 

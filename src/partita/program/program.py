@@ -98,6 +98,7 @@ class Program:
         caller: Mode = AMBIENT,
         export: ExportRecord | None = None,
         forward_outputs: int | None = None,
+        is_forward: bool = False,
         frame: Frame | None = None,
         index: Index | None = None,
         body_of: Program | None = None,
@@ -115,6 +116,8 @@ class Program:
         #: What an exported program holds beside its graph; None for a graph module.
         self.export = export
         self._forward_outputs = forward_outputs
+        #: Whether it is the forward of a joint graph, taken out of it.
+        self.is_forward = is_forward
         #: Where the graph is in a model that Dynamo traces frame by frame; None for the graph of a whole model.
         self.frame = frame
         #: Whether it is a body of another program, which has checked the modes of its bodies at any depth.
@@ -188,6 +191,7 @@ class Program:
             caller=self.caller,
             export=None if self.export is None else self.export.following(graph_module.graph),
             forward_outputs=self._forward_outputs,
+            is_forward=self.is_forward,
             frame=self.frame,
             body_of=self if self.is_body else None,
         )

@@ -48,8 +48,11 @@ class ForwardPart:
 def forward_part(program: Program) -> ForwardPart:
     """The forward of a joint graph, without nodes that must run after some of the backward, as mutations may.
 
-    So regions that are legal in the result are legal in the joint graph as well.
+    So regions that are legal in the result are legal in the joint graph as well. A forward is its own.
     """
+    if program.is_forward:
+        same = {node: node for node in program.index.nodes[:-1]}
+        return ForwardPart(program, same, same)
     if program.joint is None:
         raise OptionError(
             "only a joint graph has a forward and a backward: trace one with partita.capture_joint(model, args), or "
@@ -65,7 +68,7 @@ def forward_part(program: Program) -> ForwardPart:
     writer.write("output", "output", (returned,), name="output")
     module = lazy_module(writer.close(), training=program.graph_module.training)
     _share_attributes(program.graph_module, module)
-    forward = Program(module, pure=program.pure, caller=program.caller)
+    forward = Program(module, pure=program.pure, caller=program.caller, is_forward=True)
     return ForwardPart(forward, {copied: node for node, copied in env.items()}, env)
 
 

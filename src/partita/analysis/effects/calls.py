@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -110,7 +111,7 @@ class CallEffects:
         storages = Storages(len(self.index), is_open=any(effects.unknown for effects in self.effectful.values()))
         _join_results(storages, self)
         _join_attributes(storages, self)
-        _join_traced_values(storages, self.index)
+        _join_traced_values(storages, self)
         return storages
 
     @cached_property
@@ -330,12 +331,24 @@ def _join_attributes(storages: Storages, calls: CallEffects) -> None:
                 storages.join(i, storages.number_of(value))
 
 
-def _join_traced_values(storages: Storages, index: Index) -> None:
-    first: dict[int, int] = {}
-    for i, node in enumerate(index.nodes):
-        if node.meta:
+def _join_traced_values(storages: Storages, calls: CallEffects) -> None:
+    copied, first = _traced_as_their_copies(calls.root), dict[int, int]()
+    for i, node in enumerate(calls.index.nodes):
+        if node.meta and node not in copied:
             for tensor in tensors_in(value_of(node)):
                 storages.join(i, first.setdefault(storage_key(tensor), i))
+
+
+def _traced_as_their_copies(root: GraphModule) -> set[Node]:
+    """The literals of a model whose traced value is that of their copy, as torch.export (2.13) gives integer ones."""
+    copies = root.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default)
+    pairs = ((node.args[0], value_of(node)) for node in copies)
+    return {
+        source
+        for source, value in pairs
+        if isinstance(source, Node) and isinstance(value, Tensor) and isinstance(value_of(source), Tensor)
+        if storage_key(value_of(source)) == storage_key(value)
+    }
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
