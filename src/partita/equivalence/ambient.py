@@ -115,7 +115,7 @@ class RandomState:
 def random_state(owned: Iterable[object] = ()) -> RandomState:
     """The RNG state now, that of the `owned` generators included."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    states = tuple((generator, _state_of(generator)) for generator in owned)
+    states = tuple((generator, state_of(generator)) for generator in owned)
     return RandomState(random.getstate(), _numpy_state(), torch.get_rng_state(), tuple(cuda), states)
 
 
@@ -130,11 +130,11 @@ def _numpy_state() -> Any:
 def generators_of(roots: Iterable[nn.Module], values: Iterable[object]) -> list[object]:
     """The generators of torch, Python and NumPy that modules hold as attributes, or that are among `values`."""
     held = (value for root in roots for module in root.modules() for value in vars(module).values())
-    found = {id(value): value for value in (*held, *values) if _state_of(value) is not None}
+    found = {id(value): value for value in (*held, *values) if state_of(value) is not None}
     return list(found.values())
 
 
-def _state_of(value: Any) -> Any:
+def state_of(value: Any) -> Any:
     """The state of a generator; None for anything else, and for a generator without a state."""
     if isinstance(value, torch.Generator):
         return value.get_state()

@@ -12,7 +12,7 @@ from partita._torch.tensors import plain_tensors
 from partita.analysis.nodes import value_of
 from partita.analysis.tolerance import Tolerance
 from partita.equivalence.ambient import generators_of, random_state
-from partita.equivalence.differences import Comparison, Difference, differences
+from partita.equivalence.differences import Comparison, Difference, differences, uncompared
 from partita.equivalence.inputs import Arguments, arguments_of, resized
 from partita.equivalence.observe import Call, Comparable, Observation, Start, Subject, Watched, run, subject_of
 from partita.equivalence.state import Pairing, paired, snapshot_of, storage_key
@@ -155,7 +155,7 @@ def _against(pair: _Pair, calls: Sequence[Call], ones: Sequence[Observation]) ->
         for difference in differences(one, other, pair.tolerance):
             where = names.get(difference.where, difference.where)
             found.append(replace(difference, where=where, when=call.name))
-        notes += _exceptions(call, one)
+        notes += [*_exceptions(call, one), *uncompared(one, other)]
     raised = sum(one.raised is not None for one in ones)
     return Comparison(tuple(found), tuple(notes), len(calls), raised)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -15,7 +14,12 @@ from partita._plain_help import PlainHelp
 from partita._torch.modes import Ambient
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.equivalence.ambient import Settings
+from partita.equivalence.inputs import input_name
+from partita.equivalence.objects import Containers, Opaque, Shape
 from partita.equivalence.observe import Moment, Named, Observation, Raised, TensorRecord
+from partita.equivalence.values import same
+
+_Structure: TypeAlias = Mapping[str, Containers | Shape]
 
 
 @final
@@ -77,12 +81,12 @@ def differences(before: Observation, after: Observation, tolerance: Tolerance) -
     """Everything that differs, what matters most first."""
     yield from _raised(before.raised, after.raised, "the call")
     if before.raised is None and after.raised is None:
-        yield from _structures(before.structure, after.structure, "output")
+        yield from _structures(before.structure, after.structure, lambda path: "output" + path)
         yield from _leaves(before.outputs, after.outputs, tolerance)
         yield from _aliasing(before, after)
         yield from _gradients(before, after, tolerance)
     if (before.raised is None) == (after.raised is None):
-        yield from _structures(before.input_structure, after.input_structure, "the inputs after the call")
+        yield from _structures(before.input_structure, after.input_structure, _input_after_the_call)
         yield from _leaves(_after_the_call(before.inputs), _after_the_call(after.inputs), tolerance)
         yield from _leaves(before.state, after.state, tolerance)
         yield from _replaced(before.state, after.state)
@@ -101,10 +105,20 @@ def _raised(before: Raised | None, after: Raised | None, where: str) -> Iterator
         yield Difference("exception", where, f"{one} != {other}")
 
 
-def _structures(before: object, after: object, where: str) -> Iterator[Difference]:
-    if before != after:
-        one, other = (" ".join(str(structure).split()) for structure in (before, after))
-        yield Difference("structure", where, f"{one} != {other}")
+def _structures(before: _Structure, after: _Structure, named: Callable[[str], str]) -> Iterator[Difference]:
+    """The outermost containers and objects that differ; what is inside of these differs as well."""
+    outer: list[str] = []
+    for path in sorted({*before, *after}, key=len):
+        one, other = before.get(path), after.get(path)
+        place = path.removesuffix(":")
+        if one != other and not any(place.startswith(known) for known in outer):
+            outer.append(place)
+            texts = [str(found) if found else "no container" for found in (one, other)]
+            yield Difference("structure", named(place), " != ".join(texts))
+
+
+def _input_after_the_call(path: str) -> str:
+    return f"{input_name(path)} after the call" if path else "the inputs after the call"
 
 
 def _after_the_call(inputs: Named) -> Named:
@@ -127,11 +141,12 @@ def _replaced(before: Named, after: Named) -> Iterator[Difference]:
 
 
 def _leaf(before: object, after: object, where: str, tolerance: Tolerance) -> Iterator[Difference]:
+    before, after = _bare(before), _bare(after)
     if isinstance(before, TensorRecord) and isinstance(after, TensorRecord):
         yield from _tensors(before, after, where, tolerance, _PROPERTIES)
     elif type(before) is not type(after):
         yield Difference("type", where, f"{_type_name(before)} != {_type_name(after)}")
-    elif not _same(before, after, tolerance):
+    elif same(before, after, tolerance) is False:
         yield Difference("value", where, f"{before!r} != {after!r}")
 
 
@@ -139,19 +154,19 @@ def _type_name(leaf: object) -> str:
     return "Tensor" if isinstance(leaf, TensorRecord) else type(leaf).__name__
 
 
-def _same(before: object, after: object, tolerance: Tolerance) -> bool:
-    if isinstance(before, float) and isinstance(after, float):
-        if tolerance != EXACT and abs(before - after) <= tolerance.absolute + tolerance.relative * abs(before):
-            return True
-        both_nan = math.isnan(before) and math.isnan(after)
-        return both_nan or struct.pack("d", before) == struct.pack("d", after)
-    # Objects without an equality of their own are made anew by every call; their type is all that can be compared.
-    if type(before).__eq__ is object.__eq__:
-        return True
-    try:
-        return bool(before == after)
-    except (RuntimeError, ValueError):
-        return repr(before) == repr(after)
+def uncompared(before: Observation, after: Observation) -> Iterator[str]:
+    """What of two observations could not be compared."""
+    yield from before.notes
+    for ones, others in ((before.outputs, after.outputs), (before.inputs, after.inputs)):
+        found = dict(others)
+        for name, one in ones:
+            mine, theirs = _bare(one), _bare(found.get(name))
+            if type(mine) is type(theirs) and not isinstance(mine, TensorRecord) and same(mine, theirs, EXACT) is None:
+                yield f"{name} was compared by type only: a {type(mine).__name__} has no equality that can be trusted"
+
+
+def _bare(leaf: object) -> object:
+    return leaf.value if isinstance(leaf, Opaque) else leaf
 
 
 def _tensors(

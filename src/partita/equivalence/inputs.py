@@ -15,6 +15,7 @@ from partita._torch.pytrees import Tree, flatten, keywords_of
 from partita._torch.symbolic_shapes import symbol_of, symbols_in
 from partita._torch.tensors import plain_tensors
 from partita.analysis.nodes import value_of
+from partita.equivalence.objects import Held, held_in
 from partita.equivalence.state import storage_key, storage_of
 
 _STEPS: tuple[Callable[[int], int], ...] = (lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1)
@@ -29,6 +30,8 @@ class Inputs:
     tensors: tuple[tuple[str, Tensor], ...]
     passed_on: tuple[tuple[str, Tensor], ...]
     leaves: tuple[tuple[str, Tensor], ...]
+    #: What could not be copied although it may be mutated.
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +51,28 @@ class Arguments:
 
         Memory that inputs share with `state` is not copied: the snapshot of the state restores it.
         """
-        made = _Made(list(self.tree.leaves))
+        objects = held_in(self.tree.leaves)
+        made = _Made(self.tree, objects)
+        copied = mutated | {n for held in objects if held.number in mutated for n in made.inside[held.number]}
         for numbers in _groups(made.leaves, state):
-            if other_data or not mutated.isdisjoint(numbers):
+            if other_data or not copied.isdisjoint(numbers):
                 made.copy(numbers)
                 if other_data:
                     _fill_with_other_data([made.leaves[number] for number in numbers])
             else:
                 made.pass_on(numbers)
-        args, kwargs = self.tree.rebuilt(made.leaves)
+        may_change = frozenset(range(len(made.leaves))) if other_data else mutated
+        notes = tuple(made.copy_objects(objects, may_change))
+        args, kwargs = self.tree.rebuilt(made.leaves[: len(self.tree.leaves)])
         tensors = {number: leaf for number, leaf in enumerate(made.leaves) if isinstance(leaf, Tensor)}
         return Inputs(
             args=args,
             kwargs=kwargs,
-            tensors=self._named(tensors),
-            passed_on=self._named({number: tensors[number] for number in made.passed_on}),
-            leaves=self._named(made.gradients),
+            tensors=made.named(tensors),
+            passed_on=made.named({number: tensors[number] for number in made.passed_on}),
+            leaves=made.named(made.gradients),
+            notes=notes,
         )
-
-    def _named(self, tensors: Mapping[int, Tensor]) -> tuple[tuple[str, Tensor], ...]:
-        return tuple((input_name(self.tree.paths[number]), tensor) for number, tensor in tensors.items())
 
 
 def arguments_of(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Arguments:
@@ -110,12 +115,49 @@ def _groups(leaves: Sequence[object], state: frozenset[int]) -> list[list[int]]:
 
 
 class _Made:
-    """The leaves of one call while they are being made."""
+    """The leaves of one call while they are being made, followed by the tensors and generators inside of objects."""
 
-    def __init__(self, leaves: list[object]) -> None:
-        self.leaves = leaves
+    def __init__(self, tree: Tree, objects: Sequence[Held]) -> None:
+        self.leaves = list(tree.leaves)
+        self.paths = list(tree.paths)
         self.gradients: dict[int, Tensor] = {}
         self.passed_on: list[int] = []
+        #: By the number of each object the numbers of what is inside.
+        self.inside: dict[int, range] = {}
+        for held in objects:
+            self.inside[held.number] = range(len(self.leaves), len(self.leaves) + len(held.inside))
+            self.leaves += [part for _, part in held.inside]
+            self.paths += [tree.paths[held.number] + path for path, _ in held.inside]
+
+    def named(self, tensors: Mapping[int, Tensor]) -> tuple[tuple[str, Tensor], ...]:
+        return tuple((input_name(self.paths[number]), tensor) for number, tensor in tensors.items())
+
+    def copy_objects(self, objects: Sequence[Held], mutated: frozenset[int]) -> Iterator[str]:
+        """Copies objects that may be mutated, or hold copies; says what could not be copied."""
+        memo: dict[int, object] = {}
+        for held in objects:
+            parts = [self.leaves[number] for number in self.inside[held.number]]
+            may_be_mutated = held.number in mutated
+            if not may_be_mutated and all(new is old for new, (_, old) in zip(parts, held.inside, strict=True)):
+                continue
+            name = input_name(self.paths[held.number])
+            shared = [(name + path, value) for path, value in held.shared]
+            try:
+                self.leaves[held.number] = held.copied(parts, memo)
+            except Exception:  # Whatever the object's own code raises.
+                shared = [(name, held.value)]
+                self._share(held)
+            for where, value in shared if may_be_mutated else ():
+                yield (
+                    f"{where}, a {type(value).__name__}, is not copied: both programs get the same one, and what they "
+                    "change in it is neither compared nor restored"
+                )
+
+    def _share(self, held: Held) -> None:
+        """Leaves an object as it is, with the tensors that it holds."""
+        for number, (_, part) in zip(self.inside[held.number], held.inside, strict=True):
+            self.leaves[number] = part
+            self.gradients.pop(number, None)
 
     def pass_on(self, numbers: Sequence[int]) -> None:
         """The tensors themselves, but detached from their autograd graph."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +17,11 @@ from partita._torch.modes import Ambient, read_ambient
 from partita._torch.pytrees import flatten
 from partita._torch.tensors import inner_tensors, placements_of, plain_tensors, version_of
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.equivalence.ambient import RandomState, Settings, random_state, read_settings, restored_ambient
+from partita.equivalence.ambient import RandomState, Settings, random_state, read_settings, restored_ambient, state_of
 from partita.equivalence.inputs import Arguments, Inputs, input_name
+from partita.equivalence.objects import Containers, Opened, Shape, opened
 from partita.equivalence.state import Alias, Slot, Snapshot, aliases_of, detach_in_place, slots_of, storage_key
+from partita.equivalence.values import is_array
 from partita.errors import OptionError, PartitaError
 from partita.program.program import Program
 
@@ -184,29 +185,31 @@ def _called(
         raised = Raised(type(error), str(error))
         # The caller sees these modes when it catches the error; guards in the frames of its traceback may go with it.
         moment = Moment("after the call", found, read_ambient(), read_settings(), None)
-    outputs = () if raised else _named_leaves(result, "output")
+    returned, passed = opened(result), opened((inputs.args, inputs.kwargs))
+    outputs = () if raised else tuple(("output" + path, leaf) for path, leaf in returned.leaves)
     tensors = [(name, leaf) for name, leaf in outputs if isinstance(leaf, Tensor)]
     held = [(place.label, tensor) for place in state if (tensor := place.slot.current()) is not None]
     around = [*inputs.tensors, *held]
     seen = Observation(
         raised=raised,
-        structure=None if raised else flatten(result).structure,
+        structure={} if raised else returned.structure,
         outputs=tuple((name, _record_of(leaf, restored=start.restored)) for name, leaf in outputs),
-        input_structure=flatten((inputs.args, inputs.kwargs)).structure,
-        inputs=_inputs_now(inputs, start),
+        input_structure=passed.structure,
+        inputs=_inputs_now(inputs, passed, start),
         aliases=aliases_of(tensors, around),
         moments=(moment,),
+        notes=inputs.notes,
     )
     made = [tensor for _, tensor in tensors] + [tensor for _, tensor in around if tensor.grad_fn is not None]
     return seen, made
 
 
-def _inputs_now(inputs: Inputs, start: Start) -> Named:
+def _inputs_now(inputs: Inputs, passed: Opened, start: Start) -> Named:
     skipped = {id(tensor) for _, tensor in inputs.passed_on}
-    tree = flatten((inputs.args, inputs.kwargs))
-    pairs = zip(tree.paths, tree.leaves, strict=True)
     return tuple(
-        (input_name(path), _record_of(leaf, restored=start.restored)) for path, leaf in pairs if id(leaf) not in skipped
+        (input_name(path), _record_of(leaf, restored=start.restored))
+        for path, leaf in passed.leaves
+        if id(leaf) not in skipped
     )
 
 
@@ -281,9 +284,9 @@ class Observation:
     """Everything observable of one call."""
 
     raised: Raised | None
-    structure: object
+    structure: Mapping[str, Containers | Shape]
     outputs: Named
-    input_structure: object
+    input_structure: Mapping[str, Containers | Shape]
     inputs: Named
     aliases: tuple[tuple[str, Alias | None], ...]
     moments: tuple[Moment, ...]
@@ -291,13 +294,28 @@ class Observation:
     gradients: tuple[tuple[str, TensorRecord | None], ...] = ()
     state: Named = ()
     undeclared: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _record_of(leaf: object, *, restored: frozenset[int]) -> object:
     """The record of a leaf; values are copied only if their memory will be `restored`."""
-    if isinstance(leaf, torch.Generator):
-        leaf = leaf.get_state()
+    state = state_of(leaf)
+    if state is not None:
+        leaf = state if isinstance(state, Tensor) else str(state)
+    if is_array(leaf):
+        return _array_record(leaf)
+    if isinstance(leaf, bytearray | set):
+        return leaf.copy()
     return _tensor_record(leaf, restored) if isinstance(leaf, Tensor) else leaf
+
+
+def _array_record(array: Any) -> object:
+    """The record of a copy of an array; a copy of the array itself where torch has no such dtype."""
+    array = array.copy()
+    try:
+        return replace(_tensor_record(torch.from_numpy(array)), type=type(array).__name__)
+    except TypeError:
+        return array
 
 
 def _tensor_record(tensor: Tensor, restored: frozenset[int] = frozenset()) -> TensorRecord:
@@ -319,20 +337,6 @@ def _tensor_record(tensor: Tensor, restored: frozenset[int] = frozenset()) -> Te
         placements=placements_of(tensor),
         inner=inner,
     )
-
-
-def _named_leaves(value: object, root: str) -> tuple[tuple[str, object], ...]:
-    """The leaves of `value` with their paths after `root`; dataclasses that are no pytrees are opened too."""
-    tree = flatten(value)
-    found: list[tuple[str, object]] = []
-    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                found += _named_leaves(getattr(leaf, field.name), f"{root}{path}.{field.name}")
-            found.append((f"the type of {root}{path}", type(leaf)))
-        else:
-            found.append((root + path, leaf))
-    return tuple(found)
 
 
 def _rows(nested: Tensor) -> Tensor:
