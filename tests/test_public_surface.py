@@ -234,6 +234,7 @@ PUBLIC = {
         "backend",
         "input_kinds",
         "joint_partition",
+        "memory_partition",
         "plans",
     },
     "partita.testing": {

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 import partita
 from partita.errors import BudgetError, OptionError
-from partita.memory import MemoryBudget, Rates, StepMemory, budget_curve, measured_peak, step_memory
+from partita.memory import (
+    MemoryBudget,
+    Rates,
+    StepMemory,
+    budget_curve,
+    measure_rates,
+    measured_peak,
+    step_memory,
+)
 
 #: Fixed, so that plans do not depend on the machine.
 RATES = Rates(matmul_flops=1e11, attention_flops=1e11, bytes=1e10, call=5e-6)
@@ -284,3 +292,14 @@ def test_peaks_of_models_are_predicted(name: str) -> None:
 def test_a_budget_curve_has_plans() -> None:
     curve = budget_curve(Model(depth=2), (_X, _Y), rates=RATES, points=2)
     assert len(curve) == 2
+
+
+def test_rates_are_measured_whatever_mode_is_active() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        found = measure_rates(torch.device("cpu"), torch.float64)
+    assert found.matmul_flops > found.bytes / 100 > 0
+    assert found is measure_rates(torch.device("cpu"), torch.float64)
+    with pytest.raises(OptionError, match="matmul_flops"):
+        Rates(matmul_flops=-1, attention_flops=1e9, bytes=1e9)

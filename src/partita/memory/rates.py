@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from partita.errors import OptionError
+from partita.program._torch.saved_tensors import isolated_from_caller
 
 
 @final
@@ -46,34 +47,37 @@ class Rates:
 @cache
 def measure_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> Rates:
     """The rates of a device, measured in about a tenth of a second; once in a process for each device and dtype."""
-    size = 4096 if device.type == "cuda" else 512
-    heads, tokens = (16, 2048) if device.type == "cuda" else (4, 256)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    is_gpu = device.type == "cuda"
+    size, repeats = (8192, 10) if is_gpu else (512, 1)
+    shape = (4, 16, 2048, 128) if is_gpu else (1, 4, 256, 64)
+    with isolated_from_caller(grad=False):  # A tracer or compiler may be active.
         square = torch.zeros(size, size, device=device, dtype=dtype)
         small = torch.zeros(1, device=device, dtype=dtype)
-        queries = torch.zeros(1, heads, tokens, 64, device=device, dtype=dtype)
+        queries = torch.zeros(shape, device=device, dtype=dtype)
         attend = torch.nn.functional.scaled_dot_product_attention
-        call = _best(lambda: small + small, device)
-        product = _best(lambda: square @ square, device)
-        attention = _best(lambda: attend(queries, queries, queries), device)
-        copy = _best(lambda: square + square, device)
+        call = _seconds(lambda: small + small, device, repeats)
+        product = _seconds(lambda: square @ square, device, repeats)
+        attention = _seconds(lambda: attend(queries, queries, queries), device, repeats)
+        copy = _seconds(lambda: square + square, device, repeats)
+    batch, heads, tokens, width = shape
     return Rates(
         matmul_flops=2 * size**3 / product,
-        attention_flops=4 * heads * tokens * tokens * 64 / attention,
+        attention_flops=4 * batch * heads * tokens * tokens * width / attention,
         bytes=3 * square.numel() * square.element_size() / copy,
         call=call,
     )
 
 
-def _best(run: Callable[[], Tensor], device: torch.device) -> float:
-    """The least time of several runs."""
+def _seconds(run: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
+    """The least time of a call, of several tries of so many calls each."""
     times = []
     for _ in range(8):
         _wait(device)
         start = time.perf_counter()
-        run()
+        for _ in range(repeats):
+            run()
         _wait(device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / repeats)
     return max(min(times[1:]), 1e-7)
 
 

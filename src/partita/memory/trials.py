@@ -14,6 +14,7 @@ from partita._torch.fx.graph_writer import map_nodes
 from partita.analysis.nodes import attribute_of, value_of
 from partita.memory._torch.recorder import Allocation, Ran, Record, Recorder, enter, leave, on_one_thread
 from partita.memory.rates import Rates
+from partita.policies.by_module import calls_around
 from partita.program._torch.saved_tensors import isolated_from_caller
 
 
@@ -235,13 +236,9 @@ def _name_of(node: Node) -> tuple[str, str]:
 
 
 def module_path(node: Node) -> str:
-    """The path of the innermost module that a node was traced in."""
-    stack = node.meta.get("nn_module_stack")
-    if not isinstance(stack, dict) or not stack:
-        return ""
-    last: Any = list(stack.values())[-1]
-    path = str(last[0] if isinstance(last, tuple | list) else last)
-    return path.removeprefix("L['self'].").removeprefix("L['self']")
+    """The path of the innermost module that a node was traced in; empty for the model itself."""
+    calls = calls_around(node, nn.Module())
+    return calls[-1].path if calls else ""
 
 
 def _result(node: Node, env: dict[Node, Any], root: nn.Module) -> Any:
