@@ -10,6 +10,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any, final
 
 import torch
@@ -149,8 +150,11 @@ class JointModel:
 
         Wide copies, as norms compute with, are made again in each kernel.
         """
-        narrow = min(map(_width, self.borders), default=_width(node))
-        return len([one for one in self.readers[node] if one in self.is_forward]) > 1 and _width(node) <= narrow
+        return _width(node) <= self._narrowest and len(self.readers[node] & self.is_forward) > 1
+
+    @cached_property
+    def _narrowest(self) -> float:
+        return min(map(_width, self.borders), default=inf)
 
     @cached_property
     def _heavy_seconds(self) -> dict[Node, float]:

@@ -127,6 +127,9 @@ class _Planner:
         self.needed: dict[int, list[Node]] = {}
         for node in model.read_by_backward:
             self.needed.setdefault(segment[node], []).append(node)
+        self.nodes: list[list[Node]] = [[] for _ in range(self.count)]
+        for node in model.forward:
+            self.nodes[segment[node]].append(node)
         self.candidates = [self._candidates(at) for at in range(self.count)]
         known: dict[Hashable, list[_Entry]] = {}
         self.menus: list[list[_Entry]] = []
@@ -153,8 +156,7 @@ class _Planner:
 
     def _candidates(self, at: int) -> list[Node]:
         """What a segment may save: results of kernels of their own, and values that several operators read."""
-        model = self.model
-        return [node for node in model.forward if model.segment[node] == at and self._is_worth_saving(node)]
+        return [node for node in self.nodes[at] if self._is_worth_saving(node)]
 
     def _is_worth_saving(self, node: Node) -> bool:
         model, value = self.model, value_of(node)
@@ -168,8 +170,7 @@ class _Planner:
 
     def _signature(self, at: int) -> Hashable:
         """Equal for segments whose menus are equal: their operators with shapes, and which are candidates."""
-        model = self.model
-        nodes = [node for node in model.forward if model.segment[node] == at]
+        nodes = self.nodes[at]
         local = {node: place for place, node in enumerate(nodes)}
         wanted = set(self.candidates[at])
         rows = tuple(

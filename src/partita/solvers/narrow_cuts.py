@@ -16,13 +16,13 @@ def narrow_cuts(crossing: Sequence[int], *, least: int, most: int) -> list[int]:
     best: list[tuple[float, int]] = [(0.0, 0)] + [(inf, 0)] * count
     came_from = [0] * (count + 1)
     for stop in range(1, count + 1):
-        for start in range(max(0, stop - most), max(stop - least, 0) + 1):
+        for start in range(max(0, stop - most), stop - least + 1):
             sum_so_far, cuts = best[start]
             cost = crossing[start - 1] if start else 0
             found = (sum_so_far + cost, cuts + bool(start))
             if found < best[stop]:
                 best[stop], came_from[stop] = found, start
-    if best[count][0] == inf:  # Too short for two pieces of the least length, and too long for one.
+    if best[count][0] == inf:  # No number of pieces has allowed lengths.
         return list(range(most, count, most))
     places, stop = [], count
     while (stop := came_from[stop]) > 0:

@@ -6,7 +6,7 @@ allocated until its backward, what it needs while it runs, and how long it takes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -41,13 +41,8 @@ class Stage:
         return max(choice.forward, choice.backward + self.before_backward)
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Choices for the first segments: what they leave allocated, a number to minimize, and the choices."""
-
-    held: int
-    cost: float
-    path: tuple[int, ...]
+#: What the first segments leave allocated, a number to minimize, the state before the last of them, and its choice.
+_State = tuple[int, float, int, int]
 
 
 def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
@@ -57,32 +52,36 @@ def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
     gives a plan with a higher peak. Exact for up to `_MOST_STATES` undominated states; of more than these, some are
     dropped, so that a plan that fits may be slower than need be.
     """
-    states = [_State(0, 0.0, ())]
+    layers: list[list[_State]] = [[(0, 0.0, 0, 0)]]
     for stage in stages:
-        grown = (
-            _State(state.held + choice.held, state.cost + choice.seconds, (*state.path, number))
-            for state in states
+        choices = [
+            (choice.held, choice.seconds, room - stage.needs(choice), number)
             for number, choice in enumerate(stage.choices)
-            if state.held + stage.needs(choice) <= room
-        )
-        states = _undominated(grown)
-        if not states:
+        ]
+        grown = [
+            (held + more, cost + seconds, at, number)
+            for at, (held, cost, _, _) in enumerate(layers[-1])
+            for more, seconds, most_before, number in choices
+            if held <= most_before
+        ]
+        if not grown:
             return None
-    return min(states, key=lambda state: (state.cost, state.held, state.path)).path
+        layers.append(_undominated(grown))
+    return _path(layers)
 
 
 def least_peak(stages: Sequence[Stage]) -> tuple[int, tuple[int, ...]]:
     """The smallest peak of any plan, and the choices of such a plan."""
-    states = [_State(0, -inf, ())]
+    layers: list[list[_State]] = [[(0, -inf, 0, 0)]]
     for stage in stages:
-        grown = (
-            _State(state.held + choice.held, max(state.cost, state.held + stage.needs(choice)), (*state.path, number))
-            for state in states
-            for number, choice in enumerate(stage.choices)
-        )
-        states = _undominated(grown)
-    best = min(states, key=lambda state: (state.cost, state.held, state.path))
-    return int(best.cost) if stages else 0, best.path
+        choices = [(choice.held, stage.needs(choice), number) for number, choice in enumerate(stage.choices)]
+        grown = [
+            (held + more, max(highest, held + needs), at, number)
+            for at, (held, highest, _, _) in enumerate(layers[-1])
+            for more, needs, number in choices
+        ]
+        layers.append(_undominated(grown))
+    return int(min(layers[-1], key=_by_cost)[1]) if stages else 0, _path(layers)
 
 
 def peak_of(stages: Sequence[Stage], chosen: Sequence[int]) -> int:
@@ -96,15 +95,26 @@ def peak_of(stages: Sequence[Stage], chosen: Sequence[int]) -> int:
 _MOST_STATES = 20_000
 
 
-def _undominated(states: Iterable[_State]) -> list[_State]:
+def _undominated(states: list[_State]) -> list[_State]:
     """The states that no other one equals or beats in both numbers; of equals the first in the order of choices."""
+    states.sort()
     kept: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.held, state.cost, state.path)):
-        if not kept or state.cost < kept[-1].cost:
+    for state in states:
+        if not kept or state[1] < kept[-1][1]:
             kept.append(state)
-    return kept if len(kept) <= _MOST_STATES else _thinned(kept)
+    # An even choice, with the one that holds least: whatever fits at all still does.
+    return kept if len(kept) <= _MOST_STATES else [*kept[:: 2 * len(kept) // _MOST_STATES + 1], kept[-1]]
 
 
-def _thinned(states: Sequence[_State]) -> list[_State]:
-    """An even choice of the states, with the one that holds least: whatever fits at all still does."""
-    return [*states[:: 2 * len(states) // _MOST_STATES + 1], states[-1]]
+def _by_cost(state: _State) -> tuple[float, int]:
+    return state[1], state[0]
+
+
+def _path(layers: Sequence[Sequence[_State]]) -> tuple[int, ...]:
+    """The choices that lead to the best of the last states."""
+    path: list[int] = []
+    at = layers[-1].index(min(layers[-1], key=_by_cost))
+    for layer in reversed(layers[1:]):
+        _, _, at, number = layer[at]
+        path.append(number)
+    return tuple(reversed(path))

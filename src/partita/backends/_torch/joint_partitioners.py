@@ -71,7 +71,8 @@ def partition_saving(
     from torch._functorch import partitioners
 
     def chosen(graph: Any, node_info: Any, memory_budget: float = 1) -> list[Node]:
-        saved = set(choose(joint))
+        prepared = joint if joint.graph is graph else graph.owning_module
+        saved = set(choose(prepared))
         saved.update(node for node in node_info.inputs)
         return [node for node in graph.nodes if node in saved]
 
