@@ -150,24 +150,26 @@ def test_gradients_are_right_under_inductor(dropout: float) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_that_is_measured_over_its_budget_is_planned_once_more() -> None:
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_step_that_is_measured_over_its_budget_is_planned_once_more(inner: str) -> None:
     model, fitted, plans = _decoder(), list[FittedGraph](), list[Any]()
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        found = compile_to_fit(gm, inputs, peak=budget, inner="aot_eager", rates=RATES, on_plan=plans.append)
+        found = compile_to_fit(gm, inputs, peak=budget, inner=inner, rates=RATES, on_plan=plans.append)
         assert isinstance(found, FittedGraph)
         fitted.append(found)
         return found
 
     resident = sum(one.numel() * one.element_size() for one in model.parameters()) + _IDS.numel() * 8
-    budget = 5_000_000
+    budget = 5_000_000 if inner == "aot_eager" else 2_500_000
     compiled = torch.compile(model, backend=backend)
     expected = _gradients(compiled, model)
     (first,) = plans
     fitted[0].compare(measured=budget - 1, resident=resident)
     assert len(plans) == 1
     fitted[0].compare(measured=budget + 300_000, resident=resident)
-    assert all(map(torch.equal, _gradients(compiled, model), expected))
+    for one, other in zip(_gradients(compiled, model), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert len(plans) == 2
     # The difference between prediction and measurement counts now.
     assert plans[1].peak_bytes <= budget - resident

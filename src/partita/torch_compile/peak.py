@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from partita.analysis.nodes import value_of
 from partita.analysis.projections import with_items
 from partita.backends._torch.joint_partitioners import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
@@ -195,19 +196,21 @@ class FittedGraph:
         devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
         self._device = next(iter(devices)) if len(devices) == 1 else None
         # Compilers change the graph that they are given.
-        self._gm, self._inputs = copied_graph(gm, inputs), list(inputs)
+        self._gm = copied_graph(gm, inputs)
+        # Traced values take no memory, unlike the inputs of this call.
+        self._inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._inner, self._on_plan = inner, on_plan
         self._calls = 0
         self.partition = partition
-        self._function = self._compiled(gm, partition)
+        self._function = self._compiled(gm, inputs, partition)
 
     def __call__(self, *args: Any) -> Any:
         if self._device is not None and self._calls < 3:
             self._observe(self._device)
         return self._function(*args)
 
-    def _compiled(self, gm: GraphModule, partition: MemoryPartition) -> Callable[..., Any]:
-        function = compile_with_partitioner(gm, self._inputs, partition, inner=self._inner)
+    def _compiled(self, gm: GraphModule, inputs: Sequence[Any], partition: MemoryPartition) -> Callable[..., Any]:
+        function = compile_with_partitioner(gm, inputs, partition, inner=self._inner)
         if self._on_plan is not None:
             for found in partition.plans.found:
                 self._on_plan(found)
@@ -228,8 +231,6 @@ class FittedGraph:
 
         `resident` is what is allocated between steps, gradients of an earlier step among it if they were kept.
         """
-        if not self.partition.plans.found:  # Compiled code was found in a cache.
-            return
         plan, budget = self.partition.plans.found[-1], self.partition.budget
         is_part = isinstance(budget.peak, float) and budget.peak <= 1
         asked = plan.allowed_bytes + resident if is_part else budget.bytes(0)
@@ -242,7 +243,7 @@ class FittedGraph:
         again = MemoryPartition(budget, self.partition.fuses, self.partition.rates, resident, margin)
         try:
             with own_tracing_context(fake_mode_of_inputs(self._inputs)):
-                self._function = self._compiled(copied_graph(self._gm, self._inputs), again)
+                self._function = self._compiled(copied_graph(self._gm, self._inputs), self._inputs, again)
             self.partition = again
         except BudgetError as error:
             log.warning("no plan holds the budget: %s", error)

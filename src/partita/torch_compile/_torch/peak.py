@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from partita.torch_compile._torch.backends import adopt_origin, sources_of
@@ -30,16 +29,15 @@ def compile_with_partitioner(
         )
         compiled: Callable[..., Any] = eager(gm, inputs)
         return compiled
+    import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    patches: dict[str, Any] = {}
-    tag = ""
-    if partition is not None:
-        patches = {"custom_partitioner_fn": partition, "allow_buffer_reuse": False}
-        tag = f"partita:{partition.uuid()}"  # type: ignore[attr-defined]
-    config: Any = torch.compiler.config
-    # The key of torch's cache of compiled graphs ignores partitioners (2.13).
-    with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}"):
+    if partition is None:
+        plain: Any = compile_fx(gm, list(inputs))
+        return plain  # type: ignore[no-any-return]
+    patches: dict[str, Any] = {"custom_partitioner_fn": partition, "allow_buffer_reuse": False}
+    # AOTAutograd's cache would skip the partitioner, and the step would have no plan; Inductor's cache still serves.
+    with functorch_config.patch(enable_autograd_cache=False):
         function: Any = compile_fx(gm, list(inputs), config_patches=patches)
         return function  # type: ignore[no-any-return]
 
