@@ -12,6 +12,7 @@ from benchmarks import (
     analyses,
     calling,
     code_generation,
+    compile_once,
     first_call,
     fusing,
     growth,
@@ -40,6 +41,10 @@ SECTIONS = {
     "growth": growth.rows,
     "import": importing.rows,
     "repeats": growth.repeat_rows,
+    "compile-once": compile_once.rows,
+    "compile-many": compile_once.many_rows,
+    "compile-distinct": compile_once.distinct_rows,
+    "compile-captured": compile_once.captured_rows,
 }
 _HERE = Path(__file__).resolve().parent
 

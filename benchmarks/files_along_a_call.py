@@ -43,23 +43,25 @@ def main() -> None:
     """Prints one line for each path."""
     model, x = Blocks(), torch.randn(2, 8)
     policy = ByModule("blocks.*")
-    program = partita.capture(model, (x,))
+    # Each path plans a program of its own, since a program caches its analyses.
+    program, cut, called, rematerialized, compiled = (partita.capture(model, (x,)) for _ in range(5))
     recomputed = partita.plan(program, policy, Recompute()).apply().module()
     lowered = partita.plan(program, policy, Lower("aot_eager")).apply().module()
     paths: dict[str, Callable[[], object]] = {
-        "split: plan, apply, run": lambda: partita.plan(program, policy, Call()).apply().module()(x),
+        "split: plan and apply": lambda: partita.plan(cut, policy, Call()).apply(),
+        "split: plan, apply, module and call": lambda: partita.plan(called, policy, Call()).apply().module()(x),
         "capture": lambda: partita.capture(model, (x,)),
-        "recompute: plan and apply": lambda: partita.plan(program, policy, Recompute()).apply(),
+        "recompute: plan and apply": lambda: partita.plan(rematerialized, policy, Recompute()).apply(),
         "recompute: forward and backward": lambda: recomputed(x).sum().backward(),
-        "lower: plan and apply": lambda: partita.plan(program, policy, Lower("aot_eager")).apply(),
+        "lower: plan and apply": lambda: partita.plan(compiled, policy, Lower("aot_eager")).apply(),
         "lower: first call": lambda: lowered(x),
         "lower: second call": lambda: lowered(x),
     }
-    print(f"{'path':34} {'files':>6} {'packages':>9} {'changes':>8}")
+    print(f"{'path':36} {'files':>6} {'packages':>9} {'changes':>8}")
     for name, path in paths.items():
         files, changes = _followed(path)
         packages = {_package(file) for file in files}
-        print(f"{name:34} {len(files):6} {len(packages):9} {changes:8}")
+        print(f"{name:36} {len(files):6} {len(packages):9} {changes:8}")
 
 
 def _followed(path: Callable[[], object]) -> tuple[set[str], int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from benchmarks.isolated import measured
+from benchmarks.models import has_targets
 from benchmarks.rows import Row, at_least, at_most
 from benchmarks.scales import Scale
 from benchmarks.splitting import PARTS
@@ -23,7 +24,9 @@ def rows(scale: Scale) -> Iterator[Row]:
 
 
 def repeat_rows(scale: Scale) -> Iterator[Row]:
-    """How finding repeats grows: in blocks of a hundred nodes, in blocks of four, and where next to nothing repeats."""
+    """The layers of a large Llama, then growth: blocks of a hundred nodes, of four, and next to no repeats."""
+    if has_targets(scale.layers):
+        yield from _llama_rows(80)
     small, large = scale.grown
     for kind in ("blocks", "residual", "random"):
         taken = {
@@ -50,6 +53,22 @@ def repeat_rows(scale: Scale) -> Iterator[Row]:
             reading="MB",
             value=taken[large]["peak"] / 1e6,
             target=at_most(4_000) if large == _MILLION else None,
+        )
+
+
+def _llama_rows(layers: int) -> Iterator[Row]:
+    """The layers of a Llama with the sizes of Llama-3-70B, found and planned, then applied."""
+    taken = measured("repeats_of_llama", layers=layers)
+    case = f"Llama-3-70B, {taken['calls']:.0f} of {layers} layers found"
+    for what, seconds, most in (("planned", taken["cpu"], 10), ("applied", taken["applied"], None)):
+        yield Row(
+            section="repeats",
+            case=f"{case}, {what}",
+            unit="s",
+            ours=seconds,
+            reading="s of CPU",
+            value=seconds,
+            target=None if most is None else at_most(most),
         )
 
 

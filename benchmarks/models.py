@@ -8,7 +8,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-__all__ = ["exported_llama", "flat_inputs", "functional", "has_targets"]
+__all__ = ["exported_large_llama", "exported_llama", "flat_inputs", "functional", "has_targets"]
 
 
 @cache
@@ -29,6 +29,25 @@ def exported_llama(layers: int) -> ExportedProgram:
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         return torch.export.export(model, (_tokens(),), strict=False)
+
+
+def exported_large_llama(layers: int) -> ExportedProgram:
+    """A Llama with the widths of Llama-3-70B, on the meta device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model, tokens = LlamaForCausalLM(config).eval(), torch.zeros(1, 512, dtype=torch.long)
+    with torch.no_grad():
+        return torch.export.export(model, (tokens,), strict=False)
 
 
 def functional(program: ExportedProgram) -> GraphModule:

@@ -31,6 +31,9 @@ class Scale:
     partitioned_nodes: tuple[int, ...] = (1_000, 4_000)
     #: Nests of modes, by their depth.
     nest_depths: tuple[int, int] = (32, 256)
+    #: Models of equal blocks, the smaller one beside the whole compile; how often each way compiles them.
+    equal_blocks: tuple[int, int] = (24, 96)
+    compile_turns: int = 1
 
 
 _ALL = ("residual", "chain", "fan-out", "random", "writes")
@@ -50,6 +53,8 @@ SCALES = {
         (50, 100),
         (100,),
         (8, 32),
+        (2, 3),
+        1,
     ),
     "quick": Scale(
         {1_000: 3, 4_000: 3},
@@ -65,6 +70,8 @@ SCALES = {
         (1_000, 4_000),
         (1_000,),
         (16, 64),
+        (4, 8),
+        1,
     ),
     "default": Scale(
         {1_000: 7, 4_000: 5, 16_000: 3, 64_000: 2},
@@ -91,5 +98,6 @@ SCALES = {
         256_000,
         200,
         (1_000, 4_000, 16_000, 64_000, 256_000),
+        compile_turns=3,
     ),
 }

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ SOURCE = Path(partita.__file__).parent
 LISTED = Path(__file__).with_suffix(".txt")
 
 
-def found() -> set[str]:
+@cache
+def found() -> frozenset[str]:
     """One line for each thing: its kind, and its qualified name, attribute, or patched place."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
     own = {name for tree in trees.values() for name in _own_names(tree)}
@@ -26,7 +28,7 @@ def found() -> set[str]:
     for tree in trees.values():
         lines.update(_touched(tree, own))
     modules = {line for line in lines if any(other.startswith(f"{line}.") for other in lines)}
-    return lines - modules
+    return frozenset(lines - modules)
 
 
 def listed() -> set[str]:
@@ -120,14 +122,18 @@ def _asked_by_text(node: ast.Call, own: set[str]) -> Iterator[str]:
     """Attributes that `getattr` and its kin are given as text."""
     if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr", "delattr"):
         for argument in node.args[1:2]:
-            if isinstance(argument, ast.Constant) and _is_private(str(argument.value)) and argument.value not in own:
+            if (
+                isinstance(argument, ast.Constant)
+                and _is_private(str(argument.value))
+                and argument.value not in own | PYTHONS
+            ):
                 yield f"attribute {argument.value}"
 
 
 def _patched(node: ast.Call, names: dict[str, str]) -> Iterator[str]:
     """Calls that put something into the place of what torch has."""
     match node.func:
-        case ast.Name(id="Patch" | "Patch"):
+        case ast.Name(id="Patch"):
             yield f"patch {ast.unparse(node.args[0])}.{ast.unparse(node.args[1])}"
         case ast.Name(id="setattr"):
             owner = node.args[0]

@@ -23,6 +23,8 @@ import pytest
 import torch
 from tests.helpers.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
 
+from partita.backends import backend
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = "<!-- not run -->"
@@ -58,6 +60,7 @@ class Block:
 @pytest.mark.parametrize("page", [pytest.param(page, marks=_needs(page), id=_name(page)) for page in PAGES])
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(backend, "_REGISTERED", {})
     namespace = _fresh_namespace(page, monkeypatch)
     for block in python_blocks(page.read_text(encoding="utf-8")):
         run(block, page, namespace)

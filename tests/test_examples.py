@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if "def main(" in path.read_text(encoding="utf-8")]
-#: It starts two processes, each of which imports torch and compiles.
-SLOW = ROOT / "examples" / "sharded_training.py"
-QUICK = [script for script in SCRIPTS if script != SLOW]
+#: Each starts two processes, which import torch and compile.
+SHARDED, SERVE = (ROOT / "examples" / name for name in ("sharded_training.py", "serve.py"))
+QUICK = [script for script in SCRIPTS if script not in (SHARDED, SERVE)]
 
 
 #: Runs the scripts that it is given one after the other, as `python script.py` does, and tells what each has printed.
@@ -37,9 +37,23 @@ def test_the_scripts_run_one_after_the_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_the_script_runs(script: Path, tmp_path: Path) -> None:
-    if script == SLOW and not dist.is_gloo_available():
+    if script == SHARDED and not dist.is_gloo_available():
         pytest.skip("this build of torch has no gloo")
+    if script == SERVE:
+        pytest.skip("it has a test of its own")
     assert _run(str(script), folder=tmp_path).strip()
+
+
+@pytest.mark.slow
+@pytest.mark.models
+@pytest.mark.parametrize(("name", "compiled"), [("llama", 3), ("mixtral", 4)])
+def test_a_served_model_is_compiled_once_for_all_sizes_and_processes(name: str, compiled: int, tmp_path: Path) -> None:
+    """The second layer of a Mixtral gets sizes that the first one has computed, so that it is a body of its own."""
+    pytest.importorskip("transformers")
+    first, again = _run(str(SERVE), name, str(tmp_path / "cache"), folder=tmp_path).split("in a new process:")
+    assert f"4 pieces, {compiled} compiled for 3 sizes" in first
+    assert "6 pieces, 0 compiled for 3 sizes" in again
+    assert "was compiled in" not in again
 
 
 def _run(*arguments: str, folder: Path) -> str:
@@ -53,4 +67,4 @@ def _run(*arguments: str, folder: Path) -> str:
 
 def test_there_are_examples() -> None:
     assert len(SCRIPTS) >= 3
-    assert SLOW in SCRIPTS
+    assert {SHARDED, SERVE} <= set(SCRIPTS)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import pydoc
+import re
 import tomllib
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_origin
 
@@ -357,3 +360,15 @@ def test_the_public_names_of_partita_are_in_the_documentation() -> None:
     )
     missing = [name for module in shown for name in sorted(PUBLIC[module]) if name not in text]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    "module_name", ["partita", "partita.policies", "partita.treatments", "partita.backends", "partita.plans"]
+)
+def test_help_shows_nothing_that_a_dataclass_generates(module_name: str) -> None:
+    module = importlib.import_module(module_name)
+    values = [value for name in module.__all__ if is_dataclass(value := getattr(module, name))]
+    assert values
+    for value in values:
+        text = pydoc.render_doc(value, renderer=pydoc.plaintext)
+        assert not re.search(r"__(eq|hash|repr|getstate|setattr|post_init|dataclass_fields|match_args)__", text), value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita.analysis.effects.calls import Effects, effects_of_node
 from partita.analysis.effects.terms import UNKNOWN, nodes_in_slots
+from partita.hops import wrap
 
 A = torch.ops.aten
 X, Y, Z = "xyz"  # Stand for the three inputs in the tables below.
@@ -389,3 +391,16 @@ def test_a_method_that_no_tensor_has_is_unknown(name: str) -> None:
     call = graph.call_method(name, (graph.placeholder("handle"),))
     graph.output(call)
     assert effects_of_node(call, GraphModule(nn.Module(), graph)) == UNKNOWN
+
+
+def test_bodies_may_be_nested_deeper_than_python_recurses() -> None:
+    body: nn.Module = told("call_function", A.mul_.Tensor, X, 2)[0].graph.owning_module
+    assert isinstance(body, GraphModule)
+    for _ in range(sys.getrecursionlimit() // 3):
+        root, graph = nn.Module(), Graph()
+        root.body = body
+        inputs = [graph.placeholder(name) for name in "xyz"]
+        graph.output(graph.call_function(wrap, (graph.get_attr("body"), *inputs)))
+        body = GraphModule(root, graph)
+    node = next(iter(body.graph.find_nodes(op="call_function", target=wrap)))
+    assert written(node, effects_of_node(node, body)) == "x"

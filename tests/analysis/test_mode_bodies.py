@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
 from partita import Program, capture, fingerprint, hops, inline, mode_tree, plan, verify
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, IS_GRAD_ENABLED, SET_GRAD
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.errors import ModeError
 from partita.policies import ByMode
 from partita.rewrite.mode_nodes import OperatorFamily

@@ -520,3 +520,23 @@ def test_functorch_levels_inside_a_block_can_be_captured_again(does: Callable[..
     again = capture(capture(model, (X,)).module(), (X,))
     verify(model, again, (X,))
     assert again.exported()
+
+
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_one_tensor_passed_twice_is_two_inputs(is_parameter: bool) -> None:
+    """torch.export merges them (2.13): its program ignores the first one afterwards."""
+
+    class Sum(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, p: Tensor, rest: dict[str, Tensor]) -> Tensor:
+            return p * 2 + rest["q"] * self.weight
+
+    model, one = Sum(), torch.ones(3, requires_grad=True)
+    args = (model.weight, {"q": model.weight}) if is_parameter else (one, {"q": one})
+    p, q = torch.arange(3.0, requires_grad=True), torch.full((3,), 10.0)
+    result = capture(model, args).module()(p, {"q": q})
+    assert torch.equal(result, model(p, {"q": q}))
+    assert torch.equal(torch.autograd.grad(result.sum(), p)[0], torch.full((3,), 2.0))

@@ -98,10 +98,15 @@ def going_backward_by_a_transform(model: Model, x: Tensor) -> Tensor:
     return gradient(model.first(x))[0]  # type: ignore[no-any-return]
 
 
+def random_from_a_lower_bound(model: Model, x: Tensor) -> Tensor:
+    return x + torch.empty_like(x).random_(3, 9)
+
+
 KEPT_ALIVE: list[Iterator[Tensor]] = []
 
 
 REFUSED: dict[Callable[..., Any], str] = {
+    random_from_a_lower_bound: r"aten.random_.from, since 'from' is a keyword.*torch.randint_like\(x, low, high\)",
     branching_on_values: "Model cannot be captured: .*[Dd]ata-dependent",
     failing: "Model cannot be captured: LookupError: no such layer$",
     with_its_own_backward: r"node 'pow_1'.* ran without gradients.*torch.autograd.Function.*custom_op",
@@ -125,6 +130,20 @@ def test_what_cannot_be_kept_is_refused(does: Callable[..., Any]) -> None:
     assert isinstance(caught.value, CaptureError | ModeError)
     assert read_ambient() == found
     assert held_by_torch() == before
+
+
+def test_random_numbers_from_zero_are_captured() -> None:
+    """Torch's trace calls `aten.random_.from`, which is no Python (2.13)."""
+
+    def does(model: Model, x: Tensor) -> Tensor:
+        return x + torch.empty_like(x).random_(0, 9)
+
+    model = Model(does)
+    program = capture(model, (X,))
+    torch.manual_seed(1)
+    expected = model(X)
+    torch.manual_seed(1)
+    assert torch.equal(program.module()(X), expected)
 
 
 def test_the_reason_of_torch_is_chained() -> None:

@@ -250,6 +250,57 @@ def test_a_functional_call_replaces_the_state_of_the_variant_that_runs() -> None
     assert not functional_call(module, zeros, (x,)).any()
 
 
+def _called_with(module: nn.Module, state: dict[str, Any], x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    """The result of a call with copies of this state, and the gradients of the copies."""
+    torch.manual_seed(0)
+    own = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in state.items()}
+    result = functional_call(module, own, (x,))
+    (result * torch.arange(4)).sum().backward()
+    return result, [value.grad for value in own.values() if value.requires_grad]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "model", [_model(), nn.Linear(4, 4), nn.BatchNorm1d(4)], ids=lambda model: type(model).__name__
+)
+def test_a_functional_call_replaces_the_state_of_both_variants(model: nn.Module, training: bool) -> None:
+    module, x = _both(model).train(training), torch.randn(3, 4)
+    others = {
+        name: torch.rand_like(tensor).requires_grad_(isinstance(tensor, nn.Parameter))
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.is_floating_point()
+    }
+    names = dict(zip(module.state_dict(), model.state_dict(), strict=True))
+    before = copy.deepcopy(module.state_dict())
+    result, gradients = _called_with(module, others, x)
+    expected, expected_gradients = _called_with(
+        model.train(training), {names[name]: value for name, value in others.items()}, x
+    )
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(gradients, expected_gradients)
+    # What a batch norm mutates in training are the tensors that it was given, and its own count.
+    after = {name: value for name, value in module.state_dict().items() if value.is_floating_point()}
+    torch.testing.assert_close(after, {name: before[name] for name in after})
+
+
+@pytest.mark.parametrize("replace", ["parametrized", "set"])
+def test_a_weight_that_is_replaced_is_replaced_in_both_variants(replace: str) -> None:
+    class Zero(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 0
+
+    module, x = _both(nn.Sequential(nn.Linear(4, 4, bias=False))), torch.randn(3, 4)
+    ((name, weight),) = module.named_parameters()
+    owner, key = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    if replace == "parametrized":
+        nn.utils.parametrize.register_parametrization(owner, key, Zero())
+    else:
+        setattr(owner, key, nn.Parameter(torch.zeros_like(weight)))
+    assert not module.train()(x).any()
+    assert not module.eval()(x).any()
+    assert not copy.deepcopy(module)(x).any()
+
+
 def test_programs_are_taken_as_well_as_modules() -> None:
     model, x = _model(), (torch.randn(3, 4),)
     module = TrainEval(partita.capture(model.train(), x), partita.capture(model.eval(), x))

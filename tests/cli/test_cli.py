@@ -37,10 +37,23 @@ def _demo() -> str:
 
 
 @pytest.fixture(scope="module")
-def demo() -> str:
-    """What it prints if it does not wait for Inductor, which takes longer than all the rest."""
+def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What it prints if it does not wait for Inductor, which takes longer than all the rest.
+
+    It runs in a folder with a Python file that hides one of the standard library from a child process that looks there.
+    """
+    folder = tmp_path_factory.mktemp("with_python_files")
+    folder.joinpath("typing.py").write_text("raise ImportError('not the typing of the standard library')")
+    popen = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        is_inductor = command[-1] == with_inductor.__name__
+        return popen([sys.executable, "-c", "import signal; signal.pause()"] if is_inductor else command, **options)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         patch.setattr(lowering, "_TIMEOUT_S", 0.0)
+        patch.setattr(subprocess, "Popen", started)
         return _demo()
 
 
@@ -125,7 +138,7 @@ def test_the_chapter_on_lowering_tells_what_the_other_process_finds(
     monkeypatch.setattr(lowering, "_show_capability", lambda: partita.compare(torch.sin, torch.sin, (torch.ones(2),)))
     assert lowering.show() is (status == 0)
     assert capsys.readouterr().out == "lowered with inductor:\ncompiled\n"
-    assert commands == [[sys.executable, "-m", with_inductor.__name__]]
+    assert commands == [[sys.executable, "-P", "-m", with_inductor.__name__]]
 
 
 def test_the_chapter_on_lowering_needs_no_other_library(

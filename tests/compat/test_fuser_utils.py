@@ -391,7 +391,7 @@ def test_a_fused_program_means_the_same_or_is_refused_whole(labelled: tuple[Case
 
 
 def _sums(program: Program) -> Any:
-    from partita.program.reordering import summation_tolerance
+    from partita.program.program import summation_tolerance
 
     return summation_tolerance(program)
 

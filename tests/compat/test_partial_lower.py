@@ -27,7 +27,7 @@ from partita.compat import partial_lower as module
 from partita.compat.partial_lower import partial_lower
 from partita.errors import CallbackError, LoweringError, OptionError
 from partita.lowering.lowered import Lowered
-from partita.program.reordering import summation_tolerance
+from partita.program.program import summation_tolerance
 from partita.testing.generator.draft import Case
 from partita.testing.strategies import programs
 

@@ -41,7 +41,7 @@ from partita import Program, compare
 from partita.compat import fuser_utils as our_fuser
 from partita.compat import partitioner as ours
 from partita.errors import CallbackError, OptionError
-from partita.program.reordering import summation_tolerance
+from partita.program.program import summation_tolerance
 from partita.testing import Case, captured_case, programs
 
 X = torch.linspace(-2, 2, 4)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
+from tests.helpers.selecting import slow_but
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -67,8 +75,12 @@ class _Model(nn.Module):
 
 def _applied(model: nn.Module, folder: Path, x: Tensor, policy: Any = None) -> nn.Module:
     """A new lowered program, as another process would make it: nothing is shared but the folder."""
+    return _lowered(partita.capture(model, (x,)), folder, policy)
+
+
+def _lowered(program: partita.Program, folder: Path, policy: Any = None) -> nn.Module:
     lower = Lower(Counting(), cache=folder, strict=True)
-    return partita.plan(partita.capture(model, (x,)), policy or BySize(parts=2), lower).apply().module()
+    return partita.plan(program, policy or BySize(parts=2), lower).apply().module()
 
 
 def test_the_next_program_compiles_nothing(tmp_path: Path) -> None:
@@ -114,7 +126,21 @@ def test_gradients_flow_through_what_was_loaded(tmp_path: Path) -> None:
         assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("spoil", [lambda data: data[:-3], lambda data: b"", lambda data: data[:60] + b"x" + data[61:]])
+def _flipped(data: bytes, *, eighth: int) -> bytes:
+    place = len(data) * eighth // 8
+    return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
+
+
+_SPOILT: tuple[Callable[[bytes], bytes], ...] = (
+    lambda data: data[: len(data) // 2],
+    lambda data: data[:-3],
+    lambda data: b"",
+    lambda data: data + b"x",
+    *(partial(_flipped, eighth=eighth) for eighth in range(8)),
+)
+
+
+@pytest.mark.parametrize("spoil", slow_but(_SPOILT, _SPOILT[0], _SPOILT[7]))
 def test_a_damaged_entry_is_a_message_and_a_compilation(
     tmp_path: Path, spoil: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,9 +152,39 @@ def test_a_damaged_entry_is_a_message_and_a_compilation(
     with caplog.at_level(logging.WARNING, "partita"):
         assert torch.equal(_applied(model, tmp_path, x)(x), model(x))
     assert Counting.compiled == 2
-    assert "is damaged or of another version, so its function is compiled again" in caplog.text
+    assert "is damaged, so it is removed and its function compiled again" in caplog.text
+    caplog.clear()
     assert _applied(model, tmp_path, x)(x).equal(model(x))
     assert Counting.compiled == 2
+    assert "damaged" not in caplog.text
+
+
+def test_an_entry_at_the_place_of_another_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The two bodies are called alike, so that only the place tells the functions apart."""
+    one, other, x = _Model(), _Model(rate=0.5), torch.randn(2, 4)
+    for model, folder in ((one, tmp_path / "one"), (other, tmp_path / "other")):
+        _applied(model, folder, x, BySize(parts=1))(x)
+    (source,), (target,) = (list((tmp_path / name).rglob("*.function")) for name in ("one", "other"))
+    target.write_bytes(source.read_bytes())
+    Counting.compiled = 0
+    assert torch.equal(_applied(other, tmp_path / "other", x, BySize(parts=1))(x), other(x))
+    assert Counting.compiled == 1
+    assert "or belong to another folder" in caplog.text
+
+
+def test_a_function_that_cannot_be_loaded_is_a_message_and_a_compilation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = _Model(), torch.randn(2, 4)
+    _applied(model, tmp_path, x)(x)
+
+    def refuse(self: Counting, data: bytes) -> Any:
+        raise ValueError("made by another build")
+
+    monkeypatch.setattr(Counting, "load", refuse)
+    assert torch.equal(_applied(model, tmp_path, x)(x), model(x))
+    assert Counting.compiled == 4
+    assert "cannot load a function, so it is compiled again: made by another build" in caplog.text
 
 
 def test_half_written_files_are_no_entries(tmp_path: Path) -> None:
@@ -141,12 +197,66 @@ def test_half_written_files_are_no_entries(tmp_path: Path) -> None:
     assert Counting.compiled == 0
 
 
-def test_other_settings_of_the_compiler_are_other_entries(tmp_path: Path) -> None:
-    model, x = _Model(), torch.randn(2, 4)
-    _applied(model, tmp_path, x)(x)
-    with torch._inductor.config.patch(max_fusion_size=7):
-        _applied(model, tmp_path, x)(x)
+@contextmanager
+def _set(read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> Iterator[None]:
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: torch._inductor.config.patch(max_fusion_size=7),
+        lambda: torch._functorch.config.patch(activation_memory_budget=0.5),
+        lambda: _set(torch.get_num_threads, torch.set_num_threads, 2),
+        lambda: _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+        lambda: _set(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+        lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.no_grad(),
+        lambda: torch.inference_mode(),
+        lambda: patch.object(torch, "__version__", "2.0.0"),
+        lambda: patch.object(Counting, "__repr__", lambda self: "Counting(level=2)"),
+        lambda: patch.object(Counting, "version", "2", create=True),
+        lambda: patch("partita.lowering.cache_folder._digest_of_partita", lambda: "another version"),
+        lambda: patch("partita.lowering.cache_folder.instructions", lambda: ["sse"]),
+    ],
+)
+def test_what_decides_the_code_decides_the_entry(tmp_path: Path, changed: Callable[[], Any]) -> None:
+    x = torch.randn(2, 4)
+    program = partita.capture(_Model(), (x,))
+    _lowered(program, tmp_path)(x)
+    assert Counting.compiled == 2
+    with changed():
+        _lowered(program, tmp_path)(x)
     assert Counting.compiled == 4
+    _lowered(program, tmp_path)(x)
+    assert Counting.compiled == 4
+
+
+def test_dynamic_sizes_are_part_of_an_entry(tmp_path: Path) -> None:
+    """A function for one size is not used for others, and one for all sizes serves them."""
+    model, x = _Model(), torch.randn(3, 4)
+    rows = torch.export.Dim("rows", min=2, max=64)
+    _applied(model, tmp_path, x)(x)
+    assert Counting.compiled == 2
+    for size in (5, 7):
+        other = torch.randn(size, 4)
+        program = partita.capture(model, (x,), dynamic_shapes=({0: rows},))
+        assert torch.equal(_lowered(program, tmp_path)(other), model(other))
+    assert Counting.compiled == 4
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = _Model(), torch.randn(2, 4)
+    with patch("os.replace", side_effect=OSError("no space left")):
+        assert torch.equal(_applied(model, tmp_path, x)(x), model(x))
+    assert "a function cannot be written to" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_code_that_another_process_may_not_have_is_not_cached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,6 +296,7 @@ _SCRIPT = """
 import sys, torch, partita
 from partita.policies import BySize
 from partita.treatments import Lower
+torch.set_num_threads(1)
 torch.manual_seed(0)
 model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)), torch.randn(2, 4)
 plan = partita.plan(partita.capture(model, (x,)), BySize(parts=1), Lower("inductor", cache=sys.argv[1], strict=True))
@@ -196,10 +307,82 @@ torch.testing.assert_close(loss, model(x).square().sum())
 print([one.loaded for one in plan.compilations])
 """
 
+#: A C++ compiler that notes what it builds: preprocessing and headers do not count.
+_NOTING = """#!/bin/sh
+case "$*" in *" -E "*|*.h" "*|*.h.gch*|*--version*|*-dumpversion*) ;; *-shared*|*" -c "*) echo "$*" >> "$BUILT" ;; esac
+exec g++ "$@"
+"""
+
+
+def _start(folder: Path, caches: Path) -> subprocess.Popen[str]:
+    """The script in a process with its own caches of Inductor, which notes what the compiler builds."""
+    caches.mkdir()
+    compiler = caches.parent / "g++"  # Its path is one of the settings of Inductor.
+    compiler.write_text(_NOTING)
+    compiler.chmod(0o755)
+    settings = {
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "CXX": str(compiler),
+        "BUILT": str(caches / "built"),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, str(folder)],
+        env={**os.environ, **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _printed(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    return out.strip()
+
 
 @pytest.mark.slow
-def test_a_second_process_loads_what_inductor_made(tmp_path: Path) -> None:
-    for loaded in ("[False]", "[True]"):
-        command = [sys.executable, "-c", _SCRIPT, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == loaded
+def test_a_second_process_builds_nothing(tmp_path: Path) -> None:
+    """It has nothing but the folder: the caches of Inductor are empty."""
+    for name, loaded in (("first", "[False]"), ("second", "[True]")):
+        assert _printed(_start(tmp_path / "folder", tmp_path / name)) == loaded
+    assert "-shared" in (tmp_path / "first" / "built").read_text()
+    assert not (tmp_path / "second" / "built").exists()
+
+
+@pytest.mark.slow
+def test_processes_share_a_folder_at_the_same_time(tmp_path: Path) -> None:
+    both = [_start(tmp_path / "folder", tmp_path / name) for name in ("one", "other")]
+    assert all(_printed(process) in ("[False]", "[True]") for process in both)
+    assert not list((tmp_path / "folder").glob("*/*.tmp"))
+    assert _printed(_start(tmp_path / "folder", tmp_path / "later")) == "[True]"
+
+
+_WRITER = """
+import sys, torch
+from partita.lowering.cache_folder import CacheFolder
+folder = CacheFolder(__import__("pathlib").Path(sys.argv[1]), "code", "backend")
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 150):
+    folder.store(("entry", number % 40, b"x" * 20000))
+    for entry in folder.entries():
+        assert entry[0] == "entry" and len(entry[2]) == 20000, entry
+print(len(list(folder.entries())))
+"""
+
+
+@pytest.mark.slow
+def test_readers_and_writers_at_the_same_time_see_whole_entries(tmp_path: Path) -> None:
+    """Two processes write the same entries and read all of them, without a warning."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(tmp_path), str(first)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for first in (0, 20)
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert "damaged" not in err
+        assert out.strip() == "40"

@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 X, ROWS = torch.randn(3, 4), torch.export.Dim("rows", min=2, max=64)
 ALLOWED = ["partita::delegate"]
-#: An example of the documentation delegates to AOTInductor by default.
+#: What AOTInductor stores and loads is in the tests of that backend.
 _QUICK = (("pickling", False), ("pickling", True))
 
 

@@ -215,6 +215,32 @@ def test_positions_that_compiled_code_does_not_check_are_left_to_eager_mode() ->
     assert "may read outside of its tensor" in str(decided.failures)
 
 
+def _truncated(x: Tensor, by: Tensor) -> Tensor:
+    return torch.div(x, by, rounding_mode="trunc")
+
+
+def _truncated_in_a_body(x: Tensor, by: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, _truncated, lambda x, by: x + by, (x, by))
+
+
+@pytest.mark.parametrize("function", [_truncated, torch.ops.prims.div.default, _truncated_in_a_body])
+def test_an_integer_division_by_zero_raises_and_does_not_end_the_process(function: Any) -> None:
+    x, by = torch.arange(1, 7), torch.ones(6, dtype=torch.int64)
+    decided = plan(Program.of(torch.export.export(_Called(function), (x, by))), BySize(parts=1), Lower("inductor"))
+    module = decided.apply().module()
+    assert torch.equal(module(x, by), x)
+    assert "divi" in str(decided.failures)
+    with pytest.raises(RuntimeError, match="ZeroDivision"):
+        module(x, by * 0)
+
+
+@pytest.mark.parametrize("by", [2, 2.5])
+def test_a_division_by_a_number_is_compiled(by: float) -> None:
+    x = torch.arange(6)
+    decided = plan(capture(lambda x: _truncated(x, by), (x,)), BySize(parts=1), Lower("aot_eager", strict=True))
+    assert torch.equal(decided.apply().module()(x), _truncated(x, by))
+
+
 def _selected(x: Tensor, row: Tensor) -> Tensor:
     at: Any = row.item()
     return x.select(0, at) + 1

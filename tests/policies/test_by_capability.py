@@ -19,7 +19,7 @@ from partita import Partition, Program, Region, Tolerance
 from partita.equivalence import compare
 from partita.errors import CallbackError, CycleError, OptionError
 from partita.policies import ByCapability
-from partita.program.reordering import summation_tolerance
+from partita.program.program import summation_tolerance
 from partita.regions.region import Reason
 from partita.testing.generator.draft import Case
 from partita.testing.strategies import programs

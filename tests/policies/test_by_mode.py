@@ -21,8 +21,8 @@ from partita._torch.toggles import (
     IS_GRAD_ENABLED,
     SET_GRAD,
 )
-from partita.analysis.mode import AMBIENT
-from partita.analysis.mode import Mode as ModeOfNodes
+from partita.analysis.modes import AMBIENT
+from partita.analysis.modes import Mode as ModeOfNodes
 from partita.errors import ModeError, OptionError
 from partita.policies import ByMode
 from partita.testing.generator.build import dump

@@ -12,7 +12,7 @@ import partita
 from partita import Program
 from partita.errors import NoMatchError
 from partita.policies import AroundOperators, ByAnnotation, ByModule, InForward
-from partita.program.frame import Frame
+from partita.program.program import Frame
 from partita.treatments import Call
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
 import partita
-from partita import Partition, Program
+from partita import Partition, Program, policies
 from partita.errors import CallbackError, OptionError
 from partita.policies import AroundOperators, ByAnnotation, ByLabel, ByModule, BySize, SplitAt
 from partita.testing import Case, programs
@@ -38,6 +38,14 @@ def test_sequential_opens_a_region_at_each_marked_node() -> None:
     partition = SplitAt(lambda node: node.name in ("sin_2", "sin_3"))(chain_of(5))
     assert parts(partition) == [["sin", "sin_1"], ["sin_2"], ["sin_3", "sin_4"]]
     assert [region.name for region in partition] == ["part_0", "part_1", "part_2"]
+
+
+def test_the_former_name_of_split_at_warns_and_hides_nothing_by_a_star_import() -> None:
+    with pytest.warns(DeprecationWarning, match="SplitAt"):
+        assert policies.Sequential is SplitAt
+    assert "Sequential" not in policies.__all__
+    with pytest.raises(AttributeError, match="Parallel"):
+        _ = policies.Parallel
 
 
 def test_sequential_makes_no_empty_region_before_a_marked_first_node() -> None:
@@ -111,6 +119,27 @@ def test_by_size_counts_tied_parameters_once(capture: Callable[[nn.Module], Grap
 def test_an_operator_above_the_limit_opens_its_own_region(capture: Callable[[nn.Module], GraphModule]) -> None:
     partition = BySize(parameter_bytes=1)(Program.of(capture(Tied())))
     assert list(map(len, partition)) == [2, 4, 2]
+
+
+# ByLabel ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_label_that_only_items_of_a_container_have_is_no_region() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = x.split(2)
+            return first.sin() + second.cos()
+
+    x = torch.randn(4, 3)
+    names = {"split": "before", "getitem": "items", "getitem_1": "items"}
+    for program in (partita.capture(Halves(), (x,)), Program.of(symbolic_trace(Halves()))):
+        plan = partita.plan(program, ByLabel(lambda node: names.get(node.name, "after")), Call())
+        after = plan.apply()
+        assert [region.name for region in plan.partition] == ["before", "after"]
+        assert plan.explain("getitem").startswith("getitem: in region 'before'")
+        assert {name for name, _ in after.module().named_children()} >= {"before", "after"}
+        assert not hasattr(after.module(), "items")
+        partita.verify(program, after, (x,))
 
 
 # All of them -----------------------------------------------------------------------------------------------------

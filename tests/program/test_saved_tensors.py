@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim
-from torch.fx import GraphModule, Tracer
+from torch.fx import Graph, GraphModule, Tracer
 
 from partita import Program, capture, hops, plan
 from partita._torch import toggles
@@ -330,3 +331,16 @@ def test_a_generator_of_the_program_does_not_advance() -> None:
     program = Program.of(GraphModule(root, graph))
     assert saved_tensors_of(program).reason is None
     assert torch.equal(before, root.own.get_state())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("function", [operator.pow, operator.lshift])
+def test_a_number_by_nan_is_no_error_of_the_prediction(function: Callable[..., Any]) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(2)
+    size = graph.call_method("size", (x, 0))
+    size.meta["val"] = 2
+    number = graph.call_function(function, (size, float("nan")))
+    number.meta["val"] = 1
+    graph.output(graph.call_function(torch.mul, (x, number)))
+    assert "may have" in (saved_tensors_of(Program(GraphModule({}, graph))).reason or "")

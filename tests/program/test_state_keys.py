@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Tracer
 from partita import Program, plan
 from partita.errors import OptionError
 from partita.policies import ByLabel
-from partita.program.state_keys import StateKeys
+from partita.program.program import StateKeys
 from partita.rewrite.state import StateNaming
 
 

@@ -223,3 +223,27 @@ def test_everything_is_kept_around_results_that_nothing_uses(parts: int) -> None
     program = partita.capture(Unique(), (x,))
     after = partita.plan(program, BySize(parts=parts), Recompute(KeepEverything())).apply()
     partita.verify(program, after, (x,), other_shapes=False)
+
+
+# Items of containers ------------------------------------------------------------------------------------------------
+
+
+def _sorted(x: Tensor) -> Tensor:
+    return (torch.sort(x)[0].sin() * 2).exp()
+
+
+def _halves(x: Tensor) -> Tensor:
+    first, second = (x * 2).chunk(2)
+    return (first.sin() * second).exp()
+
+
+@pytest.mark.parametrize("function", [_sorted, _halves])
+@pytest.mark.parametrize("item", ["getitem", "getitem_1"])
+def test_an_item_is_kept_with_its_container(function: Any, item: str) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    program = partita.capture(function, (x,))
+    if item not in {node.name for node in program.operators()}:
+        item = "getitem"
+    plan = partita.plan(program, ByLabel(lambda _: "all"), Recompute(KeepNodes(item)))
+    partita.verify(program, plan.apply(), (x,))
+    assert plan.saved_memory() is not None

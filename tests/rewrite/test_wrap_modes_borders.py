@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from partita import Program, fingerprint, inline, verify
 from partita._torch.modes import read_ambient
 from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAST, EXIT_INFERENCE, SET_GRAD
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.rewrite.mode_nodes import OperatorFamily
 
 both_families = pytest.mark.parametrize("operators", ["partita", "torch"])

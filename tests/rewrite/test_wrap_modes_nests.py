@@ -31,7 +31,7 @@ from partita._torch.toggles import (
     IS_GRAD_ENABLED,
     SET_GRAD,
 )
-from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import AMBIENT, Mode
 from partita.errors import ModeError, PartitaError
 from partita.policies import ByMode
 from partita.rewrite.wrap_modes import wrap_modes

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule
 
 from partita import Program, fingerprint, gather, inline, plan, verify
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.errors import CycleError
 from partita.policies import ByLabel, ByMode
 from partita.rewrite.mode_nodes import OperatorFamily

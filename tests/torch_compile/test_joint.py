@@ -204,8 +204,9 @@ def _inductor(model: nn.Module, partitioner: Any = None, **options: Any) -> list
     return _step(model, compiled, X)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_inductor_computes_marked_blocks_again_with_the_same_dropout(dynamic: bool) -> None:
     torch.manual_seed(0)
     model, saved = Stack(depth=2, dropout=0.5), Saved()
@@ -218,8 +219,9 @@ def test_inductor_computes_marked_blocks_again_with_the_same_dropout(dynamic: bo
 
 @pytest.mark.usefixtures("cache")
 def test_inductor_compiles_again_for_another_policy_and_not_for_the_same() -> None:
+    """And computes marked blocks again with the same dropout."""
     torch.manual_seed(0)
-    model = Stack(depth=2)
+    model = Stack(depth=2, dropout=0.5)
     expected = _inductor(model)
 
     def asked(paths: str) -> list[str]:

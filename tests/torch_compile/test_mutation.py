@@ -288,6 +288,21 @@ def test_a_mixed_plan_with_dropout_can_be_called_under_no_grad() -> None:
         assert torch.equal(found, model(x))
 
 
+@pytest.mark.parametrize("result", [torch.argmax, torch.detach], ids=["argmax", "detach"])
+def test_dropout_is_recomputed_or_not_where_only_views_of_inputs_have_gradients(result: Any) -> None:
+    class Views(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return result(nn.functional.dropout(x)), x.t()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    call = compiled(Views(), policy=BySize(parts=1), treatment=Recompute(), inner="aot_eager")
+    torch.manual_seed(1)
+    found, view = call(x)
+    torch.manual_seed(1)
+    assert torch.equal(found, Views()(x)[0])
+    assert torch.equal(torch.autograd.grad(view.sum(), x)[0], torch.ones(3, 4))
+
+
 def test_a_region_that_registers_a_hook_is_not_recomputed_by_a_second_run() -> None:
     def cut(graph_module: Any, inputs: Any) -> Any:
         with pytest.raises(TreatmentError, match="'register_hook' in region 'part_0' registers a hook"):

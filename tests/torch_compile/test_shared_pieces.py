@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, compiled
 from torch import Tensor, nn
+from torch.fx import Interpreter
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
 from partita.policies import ByModule
 from partita.torch_compile import plans
@@ -191,3 +193,20 @@ def test_inductor_compiles_a_layer_once_and_trains_alike() -> None:
         layer.dropout.p = 0.0
     assert_trains_like_eager(model, inner=recorder, share=True, exact=False)
     assert len(recorder.parts) == 2
+
+
+def test_equal_layers_without_side_effects_run_on_fake_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    run = Interpreter.run
+
+    def note(self: Interpreter, *args: Any, **kwargs: Any) -> Any:
+        ran.append(type(self))
+        return run(self, *args, **kwargs)
+
+    model, x = _Model(count=6).eval(), torch.randn(4, 6)
+    monkeypatch.setattr(Interpreter, "run", note)
+    with torch.no_grad():
+        found = compiled(model, inner="eager")(x)
+    monkeypatch.undo()
+    assert ran.count(PropagateUnbackedSymInts) == 2  # A layer, and what follows.
+    torch.testing.assert_close(found, model(x))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita._torch.pytrees import leaves_of
 from partita._torch.symbolic_shapes import hint_of
 
 #: The operators that torch itself defines, and that compute on tensors.
@@ -31,7 +31,7 @@ def is_torchs(target: Any) -> bool:
     if isinstance(target, OpOverload):
         return target.namespace in _NAMESPACES
     if isinstance(target, OpOverloadPacket):
-        return target._qualified_op_name.partition("::")[0] in _NAMESPACES
+        return str(target).partition(".")[0] in _NAMESPACES
     module = _module_of(target)
     return module in ("torch", operator.add.__module__) or module.startswith("torch.")
 
@@ -175,7 +175,7 @@ _MOST_LOOPED = 2**12
 
 def refusal_of_device(values: Any) -> str | None:
     """Why autograd cannot run on tensors on such devices: torch would end the process; None if it can."""
-    for value in pytree.tree_leaves(values):
+    for value in leaves_of(values):
         device = value.device if isinstance(value, Tensor) else value
         if isinstance(device, torch.device) and not _has_device(device.type):
             return f"it is on {device.type}, which this build of torch does not support"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum, auto
 from threading import RLock, get_ident
@@ -15,9 +15,9 @@ from torch._C import _TorchDispatchModeKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils import _pytree as pytree
 
 from partita._torch.modes import fresh_modes, read_ambient, restore_after_error, restore_autocast
+from partita._torch.pytrees import map_leaves, map_tensors, tensors_in
 from partita._torch.symbolic_shapes import hint_of
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
@@ -47,7 +47,7 @@ class FakeCopies:
 
     def value(self, value: Any) -> Any:
         """A traced value with copies in place of its tensors, and numbers in place of its symbols."""
-        return pytree.tree_map(lambda leaf: self.tensor(leaf) if isinstance(leaf, Tensor) else hint_of(leaf), value)
+        return map_leaves(lambda leaf: self.tensor(leaf) if isinstance(leaf, Tensor) else hint_of(leaf), value)
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """A fake with the metadata of `tensor`, `requires_grad` included."""
@@ -185,21 +185,6 @@ class FakeSandbox:
             return torch.empty_strided(metadata.size, metadata.stride, dtype=metadata.dtype, device=metadata.device)
 
 
-def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """A value with `change(tensor)` in place of each of its tensors."""
-    return pytree.tree_map_only(Tensor, change, value)
-
-
-def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value with `change(leaf)` in place of everything in it that is no container."""
-    return pytree.tree_map(change, value)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a value, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def fake_mode_of(tensor: Tensor) -> Any:
     """The mode that a fake tensor belongs to; None for a real one."""
     # Only fake tensors have the attribute; importing their class is slow.
@@ -328,7 +313,7 @@ def tracing_now() -> Tracing:
         return Tracing.OPEN
     if torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)):
         return Tracing.OPEN
-    before_dispatch = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+    before_dispatch = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch)
     return Tracing.OPEN if before_dispatch and _len_torch_dispatch_stack_pre_dispatch() > 0 else Tracing.NOT
 
 
@@ -337,7 +322,7 @@ def traces_after_dispatch() -> bool:
     if torch.compiler.is_exporting() or torch._C._len_torch_dispatch_stack() == 0:
         return False
     proxies, functional = map(torch._C._get_dispatch_mode, _TRACERS)
-    is_functionalized = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize)
+    is_functionalized = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.Functionalize)
     return proxies is not None and functional is None and not is_functionalized
 
 

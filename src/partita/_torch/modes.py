@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.fx import Interpreter
 
-from partita._torch.operators.registry import close_levels, count_levels
+from partita._torch.functorch import close_levels, count_levels
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True

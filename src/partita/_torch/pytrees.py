@@ -1,13 +1,17 @@
-"""Trees: nested containers flattened into leaves with paths, and rebuilt."""
+"""Trees: nested containers flattened into leaves with paths, mapped, and rebuilt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
+
+#: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
+DYNAMO_SKIPS = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,28 @@ class Tree:
 def flatten(value: Any) -> Tree:
     """`value` as a tree, with every container type that torch knows or that was registered with it."""
     pairs, structure = pytree.tree_flatten_with_path(value)
-    return Tree(tuple(pytree.keystr(path) for path, _ in pairs), tuple(leaf for _, leaf in pairs), structure)
+    return Tree(tuple("".join(map(str, path)) for path, _ in pairs), tuple(leaf for _, leaf in pairs), structure)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Everything in a value that is no container, in order."""
+    return pytree.tree_leaves(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value, in order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """A value with `change(leaf)` in place of everything in it that is no container."""
+    leaves, structure = pytree.tree_flatten(value)
+    return pytree.tree_unflatten([change(leaf) for leaf in leaves], structure)
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """A value with `change(tensor)` in place of each of its tensors."""
+    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def keywords_of(graph: Graph) -> list[str]:

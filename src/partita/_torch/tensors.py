@@ -98,7 +98,7 @@ def _memory(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     # A copy would resolve lazy conjugation and negation, which the memory does not contain.
     tensor = tensor.conj() if tensor.is_conj() else tensor
-    tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
+    tensor = torch.ops.aten._neg_view.default(tensor) if tensor.is_neg() else tensor
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
@@ -107,7 +107,7 @@ def _tensor_over(flat: Tensor, view: _View) -> Tensor:
     whole = _as_dtype(flat if view.wants_gradients else flat.detach(), view.dtype)
     found = whole.as_strided(*view.geometry)
     found = found.conj() if view.is_conjugate else found
-    return torch._neg_view(found) if view.is_negative else found
+    return torch.ops.aten._neg_view.default(found) if view.is_negative else found
 
 
 def _as_dtype(flat: Tensor, dtype: torch.dtype) -> Tensor:

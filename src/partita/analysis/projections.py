@@ -10,8 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.nn_modules import StandsForBody
-from partita._torch.operators.registry import OPERATORS, has_process_lifetime
-from partita._torch.operators.schemas import returns_container
+from partita._torch.operators.schemas import OPERATORS, has_process_lifetime, returns_container
 from partita.analysis.index import Index
 from partita.analysis.nodes import runs_its_graph, value_of
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from partita._plain_help import PlainHelp
 from partita.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(metaclass=PlainHelp):
     """Relative and absolute distance; both zero means the same bits.
 
     `rounding` is for operators that run in another order than before. Values do not change, but autograd sums the

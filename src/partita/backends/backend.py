@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final, runtime
 
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError
 
@@ -133,7 +134,7 @@ _OWN = {"aot_eager": "AotEager", "aot_inductor": "AotInductor", "eager": "Eager"
 
 @final
 @dataclass(frozen=True, slots=True)
-class Eager:
+class Eager(metaclass=PlainHelp):
     """Runs the body unchanged; for tests, and to tell errors of a compiler from those of a partition."""
 
     name: ClassVar[str] = "eager"

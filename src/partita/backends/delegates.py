@@ -34,7 +34,7 @@ from partita._torch.modes import in_forward_mode
 from partita.backends.backend import Backend, Compiled, find_backend
 from partita.errors import BackendError, OptionError
 from partita.program._torch.guards import functions_of_conditions
-from partita.program.origins import file_of
+from partita.program.exported import file_of
 
 #: The version of the JSON text; another one is refused.
 FORMAT = 1

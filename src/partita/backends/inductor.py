@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias, final
 import torch
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import Tolerance
 from partita.backends._torch.compile import (
     compile_ahead,
@@ -23,6 +24,8 @@ from partita.backends._torch.compile import (
     inductor_options,
     instructions,
     package_of,
+    skip_tests_of,
+    tested_instructions,
     vectors,
     vectors_of_inductor,
 )
@@ -35,7 +38,7 @@ from partita.errors import BackendError, OptionError
 
 @final
 @dataclass(frozen=True, slots=True)
-class AotEager:
+class AotEager(metaclass=PlainHelp):
     """Traces with AOTAutograd, as for Inductor, and runs the graphs eagerly; values are bitwise those of eager mode.
 
     A region that fails here fails in tracing, not in a compiler. Gradients of a value with several uses are
@@ -66,7 +69,7 @@ INDUCTOR_TOLERANCE = Tolerance(relative=1e-4, absolute=1e-5, rounding=torch.finf
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class _WithOptions:
+class _WithOptions(metaclass=PlainHelp):
     """What Inductor and AOTInductor have in common; `options` are those of `torch.compile(options=...)`."""
 
     options: Options
@@ -119,6 +122,7 @@ class Inductor(_WithOptions):
         options = options_for_inductor(self.options)
         vectors = vectors_of_inductor(options)
         calling, code = restored(self.name, data, vectors=vectors)
+        skip_tests_of(_header_of(data).get("tested"))
         return CompiledBody(function_from_bytes(code, options), calling, stored=code, vectors=vectors)
 
 
@@ -205,18 +209,14 @@ _MAGIC = b"partita compiled body\n"
 
 def stored(backend: str, calling: CallingConvention, code: bytes, *, vectors: str) -> bytes:
     """The code and calling convention of a compiled body, under a header that says where it can run."""
-    header = {"backend": backend, **_here(vectors), "instructions": instructions()}
+    header = {"backend": backend, **_here(vectors), "instructions": instructions(), "tested": tested_instructions()}
     return _MAGIC + json.dumps(header).encode() + b"\n" + pickle.dumps((calling, code))
 
 
 def restored(backend: str, data: bytes, *, vectors: str) -> tuple[CallingConvention, bytes]:
     """The arguments of `stored`; what follows the header is only unpickled if the header matches."""
-    header, _, content = data.removeprefix(_MAGIC).partition(b"\n")
-    try:
-        found = json.loads(header) if data.startswith(_MAGIC) else None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+    found, content = _header_of(data), data.removeprefix(_MAGIC).partition(b"\n")[2]
+    if not found:
         raise BackendError(f"these {len(data)} bytes are no compiled body; pass {backend} what its `save` returned")
     differences = _differences(found, {"backend": backend, **_here(vectors)})
     if differences:
@@ -226,6 +226,15 @@ def restored(backend: str, data: bytes, *, vectors: str) -> tuple[CallingConvent
     except Exception as error:
         raise BackendError(f"the compiled body is damaged: {error}; compile it again") from error
     return calling, code
+
+
+def _header_of(data: bytes) -> dict[str, Any]:
+    """Where stored code can run; empty for other data."""
+    try:
+        found = json.loads(data.removeprefix(_MAGIC).partition(b"\n")[0]) if data.startswith(_MAGIC) else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def _here(vectors: str) -> dict[str, str]:

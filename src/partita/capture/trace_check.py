@@ -18,8 +18,7 @@ from torch.fx.node import map_aggregate
 from partita._torch import toggles
 from partita._torch.modes import initial_modes, would_autocast
 from partita.analysis.index import Index
-from partita.analysis.mode import AMBIENT, Autocast, Mode
-from partita.analysis.modes import modes_of
+from partita.analysis.modes import AMBIENT, Autocast, Mode, modes_of
 from partita.analysis.nodes import find
 from partita.capture._torch.caller_modes import GradSwitch, GradTrace, follow_callers_grad
 from partita.capture._torch.recorder import Recorder, Seen

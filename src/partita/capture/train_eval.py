@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -21,8 +23,8 @@ class TrainEval(nn.Module):
 
     Both are programs or modules made from one model, captured once after `model.train()` and once after
     `model.eval()`, and may be treated differently. They share parameters and buffers, also when the module is moved,
-    converted, copied, pickled or loaded; the state dict has the names of `train`. Moved and converted, they are still
-    those of the model.
+    converted, copied, pickled or loaded, or when state is replaced (`torch.func.functional_call`); the state dict has
+    the names of `train`. Moved and converted, they are still those of the model.
     """
 
     def __init__(self, train: Program | nn.Module, evaluation: Program | nn.Module) -> None:
@@ -42,6 +44,10 @@ class TrainEval(nn.Module):
                     f"{slot.name!r} of the evaluation variant is not a tensor of the training variant; capture both "
                     "from one model, after model.train() and after model.eval()"
                 )
+        names = {id(slot.tensor): slot.name for slot in reversed(list(_slots(self.training_variant)))}
+        slots = _slots(self.evaluation_variant)
+        #: The names of the tensors of the evaluation variant, each with the name that it has in the training variant.
+        self._tied = tuple((slot.name, names[id(slot.tensor)]) for slot in slots if id(slot.tensor) in names)
         # Set for both already; a captured variant refuses another flag than its own.
         self.training_variant.train()
         self.evaluation_variant.eval()
@@ -52,6 +58,7 @@ class TrainEval(nn.Module):
     def train(self, mode: bool = True) -> TrainEval:  # noqa: FBT001, FBT002  The signature is torch's.
         """Switches to the training variant, or to the evaluation variant."""
         self.training = mode
+        self._share()
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -59,10 +66,24 @@ class TrainEval(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            variant = self.__dict__.get("_modules", {}).get(_TRAINING)
-            if variant is None or name not in {*variant._modules, *variant._parameters, *variant._buffers}:
+            table = self._table_of_training(name)
+            if table is None:
                 raise
-            return getattr(variant, name)
+            return table[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Also replaces parameters and buffers of the training variant, as `torch.func.functional_call` does."""
+        table = self._table_of_training(name) if isinstance(value, Tensor) else None
+        if table is None:
+            super().__setattr__(name, value)
+        else:
+            table[name] = value
+
+    def _table_of_training(self, name: str) -> dict[str, Any] | None:
+        """The table of the training variant that holds this module, parameter or buffer; None if none does."""
+        variant = self.__dict__.get("_modules", {}).get(_TRAINING)
+        tables = () if variant is None else (variant._modules, variant._parameters, variant._buffers)
+        return next((table for table in tables if name in table), None)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters, by their names in the state dict."""
@@ -76,28 +97,78 @@ class TrainEval(nn.Module):
         yield from ((f"{_EVALUATION}.{name}", buffer) for name, buffer in others if id(buffer) not in known)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        variant = self.training_variant if self.training else self.evaluation_variant
-        return variant(*args, **kwargs)
+        if self.training:
+            return self.training_variant(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.evaluation_variant(*args, **kwargs)
+        with self._replaced():
+            return self.evaluation_variant(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; `assign=True` too sets the tensors of both variants."""
-        shared = self._shared()
         result = super().load_state_dict(*args, **kwargs)
-        _share(shared)
+        self._share()
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainEval:  # noqa: FBT001, FBT002
-        shared, buffers = self._shared(), [slot for slot in _slots(self) if slot.table is not slot.owner._parameters]
+        buffers = [slot for slot in _slots(self) if slot.table is not slot.owner._parameters]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        _share(shared)
+        self._share()
         _keep_tensors(buffers)
         return self
 
-    def _shared(self) -> list[tuple[_Slot, _Slot]]:
-        """The places of the evaluation variant, each with a place of the training variant that holds its tensor."""
-        own = {id(slot.tensor): slot for slot in _slots(self.training_variant)}
-        slots = _slots(self.evaluation_variant)
-        return [(slot, own[id(slot.tensor)]) for slot in slots if id(slot.tensor) in own]
+    def _share(self) -> None:
+        """Gives the evaluation variant the parameters and buffers of the training variant."""
+        for tie in self._ties():
+            if (tensor := tie.source.get(tie.source_key)) is not None:
+                tie.table[tie.key] = tensor
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Inside, the evaluation variant also has what was put in the place of state of the training variant."""
+        replaced = []
+        for tie in self._ties():
+            before = tie.table.get(tie.key)
+            if tie.source.get(tie.source_key) is not before:
+                replaced.append((tie, before))
+                # A tensor that a parametrization computes is in no table.
+                tie.table[tie.key] = getattr(tie.owner, tie.source_key)
+        try:
+            yield
+        finally:
+            for tie, before in replaced:
+                tie.table[tie.key] = before
+
+    def _ties(self) -> list[_Tie]:
+        found: list[_Tie] | None = self.__dict__.get("_found_ties")
+        if found is None:
+            found = [self._tie(*names) for names in self._tied]
+            self.__dict__["_found_ties"] = found
+        return found
+
+    def _tie(self, name: str, source_name: str) -> _Tie:
+        path, _, key = name.rpartition(".")
+        source_path, _, source_key = source_name.rpartition(".")
+        owner, source = self.evaluation_variant.get_submodule(path), self.training_variant.get_submodule(source_path)
+        return _Tie(_table(owner, key), key, source, _table(source, source_key), source_key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the ties, which a copy finds by their names in its own variants."""
+        return {name: value for name, value in self.__dict__.items() if name != "_found_ties"}
+
+
+class _Tie(NamedTuple):
+    """A place of the evaluation variant, and that of the training variant which holds the same tensor."""
+
+    table: dict[str, Any]
+    key: str
+    owner: nn.Module
+    source: dict[str, Any]
+    source_key: str
+
+
+def _table(owner: nn.Module, key: str) -> dict[str, Any]:
+    return owner._parameters if key in owner._parameters else owner._buffers
 
 
 class _Slot(NamedTuple):
@@ -119,11 +190,6 @@ def _slots(module: nn.Module) -> Iterator[_Slot]:
                 if tensor is not None:
                     persistent = table is part._parameters or key not in part._non_persistent_buffers_set
                     yield _Slot(part, table, key, prefix + key, tensor, persistent)
-
-
-def _share(pairs: list[tuple[_Slot, _Slot]]) -> None:
-    for slot, source in pairs:
-        slot.table[slot.key] = source.table[source.key]
 
 
 def _keep_tensors(buffers: list[_Slot]) -> None:

@@ -62,8 +62,8 @@ def check_node(gm: GraphModule, node: Node, called: str) -> None:
         raise FusionError(f"{node} has been removed from owning graph, yet {called} names it; {advice}")
     if node.graph is not gm.graph:
         if node.graph.owning_module is gm:
-            raise FusionError(f"{node} is not found in graph module {gm._get_name()}: {called} is stale; {advice}")
-        raise FusionError(f"{node} doesn't belong to passed in graph module {gm._get_name()}: {called}; {advice}")
+            raise FusionError(f"{node} is not found in graph module {type(gm).__name__}: {called} is stale; {advice}")
+        raise FusionError(f"{node} doesn't belong to passed in graph module {type(gm).__name__}: {called}; {advice}")
 
 
 def record_owned(body: GraphModule, nodes: Iterable[Node]) -> None:

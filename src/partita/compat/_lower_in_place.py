@@ -16,7 +16,7 @@ from partita._torch.nn_modules import StandsForBody
 from partita.lowering.lower import Lower
 from partita.plans.failures import Failures
 from partita.plans.treatment import Site, treated
-from partita.program.state_keys import UNMOVED, StateKeys
+from partita.program.program import UNMOVED, StateKeys
 from partita.regions import Partition, Region
 from partita.rewrite.bodies import BodyStyle
 from partita.rewrite.outline import OutlineStyle, outlined

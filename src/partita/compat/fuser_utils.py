@@ -23,8 +23,7 @@ from partita.compat._fused_groups import (
     record_owned,
 )
 from partita.errors import BrokenGraphError, ModeError
-from partita.program.program import program_being_edited
-from partita.program.reordering import EffectSuccessors, effect_successors
+from partita.program.program import EffectSuccessors, effect_successors, program_being_edited
 from partita.rewrite.fuse import FusedStyle, fuse, fused_body, is_trivial, mode_of_call
 from partita.rewrite.in_place import insert_call
 

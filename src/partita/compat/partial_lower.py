@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.gc_pause import gc_paused
 from partita._torch.nn_modules import StandsForBody
-from partita.analysis.mode import Mode
+from partita.analysis.modes import Mode
 from partita.analysis.nodes import find
 from partita.backends.backend import Backend, find_backend
 from partita.compat._fused_groups import free_names

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from partita._torch.gc_pause import gc_paused
+from partita._torch.operators.schemas import may_return_container, qualified_names
+from partita.analysis.nodes import value_of
 from partita.compat._fused_groups import FusionError, checked_module
-from partita.compat._proposal import NamedOperators, bookends, checked_names, proposal
 from partita.compat.fuser_utils import fuse_by_partitions
-from partita.errors import OptionError
+from partita.errors import CycleError, OptionError
+from partita.policies.by_capability import ByCapability
+from partita.policies.capability import Units, units_of
 from partita.policies.legalize import call_user_function
 from partita.program.program import Program, program_being_edited
+from partita.solvers.few_parts import grown_parts
+from partita.solvers.relation import REFUSED, Relation, earliest_levels, latest_levels
 
 __all__ = ["CapabilityBasedPartitioner", "Partition"]
 
@@ -189,3 +197,251 @@ def _checked_support(support: OperatorSupportBase) -> OperatorSupportBase:
 
 class _SupportError(OptionError, AttributeError):
     """An operator support without `is_node_supported`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """One part: its number, its nodes in graph order, and the getitems that were moved to it."""
+
+    number: int
+    nodes: tuple[Node, ...]
+    moved: tuple[Node, ...]
+
+
+def proposal(program: Program, supported: Mapping[Node, bool], *, connected: bool) -> list[Proposed]:
+    """The fewest parts that hold all supported nodes, in torch's order: those at the end of the graph first."""
+    try:
+        parts = _parts(program, supported, _possible_items(program), connected=connected)
+    except CycleError:  # Something must run between a node and a getitem of its result.
+        parts = _parts(program, supported, {}, connected=connected)
+    _take_inputs(program, supported, parts)
+    ids, nodes = _ids(program, supported), program.index.nodes
+    found = []
+    for part in parts:
+        searched = frozenset(part.searched)
+        found.append(
+            Proposed(
+                _number_of(program, sorted(searched, reverse=True), ids, connected=connected),
+                tuple(nodes[number] for number in part.held if number in searched),
+                tuple(nodes[number] for number in part.held if number not in searched),
+            )
+        )
+    return sorted(found, key=lambda part: part.number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The nodes of a part by number: those that it will hold, and those that torch's search puts there at first.
+
+    They differ in getitems, which torch moves to their producer in the end.
+    """
+
+    held: list[int]
+    searched: list[int]
+
+
+def _parts(
+    program: Program, supported: Mapping[Node, bool], items: Mapping[Node, Node], *, connected: bool
+) -> list[_Part]:
+    """torch's own parts where those are legal, or else those of the policy; each of `items` beside its source.
+
+    torch's search puts each node into the part of its latest level by data, so levels find the same parts in linear
+    time. They are legal unless an effect or a mode forbids it. Connected parts grow as torch's do, along the data
+    edges from the last node on.
+    """
+    accepted = {**supported, **{item: _is_call(source) and supported[source] for item, source in items.items()}}
+
+    def refusal(node: Node) -> str | None:
+        return None if accepted[node] else "not supported"
+
+    together = _beside_sources(items)
+    units = units_of(program, (refusal,), together=together, modes_apart=True, devices_apart=False)
+    if connected:
+        grown = grown_parts(units.relation, units.kinds)
+        if grown is not None:
+            return _parts_by_unit(program, supported, units, grown, _parts_of_items(program, items, units, grown))
+    elif len(units.kind_keys) <= 1:
+        between = units.relation
+        data = Relation(between.order, between.reads, between.readers, between.reads, between.readers)
+        levels = latest_levels(data, units.kinds, max(earliest_levels(data, units.kinds), default=0))
+        if _is_legal(units, levels):
+            return _parts_by_unit(program, supported, units, levels, _levels_of_items(program, items, units, levels))
+    policy = ByCapability(refusal, connected=connected, together=together)
+    nodes, held_in = program.index.nodes, policy(program).numbers()
+    return [_Part(held, [number for number in held if supported[nodes[number]]]) for held in held_in if held]
+
+
+def _beside_sources(items: Mapping[Node, Node]) -> Callable[[Node], Node | None] | None:
+    """A function that keeps each of the items in one unit with its source; None where there are none."""
+    calls = {item: source for item, source in items.items() if _is_call(source)}
+    sources = calls | {source: source for source in calls.values()}
+    return sources.get if sources else None
+
+
+def _is_call(node: Node) -> bool:
+    return node.op.startswith("call_")
+
+
+def _parts_by_unit(
+    program: Program, supported: Mapping[Node, bool], units: Units, part_of: Sequence[int], items: Mapping[int, int]
+) -> list[_Part]:
+    """The parts, from the part of each unit; `items` maps getitems to where torch's search puts them."""
+    nodes = program.index.nodes
+    parts: defaultdict[int, _Part] = defaultdict(lambda: _Part([], []))
+    for number, unit in enumerate(units.unit_of):
+        if unit >= 0 and units.kinds[unit] != REFUSED:
+            parts[part_of[unit]].held.append(number)
+    for number, unit in enumerate(units.unit_of):
+        searched_in = parts.get(items.get(number, part_of[unit])) if unit >= 0 else None
+        if searched_in is not None and supported[nodes[number]]:
+            searched_in.searched.append(number)
+    return list(parts.values())
+
+
+def _levels_of_items(program: Program, items: Iterable[Node], units: Units, levels: Sequence[int]) -> dict[int, int]:
+    """The latest level of each getitem by itself."""
+    nodes, number, unit_of = program.index.nodes, program.index.number, units.unit_of
+    highest, own = max(levels, default=0), dict[int, int]()
+    for item in sorted((*program.projections, *(number[node] for node in items)), reverse=True):
+        readers = [number[user] for user in nodes[item].users]
+        reached = [own.get(reader, levels[unit_of[reader]]) for reader in readers if unit_of[reader] >= 0]
+        own[item] = min(reached, default=highest)
+    return own
+
+
+def _parts_of_items(program: Program, items: Iterable[Node], units: Units, part_of: Sequence[int]) -> dict[int, int]:
+    """The part in which the search for connected parts puts each getitem at first: that of its first user."""
+    nodes, number, unit_of = program.index.nodes, program.index.number, units.unit_of
+    own = dict[int, int]()
+    for item in sorted((*program.projections, *(number[node] for node in items)), reverse=True):
+        readers = [number[user] for user in nodes[item].users]
+        accepted = (reader for reader in readers if unit_of[reader] >= 0 and units.kinds[unit_of[reader]] != REFUSED)
+        reached = (own.get(reader, part_of[unit_of[reader]]) for reader in accepted)
+        own[item] = next(reached, part_of[unit_of[item]])
+    return own
+
+
+def _is_legal(units: Units, levels: Sequence[int]) -> bool:
+    """Whether levels never fall along a dependency, and rise from refused to supported nodes."""
+    before, kinds = units.relation.successors, units.kinds
+    return all(
+        levels[unit] + (kinds[unit] == REFUSED != kinds[after]) <= levels[after]
+        for unit in units.relation.order
+        for after in before[unit]
+    )
+
+
+def _take_inputs(program: Program, supported: Mapping[Node, bool], parts: Sequence[_Part]) -> None:
+    """Adds each supported placeholder and attribute to the one part that holds all its users; others stay outside."""
+    number = program.index.number
+    owner = {at: place for place, part in enumerate(parts) for at in part.held}
+    for node in (*program.graph.find_nodes(op="placeholder"), *program.graph.find_nodes(op="get_attr")):
+        readers = {owner.get(number[user], -1) for user in node.users}
+        if supported[node] and len(readers) == 1 and -1 not in readers:
+            place = readers.pop()
+            parts[place].held.append(number[node])
+            parts[place].searched.append(number[node])
+    for part in parts:
+        part.held.sort()
+
+
+def _ids(program: Program, supported: Mapping[Node, bool]) -> dict[int, int]:
+    """The ids that torch gives supported nodes: their numbers, counted from the end of the graph."""
+    nodes = program.index.nodes
+    counted = (number for number in reversed(range(len(nodes))) if supported[nodes[number]])
+    return {number: place for place, number in enumerate(counted)}
+
+
+def _number_of(program: Program, numbers: Sequence[int], ids: Mapping[int, int], *, connected: bool) -> int:
+    """The id that torch gives a part, which it merges from its last node on, the order of `numbers`.
+
+    The larger of two pieces keeps its id, and of two equal ones the one that came last.
+    """
+    if not connected:  # Every node joins the one piece.
+        return ids[numbers[min(1, len(numbers) - 1)]]
+    nodes, place = program.index.nodes, program.index.number
+    piece_of: dict[int, int] = {}
+    pieces: dict[int, list[int]] = {}
+    for number in numbers:
+        joined = piece_of[number] = ids[number]
+        pieces[joined] = [number]
+        users = [piece_of[place[user]] for user in nodes[number].users if place[user] in piece_of]
+        for other in dict.fromkeys(users):
+            absorbed, joined = (joined, other) if len(pieces[joined]) < len(pieces[other]) else (other, joined)
+            piece_of.update(dict.fromkeys(pieces[absorbed], joined))
+            pieces[joined] += pieces.pop(absorbed)
+    return max(pieces, key=lambda piece: len(pieces[piece]))
+
+
+def _possible_items(program: Program) -> dict[Node, Node]:
+    """Each getitem that is not known to take an item of a container, with the node whose result may be one."""
+    known = frozenset(program.index.nodes[number] for number in program.projections)
+    found: dict[Node, Node] = {}
+    for node in program.graph.find_nodes(op="call_function", target=operator.getitem):
+        source = node.args[0]
+        if node in known or not isinstance(source, Node) or not all(map(_takes_item, source.users)):
+            continue
+        if source in found:
+            found[node] = found[source]
+        elif _may_be_container(source):
+            found[node] = source
+    return found
+
+
+def _may_be_container(node: Node) -> bool:
+    if node.op in ("call_module", "placeholder"):
+        return value_of(node) is None
+    is_call = node.op in ("call_function", "call_method") and node.target is not operator.getitem
+    return is_call and value_of(node) is None and may_return_container(node.target)
+
+
+def _takes_item(node: Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[1], int)
+
+
+def checked_names(names: Sequence[str] | None, role: str) -> Sequence[str]:
+    """`names` itself, when it is a collection of names; none if it is None."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
+        raise OptionError(f"{role} is a list of names of functions, like ['torch.ops.aten.view'], not {names!r}")
+    return [] if names is None else names
+
+
+@final
+class NamedOperators:
+    """The functions with these names; the name of an operator stands for all of its overloads."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        # By identity, since hashing an operator is slow; the graph keeps the targets alive meanwhile.
+        self._known: dict[int, bool] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether `node` calls one of the functions."""
+        if not self.names or node.op != "call_function":
+            return False
+        key = id(node.target)
+        if key not in self._known:
+            self._known[key] = not self.names.isdisjoint(qualified_names(node.target))
+        return self._known[key]
+
+    def names_call(self, node: Node) -> bool:
+        """Whether `node` calls one of the functions, as a function or as a method of a tensor."""
+        return node in self or (node.op == "call_method" and f"torch.ops.aten.{node.target}" in self.names)
+
+
+def bookends(nodes: Collection[Node], non_compute: NamedOperators) -> set[Node]:
+    """The non-compute nodes whose inputs in `nodes` are all such nodes, and those whose users in `nodes` all are."""
+    inside, in_order = frozenset(nodes), sorted(nodes)
+    leading: set[Node] = set()
+    for node in in_order:
+        if node in non_compute and all(_is_beyond(read, inside, leading) for read in node.all_input_nodes):
+            leading.add(node)
+    trailing: set[Node] = set()
+    for node in reversed(in_order):
+        if node in non_compute and all(_is_beyond(user, inside, trailing) for user in node.users):
+            trailing.add(node)
+    return leading | trailing
+
+
+def _is_beyond(node: Node, inside: frozenset[Node], border: set[Node]) -> bool:
+    return node not in inside or node in border or node.op == "placeholder"

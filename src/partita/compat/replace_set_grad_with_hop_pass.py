@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch.fx import GraphModule, Node
 
 from partita._torch import toggles
-from partita.analysis.mode import Grad
-from partita.compat._hop_passes import Signature, replace_with_operators
+from partita.analysis.modes import Grad
+from partita.compat.replace_with_hop_pass_util import Signature, replace_with_operators
 
 __all__ = ["replace_set_grad_with_hop_pass"]
 

@@ -7,18 +7,25 @@ too. torch's two passes are written with these; ours are not, and these are for 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
+import torch
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
 
+from partita._torch import toggles
 from partita._torch.fx.graph_writer import copy_meta
+from partita.analysis.modes import AMBIENT, Grad, Mode, only_argument, traced_grad
 from partita.analysis.nodes import find
-from partita.compat._hop_passes import Signature
+from partita.compat._fused_groups import checked_module
 from partita.compat.utils import node_replace_
 from partita.errors import OptionError, SignatureError
-from partita.program.exported import following
+from partita.program.exported import check_signature, following
+from partita.program.mode_runs import ModeRun
+from partita.program.program import Program
+from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 
 __all__ = [
     "_replace_with_hop_helper",
@@ -26,6 +33,8 @@ __all__ = [
     "_sequential_split_and_maybe_inline_subgraphs_helper",
 ]
 
+
+Signature: TypeAlias = ExportGraphSignature | None
 
 #: Cuts a module, and inlines or wraps each part.
 Treated: TypeAlias = Callable[[GraphModule, Signature], tuple[GraphModule, Signature]]
@@ -139,3 +148,48 @@ def _check_outputs(module: GraphModule, signature: ExportGraphSignature) -> None
             f"the graph has {found} outputs and its signature {len(signature.output_specs)}; give the signature that "
             "belongs to this graph"
         )
+
+
+#: For each node of a graph, whether torch starts a new submodule there.
+Openings: TypeAlias = Callable[[Sequence[Node]], Sequence[bool]]
+
+
+def replace_with_operators(
+    gm: GraphModule, graph_signature: Signature, *, kind: type, openings: Openings
+) -> tuple[GraphModule, Signature]:
+    """A new module with modes of one kind as operators, and its signature; the arguments themselves if it has none."""
+    checked_module(gm, "the pass takes")
+    if graph_signature is not None:
+        check_signature(gm.graph, graph_signature)
+
+    def names(program: Program, runs: Sequence[ModeRun]) -> Sequence[str]:
+        """A body has the number of the submodule that torch would have cut there."""
+        pieces = list(accumulate(map(int, openings(program.index.nodes))))
+        return [f"submod_{pieces[run.numbers[0]]}" for run in runs]
+
+    # The autocast pass keeps grad modes, so there the mode of the caller makes no difference.
+    program = Program(gm, caller=_caller(gm) if kind is Grad else AMBIENT)
+    style = WrapStyle("torch", frozenset((kind,)), names, named_by_operator=True, passes_symbols=False)
+    result = wrap_modes(program, style)
+    if result is program:
+        return gm, graph_signature
+    module = result.graph_module
+    module.recompile()
+    module.graph.lint()
+    return module, None if graph_signature is None else following(graph_signature, module.graph)
+
+
+def _caller(gm: GraphModule) -> Mode:
+    """The assumed grad mode of the caller, relative to which toggles are redundant.
+
+    Torch takes the mode in which the pass runs; what counts is how the program will be called, usually with gradients.
+    A graph that enables gradients and ends with them disabled was traced under no_grad, where torch.export runs the
+    pass as well. Run in another mode, or with toggles that are not paired, all of them are kept.
+    """
+    found = gm.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
+    values = [only_argument(node, "enabled") for node in found]
+    if not values:  # Bodies may have some.
+        return AMBIENT if traced_grad(gm) is False else Mode(grad=True)
+    if True not in values or values[-1] is not False:
+        return Mode(grad=True)
+    return AMBIENT if torch.is_grad_enabled() or len(values) % 2 else Mode(grad=False)

@@ -14,8 +14,7 @@ from partita._torch.fx.graph_writer import GraphWriter, copy_meta
 from partita._torch.gc_pause import gc_paused
 from partita.analysis.modes import has_toggles
 from partita.compat._fused_groups import checked_module
-from partita.compat._open_modes import NOTHING_OPEN
-from partita.compat.split_module import split_module
+from partita.compat.split_module import NOTHING_OPEN, split_module
 from partita.errors import BrokenGraphError
 from partita.policies.legalize import call_user_function
 from partita.program.program import Program

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from partita._torch.dry_runs import Allowance, Guard, is_of_level
-from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata, map_tensors, tensors_in
+from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.operators.schemas import is_higher_order
+from partita._torch.pytrees import map_tensors, tensors_in
 from partita._torch.toggles import IS_GRAD_ENABLED
 from partita.analysis.effects.terms import nodes_in_slots
-from partita.analysis.mode import Mode
+from partita.analysis.modes import Mode
 from partita.analysis.nodes import find, value_of
 from partita.analysis.projections import takes_item
 from partita.errors import ModeError, OptionError

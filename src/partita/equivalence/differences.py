@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from partita._plain_help import PlainHelp
 from partita._torch.modes import Ambient
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.equivalence.ambient import Settings
@@ -19,7 +20,7 @@ from partita.equivalence.observe import Moment, Named, Observation, Raised, Tens
 
 @final
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(metaclass=PlainHelp):
     """One difference: its kind, where it is, how large, and in which call."""
 
     kind: str
@@ -34,7 +35,7 @@ class Difference:
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison:
+class Comparison(metaclass=PlainHelp):
     """All differences, notes on what was not checked, and how many calls of each program were compared."""
 
     differences: tuple[Difference, ...]

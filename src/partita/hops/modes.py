@@ -15,7 +15,7 @@ import torch
 
 from partita._torch.fake_sandbox import Tracing
 from partita._torch.modes import variable_set
-from partita._torch.operators import registry as torch_operators
+from partita._torch.operators import schemas as torch_operators
 from partita.errors import OptionError
 from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, SwitchOperator, registered
 

@@ -1,8 +1,8 @@
 """Compiled functions in a folder that the user names: what one process has compiled, the next one loads.
 
-An entry is found by the code of the body, the backend with its options, and the versions of everything that has a say
-in it; which calls it serves, it says itself. Entries are written whole or not at all, and checked when they are read.
-They hold code: whoever can write to the folder decides what runs.
+An entry is found by the code of the body, the backend with its options, and the versions and settings of everything
+that has a say in it; which calls it serves, it says itself. Entries are written whole or not at all, and checked when
+they are read. They hold code: whoever can write to the folder decides what runs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import platform
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,13 +26,13 @@ import torch
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import digest_of_body, foreign_code
-from partita.backends._torch.compile import compiler_settings
+from partita.backends._torch.compile import compiler_settings, instructions, kernels_in, vectors
 from partita.errors import OptionError
 
 log = logging.getLogger(__name__)
 
 #: The start of every entry; another number is another format.
-_MAGIC = b"partita function 1\n"
+_MAGIC = b"partita function 2\n"
 _DIGEST_SIZE = 32
 
 
@@ -64,24 +67,31 @@ class CacheFolder:
         """Where the entries are that were made with the versions and settings of now."""
         return self.root / _digest(self.code, self.backend, *_environment())
 
+    def kernels(self) -> AbstractContextManager[None]:
+        """Makes Inductor keep its kernels here as well, without which stored functions have to be built again."""
+        return kernels_in(self.root / "kernels")
+
     def entries(self) -> Iterator[Any]:
         """What was stored, in any order; an entry that cannot be read is reported and left out."""
-        for path in sorted(self.folder.glob("*.function")):
+        folder = self.folder
+        for path in sorted(folder.glob("*.function")):
             try:
-                yield _unpacked(path.read_bytes())
+                entry = _unpacked(path.read_bytes(), folder.name)
+            except FileNotFoundError:
+                continue  # Another process has just found it damaged.
             except Exception as error:
-                log.warning("%s is damaged or of another version, so its function is compiled again: %s", path, error)
+                log.warning("%s is damaged, so it is removed and its function compiled again: %s", path, error)
+                path.unlink(missing_ok=True)
+                continue
+            yield entry
 
     def store(self, entry: object) -> None:
         """Writes an entry; a failure is reported, since the function is there all the same."""
         try:
-            data = _packed(entry)
-            folder, name = self.folder, blake2b(data, digest_size=16).hexdigest()
+            folder = self.folder
+            data = _packed(entry, folder.name)
             folder.mkdir(parents=True, exist_ok=True)
-            # Whoever reads at the same time finds all of it or nothing.
-            with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-                file.write(data)
-            os.replace(file.name, folder / f"{name}.function")
+            _write_whole(folder / f"{blake2b(data, digest_size=16).hexdigest()}.function", data)
         except Exception as error:
             log.warning("a function cannot be written to %s: %s", self.root, error)
 
@@ -94,18 +104,35 @@ def checked_root(root: object) -> None:
         raise OptionError(f"cache is a folder for compiled functions, and {os.fspath(root)!r} is a file")
 
 
-def _packed(entry: object) -> bytes:
+def _write_whole(path: Path, data: bytes) -> None:
+    """Writes a file so that whoever reads at the same time finds all of it or nothing."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            file.write(data)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _packed(entry: object, key: str) -> bytes:
     data = pickle.dumps(entry)
-    return _MAGIC + blake2b(data, digest_size=_DIGEST_SIZE).digest() + data
+    return _MAGIC + _keyed_digest(data, key) + data
 
 
-def _unpacked(packed: bytes) -> Any:
+def _unpacked(packed: bytes, key: str) -> Any:
     if not packed.startswith(_MAGIC):
         raise ValueError("it begins differently")
     digest, data = packed[len(_MAGIC) :][:_DIGEST_SIZE], packed[len(_MAGIC) + _DIGEST_SIZE :]
-    if blake2b(data, digest_size=_DIGEST_SIZE).digest() != digest:
-        raise ValueError("its contents do not have its digest")
+    if _keyed_digest(data, key) != digest:
+        raise ValueError("its contents do not have its digest, or belong to another folder")
     return pickle.loads(data)
+
+
+def _keyed_digest(data: bytes, key: str) -> bytes:
+    """A digest of the contents and of what they were compiled for: an entry at the place of another is damaged."""
+    return blake2b(data, digest_size=_DIGEST_SIZE, key=key.encode()).digest()
 
 
 def _digest(*texts: str) -> str:
@@ -114,11 +141,27 @@ def _digest(*texts: str) -> str:
 
 def _environment() -> Iterator[str]:
     """Everything beside the body that decides what a compiler makes of it."""
-    try:
-        yield version("partita")
-    except PackageNotFoundError:
-        yield "from source"
-    yield from (torch.__version__, sys.version, sys.platform, torch.backends.cpu.get_cpu_capability())
+    yield from (_digest_of_partita(), torch.__version__, sys.version, sys.platform, platform.machine())
+    yield from platform.libc_ver()
+    yield from (vectors(), *instructions())
     yield compiler_settings()
     if torch.cuda.is_available():
-        yield from (torch.version.cuda or "", *map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+        yield from (_version_of("triton"), torch.version.cuda or "", torch.version.hip or "")
+        for device in range(torch.cuda.device_count()):
+            yield f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+
+
+@cache
+def _digest_of_partita() -> str:
+    """Of the source text: between two versions it changes, too."""
+    root = Path(__file__).parents[1]
+    found = sorted(root.rglob("*.py"))
+    texts = [f"{path.relative_to(root).as_posix()}\n{path.read_text(encoding='utf-8')}" for path in found]
+    return _digest(_version_of("partita"), *texts)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -20,6 +20,18 @@ from partita.program.program import Program
 
 @final
 @dataclass(frozen=True, slots=True)
+class CudaGraphOptions:
+    """For which sizes calls of a region are recorded, and which inputs of its body stay where they are in memory."""
+
+    #: None for all sizes.
+    sizes: tuple[int, ...] | None = None
+    static_inputs: tuple[int, ...] = ()
+    #: The nodes that check something: metadata, or data on the device.
+    assertions: frozenset[str] = frozenset()
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Lowering:
     """How a region is lowered: by which backend, under which modes, with which effects, and where failures go."""
 
@@ -42,6 +54,8 @@ class Lowering:
     dynamic_sizes: DynamicSizes = field(default_factory=DynamicSizes)
     #: The inputs that are compiled in as constants, where the backend wants them; else None.
     constants: tuple[int, ...] | None = None
+    #: How calls are recorded as CUDA graphs; None if they are not.
+    cuda_graphs: CudaGraphOptions | None = None
     strict: bool = False
     #: The name of the region in a profile.
     tag: str = ""

@@ -28,7 +28,7 @@ def state_inputs(body: GraphModule, region: Region) -> tuple[int, ...]:
     """The inputs of a region's body that are parameters, buffers or constants which the program does not mutate."""
     program = region.surroundings()
     owned = owned_inputs(program)
-    state = {node.name for node in region.inputs() if node in owned or _is_state(node, program)}
+    state = {node.name for node in region.inputs() if node in owned or is_state(node, program)}
     state -= program.mutations.names_mutated(node for node in region.inputs() if node.name in state)
     if program.export is not None:  # A functional program returns the new values of its buffers.
         signature = program.export.signature
@@ -38,7 +38,8 @@ def state_inputs(body: GraphModule, region: Region) -> tuple[int, ...]:
     return tuple(place for place, node in enumerate(inputs) if node.name in state)
 
 
-def _is_state(node: Node, program: Program) -> bool:
+def is_state(node: Node, program: Program) -> bool:
+    """Whether a node reads a tensor that a module holds."""
     if node.op == "get_attr":
         return isinstance(attribute_of(program.graph_module, node), Tensor)
     return node.op == "placeholder" and is_module_state(node)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita._torch.expressions import Expression, Operation, Read, Symbol, evaluator, parsed, printed, substituted
 from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in
-from partita.analysis.mode import Mode as GraphMode
+from partita.analysis.modes import Mode as GraphMode
 from partita.analysis.nodes import common_stack, value_of
 from partita.analysis.tolerance import Tolerance
 from partita.backends._torch.compile_context import compiler_scope
@@ -51,7 +52,7 @@ from partita.rewrite.operator_calls import owned_inputs
 
 @final
 @dataclass(frozen=True, slots=True)
-class Delegate:
+class Delegate(metaclass=PlainHelp):
     """Has `backend` compile the body when the plan is applied, for the sizes that were traced, and stores the function.
 
     The region becomes one call of the operator `partita::delegate`, which carries the bytes that `backend.save`
@@ -124,7 +125,9 @@ class _Region:
             self._fail(f"{names}: a delegate has no effects; leave them outside of the region")
         unchecked = unchecked_call(self.body)
         if unchecked is not None:
-            self._fail(f"{unchecked!r} may read outside of its tensor, which compiled code does not check")
+            self._fail(
+                f"{unchecked!r} may read outside of its tensor or divide by zero, which compiled code does not check"
+            )
         for node in self.variable:
             if not isinstance(value_of(node), Tensor | torch.SymInt | int):
                 self._fail(f"input {node.name!r} was traced as {value_of(node)!r}, which is no tensor and no integer")

@@ -288,11 +288,11 @@ def inputs_to_copy(inputs: Mapping[str, Any], outputs: Iterable[Any], mutated_la
         if name in mutated_later
         and isinstance(value, Tensor)
         and memory_of(value) not in aliased
-        and _has_distinct_elements(value)
+        and has_distinct_elements(value)
     ]
 
 
-def _has_distinct_elements(value: Tensor) -> bool:
+def has_distinct_elements(value: Tensor) -> bool:
     """Whether no two elements of a tensor share memory."""
     reached = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True), key=lambda axis: axis[0]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cache
 from typing import ClassVar, final
@@ -11,9 +11,10 @@ from typing import ClassVar, final
 from torch import nn
 from torch.fx import GraphModule
 
+from partita._plain_help import PlainHelp
 from partita._torch.fx.structural_hash import body_key, modules_key
-from partita.analysis.mode import AMBIENT
-from partita.analysis.mode import Mode as GraphMode
+from partita.analysis.modes import AMBIENT
+from partita.analysis.modes import Mode as GraphMode
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.backends.backend import (
     Backend,
@@ -26,11 +27,13 @@ from partita.backends.backend import (
 )
 from partita.errors import OptionError
 from partita.lowering.cache_folder import CacheFolder, checked_root
-from partita.lowering.config import Lowering, ModeScope, effects_by_name
+from partita.lowering.compilation import Compiler
+from partita.lowering.config import CudaGraphOptions, Lowering, ModeScope, effects_by_name
 from partita.lowering.constants import state_inputs
+from partita.lowering.cuda_graphs import assertions_in, static_inputs
 from partita.lowering.lowered import Lowered
 from partita.lowering.signature import DynamicSizes, traced_symbols
-from partita.lowering.variant_cache import variants_for
+from partita.lowering.variant_cache import Variants, variants_for
 from partita.plans.compilations import Compilations
 from partita.plans.failures import Failure, Failures, report
 from partita.plans.treatment import Site
@@ -41,7 +44,7 @@ from partita.rewrite.bodies import bare_body
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Lower:
+class Lower(metaclass=PlainHelp):
     """Has `backend`, a name or a backend with options, compile the body at the first call.
 
     Another function is compiled for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,
@@ -51,6 +54,11 @@ class Lower:
     `dumper` gets the text of the body and returns the tag under which a profiler shows the region; without it, the tag
     is `tag`, or the name of the region. `cache` is a folder for compiled functions, from which other processes load
     them; loading runs code.
+
+    With `cuda_graphs` calls without gradients are recorded as CUDA graphs, for all sizes, or for those calls whose
+    dynamic sizes are all among the given ones. Inputs are copied before a replay, except for parameters, buffers, and
+    the inputs of the program that `static_inputs` names: these must stay where they are in memory, or are recorded
+    again.
     """
 
     backend: str | Backend = "inductor"
@@ -61,6 +69,8 @@ class Lower:
     dumper: Callable[[str], str] | None = None
     tag: str | None = None
     cache: str | os.PathLike[str] | None = None
+    cuda_graphs: bool | Collection[int] = False
+    static_inputs: Collection[str] = ()
 
     #: A function is compiled for one mode.
     allows_mixed_modes: ClassVar[bool] = False
@@ -83,6 +93,25 @@ class Lower:
             checked_root(self.cache)
             if not (hasattr(backend, "save") and hasattr(backend, "load")):
                 raise OptionError(f"cache stores compiled functions, and {backend.name!r} has no `save` and `load`")
+        self._check_cuda_graphs(backend)
+
+    def _check_cuda_graphs(self, backend: Backend) -> None:
+        sizes, names = self.cuda_graphs, self.static_inputs
+        if not isinstance(sizes, bool):
+            if not isinstance(sizes, Collection) or not sizes or any(type(one) is not int or one < 1 for one in sizes):
+                raise OptionError(f"cuda_graphs is True, or the sizes to record, such as (1, 2, 4), not {sizes!r}")
+            object.__setattr__(self, "cuda_graphs", tuple(sorted(set(sizes))))
+        if (
+            isinstance(names, str)
+            or not isinstance(names, Collection)
+            or not all(isinstance(one, str) for one in names)
+        ):
+            raise OptionError(f"static_inputs are names of inputs of the program, such as ('ids',), not {names!r}")
+        object.__setattr__(self, "static_inputs", tuple(names))
+        if names and not self.cuda_graphs:
+            raise OptionError("static_inputs are for cuda_graphs, which is off")
+        if self.cuda_graphs and dict(getattr(backend, "options", ())).get("triton.cudagraphs"):
+            raise OptionError("Inductor's option 'triton.cudagraphs' records CUDA graphs as well; use one of the two")
 
     def __repr__(self) -> str:
         """With the options that differ from their defaults, since a plan prints it in every row."""
@@ -155,21 +184,37 @@ class Lower:
             modules=modules_key(bare.module),
             dynamic_sizes=DynamicSizes(traced_symbols(body), dynamic),
             constants=constants,
+            cuda_graphs=self._cuda_graph_options(bare.module, cut),
             strict=self.strict,
             tag=tag,
             title=title if tag == region else f"{title}, tagged {tag!r},",
             failures=failures,
             compilations=compilations,
         )
-        key = body_key(bare.module) if constants is None else None
-        # Equal bodies may differ in which of their results are mutated later, and functions are specialized on that.
-        places = tuple(at for at, node in enumerate(bare.module.graph.nodes) if node.name in mutated_later)
-        folder = None
-        if self.cache is not None and constants is None:
-            folder = CacheFolder.of(self.cache, bare.module, backend, dynamic, places)
-        key = None if key is None else (key, dynamic, places)
-        variants = variants_for(key, backend, keep=self.max_variants, folder=folder)
+        if constants is None:
+            variants = self._shared_variants(bare.module, backend, mutated_later, dynamic=dynamic)
+        else:  # A function with folded weights is for this body alone.
+            variants = Variants(backend, keep=self.max_variants)
+        compilations.progress.expect(region, id(variants))  # Equal bodies share their variants.
         return Lowered(bare.module, lowering, variants)
+
+    def _shared_variants(
+        self, body: GraphModule, backend: Compiler, mutated_later: frozenset[str], *, dynamic: bool | None
+    ) -> Variants:
+        """The compiled functions of all bodies that equal this one, and those in the folder."""
+        # Equal bodies may differ in which of their results are mutated later, and functions are specialized on that.
+        places = tuple(at for at, node in enumerate(body.graph.nodes) if node.name in mutated_later)
+        folder = None if self.cache is None else CacheFolder.of(self.cache, body, backend, dynamic, places)
+        key = body_key(body)
+        whole = None if key is None else (key, dynamic, places)
+        return variants_for(whole, backend, keep=self.max_variants, folder=folder)
+
+    def _cuda_graph_options(self, body: GraphModule, cut: Region | None) -> CudaGraphOptions | None:
+        if not self.cuda_graphs:
+            return None
+        sizes = None if isinstance(self.cuda_graphs, bool) else tuple(self.cuda_graphs)
+        static = () if cut is None else static_inputs(body, cut, tuple(self.static_inputs))
+        return CudaGraphOptions(sizes, static, assertions_in(body))
 
     def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:
         """The body itself, for a region that cannot be compiled for any inputs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 from weakref import WeakSet
 
@@ -21,6 +22,7 @@ from partita.lowering._torch.guards import Guard, is_intercepted, profiler_runs,
 from partita.lowering.compilation import Compilation
 from partita.lowering.config import Lowering
 from partita.lowering.constants import can_be_constant
+from partita.lowering.cuda_graphs import CudaGraphs
 from partita.lowering.dry_run import memory_of
 from partita.lowering.signature import (
     Call,
@@ -114,6 +116,8 @@ class _LastUse:
     modules: ModuleSnapshot | None
     #: The places of values that the body mutates.
     mutated: tuple[int, ...]
+    #: The variant, or what replays recordings of it.
+    function: Callable[[Sequence[Any]], Any]
 
     def serves(self, call: Call) -> bool:
         return (
@@ -150,6 +154,7 @@ class Dispatcher:
         self._seen: LruTable[Signature] = LruTable()
         self._last: _LastUse | None = None
         self._noted: WeakSet[Variant] = WeakSet()
+        self._cuda_graphs = None if lowering.cuda_graphs is None else CudaGraphs(lowering)
         variants.serve(self)
 
     def select(self, inputs: Sequence[Any]) -> tuple[Callable[[Sequence[Any]], Any], Sequence[Any]] | None:
@@ -163,7 +168,7 @@ class Dispatcher:
             last = found
         if last is None or last.variant.function is None or (last.mutated and _overlap(call.values, last.mutated)):
             return None
-        return last.variant, call.values
+        return last.function, call.values
 
     def make_for(self, inputs: Sequence[Any]) -> None:
         """Compiles for calls with inputs like these; where that fails, the first such call reports it."""
@@ -181,14 +186,25 @@ class Dispatcher:
             self._lowering.report(variant.cause)
         detached = () if variant.dry_run is None else variant.dry_run.detached
         guard = variant.fit.guard(call.values, mutated=mutated, detached=detached)
-        self._last = _LastUse(guard, variant, call.shapes, call.modules, mutated)
+        function = self._recorded(variant, call, mutated)
+        self._last = _LastUse(guard, variant, call.shapes, call.modules, mutated, function)
         return self._last
+
+    def _recorded(self, variant: Variant, call: Call, mutated: tuple[int, ...]) -> Callable[[Sequence[Any]], Any]:
+        """The variant, called through its CUDA graphs where there are such."""
+        if self._cuda_graphs is None or variant.function is None:
+            return variant
+        recordings = self._cuda_graphs.of(variant, call, mutated, self._lowering_for(call))
+        return variant if recordings is None else partial(variant, through=recordings)
+
+    def _lowering_for(self, call: Call) -> Lowering:
+        if call.modules is None:
+            return self._lowering
+        return self._lowering.for_modules(call.modules.state.key, self._body)
 
     def _found_or_made(self, call: Call) -> tuple[Variant, tuple[int, ...]] | _Trial | None:
         """The variant for a call, with the places of values that are mutated; None where the body must run."""
-        global_state, lowering = read_global_state(), self._lowering
-        if call.modules is not None:
-            lowering = lowering.for_modules(call.modules.state.key, self._body)
+        global_state, lowering = read_global_state(), self._lowering_for(call)
         if any(not isinstance(call.shapes[place], Leaf) for place in lowering.mutated_inputs):
             return None  # A mutation of a container would only reach its copy.
         mutated = (*call.places_of(lowering.mutated_inputs), *call.mutable_state())

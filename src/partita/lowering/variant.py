@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 from weakref import ref
 
 import torch
@@ -117,6 +117,13 @@ class Origin:
     seconds: float
 
 
+class RunsVariant(Protocol):
+    """Calls the function of a variant in a way of its own, such as by replaying a recorded call."""
+
+    def run(self, variant: Variant, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The outputs of the function for these inputs."""
+
+
 @final
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Variant:
@@ -166,10 +173,10 @@ class Variant:
         """Whether a call may still have the tensors that are compiled in."""
         return self.constants is None or self.constants.is_current()
 
-    def __call__(self, values: Sequence[Any]) -> Any:
-        """The output of the body for these values."""
+    def __call__(self, values: Sequence[Any], through: RunsVariant | None = None) -> Any:
+        """The output of the body for these values; the function is called by `through`, if given."""
         if self._returns_output and self._copied == () == self._no_views:
-            return self._run(values)
+            return self._run(values, through)
         dry_run = self.dry_run
         assert dry_run is not None
         inputs = list(values)
@@ -177,7 +184,7 @@ class Variant:
             inputs[place] = copy_of(inputs[place])
         for place in dry_run.detached:
             inputs[place] = inputs[place].detach()
-        outputs = list(self._run(inputs))
+        outputs = list(self._run(inputs, through))
         if self._copied is None:
             # Which outputs alias is up to the compiled code, so the first call shows it.
             shared = outputs_to_copy(values, outputs, dry_run.unaliased)
@@ -193,11 +200,12 @@ class Variant:
             outputs[view.place] = view.of(outputs[view.place])
         return dry_run.assembled(outputs, values)
 
-    def _run(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def _run(self, inputs: Sequence[Any], through: RunsVariant | None) -> Sequence[Any]:
         assert self.function is not None
         unused = self._unused
         edges = () if unused is None else unused.before(inputs)
-        outputs = self.function(*(inputs if self.constants is None else self.constants.others(inputs)))
+        given = inputs if self.constants is None else self.constants.others(inputs)
+        outputs = self.function(*given) if through is None else through.run(self, given)
         if not self._is_checked:
             self._check_outputs(outputs)
             self._complex = tuple(k for k, out in enumerate(outputs) if isinstance(out, Tensor) and out.is_complex())

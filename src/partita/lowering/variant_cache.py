@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import Lock, RLock
 from time import perf_counter
@@ -93,7 +94,8 @@ class Variants:
                 found = self._loaded(compilation, title)
             if found is not None:
                 return found
-            made, seconds = self._made_by(compilation, title)
+            with nullcontext() if self._folder is None else self._folder.kernels():
+                made, seconds = self._made_by(compilation, title)
             made.origin = Origin(region, ref(user), seconds)
             if self._folder is not None:
                 for entry in stored(self.compiler, [made]):
@@ -106,7 +108,8 @@ class Variants:
             return None
         for entry in self._folder.entries():
             if isinstance(entry, Stored) and entry.fit.takes(compilation.signature):
-                found = next(_restored(self.compiler, [entry]), None)
+                with self._folder.kernels():
+                    found = next(_restored(self.compiler, [entry]), None)
                 if found is not None and found.serves(compilation.signature, compilation.values):
                     log.info("loaded %s from %s", title, self._folder.folder)
                     self._use(found)
@@ -312,4 +315,5 @@ def _restored(compiler: Any, functions: Iterable[Stored]) -> Iterator[Variant]:
         try:
             yield Variant(fit, compiler.load(function), dry_run, constants=constants)
         except Exception as error:
-            log.info("%s cannot load a function, so it is compiled again: %s", compiler.name, Cause.of(error).reason)
+            reason = Cause.of(error).reason
+            log.warning("%s cannot load a function, so it is compiled again: %s", compiler.name, reason)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from partita._torch.fake_sandbox import FakeCopies, map_leaves, tensors_in
+from partita._torch.fake_sandbox import FakeCopies
 from partita._torch.fx.graph_writer import map_nodes
+from partita._torch.pytrees import map_leaves, tensors_in
 from partita.analysis.nodes import attribute_of, value_of
 from partita.memory._torch.recorder import Allocation, Ran, Record, Recorder, enter, leave, on_one_thread
 from partita.memory.rates import Rates

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import final, overload
 
+from partita._plain_help import PlainHelp
+from partita.plans.progress import Progress
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class CompiledBody:
+class CompiledBody(metaclass=PlainHelp):
     """A compiled function that a region calls; prints as a line.
 
     `inputs` are the values that it was compiled for, without parameters: dtypes and sizes of tensors, `*` for a dynamic
@@ -50,12 +53,14 @@ class Compilations(Sequence[CompiledBody]):
 
     def __init__(self) -> None:
         self._found: list[CompiledBody] = []
+        self.progress = Progress()
         self._lock = Lock()
 
     def add(self, compiled: CompiledBody) -> None:
         """Adds a compiled body."""
         with self._lock:
             self._found.append(compiled)
+        self.progress.note(compiled.region, compiled.seconds)
 
     @property
     def seconds(self) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import final
 
+from partita._plain_help import PlainHelp
 from partita.errors import LoweringError
 
 log = logging.getLogger(__name__)
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @final
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(metaclass=PlainHelp):
     """Why a region runs eagerly: the node where that is known, and the first line of the reason."""
 
     region: str

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import Node
 
 from partita._torch.modes import fresh_modes, read_ambient
-from partita.analysis.mode import AMBIENT, Autocast, Grad, Inference, Mode
+from partita.analysis.modes import AMBIENT, Autocast, Grad, Inference, Mode
 from partita.errors import OptionError, PartitaError, TreatmentError
 from partita.plans.treatment import Treatment
 from partita.program.saved_tensors import Memory, Origin, SavedTensors, bytes_in, parameters_of, saved_tensors_of

@@ -11,6 +11,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita.analysis.nodes import find, value_of
 from partita.analysis.projections import is_projection
 from partita.program.program import Program
@@ -23,7 +24,7 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @final
 @dataclass(frozen=True, slots=True)
-class ModeTree:
+class ModeTree(metaclass=PlainHelp):
     """What one region sets, the names of all operators in it, in order, and the regions nested in it."""
 
     sets: str

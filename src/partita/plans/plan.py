@@ -13,14 +13,16 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita._torch.gc_pause import gc_paused
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
 from partita.plans.compilations import Compilations
 from partita.plans.failures import Failures
 from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
 from partita.plans.report import DistinctBody, Excluded, Explanation, distinct_bodies, excluded, explanation, table
+from partita.plans.sharing import shared_bodies
 from partita.plans.treatment import (
     Called,
     Site,
@@ -51,7 +53,7 @@ _WITHOUT_MODE = ("placeholder", "get_attr", "output")
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Plan:
+class Plan(metaclass=PlainHelp):
     """What will be done to a program; print it, query it, then `apply` it.
 
     `failures` and `compilations` grow as the result is called: which regions run eagerly, and why; which functions were
@@ -87,38 +89,42 @@ class Plan:
         distinct = {id(treatment): treatment for treatment in self.treatments}.values()
         return reduce(or_, map(tolerance_of, distinct), EXACT)
 
-    def apply(self, *, state_names: StateNaming = "split") -> Program:
+    def apply(self, *, state_names: StateNaming = "split", share_bodies: bool = True) -> Program:
         """A new program in which every region is one call of the module that its treatment returned.
 
         Parameters and buffers are shared. `state_names="split"` names the state of modules that moved by where they
         went, as torch's `split_module` does; `"original"` keeps the names that checkpoints of the original use. An
         exported program can hold nothing but graphs: where a treatment returns another module, the result is the
         module of the exported program.
+
+        Regions with equal bodies call one module, which has the names of all of them, with their own inputs; with
+        `share_bodies=False` each has a module of its own.
         """
+        sites = self._sites()
+        shared = shared_bodies(self.partition, self.treatments, sites) if share_bodies else range(len(sites))
         final = AMBIENT if self.puts_back_modes else self.program.modes.final
-        cut = outlined(self.partition, call_modes=CallModes.unknown(len(self.partition), final))
+        cut = outlined(self.partition, call_modes=CallModes.unknown(len(self.partition), final), shared=shared)
         module, moved = cut.graph_module, MovedByPart(cut.moved)
-        operators: dict[str, OperatorCall] = {}
-        inlined: set[str] = set()
+        results: list[Called] = []
         unexportable: dict[str, nn.Module] = {}
-        for name, body, site, treatment in zip(cut.names, cut.bodies, self._sites(), self.treatments, strict=True):
-            if not annotation_suffices(treatment):  # Otherwise the called module has the same effect.
-                add_marks(body, marks_of(treatment, site.region))
-            called = treated(treatment, body, site)
+        for at, (name, body, site, treatment) in enumerate(
+            zip(cut.names, cut.bodies, sites, self.treatments, strict=True)
+        ):
+            called = self._called(body, site, treatment) if shared[at] == at else results[shared[at]]
             if self.program.export is not None and not isinstance(called.module, GraphModule):
                 unexportable[name] = _called_alone(called, treatment, site.region)
                 called = Called(body)
+            results.append(called)
             module._modules[name] = called.module
             moved.settle(name, body, called.module)
-            if called.inlined:
-                inlined.add(name)
-            elif called.through is not None or self.program.export is not None:
-                operators[name] = called.through or PLAIN_CALL
         called_by = {str(node.target): node.name for node in module.graph.find_nodes(op="call_module")}
-        call_through(module, operators)
+        by_name = dict(zip(cut.names, results, strict=True))
+        origins = {name: region.nodes for name, region in zip(cut.names, self.partition, strict=True)}
+        call_through(module, self._operators(by_name), origins=origins)
         keys = self.program.state_keys.then(moved.settled)
         name_state(module, keys, naming=state_names)
         result = self.program.rewritten(module, state_keys=keys, tolerance=self.tolerance | cut.tolerance)
+        inlined = {name for name, called in by_name.items() if called.inlined}
         calls = [node.name for node in module.graph.find_nodes(op="call_module") if node.target in inlined]
         result = inline(result, calls) if calls else result
         if not unexportable:
@@ -126,6 +132,17 @@ class Plan:
         # A region of sizes alone is never called: they are computed in the regions that read them.
         called_modules = {called_by[name]: module for name, module in unexportable.items() if name in called_by}
         return calling_modules(result, called_modules)
+
+    def _called(self, body: GraphModule, site: Site, treatment: Treatment) -> Called:
+        if not annotation_suffices(treatment):  # Otherwise the called module has the same effect.
+            add_marks(body, marks_of(treatment, site.region))
+        return treated(treatment, body, site)
+
+    def _operators(self, called: Mapping[str, Called]) -> dict[str, OperatorCall]:
+        """The operators that run bodies, by the name of the body; those of an exported program are all run by one."""
+        is_exported = self.program.export is not None
+        chosen = {name: one.through or PLAIN_CALL for name, one in called.items() if one.through or is_exported}
+        return {name: call for name, call in chosen.items() if not called[name].inlined}
 
     def annotate(self) -> Program:
         """A new program without cuts whose nodes carry the marks of the treatments of their regions."""

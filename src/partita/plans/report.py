@@ -9,7 +9,8 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.analysis.mode import AMBIENT, Mode
+from partita._plain_help import PlainHelp
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import bytes_of, bytes_of_value, container_items, find, value_of
 from partita.errors import PartitaError, UnknownNodeError
 from partita.plans.memory import ReportsSavedBytes, SavedBytes, SavedMemory, saved_memory, shown_count
@@ -17,7 +18,7 @@ from partita.plans.treatment import Treatment
 from partita.program.flops import Flops
 from partita.regions import Partition, Region
 from partita.regions.borders import Crossing, Item
-from partita.regions.equal_bodies import body_numbers
+from partita.regions.equal_bodies import body_numbers, has_repeats
 from partita.regions.region import ONLY_SWITCHES, Reason, ReasonKind
 from partita.solvers.quotient import ALONE, NOWHERE
 
@@ -35,7 +36,7 @@ _LEAD: Mapping[ReasonKind, str] = {
 
 @final
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(metaclass=PlainHelp):
     """Why a node is where it is; prints as text.
 
     `region` is where it runs, or None, and then `reason` says why. `path_in` leads from another region of the same
@@ -68,7 +69,7 @@ class Explanation:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Excluded:
+class Excluded(metaclass=PlainHelp):
     """Operators outside every region for one reason; `operators` counts them by what they call."""
 
     kind: ReasonKind
@@ -92,7 +93,7 @@ class Excluded:
 
 @final
 @dataclass(frozen=True, slots=True)
-class DistinctBody:
+class DistinctBody(metaclass=PlainHelp):
     """Regions with equal bodies of so many nodes; `name` is the label that they share, or the name of the first."""
 
     name: str
@@ -150,7 +151,7 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *(saved.lines() if saved else []), *_plan_remarks(partition)])
+    return "\n".join([*lines, *(saved.lines() if saved else []), *_bodies(partition), *_plan_remarks(partition)])
 
 
 def excluded(partition: Partition) -> tuple[Excluded, ...]:
@@ -233,6 +234,17 @@ def _saved_bytes(saved_bytes: SavedBytes | None, treatment: Treatment) -> tuple[
 def _counts(saved_bytes: SavedBytes) -> tuple[str, str, str]:
     plain, treated = shown_count(saved_bytes.plain_bytes), shown_count(saved_bytes.treated_bytes)
     return plain, treated, f"{saved_bytes.extra_flops:,}"
+
+
+def _bodies(partition: Partition) -> list[str]:
+    """The bodies that several regions have, those called most first, and how many others there are."""
+    if not has_repeats(partition):
+        return []
+    bodies = distinct_bodies(partition)
+    repeated = sorted((body for body in bodies if body.calls > 1), key=lambda body: -body.calls)
+    shown = [str(body) for body in repeated[:_SHOWN]]
+    rest = len(bodies) - len(shown)
+    return [f"bodies: {len(bodies)} distinct; {'; '.join(shown)}" + (f"; {rest} more" if rest else "")]
 
 
 def _plan_remarks(partition: Partition) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Protocol, TypeAlias, TypeGuard, TypeVar, final, runtime_check
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from partita.analysis.mode import AMBIENT, Mode
+from partita._plain_help import PlainHelp
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import LoweringError, TreatmentError
 from partita.plans.compilations import Compilations
@@ -25,7 +26,7 @@ V = TypeVar("V")
 
 @final
 @dataclass(frozen=True, slots=True)
-class Called:
+class Called(metaclass=PlainHelp):
     """What a region becomes: a call of a module, through an operator if there is one, or the module's own nodes."""
 
     module: nn.Module
@@ -43,7 +44,7 @@ class Treats(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Site:
+class Site(metaclass=PlainHelp):
     """Where a body will be called: its region, which is `place` of `count`, and what is known of the caller's modes.
 
     Failures at run time are added to `failures`, and what is compiled to `compilations`; the plan shows both.

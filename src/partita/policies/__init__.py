@@ -1,5 +1,7 @@
 """Policies: functions from a program to a partition."""
 
+import warnings
+
 from partita.plans import Policy
 from partita.policies.around_operators import AroundOperators
 from partita.policies.by_capability import ByCapability
@@ -22,3 +24,11 @@ __all__ = [
     "Repeats",
     "SplitAt",
 ]
+
+
+def __getattr__(name: str) -> type[SplitAt]:
+    """The policy that `Sequential` was renamed to, since a star import must not hide `torch.nn.Sequential`."""
+    if name == "Sequential":
+        warnings.warn("partita.policies.Sequential is SplitAt now", DeprecationWarning, stacklevel=2)
+        return SplitAt
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,8 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.analysis.mode import Mode
+from partita._plain_help import PlainHelp
+from partita.analysis.modes import Mode
 from partita.errors import CycleError, OptionError
 from partita.policies.constraints import TrivialNodes, check_flags, check_modes_apart
 from partita.policies.legalize import Piece, assignable, legal_partition, partition_of, settled, unassigned
@@ -24,7 +25,7 @@ from partita.regions import Partition
 
 @final
 @dataclass(frozen=True, slots=True)
-class AroundOperators:
+class AroundOperators(metaclass=PlainHelp):
     """The split of serving engines: `operators` apart from what lies between, which can then be compiled or captured.
 
     With `alone`, each chosen operator is a region of its own; without, it leads the part up to the next one. With

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch.fx import Node
 
+from partita._plain_help import PlainHelp
 from partita.errors import OptionError
 from partita.policies.constraints import check_flags
 from partita.policies.legalize import Piece, assignable, distinct_names, legal_partition, unassigned, user_label
@@ -19,7 +20,7 @@ from partita.regions.joint_forward import forward_part
 
 @final
 @dataclass(frozen=True, slots=True)
-class ByAnnotation:
+class ByAnnotation(metaclass=PlainHelp):
     """Regions by the value under `key` in the metadata, as of `torch.fx.traceback.annotate`; None is no value.
 
     Equal values form one region where one call can run them all, else as many regions as it takes; different values
@@ -63,8 +64,11 @@ class ByAnnotation:
 
 @final
 @dataclass(frozen=True, slots=True)
-class ByLabel:
-    """Regions by `label(node)`, called once per operator in graph order; None excludes a node."""
+class ByLabel(metaclass=PlainHelp):
+    """Regions by `label(node)`, called once per operator in graph order; None excludes a node.
+
+    Items of a container are taken where the container is made, so a label that only such nodes have is no region.
+    """
 
     label: Callable[[Node], Hashable]
 
@@ -81,6 +85,7 @@ class ByLabel:
                 reasons[node] = "its label is None"
             else:
                 nodes.setdefault(label, []).append(node)
+        reasons |= _without_regions_of_items(program, nodes)
         names = distinct_names(
             label if isinstance(label, str) and label.isidentifier() else f"part_{label}" for label in nodes
         )
@@ -90,7 +95,7 @@ class ByLabel:
 
 @final
 @dataclass(frozen=True, slots=True)
-class InForward:
+class InForward(metaclass=PlainHelp):
     """Regions of the forward of a joint graph, as `policy` finds them; it sees no node of the backward."""
 
     policy: Callable[[Program], Partition]
@@ -114,6 +119,14 @@ class InForward:
         reasons |= dict.fromkeys(joint.backward, "it belongs to the backward")
         reasons |= {node: "it must run after some of the backward" for node in joint.forward if node not in seen}
         return Partition(program, regions, reasons)
+
+
+def _without_regions_of_items(program: Program, nodes: dict[Hashable, list[Node]]) -> dict[Node, str]:
+    """Takes away the labels whose nodes only take items out of containers; returns a reason for each of these nodes."""
+    number, items = program.index.number, program.projecting
+    alone = [label for label, held in nodes.items() if all(number[node] in items for node in held)] if items else []
+    taken = [node for label in alone for node in nodes.pop(label)]
+    return dict.fromkeys(taken, "it takes an item out of a container, which is done where the container is made")
 
 
 def _keys_in(program: Program) -> Iterator[str]:

@@ -8,8 +8,8 @@ from typing import Literal, final
 
 from torch.fx import GraphModule, Node
 
-from partita.analysis.mode import AMBIENT, Mode, identifier_of
-from partita.analysis.modes import bodies_of, has_toggles, traced_grad
+from partita._plain_help import PlainHelp
+from partita.analysis.modes import AMBIENT, Mode, bodies_of, has_toggles, identifier_of, traced_grad
 from partita.analysis.nodes import find
 from partita.errors import OptionError
 from partita.policies.legalize import distinct_names
@@ -20,7 +20,7 @@ from partita.regions import Partition, Region
 
 @final
 @dataclass(frozen=True, slots=True)
-class ByMode:
+class ByMode(metaclass=PlainHelp):
     """A region for each outermost run of nodes in a mode that differs from the caller's, labelled by what it sets.
 
     Modes nested in a mode stay inside its region. An operator whose bodies switch modes, a `cond` say, is a region of

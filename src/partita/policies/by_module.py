@@ -12,13 +12,13 @@ from typing import NamedTuple, final
 from torch import nn
 from torch.fx import Node
 
+from partita._plain_help import PlainHelp
 from partita.analysis.nodes import find, imported_class
 from partita.errors import OptionError
 from partita.policies.constraints import check_flags
 from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned
 from partita.policies.matching import Names, check_match
-from partita.program.frame import Frame
-from partita.program.program import Program
+from partita.program.program import Frame, Program
 from partita.regions import Partition
 
 #: torch.export writes this where it adds nodes of its own.
@@ -31,7 +31,7 @@ _ITEM = re.compile(r"\[(?:['\"]([^'\"\]]*)['\"]|([^'\"\[\]]*))\]")
 
 @final
 @dataclass(frozen=True, slots=True)
-class ByModule:
+class ByModule(metaclass=PlainHelp):
     """A region for each call of the selected modules, by the `nn_module_stack` that the tracer recorded.
 
     `paths` are patterns such as "layers.*" (as in `fnmatch`: a star also matches dots), or a predicate of paths;

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from torch import nn
 from torch.fx import Node
 
-from partita.analysis.functorch import transforms_found_once
+from partita._torch.functorch import transforms_found_once
 from partita.analysis.symbols import Dimension, Symbols
 from partita.backends.backend import Backend, find_backend, is_backend
 from partita.errors import CallbackError, OptionError

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 from torch.fx import Node
 
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.analysis.nodes import value_of
 from partita.analysis.projections import is_projection
 from partita.errors import CallbackError, CycleError, OptionError

@@ -9,6 +9,7 @@ from typing import final
 from torch import Tensor, nn
 from torch.fx import Node
 
+from partita._plain_help import PlainHelp
 from partita._torch.operators.schemas import storage_key
 from partita.analysis.nodes import find, value_of
 from partita.errors import OptionError
@@ -20,7 +21,7 @@ from partita.regions import Partition
 
 @final
 @dataclass(frozen=True, slots=True)
-class BySize:
+class BySize(metaclass=PlainHelp):
     """Regions of at most so many operators or so many bytes of parameters, or so many regions of equal length.
 
     Set exactly one. A parameter counts where it is first used, a shared one there only. An operator that exceeds the
@@ -67,7 +68,7 @@ class BySize:
 
 @final
 @dataclass(frozen=True, slots=True)
-class SplitAt:
+class SplitAt(metaclass=PlainHelp):
     """A new region begins at each node for which `opens(node)` is true, called once per operator in graph order.
 
     A mode toggle for which it is true cuts as well; itself it belongs to no region. With `modes_apart`, regions are cut

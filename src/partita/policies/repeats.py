@@ -11,8 +11,11 @@ from itertools import takewhile
 from operator import eq
 from typing import final
 
-from torch.fx import Node
+from torch import nn
+from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
+from partita.analysis.nodes import find
 from partita.errors import OptionError
 from partita.policies.constraints import at_mode_changes, check_flags, check_modes_apart
 from partita.policies.legalize import Piece, assignable, legal_partition, unassigned
@@ -27,7 +30,7 @@ from partita.solvers.repeats import cover
 
 @final
 @dataclass(frozen=True, slots=True)
-class Repeats:
+class Repeats(metaclass=PlainHelp):
     """Regions with equal bodies, found by structure alone, so that each distinct body is compiled once.
 
     Two bodies are equal if they have the same operators and constants in the same order, with the same dtypes, shapes,
@@ -58,8 +61,9 @@ class Repeats:
         numbers = list(assignable(program))
         assignment, reasons, count = unassigned(program), dict[Node, str](), 0
         backward = frozenset[Node]() if program.joint is None else frozenset(program.joint.backward)
-        least = self.min_saved * len(numbers)
-        for run in cover(_items(program, numbers), min_size=self.min_size, min_saved=least):
+        items = _items(program, numbers)
+        least = self.min_saved * (sum(items.work) or len(numbers))
+        for run in cover(items, min_size=self.min_size, min_saved=least):
             if run.group < 0 and not self.between:
                 nodes = (program.index.nodes[number] for number in numbers[run.start : run.stop])
                 reasons.update(dict.fromkeys(nodes, "it is in no repeat"))
@@ -115,7 +119,40 @@ def _items(program: Program, numbers: Sequence[int]) -> Items:
     inside = frozenset(numbers).union(program.projections)
     outside = (number for number in range(size) if number not in inside)
     returned = {value[read] for number in outside for read in index.inputs(number)}
-    return Items(letters, reads, makes, returned, list(_depths(program, numbers)))
+    return Items(letters, reads, makes, returned, list(_depths(program, numbers)), _work(program, numbers))
+
+
+def _work(program: Program, numbers: Sequence[int]) -> Sequence[int]:
+    """How many operators each one stands for: those of the bodies that it runs; nothing if none runs any."""
+    root, index = program.graph_module, program.index
+    sizes: dict[nn.Module, int] = {}
+    bodies = {
+        index.number[node]: found
+        for node in program.graph.find_nodes(op="get_attr")
+        if isinstance(found := find(root, str(node.target)), GraphModule)
+    }
+    called = {
+        index.number[node]: found
+        for node in program.graph.find_nodes(op="call_module")
+        if isinstance(found := find(root, str(node.target)), GraphModule)
+    }
+    if not bodies and not called:
+        return ()
+    work = []
+    for number in numbers:
+        run = [bodies[read] for read in index.inputs(number) if read in bodies] if bodies else []
+        run += [called[number]] if number in called else []
+        work.append(sum(_operators_in(body, sizes) for body in run) or 1)
+    return work
+
+
+def _operators_in(body: GraphModule, known: dict[nn.Module, int]) -> int:
+    """How many operators a body has, and the bodies that its operators run."""
+    if body not in known:
+        calls = sum(node.op.startswith("call_") for node in body.graph.nodes)
+        inner = (child for child in body.children() if isinstance(child, GraphModule))
+        known[body] = calls + sum(_operators_in(child, known) for child in inner)
+    return known[body]
 
 
 def _depths(program: Program, numbers: Sequence[int]) -> Iterator[int]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
@@ -252,14 +254,20 @@ class _Copying:
         unsafe = {*taken, *(_base(node.name) for node in graph.nodes if not _reads(node) and not _calls_body(node))}
         used = set(unsafe)
         names: dict[str, str] = {}
+        bodies: dict[GraphModule, str] = {}
         attributes: dict[str, Any] = {}
         for node in filter(_reads, graph.nodes):
             path, value = str(node.target), attribute_of(source, node)
+            if isinstance(value, GraphModule) and value in bodies:
+                # A body that several calls share has one name, since files hold bodies by name.
+                names[path] = bodies[value]
             if path not in names:
                 moves = _is_unsafe(path, unsafe) if isinstance(value, GraphModule) else "." in path
                 names[path] = _free(node.name, used) if moves else path
                 attributes[names[path]] = self._own(value)
                 used.add(names[path])
+                if isinstance(value, GraphModule):
+                    bodies[value] = names[path]
             node.target = names[path]
         return graph, attributes
 
@@ -368,3 +376,17 @@ def _fits(signature: Any, inside: Mapping[Node, None], place: Mapping[str, int])
 def _names(arguments: Sequence[Any]) -> set[str]:
     """The nodes that a signature names; a constant has a value instead."""
     return {argument.name for argument in arguments if not hasattr(argument, "value")}
+
+
+def file_of(tensor: Tensor) -> str | None:
+    """The file that a constant was loaded from; None where that is unknown."""
+    return _FILES.get(tensor)
+
+
+def with_origin(exported: ExportedProgram, file: Path) -> ExportedProgram:
+    """The program, after its constants are noted as those of a file."""
+    _FILES.update((value, str(file)) for value in exported.constants.values() if isinstance(value, Tensor))
+    return exported
+
+
+_FILES: MutableMapping[Tensor, str] = WeakIdKeyDictionary()

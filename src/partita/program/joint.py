@@ -10,6 +10,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita._torch.operators.schemas import storage_key, viewed_node
 from partita.analysis.index import Index
 from partita.analysis.nodes import bytes_of_value, find, tensors_in, value_of
@@ -20,7 +21,7 @@ __all__ = ["Held", "Joint"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Held:
+class Held(metaclass=PlainHelp):
     """One storage that the forward saves for backward."""
 
     #: The values on this storage that the backward reads, in graph order; all but one are views.
@@ -38,7 +39,7 @@ class Held:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Joint:
+class Joint(metaclass=PlainHelp):
     """The inputs and outputs of a joint graph, its two halves, and what the forward saves for backward.
 
     A node is backward if it depends on a tangent, or if its tracer tagged it so and no output of the forward needs it.

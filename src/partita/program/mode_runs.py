@@ -15,7 +15,7 @@ from typing import final
 from torch.fx import Node
 
 from partita._torch import toggles
-from partita.analysis.mode import AMBIENT, EVERY_SETTING, Block, Grad, Inference, Mode, Setting
+from partita.analysis.modes import AMBIENT, EVERY_SETTING, Block, Grad, Inference, Mode, Setting
 from partita.errors import ModeError
 from partita.program.program import Program
 

@@ -3,37 +3,81 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any, Never, TypeVar, final
+from typing import Any, NamedTuple, Never, TypeAlias, TypeVar, final
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis.effects.calls import CallEffects
-from partita.analysis.effects.graph import GraphEffects, effects_of_graph
+from partita._torch.fx.structural_hash import propagate_annotations
+from partita.analysis.effects.calls import CallEffects, tensors_of
+from partita.analysis.effects.graph import GraphEffects, HookedTensor, effects_of_graph, hooked_tensors
 from partita.analysis.effects.terms import Effects
 from partita.analysis.index import Index, index_of_edited
-from partita.analysis.mode import AMBIENT, Mode
-from partita.analysis.modes import Modes, check_bodies, modes_of
+from partita.analysis.modes import AMBIENT, Autocast, Mode, Modes, check_bodies, modes_of
 from partita.analysis.mutation import LaterUses, Mutations, mutations_before, mutations_of
-from partita.analysis.nodes import Neighbours, neighbours_of
+from partita.analysis.nodes import Neighbours, neighbours_of, value_of
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError, UnknownNodeError
-from partita.program.annotations import propagate_annotations
 from partita.program.archives import load_exported
 from partita.program.exported import ExportRecord
-from partita.program.frame import Frame
-from partita.program.hooks import HookedTensor, hooked_tensors
 from partita.program.joint import Joint, checked_count, joint_of
-from partita.program.state_keys import UNMOVED, StateKeys
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StateKeys:
+    """The original path of each moved module, one map per rewrite, the newest first."""
+
+    rewrites: tuple[Mapping[str, str], ...] = ()
+
+    def original(self, key: str) -> str:
+        """The name that `key` of this program has in the original."""
+        for moved in self.rewrites:
+            key = _before(key, moved)
+        return key
+
+    def then(self, moved: Mapping[str, str]) -> StateKeys:
+        """The keys after another rewrite, where `moved` maps each new path of a module to its former path."""
+        return StateKeys((moved, *self.rewrites)) if moved else self
+
+    def of_paths(self, paths: Iterable[str]) -> StateKeys:
+        """The same keys for modules at these paths only, folded into one rewrite."""
+        moved = {path: self.original(path) for path in paths}
+        return StateKeys(({path: old for path, old in moved.items() if path != old},)) if self.rewrites else self
+
+    def to_original(self, state: Mapping[str, T]) -> dict[str, T]:
+        """A state dict of this program under the original names."""
+        return {self.original(key): value for key, value in state.items()}
+
+    def from_original(self, state: Mapping[str, T], keys: Iterable[str]) -> dict[str, T]:
+        """A state dict of the original under the names of this program; entries that match none of `keys` are kept."""
+        found = {key: state[self.original(key)] for key in keys if self.original(key) in state}
+        used = {self.original(key) for key in found}
+        return {**found, **{key: value for key, value in state.items() if key not in used}}
+
+
+def _before(key: str, moved: Mapping[str, str]) -> str:
+    path, rest = key, ""
+    while path:
+        if path in moved:
+            return moved[path] + rest
+        path, _, last = path.rpartition(".")
+        rest = f".{last}{rest}"
+    return key
+
+
+#: The keys of a program that was not rewritten.
+UNMOVED = StateKeys()
 
 
 @final
@@ -186,22 +230,32 @@ class Program:
 
     @cached_property
     def _exported_module(self) -> GraphModule:
-        from partita.dissolve.exported import exported_module
+        from partita.dissolve.dissolve import exported_module
 
         return exported_module(self)
 
     def exported(self) -> ExportedProgram:
         """The program as torch.export has it, checked by torch's verifier; it shares the parameters and buffers."""
         # Rewrites build on programs, and this is a rewrite: the only import that points up.
-        from partita.dissolve.exported import exported_program
+        from partita.dissolve.dissolve import exported_program
 
         return exported_program(self)
+
+    def save(self, path: str | os.PathLike[str], *, extra_files: Mapping[str, Any] | None = None) -> None:
+        """Writes the exported program to a `.pt2` file, as `torch.export.save` does, and each shared body once.
+
+        `torch.export.load` and `Program.of` read it.
+        """
+        # torch's serializer takes long to import, and few programs are saved.
+        from partita.program.archives._torch.writing import save_exported
+
+        save_exported(self.exported(), path, extra_files=extra_files)
 
     def decomposed(
         self, table: dict[Any, Callable[..., Any]] | None = None, *, decompose_custom_triton_ops: bool = False
     ) -> ExportedProgram:
         """The exported program decomposed by the table; modes, which torch would drop, are dissolved first."""
-        from partita.dissolve.exported import decomposed_program
+        from partita.dissolve.dissolve import decomposed_program
 
         return decomposed_program(self, table, decompose_custom_triton_ops=decompose_custom_triton_ops)
 
@@ -341,3 +395,61 @@ def _trusted(pure: Iterable[Callable[..., Any]]) -> frozenset[Callable[..., Any]
     if odd:
         raise OptionError(f"`pure` takes functions, modules or classes of modules themselves, not {odd[0]!r}")
     return found
+
+
+@final
+class Frame(NamedTuple):
+    """A Python frame that Dynamo traced into a graph of its own.
+
+    Graph breaks, hooks that are not traced and `layer.compile()` make several frames of a model.
+    """
+
+    #: The class of the module whose `forward` runs in the frame; None where that is unknown.
+    type: type[nn.Module] | None = None
+    #: The paths of that module in the modules that were running around it, in the outermost one first.
+    paths: tuple[str, ...] = ()
+    #: The autocast that it was traced under, and is called under: Dynamo guards on it.
+    autocast: tuple[Autocast, ...] = ()
+
+
+#: The effect successors of each node.
+EffectSuccessors: TypeAlias = Mapping[Node, Sequence[Node]]
+
+
+def effect_successors(program: Program) -> EffectSuccessors:
+    """The nodes that must stay after each node although no data flows between them."""
+    nodes = program.index.nodes
+    successors: dict[Node, list[Node]] = {}
+    for before, after in program.effects.edges():
+        successors.setdefault(nodes[before], []).append(nodes[after])
+    return successors
+
+
+def summation_tolerance(program: Program) -> Tolerance:
+    """How far sums of gradients may change when operators are reordered, or a weight is cast once more.
+
+    It is the rounding error of the coarsest dtype that the program is known to add.
+    """
+    dtypes = {*_cast_dtypes(program), *_known_dtypes(program)}
+    # A block may name a dtype that autocast does not support; torch reports that when it runs.
+    eps = (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    return Tolerance(rounding=max(eps, default=torch.finfo(torch.float64).eps))
+
+
+def uses_autocast(program: Program) -> bool:
+    """Whether any node runs under autocast, which caches the cast of a weight for a block: a cut casts it again."""
+    return any(True for _ in _cast_dtypes(program))
+
+
+def _cast_dtypes(program: Program) -> Iterator[torch.dtype]:
+    for mode in set(program.modes.by_number or ()):
+        for autocast in mode.autocast:
+            if autocast.enabled:
+                yield torch.bfloat16 if autocast.dtype is None else autocast.dtype
+
+
+def _known_dtypes(program: Program) -> Iterator[torch.dtype]:
+    values = [value_of(node) for node in program.index.nodes]
+    for tensor in (*values, *tensors_of(program.graph_module)):
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            yield tensor.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +27,14 @@ from partita._torch.dry_runs import (
     refusal_of_call,
     refusal_of_device,
 )
-from partita._torch.fake_sandbox import FakeCopies, tensors_in
+from partita._torch.fake_sandbox import FakeCopies
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import StandsForBody
+from partita._torch.pytrees import tensors_in
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, hint_of, is_unbacked, symbols_in
 from partita._torch.toggles import TOGGLES
-from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.analysis.nodes import tensors_in as traced_tensors
 from partita.program._torch.saved_tensors import (
@@ -152,11 +154,11 @@ def saved_tensors_of(program: Program, under: Mode = AMBIENT) -> SavedTensors:
     """
     frame = Mode() if program.frame is None else Mode(autocast=program.frame.autocast)
     caller = under.within(frame.within(program.caller))
-    reason = _refusal(program)
-    if reason is not None:
-        return SavedTensors(program, reason=reason, caller=caller)
     run = _DryRun(program, casts=bool(caller.autocast))
     try:
+        reason = _refusal(program)
+        if reason is not None:
+            return SavedTensors(program, reason=reason, caller=caller)
         with _called_under(caller):
             nodes = run.found()
     except Exception as error:  # An operator may reject fake tensors with any error.
@@ -223,8 +225,8 @@ def _refusal_of_number(node: Node, bits: dict[Node, int]) -> str | None:
         bits[node] = sum(lengths)
     if node.target in _GROWING_FAST:
         by = node.args[1] if len(node.args) > 1 else None
-        # Nothing is known of a symbolic or data-dependent exponent.
-        times = abs(by) if isinstance(by, int | float) else _MOST_BITS
+        # Nothing is known of a symbolic or data-dependent exponent, and one that is not finite gives no integer.
+        times = abs(by) if isinstance(by, int | float) and math.isfinite(by) else _MOST_BITS
         bits[node] = int(min(lengths[0] * times if node.target in _POWERS else lengths[0] + times, 2 * _MOST_BITS))
     return f"its result may have {bits[node]} bits or more" if bits[node] > _MOST_BITS else None
 

@@ -18,7 +18,7 @@ from partita._torch.fx.structural_hash import NodeKeys
 from partita._torch.operators.schemas import storage_key
 from partita._torch.symbolic_shapes import renamed_expression
 from partita._torch.tensors import inner_tensors, placements_of
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.analysis.nodes import find, value_of
 from partita.program.program import Program
 
@@ -37,6 +37,8 @@ class Structure:
 
     letters: Sequence[int]
     mentions: Sequence[Sequence[int]]
+    #: The numbers of symbols.
+    symbols: frozenset[int]
 
 
 def structure_of(program: Program) -> Structure:
@@ -51,7 +53,7 @@ class _Reader:
         self._program, self._root, self._index = program, program.graph_module, program.index
         self._keys = NodeKeys()
         self._known: dict[Hashable, int] = {}
-        self._others: dict[Hashable, int] = {}
+        self._others: dict[tuple[str, Hashable], int] = {}
         self._expressions: dict[Any, tuple[str, tuple[Any, ...]]] = {}
         self._state: dict[nn.Module, tuple[Hashable, tuple[int, ...]]] = {}
 
@@ -94,7 +96,8 @@ class _Reader:
                 mentioned = (*mentioned, *(shared[source] for source in read if source in shared))
             letters[number] = self._letter(key)
             mentions.append(mentioned)
-        return Structure(letters, mentions)
+        mentioned_symbols = (number for (kind, _), number in self._others.items() if kind == "symbol")
+        return Structure(letters, mentions, frozenset(len(index) + number for number in mentioned_symbols))
 
     def _letter(self, key: Hashable) -> int:
         return self._known.setdefault(key, len(self._known) + 1)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from partita._plain_help import PlainHelp
 from partita._torch.dry_runs import Allowance
-from partita._torch.operators.registry import OPERATORS, operator_names
-from partita._torch.operators.schemas import signatures_of
+from partita._torch.operators.schemas import OPERATORS, operator_names, signatures_of
 from partita._torch.symbolic_shapes import hint_of
 from partita._torch.toggles import TOGGLES
 from partita.analysis.nodes import imported, value_of
@@ -47,7 +47,7 @@ Keep: TypeAlias = Callable[[Region], Iterable[Node]]
 
 @final
 @dataclass(frozen=True, slots=True)
-class KeepNothing:
+class KeepNothing(metaclass=PlainHelp):
     """Keeps only the inputs of the region; all of it is recomputed."""
 
     def __call__(self, region: Region) -> Iterable[Node]:
@@ -56,7 +56,7 @@ class KeepNothing:
 
 @final
 @dataclass(frozen=True, slots=True)
-class KeepEverything:
+class KeepEverything(metaclass=PlainHelp):
     """Keeps the result of every node, unless it is mutated."""
 
     def __call__(self, region: Region) -> Iterable[Node]:
@@ -65,7 +65,7 @@ class KeepEverything:
 
 @final
 @dataclass(frozen=True, slots=True, init=False)
-class KeepOperators:
+class KeepOperators(metaclass=PlainHelp):
     """Keeps the results of these operators, functions, methods or classes of modules, as the graph calls them.
 
     A name in torch's own namespaces that does not exist is refused; others may be classes or operators of the user.
@@ -88,7 +88,7 @@ class KeepOperators:
 
 @final
 @dataclass(frozen=True, slots=True, init=False)
-class KeepNodes:
+class KeepNodes(metaclass=PlainHelp):
     """Keeps the results of the nodes with these names; a name may be in any region of the plan, but must exist."""
 
     names: tuple[str, ...]
@@ -119,7 +119,7 @@ class KeepNodes:
 
 @final
 @dataclass(frozen=True, slots=True)
-class KeepExpensive:
+class KeepExpensive(metaclass=PlainHelp):
     """Keeps what takes at least so many floating-point operations a byte to recompute, by the traced values.
 
     What would not be recomputed, since the backward needs nothing after it, is not kept.
@@ -138,7 +138,7 @@ class KeepExpensive:
 
 @final
 @dataclass(frozen=True, slots=True)
-class KeepAtMost:
+class KeepAtMost(metaclass=PlainHelp):
     """Keeps at most so many bytes in each region: what is most expensive to recompute for its size comes first.
 
     What would not be recomputed, since the backward needs nothing after it, is not kept.

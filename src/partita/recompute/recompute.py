@@ -5,7 +5,7 @@ It decides what is kept, which inputs and state need copies because they are mut
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
@@ -15,15 +15,16 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 import partita.hops as hops
+from partita._plain_help import PlainHelp
+from partita._torch.functorch import is_inside_transform
 from partita._torch.operators.schemas import registers_hook
 from partita._torch.toggles import ENTER_INFERENCE
 from partita.analysis.effects.calls import CallEffects
 from partita.analysis.effects.terms import Effects
-from partita.analysis.functorch import is_inside_transform
-from partita.analysis.mode import Autocast
+from partita.analysis.modes import Autocast
 from partita.analysis.mutation import Mutations
 from partita.analysis.nodes import find, value_of
-from partita.analysis.projections import with_items
+from partita.analysis.projections import takes_item, with_items
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.node_tags import next_graph_id
 from partita.plans.memory import SavedBytes, saved_bytes_of
@@ -45,7 +46,7 @@ _WRAPPED = WrapStyle(kinds=(Autocast,), in_modules=True)
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Recompute:
+class Recompute(metaclass=PlainHelp):
     """Recomputes the region in the backward, except for what `keep` keeps; same values and gradients, bit for bit.
 
     Regions in series are recomputed one at a time, each just before its backward. Random numbers are the same in both
@@ -84,6 +85,9 @@ class Recompute:
                 )
         # A compiler would recompute these from memory that was mutated in between.
         needed = set(mutations.reads_of_mutated_inputs(region.nodes)).intersection(keepable(region))
+        # An operator returns all of its items at once, so an item is kept with its container.
+        containers = (node.all_input_nodes[0] for node in kept if takes_item(node))
+        kept = (*kept, *inside.intersection(containers))
         return frozenset((*filter(gives_tensors, kept), *needed, *mutations.statistics_read_outside(region.nodes)))
 
     def treat_at(self, body: GraphModule, site: Site) -> Called:
@@ -93,6 +97,19 @@ class Recompute:
         """The call that replaces a region of which only the body is known."""
         region = Region("region", tuple(Program(body).operators()))
         return self._treated(body, {node.name for node in self.kept(region)}, Site(region))
+
+    def sharing_key(self, site: Site) -> Hashable | None:
+        """Which nodes are kept; None where inputs or state of the region are mutated, for the plan says which."""
+        region, program = site.region, site.program
+        if program is None or program.effects.mutated_state:
+            return None
+        sources = region.inputs()
+        if any(True for _ in region.surroundings().mutations.later_mutators(sources, region.nodes)):
+            return None
+        if any(True for _ in _possible_aliases_mutated_later(region, sources, program)):
+            return None
+        kept = self.kept(region)
+        return tuple(at for at, node in enumerate(region.nodes) if node in kept)
 
     def marks(self, region: Region) -> Mapping[str, object]:
         """The metadata that a joint-graph partitioner reads: an increasing region number, and the recompute policy."""
@@ -178,7 +195,10 @@ def _wrap_kept(body: Program, kept: Collection[str]) -> GraphModule:
     """A module like `body` in which the nodes with these names run in calls of `keep`, neighbours together."""
     runs: list[list[Node]] = []
     in_run = False
+    items = {body.index.nodes[number] for number in body.projections}
     for node in body.graph.nodes:
+        if node in items:
+            continue  # It is taken where its container is.
         if node.name in kept:
             if not in_run:
                 runs.append([])

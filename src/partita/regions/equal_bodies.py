@@ -1,9 +1,16 @@
-"""Which regions of a partition have equal bodies, up to names and values of weights."""
+"""Which regions of a partition have equal bodies, up to names and values of weights, and which can share one."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
 
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from partita._torch.fx.structural_hash import settings_of
+from partita.analysis.nodes import find
 from partita.program.program import Program
 from partita.program.structure import Structure, structure_of
 from partita.regions.borders import Crossing, Item
@@ -23,6 +30,36 @@ def body_numbers(partition: Partition) -> list[int]:
         known.setdefault(_key(partition, at, numbers, structure), len(known))
         for at, numbers in enumerate(partition.numbers())
     ]
+
+
+def has_repeats(partition: Partition) -> bool:
+    """Whether two regions have equal bodies."""
+    regions = partition.regions
+    if len({_outline_of(region) for region in regions}) == len(regions):
+        return False
+    return len(set(body_numbers(partition))) < len(regions)
+
+
+def shareable_bodies(partition: Partition) -> list[int]:
+    """For each region the first one whose body it can call, with its own inputs; itself if there is none.
+
+    The nodes of one body carry one set of metadata, so beside equal bodies the two regions have the same symbols, and
+    the same marks on their nodes. A body that calls modules, or holds tensors, is called by its own region alone.
+    """
+    regions, found = partition.regions, list(range(len(partition)))
+    if len({_outline_of(region) for region in regions}) == len(regions):
+        return found
+    structure = partition.program.once(structure_of)
+    first: dict[Hashable, list[int]] = {}
+    for at, body in enumerate(body_numbers(partition)):
+        if not partition.borders.of_regions[at].outputs or _holds_state(partition, at):
+            continue
+        like = first.setdefault((body, tuple(_symbols(partition, at, structure))), [])
+        same = (known for known in like if _have_same_marks(partition, regions[known], regions[at]))
+        found[at] = next(same, at)
+        if found[at] == at:
+            like.append(at)
+    return found
 
 
 def _key(partition: Partition, at: int, numbers: Sequence[int], structure: Structure) -> Hashable:
@@ -58,3 +95,87 @@ def _mutated(program: Program, region: Region) -> Iterator[int]:
     names = mutations.names_mutated_outside(region.nodes)
     yield from (number[node] for node in region.nodes if node.name in names)
     yield from (number[node] for node in mutations.later_mutators(region.inputs(), region.nodes))
+
+
+def _outline_of(region: Region) -> Hashable:
+    """What regions with equal bodies have in common, and what is cheap to compare."""
+    return tuple([(node.op, node.target) for node in region.nodes if node.op == "call_function"])
+
+
+def _symbols(partition: Partition, at: int, structure: Structure) -> Iterator[int]:
+    """The symbols in the values of a region and of its inputs, in order."""
+    border, nodes = partition.borders.of_regions[at], partition.regions[at].nodes
+    number = partition.program.index.number
+    inputs = (crossing if isinstance(crossing, int) else crossing.number for crossing in border.inputs)
+    for mentioning in (*inputs, *(number[node] for node in nodes)) if structure.symbols else ():
+        yield from (other for other in structure.mentions[mentioning] if other in structure.symbols)
+
+
+def _holds_state(partition: Partition, at: int) -> bool:
+    """Whether a region calls modules, or operators with bodies that hold tensors or have hooks."""
+    program, border = partition.program, partition.borders.of_regions[at]
+    if any(node.op == "call_module" for node in partition.regions[at].nodes):
+        return True
+    read = (find(program.graph_module, str(program.index.nodes[number].target)) for number in border.modules)
+    return any(_has_tensors(module) for body in read if isinstance(body, nn.Module) for module in body.modules())
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    if module._parameters or module._buffers or not isinstance(module, GraphModule):
+        return True
+    return any(isinstance(value, Tensor) for _, value in settings_of(module))
+
+
+def _have_same_marks(partition: Partition, one: Region, other: Region) -> bool:
+    root = partition.program.graph_module
+    return _are_marked_alike(one.nodes, other.nodes, root, root)
+
+
+def _are_marked_alike(ours: Iterable[Node], theirs: Iterable[Node], root: nn.Module, other_root: nn.Module) -> bool:
+    """Whether nodes have the same metadata, but for their values and where they come from; in their bodies, too."""
+    for one, other in zip_longest(ours, theirs):
+        if one is None or other is None or not _is_same(_marks(one), _marks(other)):
+            return False
+        for read, same in zip(one.all_input_nodes, other.all_input_nodes, strict=True):
+            if read.op == "get_attr" and read.target != same.target:
+                inner, other_inner = find(root, str(read.target)), find(other_root, str(same.target))
+                if isinstance(inner, GraphModule) and isinstance(other_inner, GraphModule):
+                    inside = inner.graph.nodes, other_inner.graph.nodes
+                    if not _are_marked_alike(*inside, inner, other_inner):
+                        return False
+    return True
+
+
+def _marks(node: Node) -> dict[str, Any]:
+    return {key: value for key, value in node.meta.items() if key not in _NO_MARKS}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; those that cannot be compared are not."""
+    try:
+        return bool(one == other)
+    except Exception:  # The comparison may be anybody's code.
+        return False
+
+
+#: Metadata about values, which are compared as structure, and about where a node comes from.
+_NO_MARKS = frozenset(
+    (
+        "creation_timestamp",
+        "desc",
+        "eager_input_vals",
+        "example_value",
+        "from_node",
+        "fwd_nn_module_stack",
+        "fwd_source_fn_stack",
+        "nn_module_stack",
+        "original_aten",
+        "seq_nr",
+        "source_fn_stack",
+        "stack_trace",
+        "tensor_meta",
+        "torch_fn",
+        "unbacked_bindings",
+        "val",
+    )
+)

@@ -9,6 +9,7 @@ from typing import Literal, Self, TypeAlias, final
 
 from torch.fx import GraphModule, Node
 
+from partita._plain_help import PlainHelp
 from partita.errors import RegionError
 from partita.program.program import Program
 
@@ -23,7 +24,7 @@ _UNQUOTABLE = re.compile(r'["\\\x00-\x1f\x7f]')
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Region:
+class Region(metaclass=PlainHelp):
     """Operators that are treated as one; `label` comes from the policy, `name` is used in the rewritten program."""
 
     name: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,8 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
-from partita.analysis.mode import AMBIENT, Mode
-from partita.analysis.modes import Modes
+from partita.analysis.modes import AMBIENT, Mode, Modes
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, container_items, crossing_places, value_of
 from partita.analysis.symbols import Dimension
 from partita.errors import ModeError
@@ -57,6 +56,10 @@ class Body:
     def does_something(self) -> bool:
         """Whether any node runs in it: not if all of its nodes moved to the containers that they unpack."""
         return any(node.op not in ("placeholder", "output") for node in self.graph.nodes)
+
+    def called_by(self, border: Border) -> Body:
+        """The same body, for the call of another region, with results, whose body is equal."""
+        return replace(self, inputs=tuple(border.inputs), outputs=tuple(border.outputs))
 
 
 class BareBody(NamedTuple):

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import GraphWriter, Names
 from partita._torch.fx.lazy_graph_module import LazyModule, lazy_module
-from partita.analysis.mode import AMBIENT, Mode
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, find
 from partita.program.program import Program
 from partita.rewrite.mode_nodes import ModeWriter

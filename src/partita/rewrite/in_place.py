@@ -15,12 +15,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import copy_meta, map_nodes
 from partita._torch.fx.lazy_graph_module import blank_module
-from partita._torch.operators.registry import OPERATORS
+from partita._torch.operators.schemas import OPERATORS
 from partita.analysis.modes import has_toggles
 from partita.analysis.nodes import attribute_of, find, runs_its_graph
 from partita.errors import BrokenGraphError, ModeError, OptionError
-from partita.program.program import Program, program_being_edited
-from partita.program.reordering import effect_successors
+from partita.program.program import Program, effect_successors, program_being_edited
 from partita.rewrite.fuse import values_of_call
 from partita.rewrite.inline import bound_arguments, returned_value
 from partita.rewrite.state import place, share_state

@@ -15,10 +15,9 @@ from torch.fx.graph import CodeGen
 
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita._torch.gc_pause import gc_paused
-from partita._torch.operators.registry import SYM_SIZE
+from partita._torch.operators.schemas import SYM_SIZE
 from partita.analysis.index import Index
-from partita.analysis.mode import AMBIENT, Block, Grad, Mode, Setting
-from partita.analysis.modes import has_toggles, modes_of
+from partita.analysis.modes import AMBIENT, Block, Grad, Mode, Setting, has_toggles, modes_of
 from partita.analysis.nodes import attribute_of, find, runs_its_graph
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program

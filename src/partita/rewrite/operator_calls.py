@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,16 @@ def call_through(
     calls: Mapping[str, OperatorCall],
     *,
     openers: Mapping[str, Node | None] | None = None,
+    origins: Mapping[str, Sequence[Node]] | None = None,
     named_by_operator: bool = False,
 ) -> None:
     """Turns calls of submodules, by attribute name, into calls of operators, in a new graph.
 
     The call keeps its name, and the read of the body is named after it; with `named_by_operator`, as in torch, the call
-    is named after its operator. The module stack of a call is common to its body and its toggle in `openers`.
+    is named after its operator. The module stack of a call is common to its body and its toggle in `openers`; of a call
+    in `origins`, whose body is another region's, to these nodes.
     """
-    graph, openers = module.graph, openers or {}
+    graph, openers, origins = module.graph, openers or {}, origins or {}
     outermost = outermost_stack(graph)
     for node in graph.find_nodes(op="call_module"):
         call = calls.get(str(node.target))
@@ -59,7 +61,9 @@ def call_through(
         held = [] if opener is None else [opener]
         if isinstance(inside, GraphModule):
             exempt_from_dce(inside.graph)
-            held += [inner for inner in inside.graph.nodes if inner.op != "placeholder"]
+            held += origins.get(str(node.target)) or [
+                inner for inner in inside.graph.nodes if inner.op != "placeholder"
+            ]
         stack = common_stack(held) or outermost
         body.meta["nn_module_stack"] = dict(stack)
         node.op, node.target = "call_function", call.operator
@@ -95,9 +99,19 @@ def calling_modules(program: Program, modules: Mapping[str, nn.Module]) -> Progr
     share_state(unlifted, module, without=frozenset(replaced))
     for name, called in replaced.items():
         module.add_module(name, called)
+    _name_shared_bodies(module, program)
     return Program(
         module, pure=program.pure, state_keys=program.state_keys, tolerance=program.tolerance, caller=program.caller
     )
+
+
+def _name_shared_bodies(module: GraphModule, program: Program) -> None:
+    """Sets each body also at the other names that it has in the program: exported programs have one for each body."""
+    targets = {node.name: str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    for node in program.graph.find_nodes(op="get_attr"):
+        found = module._modules.get(targets.get(node.name, ""))
+        if isinstance(found, GraphModule) and not hasattr(module, str(node.target)):
+            module._modules[str(node.target)] = found
 
 
 def only_call(module: GraphModule) -> tuple[GraphModule, OperatorCall] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita._torch.fx.lazy_graph_module import LazyModule, lazy_module
 from partita._torch.gc_pause import gc_paused
-from partita._torch.operators.registry import SYM_SIZE
-from partita.analysis.mode import AMBIENT, Mode
+from partita._torch.operators.schemas import SYM_SIZE
+from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, find, outermost_stack
 from partita.analysis.symbols import Dimension
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.program.program import Program
-from partita.program.reordering import summation_tolerance, uses_autocast
+from partita.program.program import Program, summation_tolerance, uses_autocast
 from partita.regions import Partition
 from partita.regions.borders import Crossing, Item
 from partita.rewrite.bodies import PLAIN_BODY, Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt, write_body
@@ -62,7 +61,10 @@ class CallModes:
 
 @dataclass(frozen=True, slots=True)
 class Outlined:
-    """The new module; for each region its attribute name and body; the old path of every module that moved."""
+    """The new module; for each region its attribute name and body; the old path of every module that moved.
+
+    Regions that share a body have the same module under their names.
+    """
 
     graph_module: GraphModule
     names: tuple[str, ...]
@@ -88,12 +90,14 @@ def outlined(
     order: Sequence[int] | None = None,
     style: OutlineStyle | None = None,
     call_modes: CallModes | None = None,
+    shared: Sequence[int] | None = None,
 ) -> Outlined:
     """A program in which every region is one call.
 
     `names` are the attributes that hold the bodies; without them, the regions' names, numbered where they are taken.
     `order` may be any order that the partition allows. `call_modes` are the modes of calls and bodies; without them,
-    bodies set all modes themselves.
+    bodies set all modes themselves. `shared` has for each region the one whose body it calls, not after it; without it,
+    each calls its own.
     """
     program = partition.program
     if names is None:
@@ -103,19 +107,26 @@ def outlined(
     call_modes = call_modes or CallModes.unknown(len(partition), program.modes.final)
     with gc_paused():
         numbers = partition.numbers()
-        bodies = [
-            write_body(partition, at, held, style.body, base=call_modes.inside[at]) for at, held in enumerate(numbers)
-        ]
+        shared = range(len(partition)) if shared is None else shared
+        bodies: list[Body] = []
+        for at, held in enumerate(numbers):
+            bodies.append(
+                write_body(partition, at, held, style.body, base=call_modes.inside[at])
+                if shared[at] == at
+                else bodies[shared[at]].called_by(partition.borders.of_regions[at])
+            )
         outer = OuterGraph(partition, names, style, call_modes)
         graph = outer.write(order, bodies)
         base = module_like(program.graph_module, graph, restores_modes=outer.modes.has_switched)
-        parts = dict(zip(names, _modules(partition, bodies, style), strict=True))
+        parts = dict(zip(names, _modules(partition, bodies, style, shared), strict=True))
         moved = {
             f"{name}.{local}": original
             for name, body in zip(names, bodies, strict=True)
             for local, original in body.targets.items()
         }
-        _place_state(program.graph_module, base, parts, moved, keeps_unused=style.keeps_unused_state)
+        replaced = {target for at in range(len(partition)) if shared[at] != at for target in _bodies_in(partition, at)}
+        gone = replaced.union(moved.values())
+        _place_state(program.graph_module, base, parts, gone, keeps_unused=style.keeps_unused_state)
     # The tolerance of a body belongs to the program that runs it.
     moves_sums = not program.is_body and (uses_autocast(program) or _is_reordered(partition, numbers, order))
     tolerance = summation_tolerance(program) if moves_sums else EXACT
@@ -184,13 +195,18 @@ def _gathered_numbers(partition: Partition) -> list[int]:
     return [*dict.fromkeys(gathered), len(nodes) - 1]
 
 
-def _modules(partition: Partition, bodies: Sequence[Body], style: OutlineStyle) -> list[LazyModule]:
+def _modules(
+    partition: Partition, bodies: Sequence[Body], style: OutlineStyle, shared: Sequence[int]
+) -> list[LazyModule]:
     """A module for each body, with the modules that it calls."""
     restores_grad = style.body.caller_grad is not None
     root, owner = partition.program.graph_module, partition.owner
-    impure = {owner[number] for number in partition.program.effects.effectful}
-    modules = []
+    impure = {shared[owner[number]] for number in partition.program.effects.effectful if owner[number] >= 0}
+    modules: list[LazyModule] = []
     for at, body in enumerate(bodies):
+        if shared[at] != at:
+            modules.append(modules[shared[at]])
+            continue
         module = lazy_module(
             body.graph,
             training=root.training,
@@ -205,13 +221,19 @@ def _modules(partition: Partition, bodies: Sequence[Body], style: OutlineStyle) 
     return modules
 
 
+def _bodies_in(partition: Partition, at: int) -> Iterator[str]:
+    """The bodies of the operators of a region, by path."""
+    nodes = partition.program.index.nodes
+    yield from (str(nodes[number].target) for number in partition.borders.of_regions[at].modules)
+
+
 def _place_state(
-    root: GraphModule, base: GraphModule, parts: dict[str, LazyModule], moved: dict[str, str], *, keeps_unused: bool
+    root: GraphModule, base: GraphModule, parts: dict[str, LazyModule], gone: Collection[str], *, keeps_unused: bool
 ) -> None:
     """Sets parts and state at the targets of the outer graph: short paths first, then in graph order, like torch."""
     named = {str(node.target): node for node in base.graph.nodes if node.op in ("get_attr", "call_module")}
     if keeps_unused:
-        share_state(root, base, without=frozenset(moved.values()) - named.keys())
+        share_state(root, base, without=frozenset(gone) - named.keys())
     for path, node in sorted(named.items(), key=lambda entry: entry[0].count(".")):
         if path in parts:
             place(base, path, parts[path])

@@ -17,7 +17,7 @@ from partita._torch.fx.graph_writer import ADDED_BY_EXPORT, copy_meta, identifie
 from partita._torch.fx.lazy_graph_module import LazyModule, blank_module, lazy_module
 from partita.analysis.nodes import find
 from partita.errors import OptionError
-from partita.program.state_keys import StateKeys
+from partita.program.program import StateKeys
 
 StateNaming = Literal["split", "original"]
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)

@@ -13,8 +13,7 @@ from functools import reduce
 from torch.fx import GraphModule, Node
 
 from partita._torch.gc_pause import gc_paused
-from partita.analysis.mode import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, identifier_of
-from partita.analysis.modes import has_toggles
+from partita.analysis.modes import AMBIENT, EVERY_SETTING, Autocast, Grad, Inference, Mode, has_toggles, identifier_of
 from partita.analysis.nodes import find
 from partita.program.mode_runs import ModeRun, mode_runs, nested_mode_runs, openers_of
 from partita.program.program import Program
@@ -120,13 +119,19 @@ class _Wrapper:
         for node in program.graph.find_nodes(op="call_module") if self.style.in_modules else ():
             calls.setdefault(str(node.target), []).append(node)
         changed: dict[str, GraphModule] = {}
+        # Calls that share a body share the wrapped one, too, if they run it in the same modes.
+        known: dict[tuple[GraphModule, Mode], GraphModule | None] = {}
         for path, nodes in calls.items():
             body = find(program.graph_module, path)
             if isinstance(body, GraphModule) and body not in self.finished:
-                inner = program.body(body, _caller_of_body(program, nodes))
-                wrapped = self.wrapped(inner)
-                if wrapped is not inner:
-                    changed[path] = wrapped.graph_module
+                caller = _caller_of_body(program, nodes)
+                if (body, caller) not in known:
+                    inner = program.body(body, caller)
+                    wrapped = self.wrapped(inner)
+                    known[body, caller] = wrapped.graph_module if wrapped is not inner else None
+                made = known[body, caller]
+                if made is not None:
+                    changed[path] = made
         return with_bodies(program, changed) if changed else program
 
 

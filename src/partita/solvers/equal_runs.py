@@ -30,6 +30,7 @@ class Items:
 
     Values that no item makes have any other numbers. `returned` are read after the end. `depths` say how deep in the
     nest of calls the border before an item lies; of borders that the same number of values cross, the outer is taken.
+    `work` is what each item costs to process, the same for equal letters; without it, 1.
     """
 
     letters: Sequence[int]
@@ -37,6 +38,7 @@ class Items:
     makes: Mapping[int, Sequence[int]] = field(default_factory=dict)
     returned: Iterable[int] = ()
     depths: Sequence[int] = ()
+    work: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.letters)

@@ -11,14 +11,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 from operator import ge
 from typing import NamedTuple, final
 
 from partita.solvers.equal_runs import Items, Links
 
-#: What a further call, and a further body, must save, in items that are not compiled.
+#: What a further call, and a further body, must save, in work.
 _CALL, _BODY = 1, 2
 
 #: How often the occurrences that do not go on are given up while a run is extended.
@@ -41,11 +41,11 @@ class Run(NamedTuple):
 def cover(items: Items, *, min_size: int, min_saved: float = 0) -> list[Run]:
     """Runs that cover all items, with the repeats that save most work if each group is processed once.
 
-    Groups that save less than `min_saved` items are left out.
+    A run of a group has at least `min_size` of work; groups that save less than `min_saved` are left out.
     """
     if not len(items):
         return []
-    cover = _Cover(len(items))
+    cover = _Cover(items)
     for group, chosen in enumerate(_chosen(_Search(items, min_size).candidates(), cover, min_saved)):
         for start in chosen.starts:
             cover.group_at[start] = (start + chosen.length, group)
@@ -79,9 +79,10 @@ class _Candidate:
 class _Cover:
     """What is covered by chosen runs."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._taken = bytearray(size)
+    def __init__(self, items: Items) -> None:
+        self.size = len(items)
+        self._before = [0, *accumulate(items.work or [1] * self.size)]
+        self._taken = bytearray(self.size)
         self.group_at: dict[int, tuple[int, int]] = {}
 
     def free(self, candidate: _Candidate) -> _Candidate | None:
@@ -93,13 +94,25 @@ class _Cover:
         return _Candidate(starts, length) if len(starts) > 1 else None
 
     def saved(self, candidate: _Candidate) -> int:
-        """The items that are processed once less, without what further calls and bodies cost."""
+        """The work that is done once less, without what further calls and bodies cost."""
         taken, calls, bodies = self._taken, 0, 1
         for start, stop, runs in candidate.blocks():
             outer = (start > 0 and not taken[start - 1]) + (stop < self.size and not taken[stop])
             calls += runs - 1 + outer
             bodies += outer - 1
-        return (len(candidate.starts) - 1) * candidate.length - _CALL * calls - _BODY * bodies
+        return self.gain(candidate) - _CALL * calls - _BODY * bodies
+
+    def work(self, start: int, stop: int) -> int:
+        """The work of the items from `start` up to `stop`."""
+        return self._before[stop] - self._before[start]
+
+    def size_of(self, candidate: _Candidate) -> int:
+        """The work of one run."""
+        return self.work(candidate.starts[0], candidate.starts[0] + candidate.length)
+
+    def gain(self, candidate: _Candidate) -> int:
+        """The work of all runs but one."""
+        return (len(candidate.starts) - 1) * self.size_of(candidate)
 
     def take(self, candidate: _Candidate) -> None:
         for start in candidate.starts:
@@ -155,7 +168,7 @@ class _Search:
 
     def __init__(self, items: Items, min_size: int) -> None:
         self._items, self._min_size = items, min_size
-        self._links, self._empty = Links(items), _Cover(len(items))
+        self._links, self._empty = Links(items), _Cover(items)
         self._found: list[_Candidate] = []
         #: For each item the place in `_found` of the candidate around it that saves most; a worthless one is first.
         self._around = [0] * len(items)
@@ -171,7 +184,7 @@ class _Search:
                 best = self._extended(rest, length)
                 settled = list(self._settled(best))
                 for candidate in settled:
-                    self._add(candidate, saved=_gain(candidate))
+                    self._add(candidate, saved=self._empty.gain(candidate))
                 if not settled:
                     self._add(best, saved=0)
         return [candidate for candidate, rank in zip(self._found, self._ranks, strict=True) if rank[0]]
@@ -198,7 +211,7 @@ class _Search:
 
         Where only few are left, they are added to that candidate, if they fit.
         """
-        gaps = sorted(other - one for one, other in pairwise(starts))
+        gaps = sorted(self._empty.work(one, other) for one, other in pairwise(starts))
         # Few of the runs can be longer than the gaps between them.
         most = ceil(0.9 * len(starts) * gaps[len(gaps) // 4]), ceil(0.9 * len(starts))
         around, ranks = self._around, self._ranks
@@ -223,7 +236,7 @@ class _Search:
         if not self._ranks[place][0] or self._key(begin, length) != self._key(first, length):
             return False
         self._found[place] = _Candidate((*starts[:at], begin, *starts[at:]), length)
-        self._ranks[place] = (_gain(self._found[place]), len(starts) + 1)
+        self._ranks[place] = (self._empty.gain(self._found[place]), len(starts) + 1)
         self._note(place, [begin])
         return True
 
@@ -238,7 +251,7 @@ class _Search:
             if fewer is None:
                 break
             now = self._grown(fewer)
-            if _gain(now) > _gain(best):
+            if self._empty.gain(now) > self._empty.gain(best):
                 best = now
         return best
 
@@ -261,7 +274,7 @@ class _Search:
     def _settled(self, candidate: _Candidate) -> Iterator[_Candidate]:
         """The candidate where it is best cut, as many times as it fits, by exact equality; longer ones if small."""
         starts, length = candidate.starts, candidate.length
-        if len(starts) * length < 2 * self._min_size or len(starts) < 2:
+        if len(starts) * self._empty.size_of(candidate) < 2 * self._min_size or len(starts) < 2:
             return
         close = sum(other - one == length for one, other in pairwise(starts))
         if 4 * close < len(starts) and self._empty.saved(candidate) < 0:
@@ -334,15 +347,11 @@ class _Search:
             merged = candidate if factor == 1 else _merged(candidate, factor)
             if merged is None:
                 return
-            if merged.length >= self._min_size and self._empty.saved(merged) >= 0:
+            if self._empty.size_of(merged) >= self._min_size and self._empty.saved(merged) >= 0:
                 for starts in self._equal(merged.starts, merged.length) if factor > 1 else (merged.starts,):
                     yield _Candidate(starts, merged.length)
                 return
             factor += 1 if factor < _FEW else factor
-
-
-def _gain(candidate: _Candidate) -> int:
-    return (len(candidate.starts) - 1) * candidate.length
 
 
 def _apart(starts: Sequence[int], gap: int) -> Iterator[int]:

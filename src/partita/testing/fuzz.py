@@ -21,11 +21,17 @@ from partita.backends import backend_names
 from partita.plans import Plan
 from partita.testing.generator.build import random_case, random_crossing, random_nest
 from partita.testing.generator.draft import Case
+from partita.testing.generator.near_repeats import near_repeats
 from partita.testing.generator.recipe import ALL, Features
 from partita.testing.generator.regions import random_labels
 from partita.testing.laws.core import check_laws
 from partita.testing.laws.mode_oracle import leaves_modes
 from partita.testing.laws.modes import EXPORTABLE, check_export_laws, check_mode_laws
+from partita.testing.laws.repeats import (
+    check_compiled_repeats_law,
+    check_lowered_repeats_law,
+    check_repeats_laws,
+)
 from partita.testing.laws.treatments import (
     COMPILABLE,
     check_compiled_recompute_law,
@@ -43,6 +49,8 @@ _NESTS, _EXPORTS = 8, 20
 _CROSSINGS = 3
 _SEEDS = 6
 _COMPILERS = (_EAGER := "eager", "aot_eager", "inductor")
+#: Blocks that share a body, a lowered one, or what the torch.compile backend compiles.
+_SHARED = (_CALL := "call", _LOWER := "lower", "compile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +79,15 @@ def fuzz(
     lower: str | None = None,
     recompute: str | None = None,
     mixed: str | None = None,
+    repeats: str | None = None,
 ) -> Tally:
     """Checks the laws for `graphs` programs from `first_seed` on.
 
     With `modes`, the laws for modes, on nests only; with `lower`, the name of a backend, the law for lowered programs;
     with `recompute`, the laws for recomputed ones, run eagerly (`"eager"`) or compiled by a backend of `torch.compile`;
-    with `mixed`, the name of a backend, the law for plans with several treatments.
+    with `mixed`, the name of a backend, the law for plans with several treatments; with `repeats`, the laws for blocks
+    that are nearly equal and share a body (`"call"`), or functions of aot_eager (`"lower"`, or `"compile"` inside
+    torch.compile).
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -84,6 +95,7 @@ def fuzz(
     check = check if lower is None else partial(_check_lowered, lower)
     check = check if recompute is None else partial(_check_recomputed, recompute)
     check = check if mixed is None else partial(_check_mixed, mixed)
+    check = check if repeats is None else partial(_check_repeats, repeats)
     return sum((_tried(check, seed) for seed in range(first_seed, first_seed + graphs)), Tally())
 
 
@@ -138,12 +150,51 @@ def _check_mixed(backend: str, seed: int) -> Tally:
     return Tally(1, int(len(kinds) > 1), refused=_failures(seed, mixture))
 
 
+def _check_repeats(shared: str, seed: int) -> Tally:
+    case = near_repeats(seed)
+    if shared == _CALL:
+        return Tally(1, int(check_repeats_laws(case)))
+    if shared == _LOWER:
+        lowered = check_lowered_repeats_law(case, "aot_eager")
+        return Tally(1, int(any(body.calls > 1 for body in lowered.bodies())), refused=_failures(seed, lowered))
+    check_compiled_repeats_law(case, "aot_eager")
+    return Tally(1, 1)
+
+
 def _failures(seed: int, applied: Plan) -> tuple[str, ...]:
     return tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in applied.failures)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what broke; the status is 1 if anything did."""
+    options = _parser().parse_args(arguments)
+    start, total = time.perf_counter(), Tally()
+    starts = range(options.seed, options.seed + options.graphs, _CHUNK)
+    sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
+    chosen = {name: getattr(options, name) for name in ("modes", "lower", "recompute", "mixed", "repeats")}
+    check = partial(fuzz, **chosen)
+    quiet = partial(logging.disable, logging.WARNING)
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
+        for tally in pool.map(check, starts, sizes):
+            for case in tally.broken[: max(0, options.show - len(total.broken))]:
+                print(f"\n{case}", flush=True)
+            total += tally
+    _print_counts("broken", total.broken)
+    _print_counts("not compiled" if options.lower or options.mixed or options.repeats else "refused", total.refused)
+    titles = {
+        "lower": "compiled",
+        "recompute": "recomputed",
+        "mixed": "with several treatments",
+        "repeats": "with equal blocks",
+    }
+    legal = next((title for option, title in titles.items() if getattr(options, option)), "legal partitions")
+    what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
+    seconds = time.perf_counter() - start
+    print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")
+    return 1 if total.broken or _is_vacuous(total, modes=options.modes) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=int, default=2000, help="how many programs (default 2000)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
@@ -160,27 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds.add_argument(
         "--mixed", choices=backend_names(), help="regions with several treatments in one plan, some lowered by this"
     )
+    kinds.add_argument(
+        "--repeats",
+        nargs="?",
+        const=_CALL,
+        choices=_SHARED,
+        help="blocks that are nearly equal, and share a body, or compiled functions if that is said",
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
-    options = parser.parse_args(arguments)
-    start, total = time.perf_counter(), Tally()
-    starts = range(options.seed, options.seed + options.graphs, _CHUNK)
-    sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
-    check = partial(fuzz, modes=options.modes, lower=options.lower, recompute=options.recompute, mixed=options.mixed)
-    quiet = partial(logging.disable, logging.WARNING)
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
-        for tally in pool.map(check, starts, sizes):
-            for case in tally.broken[: max(0, options.show - len(total.broken))]:
-                print(f"\n{case}", flush=True)
-            total += tally
-    _print_counts("broken", total.broken)
-    _print_counts("not compiled" if options.lower or options.mixed else "refused", total.refused)
-    titles = {"lower": "compiled", "recompute": "recomputed", "mixed": "with several treatments"}
-    legal = next((title for option, title in titles.items() if getattr(options, option)), "legal partitions")
-    what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
-    seconds = time.perf_counter() - start
-    print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")
-    return 1 if total.broken or _is_vacuous(total, modes=options.modes) else 0
+    return parser
 
 
 def _print_counts(what: str, cases: Iterable[str]) -> None:

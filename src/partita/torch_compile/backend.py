@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partita.analysis.mode import Mode
+from partita.analysis.modes import Mode
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
-from partita.torch_compile._torch.backends import reset_with_dynamo
+from partita.regions.equal_bodies import has_repeats
+from partita.torch_compile._torch.backends import no_recompute_without_backward, reset_with_dynamo
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
 from partita.torch_compile.options import BackendOptions, Inner
@@ -44,9 +45,10 @@ def backend(
     of a backend or a function from a graph and fake example inputs to a callable (by default "inductor"), and `share`,
     whether equal regions are compiled once, as they are by default with the backends of torch.
     It compiles the regions that are still graphs after their treatment, each with a tuple as output. Where annotations
-    suffice for all treatments (`Recompute`), it compiles the whole annotated graph. With `peak`, the bytes that a
-    training step may take, it compiles the whole graph so that it fits, by `inner` ("inductor" or "aot_eager"), and
-    `on_plan` gets a `JointMemoryPlan`; `rates` are those of the device.
+    suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
+    and some are equal. With `peak`, the bytes that a training step may take, it compiles the whole graph so that it
+    fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
+    device.
     """
     chosen, model = BackendOptions.read(options), RunningModel(gm)
     if chosen.peak is not None:
@@ -59,7 +61,8 @@ def backend(
     program = Program(gm, caller=Mode(grad=torch.is_grad_enabled()), frame=model.frame)
     decided = plan(program, chosen.policy, chosen.treatment)
     with _annotated(decided, example_inputs):
-        if _suffice_annotations(decided, chosen.treatment):
+        compiles_whole = _suffice_annotations(decided, chosen.treatment)
+        if compiles_whole and not (chosen.shares and _are_all_in_repeats(decided)):
             border, compiled = border_of_graph(gm), inner(gm, example_inputs)
             function = compiled if border == Border() else Bordered(compiled, border)
         else:
@@ -91,6 +94,11 @@ def _suffice_annotations(decided: Plan, option: object) -> bool:
     return bool(possible) and all(is_treatment(one) and annotation_suffices(one) for one in possible)
 
 
+def _are_all_in_repeats(decided: Plan) -> bool:
+    """Whether compiling in pieces saves work and leaves nothing uncompiled: some regions are equal, and hold it all."""
+    return not decided.excluded() and has_repeats(decided.partition)
+
+
 @final
 class _CountedBodies:
     """The inner backend, which notes how many different bodies it compiles."""
@@ -107,15 +115,13 @@ class _CountedBodies:
 
 def _compile_in_pieces(
     gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any], *, shares: bool
-) -> GraphModule:
+) -> Callable[..., Any]:
     if decided.program.effects.fences:
         # Between the nodes that enter and leave a transform tensors are wrapped; compilers do not support these.
         log.warning("the graph enters torch.func transforms; its parts run uncompiled")
         return decided.apply().graph_module
     deferred = replace(decided, treatments=tuple(map(DeferredTreatment, decided.treatments)), puts_back_modes=False)
-    cut = deferred.apply().graph_module
-    compile_pieces(cut, gm, inner, example_inputs, shares=shares)
-    return cut
+    return compile_pieces(deferred.apply().graph_module, gm, inner, example_inputs, shares=shares)
 
 
 @contextmanager
@@ -126,7 +132,8 @@ def _annotated(decided: Plan, example_inputs: Sequence[Any]) -> Iterator[None]:
         node.meta.update(own)
     # The key of torch's cache of compiled graphs ignores metadata: without the tag, another plan would get stale code.
     config: Any = torch.compiler.config
-    with config.patch(cache_key_tag=f"{config.cache_key_tag}partita:{digest_of_marks(marks)}"):
+    tagged = config.patch(cache_key_tag=f"{config.cache_key_tag}partita:{digest_of_marks(marks)}")
+    with tagged, no_recompute_without_backward(decided.program.graph_module):
         yield
 
 

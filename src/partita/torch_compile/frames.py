@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.fx import GraphModule
 
+from partita._plain_help import PlainHelp
 from partita._torch.modes import read_ambient
-from partita.analysis.mode import Autocast
+from partita.analysis.modes import Autocast
 from partita.plans import Plan
 from partita.plans.plan import Policy
-from partita.program.frame import Frame
+from partita.program.program import Frame
 
 #: Components of paths that wrappers of torch add: torch.compile, checkpoint wrappers, the first FSDP.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -24,7 +25,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class FramePlan:
+class FramePlan(metaclass=PlainHelp):
     """What the backend did with one frame of a model; `on_plan` gets it, and `plans` lists all of a model."""
 
     plan: Plan

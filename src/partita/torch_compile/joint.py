@@ -17,9 +17,9 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from partita._torch.operators.registry import OPERATORS
+from partita._torch.operators.schemas import OPERATORS
 from partita.analysis.projections import with_items
-from partita.backends._torch.joint_partitioners import (
+from partita.backends._torch.compile import (
     drop_forward_effects,
     is_any_recomputed,
     let_inductor_take,

@@ -142,6 +142,8 @@ class PieceCall:
     own: Border = Border()
     no_grad_views: tuple[NoGradView, ...] = ()
     links: tuple[frozenset[int], ...] = ()
+    #: Whether it runs without grad mode and autocast, and switches no mode.
+    is_modeless: bool = False
 
     @classmethod
     def of(
@@ -152,17 +154,35 @@ class PieceCall:
         *,
         before: tuple[_Snapshot | None, ...],
         edges: Sequence[Edge],
+        is_modeless: bool,
     ) -> PieceCall:
         after = snapshots_of((*args, *outputs))
         views = no_grad_views((*args, *(snapshot and snapshot.grad_fn for snapshot in before)), outputs)
         # A mutated tensor has another history, and one mutated behind autograd has more than one.
         links = () if _places_mutated(before, after[: len(args)]) else links_between(edges, outputs)
         links = links if any(links) else ()
-        return cls(name, tuple(args), tuple(outputs), before, after, after, no_grad_views=views, links=links)
+        return cls(
+            name,
+            tuple(args),
+            tuple(outputs),
+            before,
+            after,
+            after,
+            no_grad_views=views,
+            links=links,
+            is_modeless=is_modeless,
+        )
 
     def now_compiled(self, own: Border) -> PieceCall:
         """The same, for a piece that was compiled after its run, with a border for its own mutations."""
         return replace(self, compiled=snapshots_of((*self.args, *self.outputs)), own=own)
+
+    def is_pure(self) -> bool:
+        """Whether a call computes outputs in new memory, without gradients, and does nothing else."""
+        if not self.is_modeless or self._mutated() or self._needs_backward():
+            return False
+        tensors = [place for place, value in enumerate(self.outputs) if isinstance(value, Tensor)]
+        return unaliased_outputs(self.args, self.outputs) == tuple(tensors)
 
     def own_mutations(self, *, read_once: Collection[int]) -> Border:
         """The border for arguments that the piece itself mutates; those at `read_once` have no other reader."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,6 +20,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts, rebind_unbacked
 
 from partita._torch.fake_sandbox import ambient_kept, forget_memos, runs_fake, shared_fake_mode, to_fake
+from partita._torch.fx.lazy_graph_module import generate_code
+from partita._torch.modes import read_ambient
 from partita.analysis.tolerance import Tolerance
 from partita.errors import OptionError
 from partita.plans.treatment import (
@@ -36,6 +39,7 @@ from partita.program.program import Program
 from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.rewrite.bodies import copy_mutated_inputs
 from partita.torch_compile._torch.backends import adopt_origin, own_tracing_context, sources_of, without_disabling
+from partita.torch_compile._torch.direct_calls import Boxed, behind_wrappers
 from partita.torch_compile.options import Inner
 from partita.torch_compile.piece_borders import (
     AliasedMutationError,
@@ -46,15 +50,15 @@ from partita.torch_compile.piece_borders import (
     edges_before,
     snapshots_of,
 )
-from partita.torch_compile.shared_pieces import PieceKey, SharedPieces, WaitingPiece, piece_key
+from partita.torch_compile.shared_pieces import PieceKey, SharedPieces, WaitingPiece, outputs_like, piece_key
 
 log = logging.getLogger(__name__)
 
 
 def compile_pieces(
     cut: GraphModule, root: GraphModule, inner: Inner, example_inputs: Sequence[Any], *, shares: bool
-) -> None:
-    """Replaces every piece of `cut`, which is Dynamo's graph `root` in parts, by what `inner` compiles it to.
+) -> Callable[..., Any]:
+    """Runs `cut`, which is Dynamo's graph `root` in parts, with what `inner` compiles in the place of every piece.
 
     If it `shares`, equal pieces are compiled once.
     """
@@ -65,15 +69,55 @@ def compile_pieces(
     for call in compiler.calls:
         compiler.add_border(call)
     restore_rng_in_checkpoints(cut)  # What was compiled is no graph module any more.
-    _call_directly(cut)
+    _call_directly(cut, {call.name: call for call in compiler.calls if call.is_pure()})
+    generate_code([cut])
+    return cut.forward
 
 
-def _call_directly(cut: GraphModule) -> None:
-    """Makes attributes of the compiled functions in the place of modules: each call of a module takes microseconds."""
-    for name, module in list(cut._modules.items()):
-        if isinstance(module, Compiled | Bordered):
-            delattr(cut, name)
-            vars(cut)[name] = module.function if isinstance(module, Compiled) else module.forward
+def _call_directly(cut: GraphModule, pure: Mapping[str, PieceCall]) -> None:
+    """Makes attributes of the compiled functions in the place of modules: each call of a module takes microseconds.
+
+    A call that is `pure` passes its arguments in a list, to what the compiler made without what is around it.
+    """
+    for node in cut.graph.find_nodes(op="call_module"):
+        name, module = str(node.target), cut._modules.get(str(node.target))
+        if not isinstance(module, Compiled | Bordered):
+            continue
+        delattr(cut, name)
+        if isinstance(module, Bordered):
+            vars(cut)[name] = module.forward
+            continue
+        vars(cut)[name] = module.function
+        call = pure.get(name)
+        code = None if call is None else behind_wrappers(module.function, output_count=len(call.outputs))
+        if code is not None and call is not None and not _returns_dynamic_sizes(node, call):
+            vars(cut)[name] = _first_call(cut, name, module.function, code)
+            node.args = (list(node.args),)
+    cut.recompile()
+
+
+def _first_call(
+    cut: GraphModule, name: str, function: Callable[..., Sequence[Any]], code: Callable[[], Boxed]
+) -> Boxed:
+    """Calls a compiled function, whose code is called directly from then on."""
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        outputs = function(*args)
+        # The code lives as long as the function.
+        cut.meta.setdefault("partita_functions", {})[name] = function
+        vars(cut)[name] = code()
+        return outputs
+
+    return call
+
+
+def _returns_dynamic_sizes(node: Node, call: PieceCall) -> bool:
+    """Whether the graph returns a result of a piece that has dynamic sizes, which AOTAutograd marks for Dynamo."""
+    sizes = (size for value in call.outputs if isinstance(value, Tensor) for size in value.shape)
+    if not any(isinstance(size, torch.SymInt) for size in sizes):
+        return False
+    items = (user for user in node.users if user.op != "output")
+    return any(user.op == "output" for one in (node, *items) for user in one.users)
 
 
 @final
@@ -139,13 +183,13 @@ class _PieceCompiler(Interpreter):
             forget_memos(self._mode)
             return self._run_piece(node, piece, args)
         if shared.is_to_wait(body, key):
-            call = self._run_piece(node, piece, args)
+            call = self._run_once(shared, key, node, piece, args)
             forget_memos(self._mode)
             shared.wait(WaitingPiece(key, node, body, args, call.outputs))
             return call
         self._compile(node, body, args, key)
         forget_memos(self._mode)
-        call = self._run_piece(node, piece, args)
+        call = self._run_once(shared, key, node, piece, args)
         for waiting in shared.waiting_for(key):
             if waiting.is_served_by(key, call.outputs):
                 self._cut.add_module(str(waiting.call.target), self._cut.get_submodule(call.name))
@@ -156,6 +200,7 @@ class _PieceCompiler(Interpreter):
     def _run_and_compile(self, node: Node, piece: Piece, program: Program, args: list[Any]) -> PieceCall:
         """Runs a piece before compiling it, since the arguments it mutates decide how it is compiled."""
         body, mutated = program.graph_module, program.mutated_inputs
+        piece.keep_graph()
         with runs_fake(self._mode):
             before = [arg.clone() if place in mutated else arg for place, arg in enumerate(args)]
         call = self._run_piece(node, piece, args)
@@ -175,11 +220,34 @@ class _PieceCompiler(Interpreter):
 
     def _run_piece(self, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
         before, edges, mutated = snapshots_of(args), edges_before(args), piece.mutated_args()
+        ambient = read_ambient()
         with runs_fake(self._mode, as_dynamo=True), own_tracing_context(self._mode):
             outputs = piece.interpreter(PropagateUnbackedSymInts).run(*args)
         count_mutations([args[place] for place in mutated], before=[before[place] for place in mutated])
-        self.calls.append(PieceCall.of(str(node.target), args, outputs, before=before, edges=edges))
+        casts = any(is_enabled for _, is_enabled, _ in ambient.autocast)
+        is_modeless = not ambient.grad and not casts and read_ambient() == ambient
+        name = str(node.target)
+        self.calls.append(PieceCall.of(name, args, outputs, before=before, edges=edges, is_modeless=is_modeless))
         return self.calls[-1]
+
+    def _run_once(self, shared: SharedPieces, key: PieceKey, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
+        """Runs a piece, unless what it returns is known from an equal one."""
+        call = self._run_like(shared.pure_call(key), node, args) or self._run_piece(node, piece, args)
+        shared.note_call(key, call)
+        return call
+
+    def _run_like(self, known: PieceCall | None, node: Node, args: list[Any]) -> PieceCall | None:
+        """What a run of an equal piece with equal inputs returns, if that is only new memory; None if it must run."""
+        if known is None:
+            return None
+        with runs_fake(self._mode):
+            outputs = outputs_like(known.outputs)
+        if outputs is None:
+            return None
+        before, edges = snapshots_of(args), edges_before(args)
+        call = PieceCall.of(str(node.target), args, outputs, before=before, edges=edges, is_modeless=True)
+        self.calls.append(call)
+        return call
 
     def _check_copies(self, border: Border) -> None:
         """Raises where a copy would not do: `as_strided` may read memory around the elements of a tensor."""
@@ -194,7 +262,8 @@ class _PieceCompiler(Interpreter):
         return self._pieces.get(str(node.target)) if node.op == "call_module" else None
 
     def _run_outside_pieces(self, node: Node) -> Any:
-        with runs_fake(self._mode, as_dynamo=True):
+        computes = node.op != "placeholder"
+        with runs_fake(self._mode, as_dynamo=True) if computes else nullcontext():
             result = to_fake(super().run_node(node), self._mode)
         source = node.args[0] if node.target is operator.getitem else None
         # Unbacked symbols in an item of a piece's output were bound inside the piece.
@@ -208,6 +277,7 @@ class _PieceCompiler(Interpreter):
         if known is not None:
             self._cut.add_module(str(call.target), known)
             return
+        self._pieces[str(call.target)].keep_graph()
         sources = [self._sources.get(arg) if isinstance(arg, Node) else None for arg in call.args]
         adopt_origin(body, self._root, sources=sources, args=args)
         try:
@@ -261,9 +331,18 @@ class Piece(nn.Module):
         self.uncompiled_because = uncompiled_because
         self.body = body
         self.treated = treated
-        #: A compiler owns the graph that it compiles and may change it, so a copy is kept.
-        self.graph: Graph = copy.deepcopy(body.graph)
+        self._kept_graph: Graph | None = None
         self._mutated_args: tuple[int, ...] | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the body as it was before a compiler got it."""
+        return self.body.graph if self._kept_graph is None else self._kept_graph
+
+    def keep_graph(self) -> None:
+        """Keeps a copy of the graph: a compiler owns the graph that it compiles and may change it."""
+        if self._kept_graph is None:
+            self._kept_graph = copy.deepcopy(self.body.graph)
 
     def mutated_args(self) -> tuple[int, ...]:
         """The arguments that its operators mutate, as far as their schemas say."""

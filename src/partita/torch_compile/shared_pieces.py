@@ -22,6 +22,7 @@ from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
 from partita._torch.operators.schemas import storage_key
 from partita._torch.symbolic_shapes import renamed_expression
+from partita.torch_compile.piece_borders import PieceCall
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PRINTED = (bool, int, float, complex, str, type(None))
@@ -69,6 +70,7 @@ class SharedPieces:
         self._coming = Counter(map(body_key, bodies))
         self._made: dict[PieceKey, nn.Module] = {}
         self._waiting: dict[Hashable, list[WaitingPiece]] = {}
+        self._pure_calls: dict[PieceKey, PieceCall] = {}
 
     def found(self, key: PieceKey) -> nn.Module | None:
         """The function of an equal piece."""
@@ -76,6 +78,14 @@ class SharedPieces:
 
     def add(self, key: PieceKey, compiled: nn.Module) -> None:
         self._made[key] = compiled
+
+    def pure_call(self, key: PieceKey) -> PieceCall | None:
+        """The call of an equal piece that has no side effects."""
+        return self._pure_calls.get(key)
+
+    def note_call(self, key: PieceKey, call: PieceCall) -> None:
+        if key not in self._pure_calls and call.is_pure():
+            self._pure_calls[key] = call
 
     def is_to_wait(self, body: GraphModule, key: PieceKey) -> bool:
         """Whether a piece with this body, which has been reached, waits: it is the first of several."""
@@ -107,6 +117,19 @@ class WaitingPiece(NamedTuple):
     def is_served_by(self, key: PieceKey, outputs: Sequence[Any]) -> bool:
         """Whether the function of a piece with this key and these outputs returns what this one returns."""
         return key.covers(self.key) and _requiring(outputs) == _requiring(self.outputs)
+
+
+def outputs_like(outputs: Sequence[Any]) -> list[Any] | None:
+    """New fake tensors that look like these; None if one has a dynamic size, or is a part of a larger memory."""
+    made: list[Any] = []
+    for value in outputs:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value._has_symbolic_sizes_strides:
+            return None
+        new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        if new.requires_grad or _described_tensor(new, 0, 0) != _described_tensor(value, 0, 0):
+            return None
+        made.append(new)
+    return made
 
 
 def _requiring(outputs: Sequence[Any]) -> list[bool]:

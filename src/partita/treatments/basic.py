@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import nn
 from torch.fx import GraphModule
 
-from partita.analysis.modes import has_toggles
+from partita._plain_help import PlainHelp
+from partita.analysis.modes import AMBIENT, has_toggles
 from partita.errors import OptionError
 from partita.plans.treatment import Called, Site
 from partita.program.program import Program
@@ -21,16 +22,20 @@ from partita.rewrite.wrap_modes import WrapStyle, wrap_modes
 
 @final
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(metaclass=PlainHelp):
     """Calls the body unchanged, as a submodule; bitwise equal, in any modes."""
 
     def treat(self, body: GraphModule) -> GraphModule:
         return body
 
+    def sharing_key(self, site: Site) -> Hashable | None:
+        """Equal bodies are one submodule."""
+        return ()
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class LeaveEager:
+class LeaveEager(metaclass=PlainHelp):
     """Calls the body unchanged, and inside torch.compile leaves it to Python: the inner backend does not see it."""
 
     #: No compiler gets the body.
@@ -42,7 +47,7 @@ class LeaveEager:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(metaclass=PlainHelp):
     """Writes `value`, the region's name by default, under `key` in the metadata of every node."""
 
     key: str
@@ -54,7 +59,7 @@ class Mark:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(metaclass=PlainHelp):
     """Runs the body under its grad, inference and autocast modes through higher-order operators instead of toggles.
 
     `operators="torch"` uses torch's own, for a program that must load without Partita; torch has none for inference
@@ -75,6 +80,13 @@ class Mode:
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module | Called:
         return self._treated(Program(body, caller=site.caller))
+
+    def sharing_key(self, site: Site) -> Hashable | None:
+        """Equal bodies that set modes are one; others become nodes of the program, each where it is called."""
+        if site.program is None:
+            return None
+        modes, number = site.program.modes, site.program.index.number
+        return () if any(modes.at(number[node]) != AMBIENT for node in site.region.nodes) else None
 
     def _treated(self, program: Program) -> nn.Module | Called:
         body, module = program.graph_module, wrap_modes(program, WrapStyle(self.operators)).graph_module

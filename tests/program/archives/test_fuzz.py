@@ -42,7 +42,7 @@ def faults(folder: Path, first: int, count: int) -> list[str]:
 
 
 def test_spoilt_archives_load_as_data_or_not_at_all(folder: Path) -> None:
-    assert faults(folder, 0, 40) == []
+    assert faults(folder, 0, 24) == []
 
 
 @pytest.mark.fuzz

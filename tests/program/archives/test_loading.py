@@ -168,12 +168,33 @@ class Batch:
 
 
 torch.export.register_dataclass(Batch, serialized_type_name="tests.program.archives.test_loading.Batch")
+
+
+@dataclass
+class Rows:
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.x.dim() == 2, "rows have columns"
+
+
+torch.export.register_dataclass(Rows, serialized_type_name="tests.program.archives.test_loading.Rows")
 torch.utils._pytree._register_namedtuple(Point, serialized_type_name="tests.program.archives.test_loading.Point")
 
 
 class TakesTrees(nn.Module):
     def forward(self, batch: Batch, point: Point) -> dict[str, Any]:
         return {"sum": batch.first + batch.rest[0] + point.x, "point": Point(point.y, point.x)}
+
+
+@torch.compiler.nested_compile_region
+def _tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+class TakesRows(nn.Module):
+    def forward(self, rows: Rows) -> Tensor:
+        return rows.x.sin()
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -202,6 +223,15 @@ def test_own_containers_load_where_they_are_registered(tmp_path: Path) -> None:
     assert same(Program.of(mine).module()(*args), TakesTrees()(*args))
     with pytest.raises(AssertionError, match=r"Guard failed: batch.rest\[0\].size\(\)\[0\] == 6"):
         Program.of(mine).module()(Batch(X, [X[:5]]), Point(X, X))
+
+
+def test_a_container_that_takes_nothing_but_tensors_loads(tmp_path: Path) -> None:
+    args = (Rows(X),)
+    torch.export.save(torch.export.export(TakesRows(), args), tmp_path / "m.pt2")
+    module = Program.of(tmp_path / "m.pt2").module()
+    assert same(module(*args), TakesRows()(*args))
+    with pytest.raises(AssertionError, match=r"Guard failed: rows.x.size\(\)\[0\] == 6"):
+        module(Rows(X[:5]))
 
 
 def test_a_container_that_nobody_registered_is_named(tmp_path: Path) -> None:
@@ -610,3 +640,18 @@ def test_sums_of_many_sizes_and_many_outputs_load(tmp_path: Path) -> None:
     joined, many = Program.of(tmp_path / "m.pt2").module()(*args)
     assert joined.shape[0] == sum(len(x) for x in args)
     assert len(many) == 600
+
+
+def test_calls_of_a_repeated_body_have_identifiers_of_their_own(tmp_path: Path) -> None:
+    """Compilers take the body that they traced first for all with its identifier, whatever their operands are."""
+
+    class Repeated(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return _tripled(x), _tripled(y)
+
+    args = (torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
+    torch.export.save(torch.export.export(Repeated(), args, strict=True), tmp_path / "m.pt2")
+    program = Program.of(tmp_path / "m.pt2")
+    calls = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+    assert len({node.args[1] for node in calls}) == len(calls) == 2
+    assert same(program.module()(*args), Repeated()(*args))

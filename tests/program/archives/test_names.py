@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -546,6 +548,50 @@ def test_keys_without_children_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ArchiveError, match="it has 2 keys and 1 children"):
         load_exported(spoilt_signature(tmp_path / "keyed.pt2", tmp_path / "m.pt2", change))
+
+
+@pytest.mark.parametrize(
+    ("container", "context", "words"),
+    [
+        ("builtins.dict", '["a", "a"]', "two of its keys are equal"),
+        ("builtins.dict", "[1, true]", "two of its keys are equal"),
+        ("collections.OrderedDict", '["a", "a"]', "two of its keys are equal"),
+        ("collections.deque", "1", "it holds at most 1 items and has 2 children"),
+    ],
+)
+def test_containers_that_cannot_hold_their_children_are_refused(
+    container: str, context: str, words: str, tmp_path: Path
+) -> None:
+    class Pair(nn.Module):
+        def forward(self, pair: dict[str, Tensor]) -> Tensor:
+            return pair["a"] + pair["b"]
+
+    torch.export.save(torch.export.export(Pair(), ({"a": X, "b": X},)), tmp_path / "pair.pt2")
+
+    def change(module: Any) -> None:
+        signature = module["module_call_graph"][0]["signature"]
+        tree = json.loads(signature["in_spec"])
+        pair = tree[1]["children_spec"][0]["children_spec"][0]
+        pair.update(type=container, context=context)
+        signature["in_spec"] = json.dumps(tree)
+
+    with pytest.raises(ArchiveError, match=words):
+        load_exported(spoilt_signature(tmp_path / "pair.pt2", tmp_path / "m.pt2", change))
+
+
+def test_an_enum_that_is_imported_after_a_refusal_is_found(small: Path, tmp_path: Path) -> None:
+    def change(module: Any) -> None:
+        signature = module["module_call_graph"][0]["signature"]
+        tree = json.loads(signature["out_spec"])
+        key = {"__enum__": True, "fqn": f"{__name__}:Late", "name": "A"}
+        tree[1] = {"type": "builtins.dict", "context": json.dumps([key]), "children_spec": [tree[1]]}
+        signature["out_spec"] = json.dumps(tree)
+
+    path = spoilt_signature(small, tmp_path / "m.pt2", change)
+    with pytest.raises(ArchiveError, match="is no Enum that is imported here"):
+        load_exported(path)
+    late = Enum("Late", {"A": 1}, module=__name__)
+    assert list(Program.of(path).module()(X)) == [late.A]
 
 
 def test_roots_of_sizes_and_their_bits_load(tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ from unicodedata import normalize
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.graph import _illegal_char_regex, _name_regex
 from torch.fx.graph import _illegal_names as _names_of_python
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
-from partita._torch.operators.registry import has_process_lifetime
+from partita._torch.operators.schemas import has_process_lifetime
 
 # Without these the public functions are used, which are slower.
 _NodeBase: Any = getattr(torch._C, "_NodeBase", None)
@@ -245,11 +244,11 @@ class Names:
 
 
 def _parse(candidate: str) -> tuple[str, str, str | None]:
-    match = _name_regex.match(candidate)
+    match = _NAME.fullmatch(candidate)
     if match is None:
-        candidate = _illegal_char_regex.sub("_", candidate) or "_unnamed"
+        candidate = _OTHER_CHARACTERS.sub("_", candidate) or "_unnamed"
         candidate = f"_{candidate}" if candidate[0].isdigit() else candidate
-        match = _name_regex.match(candidate)
+        match = _NAME.fullmatch(candidate)
         assert match is not None
     base, suffix = match.group(1, 2)
     return candidate, base, suffix
@@ -260,6 +259,9 @@ def _parse_target(target: str) -> tuple[str, str, str | None]:
     return _parse(_GRAPH._target_to_str(target))
 
 
+#: An identifier, and the number at its end, as torch (2.13) counts up names.
+_NAME = re.compile(r"([a-zA-Z_]\w*?)(?:_(\d+))?", re.ASCII)
+_OTHER_CHARACTERS = re.compile(r"\W+", re.ASCII)
 #: torch (2.13) allows a node named `self`, which shadows the module in the generated code.
 _illegal_names = frozenset((*_names_of_python, "self"))
 #: What a node with this target would be called, by the identity of the target; functions and operators are few.

@@ -25,17 +25,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _WrappedCall
 from torch.utils import _pytree as pytree
 
+from partita._torch.functorch import Entered, close_dual_level, entered_by, entered_by_any, is_dual_level_open
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import read_ambient, restore_after_error
-from partita._torch.operators.registry import (
-    WRAP_WITH_SET_GRAD_ENABLED,
-    Entered,
-    close_dual_level,
-    entered_by,
-    entered_by_any,
-    is_dual_level_open,
-)
+from partita._torch.operators.schemas import WRAP_WITH_SET_GRAD_ENABLED
 from partita.errors import CaptureError, MissingTargetError, NotPicklableError
 
 # Boxed calls, as by AOTAutograd: a graph takes its inputs in one list, which it clears, so that each input can be freed
@@ -500,10 +494,10 @@ def _check_has_name(node: Node) -> None:
 
 def _packed_target(target: Any) -> Any:
     if isinstance(target, OpOverload):
-        name, overload = target._schema.name.partition("::")[2], target._overloadname
-        return _Operator(target.namespace, name, overload)
+        name, _, overload = target.name().partition("::")[2].partition(".")
+        return _Operator(target.namespace, name, overload or "default")
     if isinstance(target, OpOverloadPacket):
-        namespace, _, name = target._qualified_op_name.partition("::")
+        namespace, _, name = str(target).partition(".")
         return _Operator(namespace, name, None)
     if isinstance(target, HigherOrderOperator):
         # Ours know the module that registers them, which need not be imported yet where the pickle is loaded.

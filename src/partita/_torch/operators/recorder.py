@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.dry_runs import Allowance
-from partita._torch.fake_sandbox import TensorMetadata, fake_mode_of, map_tensors, tensors_in
+from partita._torch.fake_sandbox import TensorMetadata, fake_mode_of
+from partita._torch.pytrees import leaves_of, map_tensors, tensors_in
 
 _CAST = torch.ops.aten._to_copy.default
 _DETACH = torch.ops.aten.detach.default
@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):
 
 def labels_in(value: Any) -> Iterator[Label]:
     """The labels in a value, in order."""
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Label))
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, Label))
 
 
 def _cast_source(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Label | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -13,10 +15,8 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 from torch.fx.graph import CodeGen
-from torch.fx.node import _side_effectful_functions
+from torch.fx.node import _get_qualified_name, _side_effectful_functions, has_side_effect
 from torch.jit._builtins import _find_builtin
-
-from partita._torch.operators.registry import has_process_lifetime
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
@@ -56,7 +56,7 @@ def _schemas(target: Any) -> list[Any]:
 
 def _returns_several(schema: Any) -> bool:
     returns = schema.returns
-    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch._C.ListType))
+    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
 
 
 NO_DEFAULT = object()
@@ -104,7 +104,7 @@ def signatures_of(target: Any) -> tuple[Signature, ...]:
         return ()
     # An operator of another dialect, such as ExecuTorch's, wraps one of torch's and carries its schema.
     schema = getattr(target, "_schema", None)
-    if isinstance(schema, torch._C.FunctionSchema):
+    if isinstance(schema, torch.FunctionSchema):
         return (_signature(schema, _tags(schema)),)
     name = _find_builtin(target)
     return _signatures_named(name) if name else ()
@@ -250,3 +250,52 @@ def viewed_node(node: Node) -> Node | None:
     else:
         source = None
     return source if isinstance(source, Node) else None
+
+
+# Operators by name, and whether a target lives as long as the process.
+
+
+def has_process_lifetime(target: Any) -> bool:
+    """Whether `target` is an operator, a builtin or an attribute of its module, so that it may be a cache key."""
+    if isinstance(target, OpOverload | OpOverloadPacket | BuiltinFunctionType):
+        return True
+    module = sys.modules.get(getattr(target, "__module__", None) or "")
+    name = getattr(target, "__qualname__", None)
+    return module is not None and name is not None and getattr(module, name, None) is target
+
+
+#: What is wrong with a text argument that a file gives, by operator and argument; who defines an operator adds a check.
+TEXT_CHECKS: dict[tuple[str, str], Callable[[str], str | None]] = {}
+
+#: The classes of the objects in `torch.ops`; they print as their qualified name.
+OPERATORS = (OpOverload, OpOverloadPacket)
+
+SYM_SIZE = torch.ops.aten.sym_size.int
+
+
+def operator_names() -> list[str]:
+    """The names of all operators that are registered now, as `torch.ops` spells them, without overloads."""
+    names = (name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
+    return sorted(set(names))
+
+
+def qualified_names(function: Any) -> tuple[str, ...]:
+    """The names by which users refer to `function` in torch's passes; for an overload also that of its packet."""
+    try:
+        name = _get_qualified_name(function)
+    except (RuntimeError, AttributeError, TypeError):  # A lambda or a callable object may have none.
+        return ()
+    return (name, name.rpartition(".")[0]) if isinstance(function, OpOverload) else (name,)
+
+
+# torch's own operators that run a body as one unit, or under a mode.
+
+
+WRAP = torch.ops.higher_order.wrap
+WRAP_WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+#: It leaves its mode switched when its body raises (seen in torch 2.13), so callers restore it.
+WRAP_WITH_SET_GRAD_ENABLED = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+for _operator in (WRAP, WRAP_WITH_AUTOCAST, WRAP_WITH_SET_GRAD_ENABLED):
+    # torch considers them pure, so its dead-code elimination would delete a body that only mutates (torch 2.13).
+    has_side_effect(_operator)

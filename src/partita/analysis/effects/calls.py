@@ -23,9 +23,8 @@ from partita._torch.operators.schemas import (
     storage_key,
 )
 from partita._torch.toggles import TOGGLES
-from partita.analysis.effects.functions import rule_of_function, rule_of_method
+from partita.analysis.effects.functions import rule_of_function, rule_of_method, rule_of_operator
 from partita.analysis.effects.modules import effects_of_module, is_check
-from partita.analysis.effects.operators import rule_of_operator
 from partita.analysis.effects.terms import (
     ALIASES,
     ALIASING,
@@ -40,8 +39,7 @@ from partita.analysis.effects.terms import (
     nodes_in_slots,
 )
 from partita.analysis.index import Index
-from partita.analysis.mode import AMBIENT
-from partita.analysis.modes import modes_of
+from partita.analysis.modes import AMBIENT, modes_of
 from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
 from partita.errors import MissingTargetError
 
@@ -132,12 +130,16 @@ class CallEffects:
 
     def of_module(self, module: nn.Module) -> Effects:
         """The effects of a call of `module`, with slots by the position and name of its own inputs."""
-        known = self._known_modules.get(module)
-        if known is None:
-            # A body that contains itself finds this entry.
-            self._known_modules[module] = UNKNOWN
-            self._known_modules[module] = known = self._inspected(module)
-        return known
+        known, waiting = self._known_modules, [(module, False)]
+        while waiting:  # Inner bodies first, by a stack of our own: they may be nested deeper than Python can recurse.
+            body, is_entered = waiting.pop()
+            if is_entered:
+                known[body] = self._inspected(body)
+            elif body not in known:
+                known[body] = UNKNOWN  # A body that contains itself finds this entry.
+                waiting.append((body, True))
+                waiting += [(inner, False) for inner in self._bodies_inside(body)]
+        return known[module]
 
     def called_module(self, node: Node) -> nn.Module:
         """The module that a call_module node calls."""
@@ -165,6 +167,16 @@ class CallEffects:
         if not isinstance(module, GraphModule) or module in self.pure:
             return effects_of_module(module, self.pure)
         return _effects_of_body(CallEffects(module, self.pure, known_modules=self._known_modules))
+
+    def _bodies_inside(self, module: nn.Module) -> list[nn.Module]:
+        if isinstance(module, StandsForBody):
+            return [module.body]
+        if not isinstance(module, GraphModule) or module in self.pure:
+            return []
+        calls = CallEffects(module, self.pure, known_modules=self._known_modules)
+        by_target = nodes_by_target(module.graph).items()
+        running = (nodes for (op, target), nodes in by_target if op == "call_module" or self._runs_bodies(target))
+        return [body for nodes in running for node in nodes for body in calls.bodies(node)]
 
     def _of_function(self, node: Node) -> Effects:
         if registers_hook(node.target):

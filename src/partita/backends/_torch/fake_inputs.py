@@ -20,7 +20,7 @@ def compiling(inputs: Sequence[Any]) -> Iterator[None]:
     AOTAutograd stores metadata of a graph in the context, and Inductor reads it there, so that no two compilations may
     share one. The backward is compiled now, not at its first call, which no lock would cover.
     """
-    import torch._functorch.config as settings
+    from functorch.compile import config as settings
     from torch._guards import TracingContext, tracing
 
     wanted = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}

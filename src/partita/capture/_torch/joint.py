@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
-from torch.utils._pytree import tree_map_only
 
 from partita._torch.modes import fresh_modes
+from partita._torch.pytrees import map_tensors
 from partita.backends._torch.compile_context import LostDropout, compiler_scope
 
 
@@ -28,7 +28,7 @@ class Arguments:
         self._known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         #: Whether a tensor was passed twice, or is state of the model.
         self.has_copies = False
-        self.args, self.kwargs = tree_map_only(Tensor, self._distinct, (args, dict(kwargs)))
+        self.args, self.kwargs = map_tensors(self._distinct, (args, dict(kwargs)))
 
     def _distinct(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._known:

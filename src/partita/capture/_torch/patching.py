@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from keyword import iskeyword
 from typing import Any, TypeAlias
 
 import torch
+from torch._ops import OpOverload
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.modes import read_ambient
 from partita.capture._torch.recorder import Recorder, Seen, current_recorder, listening_recorder
+from partita.errors import CaptureError
 
 #: The key under which nodes are annotated with the number of the checkpoint that they ran in.
 CHECKPOINT = "checkpoint"
@@ -91,9 +94,11 @@ def node_patches() -> list[Patch]:
     original = vars(PythonKeyTracer)["create_node"]
 
     @wraps(original)
-    def create_node(tracer: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-        node = original(tracer, kind, target, *args, **kwargs)
+    def create_node(tracer: Any, kind: str, target: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         recorder = current_recorder()
+        if recorder is not None and isinstance(target, OpOverload) and iskeyword(_overload_name(target)):
+            target, args = _without_keyword(target, args)
+        node = original(tracer, kind, target, args, *rest, **kwargs)
         if recorder is not None:
             recorder.seen[node] = _seen()
             if recorder.checkpoint is not None and kind.startswith("call_"):
@@ -105,6 +110,20 @@ def node_patches() -> list[Patch]:
         return node
 
     return [Patch(PythonKeyTracer, "create_node", create_node)]
+
+
+def _without_keyword(target: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
+    """The call by an overload that torch.fx can write as code, which `torch.ops.aten.random_.from` is not (2.13)."""
+    if target is getattr(torch.ops.aten.random_, "from") and args[1:2] == (0,) and args[2] is not None:
+        return torch.ops.aten.random_.to, (args[0], args[2])
+    raise CaptureError(
+        f"torch.fx cannot write a call of {target}, since {_overload_name(target)!r} is a keyword of Python; for "
+        "x.random_(low, high), write x.copy_(torch.randint_like(x, low, high)), which generates the same numbers"
+    )
+
+
+def _overload_name(target: OpOverload) -> str:
+    return str(target).rpartition(".")[2]
 
 
 def _seen() -> Seen:

@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_map_only
 
 from partita._torch import toggles
 from partita._torch.modes import fresh_modes
+from partita._torch.pytrees import map_tensors
 from partita.capture._torch.caller_modes import mode_query_patches
 from partita.capture._torch.mode_blocks import (
     autocast_block_patches,
@@ -56,7 +56,7 @@ def export_recorded(
     named = None if kwargs is None else dict(kwargs)
     with _LOCK, patched(_all_patches(model, recorder, region_pass)), fresh_modes(grad=grad):
         # A trace with gradients cannot use an inference tensor.
-        args, named = tree_map_only(torch.Tensor, lambda one: one.clone() if one.is_inference() else one, (args, named))
+        args, named = map_tensors(lambda one: one.clone() if one.is_inference() else one, (args, named))
         try:
             with recording(recorder):
                 return torch.export.export(model, args, named, dynamic_shapes=dynamic_shapes, strict=False)

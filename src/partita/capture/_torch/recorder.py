@@ -21,11 +21,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
 from partita._torch import toggles
 from partita._torch.modes import variable_set
 from partita._torch.operators.schemas import Argument, signatures_of
+from partita._torch.pytrees import leaves_of
 from partita._torch.tensors import version_of
 
 
@@ -74,7 +74,7 @@ class Recorder:
         """Inside, modes are switched without writing a toggle."""
         was_silent, self.is_silent = self.is_silent, True
         try:
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 yield
         finally:
             self.is_silent = was_silent
@@ -187,7 +187,7 @@ class _Found:
         from torch.utils._python_dispatch import _disable_current_modes
 
         if self.before is None:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with _disable_current_modes(), torch.DisableTorchFunction():
                 self.before = self.tensor.detach().clone()
 
     def restore(self) -> None:
@@ -204,7 +204,7 @@ def _mutated_and_viewed(node: Node) -> tuple[list[Node], list[Node]]:
     mutated: list[Node] = []
     viewed: list[Node] = []
     for argument in signatures[0].arguments:
-        nodes = [leaf for leaf in tree_leaves(_value_of(node, argument)) if isinstance(leaf, Node)]
+        nodes = [leaf for leaf in leaves_of(_value_of(node, argument)) if isinstance(leaf, Node)]
         mutated += nodes if argument.mutated else ()
         viewed += nodes if argument.aliased else ()
     return mutated, viewed

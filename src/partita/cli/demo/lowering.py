@@ -15,7 +15,8 @@ from torch.fx import Node
 
 import partita
 from partita.backends import Inductor
-from partita.cli.demo.model import WORDS, Decoder
+from partita.cli.demo.modes import same_imports
+from partita.cli.demo.splitting import WORDS, Decoder
 from partita.policies import ByCapability
 from partita.treatments import Lower
 
@@ -30,8 +31,8 @@ def show() -> bool:
     started = perf_counter()
     with TemporaryFile("w+") as output:
         # In a process of its own, while this one goes on.
-        command = [sys.executable, "-m", "partita.cli.demo.with_inductor"]
-        inductor = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        command = [sys.executable, "-P", "-m", "partita.cli.demo.with_inductor"]
+        inductor = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=same_imports())
         comparison = _show_capability()
         try:
             status = inductor.wait(timeout=max(0.0, _TIMEOUT_S - (perf_counter() - started)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -72,11 +73,16 @@ def _show_file(wrapped: partita.Program) -> bool:
         torch.export.save(wrapped.exported(), file)
         print(f"saved:     {file.stat().st_size:,} bytes")
         start = perf_counter()
-        command = [sys.executable, "-m", "partita.cli.demo.reload", str(file)]
-        loaded = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-P", "-m", "partita.cli.demo.reload", str(file)]
+        loaded = subprocess.run(command, capture_output=True, text=True, check=False, env=same_imports())
     found = loaded.stdout.partition("\n")[0] or loaded.stderr
     print(f"loaded:    in a new process, {perf_counter() - start:.1f} s; compared with the model: {found}")
     return loaded.returncode == 0
+
+
+def same_imports() -> dict[str, str]:
+    """The environment of a Python with -P that imports from where this one does, not from the working directory."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _counted(program: partita.Program) -> str:

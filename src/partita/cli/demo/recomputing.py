@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 import partita
-from partita.cli.demo.model import WORDS, Decoder
+from partita.cli.demo.splitting import WORDS, Decoder
 from partita.policies import ByModule
 from partita.treatments import Recompute
 

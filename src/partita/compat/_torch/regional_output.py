@@ -14,7 +14,7 @@ from partita._torch.modes import read_ambient
 
 def is_cached() -> bool:
     """Whether AOTAutograd will store what its compilers return, in its cache or in a file."""
-    import torch._functorch.config as settings
+    from functorch.compile import config as settings
 
     return bool(getattr(settings, "force_autograd_cache", False)) and _output_code() is not None
 

@@ -32,6 +32,7 @@ from torch.utils._thunk import Thunk
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.operators.schemas import nodes_by_target
+from partita._torch.pytrees import leaves_of, map_leaves
 from partita.hops._torch.node_tags import TaggedInterpreter
 
 #: Dynamo must not compile the code of this module, which runs around a body after a graph break inside it.
@@ -75,7 +76,7 @@ def trace_call(
     operator = kept.operator
     name = tracer.get_fresh_qualname(f"{operator.name()}_body_")
     tracer.root.register_module(name, traced)
-    args = pytree.tree_map(tracer.unwrap_proxy, (*kept.mode, traced, *inputs))
+    args = map_leaves(tracer.unwrap_proxy, (*kept.mode, traced, *inputs))
     call = tracer.create_proxy("call_function", operator, args, dict(kept.keywords), name=operator.name())
     if flat.has_outputs:
         _bind_unbacked_symbols(traced, outputs)
@@ -111,7 +112,7 @@ class _FlatBody:
         self.result = run(self._body, operands, keywords)
         self.outputs = self.result
         if not _is_traced(self.result):
-            self.outputs = tuple(filter(_is_traced, pytree.tree_leaves(self.result)))
+            self.outputs = tuple(filter(_is_traced, leaves_of(self.result)))
         return self.outputs
 
 
@@ -144,7 +145,7 @@ def _bind_unbacked_symbols(traced: GraphModule, outputs: Any) -> None:
         return
     bound = {symbol for node in traced.graph.nodes for symbol in node.meta.get("unbacked_bindings") or ()}
     if bound:
-        returned = free_unbacked_symbols(pytree.tree_leaves(outputs))
+        returned = free_unbacked_symbols(leaves_of(outputs))
         env.pending_fresh_unbacked_symbols.extend(sorted(bound & returned, key=str))
 
 

@@ -9,8 +9,8 @@ from itertools import count
 from typing import Any, ClassVar, TypeVar, cast, overload
 
 import torch
-from torch._C import DispatchKey
-from torch._ops import HigherOrderOperator, _compute_keyset, _get_current_dispatch_mode_pre_dispatch, _higher_order_ops
+from torch import DispatchKey
+from torch._ops import HigherOrderOperator, _compute_keyset, _get_current_dispatch_mode_pre_dispatch
 from torch.fx import Graph, Proxy
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.node import has_side_effect
@@ -193,7 +193,7 @@ class SwitchOperator(BodyOperator):
 
 def registered(kind: type[_Operator], name: str, *, home: tuple[str, str], twin: Any = None) -> _Operator:
     """The operator `name`, created once even if its module is reloaded: graphs refer to the first one."""
-    known = _higher_order_ops.get(name)
+    known = getattr(torch.ops.higher_order, name, None)
     return cast(_Operator, known) if isinstance(known, BodyOperator) else kind(name, home=home, twin=twin)
 
 
@@ -207,7 +207,7 @@ def _imported(module: str, name: str) -> Any:
 def _free_name(wanted: str) -> str:
     """`wanted`, with a number if an operator has that name already."""
     numbered = (wanted if number == 0 else f"{wanted}_{number}" for number in count())
-    return next(name for name in numbered if name not in _higher_order_ops)
+    return next(name for name in numbered if not hasattr(torch.ops.higher_order, name))
 
 
 def _first_proxy(value: Any) -> Proxy | None:

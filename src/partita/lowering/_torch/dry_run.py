@@ -19,6 +19,7 @@ from partita._torch.operators.schemas import is_higher_order, storage_key
 from partita._torch.symbolic_shapes import is_known, is_unbacked, symbols_in
 from partita.analysis.effects.calls import effects_of_node
 from partita.analysis.effects.terms import nodes_in_slots
+from partita.analysis.nodes import value_of
 from partita.lowering._torch.bodies import out_of_place
 from partita.lowering._torch.containers import read_leaves
 
@@ -80,7 +81,7 @@ class _RecordingInterpreter(Interpreter):
     def run_node(self, n: Node) -> Any:
         if isinstance(n.target, HigherOrderOperator):
             self._check_bodies(n)
-        self._check_positions(n)
+        self._check_numbers(n)
         arguments = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
         before = list(map(_layout, arguments))
         self._check_mutated(n)
@@ -102,10 +103,12 @@ class _RecordingInterpreter(Interpreter):
             body = self.env.get(read)
             found = unchecked_call(body) if isinstance(body, GraphModule) else None
             if found is not None:
-                raise InvalidCallError(f"{found!r}, in the body of {node.name!r}, may read outside of its tensor")
+                raise InvalidCallError(
+                    f"{found!r}, in the body of {node.name!r}, may read outside of its tensor or divide by zero"
+                )
 
-    def _check_positions(self, node: Node) -> None:
-        """Raises where a call reads outside of its tensor, or may: compiled code does not look, and eager mode does."""
+    def _check_numbers(self, node: Node) -> None:
+        """Raises where a call reads outside of its tensor, or divides by zero, or may: only eager mode checks that."""
         name = _called_name(node)
         part = next((part for part in _CHECKS if part in name), None)
         if part is None:
@@ -115,7 +118,8 @@ class _RecordingInterpreter(Interpreter):
         names = _OF_FUNCTIONS.get(part, ()) if schema is None else [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         if not _CHECKS[part](given.get("self", given.get("input")), given):
-            raise InvalidCallError(f"{node.name!r} may read outside of its tensor")
+            fault = "divide an integer by zero" if part in _DIVISIONS else "read outside of its tensor"
+            raise InvalidCallError(f"{node.name!r} may {fault}, which compiled code does not check")
 
     def _loses_strides(self, node: Node) -> bool:
         """Whether a mutation, computed as a new tensor, would get other strides than those of the mutated one.
@@ -148,7 +152,7 @@ class _RecordingInterpreter(Interpreter):
 
 
 def unchecked_call(module: GraphModule) -> str | None:
-    """A call in a module, at any depth, whose reads eager mode checks and a compiler may not; None if there is none."""
+    """A call in a module, at any depth, whose numbers only eager mode checks; None if there is none."""
     for inner in module.modules():
         for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
             name = _called_name(node)
@@ -157,6 +161,10 @@ def unchecked_call(module: GraphModule) -> str | None:
                 isinstance(arg, Node) for arg in node.args[2:]
             )
             if any(part in name for part in _UNCHECKED) or ("upsample_" in name and scales) or is_position_computed:
+                return str(node.name)
+            value = value_of(node) if _truncates(name, node.kwargs) else None
+            is_fraction = isinstance(value, Tensor) and _is_fraction(value)
+            if _truncates(name, node.kwargs) and not is_fraction:
                 return str(node.name)
     return None
 
@@ -222,7 +230,28 @@ def _fit_channels(source: Any, given: Mapping[str, Any]) -> bool:
     return all(len(shape) == 1 and is_known(shape[0] == source.shape[axis]) for shape in found)
 
 
-#: Parts of the names of operators of which compiled code does not check the positions, and what does.
+#: Parts of the names of divisions; others of them have results that are no integers, or are checked.
+_DIVISIONS = ("prims.div", "div")
+
+
+def _truncates(name: str, keywords: Mapping[str, Any]) -> bool:
+    """Whether a call divides integers as C++ does, where a division by zero ends the process (Inductor, torch 2.13)."""
+    return "prims.div" in name or ("div" in name and keywords.get("rounding_mode") == "trunc")
+
+
+def _is_divided_safely(source: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a division without remainder has no integers, or a divisor that is known not to be 0 or -1."""
+    divisor = given.get("other")
+    if any(isinstance(one, float) or (isinstance(one, Tensor) and _is_fraction(one)) for one in (source, divisor)):
+        return True
+    return type(divisor) is int and divisor not in (0, -1)
+
+
+def _is_fraction(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+#: Parts of the names of operators of whose numbers compiled code checks nothing, and what does.
 _CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     **dict.fromkeys(_UNCHECKED, lambda source, given: False),
     "as_strided": _is_within,
@@ -230,12 +259,15 @@ _CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "quantize_per_channel.default": _fit_channels,
     "select": _is_selected_within,
     "getitem": _is_selected_within,
+    "prims.div": _is_divided_safely,
+    "div": lambda source, given: given.get("rounding_mode") != "trunc" or _is_divided_safely(source, given),
 }
 #: The parameters of functions and methods that have no schema.
 _OF_FUNCTIONS = {
     "as_strided": ("input", "size", "stride", "storage_offset"),
     "select": ("input", "dim", "index"),
     "getitem": ("input", "index"),
+    "div": ("input", "other"),
 }
 
 

@@ -222,6 +222,8 @@ class _Wiring:
     hidden: frozenset[int]
     #: Whether every gradient is needed as soon as one result is used.
     is_dense: bool
+    #: The numbers of gradients, each with the place of an input.
+    pairs: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(
@@ -239,11 +241,12 @@ class _Wiring:
         known = {producer[1]: link for producer, link in made if producer is not None and producer[0] is function}
         links = [*known.values(), hidden] if hidden else list(known.values())
         is_dense = all(places & link for places in inputs.values() for link in links)
-        return cls(first, inputs, known, hidden, is_dense)
+        pairs = tuple((at, place) for at, places in inputs.items() for place in places)
+        return cls(first, inputs, known, hidden, is_dense, pairs)
 
     def hook(self, function: Any, inputs: Sequence[Any]) -> Callable[..., tuple[Any, ...] | None]:
         """What is called with the gradients that the function has computed, and those that it got."""
-        hooks = _Hooks(function, inputs, self.inputs)
+        hooks = _Hooks(function, inputs, self.pairs)
 
         def hook(gradients: Sequence[Any], used: Sequence[Any]) -> tuple[Any, ...] | None:
             if self.is_dense and used and used[0] is not None:
@@ -265,16 +268,19 @@ class _Hooks:
     Eager mode does not call them for an unused gradient. A compiled function has computed zeros.
     """
 
-    def __init__(self, function: Any, inputs: Sequence[Any], places: Mapping[int, frozenset[int]]) -> None:
+    def __init__(self, function: Any, inputs: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
         self._function = ref(function)
         self._inputs: dict[int, list[Any]] = {}
         self._hooked: set[int] = set()
-        for at, held in places.items():
-            tensors = [inputs[place] for place in held]
-            if not all(map(_is_leaf, tensors)):  # The function leads to its leaves.
-                self._inputs[at] = list(map(ref, tensors))
-                if any(tensor._backward_hooks for tensor in tensors):
-                    self._hooked.add(at)
+        # The function leads to its leaves. This runs at every call, for all parameters of a layer.
+        try:
+            histories = [(at, inputs[place]) for at, place in pairs if not inputs[place].is_leaf]
+        except RuntimeError:  # Autograd refuses to return the `grad_fn` of some views.
+            histories = [(at, inputs[place]) for at, place in pairs if not _is_leaf(inputs[place])]
+        for at, tensor in histories:
+            self._inputs.setdefault(at, []).append(ref(tensor))
+            if tensor._backward_hooks:
+                self._hooked.add(at)
 
     def see(self, at: int) -> bool:
         """Whether a hook gets the gradient with this number."""

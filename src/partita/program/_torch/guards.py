@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, final
 
@@ -137,21 +138,44 @@ def _input_paths(exported: ExportedProgram, count: int) -> list[InputPath]:
     in_spec = exported.call_spec.in_spec
     if in_spec is None or in_spec.num_leaves != count or in_spec.type is not tuple or in_spec.num_children != 2:
         return [InputPath((f"args_{place}",), (True,)) for place in range(count)]
-    try:
-        args, kwargs = pytree.tree_unflatten(range(count), in_spec)
-    except Exception:  # A registered class may accept nothing but tensors.
-        args, kwargs = exported.example_inputs or ((), {})
+    positional, by_name = in_spec.children()
     signature = exported.module_call_graph[0].signature
     named = list(signature.forward_arg_names or ()) if signature is not None else []
-    names = [*named[: len(args)], *(f"arg_{place}" for place in range(len(named), len(args)))]
-    arguments = [*zip(names, args, strict=True), *kwargs.items()]
+    unnamed = (f"arg_{place}" for place in range(len(named), positional.num_children))
+    names = [*named[: positional.num_children], *unnamed, *by_name.context]
     return [
-        InputPath(
-            (name, *(_key(entry) for entry in path)), (True, *(not isinstance(e, pytree.GetAttrKey) for e in path))
-        )
-        for name, argument in arguments
-        for path, _ in pytree.tree_flatten_with_path(argument)[0]
+        InputPath((name, *(key for key, _ in path)), (True, *(is_item for _, is_item in path)))
+        for name, argument in zip(names, (*positional.children(), *by_name.children()), strict=True)
+        for path in _leaf_paths(argument)
     ]
+
+
+#: The keys from an argument to a leaf, and whether each is that of an item or the name of an attribute.
+_Path = tuple[tuple[str | int, bool], ...]
+
+
+def _leaf_paths(spec: pytree.TreeSpec) -> list[_Path]:
+    """The path of each leaf of an argument, by the keys that its classes give their items."""
+    count = spec.num_leaves
+    try:
+        found = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(count), spec))[0]
+    except Exception:  # A registered class may accept nothing but tensors, or give its items no keys.
+        found = []
+    if len(found) != count:
+        return list(_paths_in_spec(spec))
+    return [tuple((_key(entry), not hasattr(entry, "name")) for entry in path) for path, _ in found]
+
+
+def _paths_in_spec(spec: pytree.TreeSpec) -> Iterator[_Path]:
+    """The paths of the leaves as far as the specification tells: by the names of fields, or by number."""
+    if spec.is_leaf():
+        yield ()
+        return
+    fields = spec.context[0] if is_dataclass(spec.type) and isinstance(spec.context, list) else ()
+    is_item = len(fields) != spec.num_children
+    for place, child in enumerate(spec.children()):
+        key = place if is_item else str(fields[place])
+        yield from (((key, is_item), *path) for path in _paths_in_spec(child))
 
 
 def _key(entry: Any) -> str | int:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.graph import increment_version, saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from partita._torch.dry_runs import Allowance, is_composite, is_torchs, on_meta, refusal_of_call, refusal_of_device
-from partita._torch.fake_sandbox import Tracing, _muted, map_tensors, tracing_now
+from partita._torch.fake_sandbox import Tracing, _muted, tracing_now
 from partita._torch.modes import fresh_modes
 from partita._torch.operators.schemas import storage_key
+from partita._torch.pytrees import leaves_of, map_tensors, tensors_in
 from partita._torch.symbolic_shapes import hint_of
 
 #: Dynamo does not trace this module: its code runs around bodies, after a graph break.
@@ -31,7 +31,7 @@ def allocated_tensors(function: Any, args: Any, kwargs: Any, *, allowance: Allow
         return None
     if refusal_of_device((args, kwargs)) is not None:
         return None
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = tensors_in((args, kwargs))
     modes = {id(mode): mode for leaf in leaves if (mode := getattr(leaf, "fake_mode", None)) is not None}
     if len(modes) != 1:
         return None
@@ -56,7 +56,7 @@ class _AllocationRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._allowance.spend(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
+        for leaf in leaves_of(result):
             if isinstance(leaf, Tensor):
                 self.found.setdefault(storage_key(leaf), leaf)
         return result
@@ -181,7 +181,7 @@ class OperatorMonitor(TorchDispatchMode):
         self._allowance.spend(func, args, kwargs)
         if self._makes_meta:
             kwargs = on_meta(func, args, kwargs)
-        formula = _formula_for(func._overloadpacket)
+        formula = _formula_for(func.overloadpacket)
         if formula is None and is_composite(func):
             with self:  # Without autograd, in inference mode, composite operators arrive undecomposed.
                 return func.decompose(*args, **kwargs)

@@ -17,9 +17,9 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from partita._torch.fx.structural_hash import annotate, annotation
 from partita._torch.operators.schemas import is_higher_order, is_of_other_library, signatures_of
 from partita.analysis.effects.modules import may_use_rng
-from partita.program.annotations import annotate, annotation
 from partita.program.program import Program
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.

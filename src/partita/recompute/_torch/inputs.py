@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from partita._torch.operators.schemas import storage_key
+from partita._torch.pytrees import leaves_of
 from partita._torch.tensors import StorageCopy, by_storage, has_memory, version_of, wants_gradients
 from partita.errors import RecomputeError
 from partita.program._torch.saved_tensors import active_saved_tensor_hooks
@@ -33,7 +34,7 @@ def named_tensors(operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
     """All tensors in arguments, by their names in error messages."""
     found: dict[str, Tensor] = {}
     for key, value in (*enumerate(operands), *keywords.items()):
-        leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+        leaves = [value] if isinstance(value, Tensor) else leaves_of(value)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 found[f"argument {key}" if len(leaves) == 1 else f"argument {key}, item {place}"] = leaf
@@ -205,7 +206,7 @@ def _known_mutated(plan: CheckpointPlan | None, state: BodyState, operands: tupl
     if plan is None or not (plan.mutated_inputs or plan.mutated_state or state.statistics):
         return set()
     names = {*plan.mutated_state, *state.statistics}
-    arguments = pytree.tree_leaves([operands[place] for place in plan.mutated_inputs])
+    arguments = leaves_of([operands[place] for place in plan.mutated_inputs])
     state_tensors = [slot.tensor for slot in state.slots if slot.name in names]
     return {storage_key(leaf) for leaf in (*arguments, *state_tensors) if isinstance(leaf, Tensor)}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.fake_sandbox import tensors_in
+from partita._torch.pytrees import tensors_in
 from partita.errors import RecomputeError
 from partita.recompute._torch.keep_records import (
     AutocastCasts,
@@ -107,7 +107,7 @@ def _running(scope: _SegmentScope | None) -> Iterator[None]:
         _RUNNING.scope = before
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE = torch.DispatchKey.CompositeImplicitAutograd
 
 
 @final

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
-from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from partita._torch.fake_sandbox import tensors_in
 from partita._torch.operators.schemas import is_of_other_library, signatures_of, storage_key
+from partita._torch.pytrees import leaves_of, tensors_in
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
 from partita.program._torch.saved_tensors import is_differentiable_cast, is_inside_autocast
@@ -128,7 +128,7 @@ def may_use_rng(operator: Any) -> bool:
 
 
 def _devices(args: Any, kwargs: Any) -> list[torch.device]:
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = leaves_of((args, kwargs))
     found = [leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     devices = [torch.device("cpu"), *(device for device in found if isinstance(device, torch.device))]
     return [device for device in dict.fromkeys(devices) if _has_generator(device)]
@@ -144,7 +144,7 @@ def _set_states(states: Mapping[torch.device, Tensor]) -> None:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    with no_dispatch():  # States are real, whatever the tensors of the body are.
+    with _disable_current_modes():  # States are real, whatever the tensors of the body are.
         return torch.equal(one, other)
 
 
@@ -296,7 +296,7 @@ def _without_history(tensor: Tensor) -> Tensor:
     """An alias with a shared version counter, which has to be requested explicitly below autograd."""
     if tensor.is_inference():
         return tensor.detach()
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with torch._C._SetExcludeDispatchKeyGuard(torch.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 

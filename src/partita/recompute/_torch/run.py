@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from partita._torch.modes import variable_set
+from partita._torch.pytrees import leaves_of
 from partita._torch.tensors import version_of
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.body import run_body
@@ -76,7 +76,7 @@ def run_tagged(
 def _may_save(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
     """Whether autograd may save anything: compilers refuse tagged RNG operators in graphs without a backward."""
     state = body.parameters() if isinstance(body, nn.Module) else ()
-    leaves = (*tree_leaves((operands, dict(keywords))), *state)
+    leaves = (*leaves_of((operands, dict(keywords))), *state)
     return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 

@@ -18,10 +18,10 @@ from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from partita._torch.fake_sandbox import traces_after_dispatch
 from partita._torch.modes import read_ambient, restore_autocast, variable_set
+from partita._torch.pytrees import leaves_of, map_leaves, tensors_in
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
 from partita.hops._torch.body import run_body
@@ -49,7 +49,7 @@ class TracedStep:
         again: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._call = (body, operands, keywords)
-        leaves = [leaf for leaf in tree_leaves((operands, dict(keywords))) if isinstance(leaf, Tensor)]
+        leaves = tensors_in((operands, dict(keywords)))
         self._inputs = frozenset(map(id, leaves))
         state = (*body.parameters(), *body.buffers()) if isinstance(body, nn.Module) else ()
         self._read = [_Versioned(tensor) for tensor in (*leaves, *state)]
@@ -95,7 +95,7 @@ class TracedStep:
                 detached[id(leaf)] = _new_leaf(leaf)
             return detached[id(leaf)]
 
-        operands, keywords = tree_map(fresh, (operands, dict(keywords)))
+        operands, keywords = map_leaves(fresh, (operands, dict(keywords)))
         inputs, found = {id(tensor) for tensor in detached.values()}, list[Tensor]()
 
         def pack(tensor: Tensor) -> None:
@@ -157,7 +157,7 @@ def run_kept_in_step(run: Callable[[], Any]) -> Any:
     if step is None:
         return run()
     if step.replayed is not None:
-        return tree_map(_new_leaf, next(step.replayed))
+        return map_leaves(_new_leaf, next(step.replayed))
     with variable_set(_STEP, None):
         result = run()
     step.kept.append(result)
@@ -207,7 +207,7 @@ class _EffectDetector(TorchDispatchMode):
         self.found = self.found or may_use_rng(func) or any(map(self._is_from_outside, mutated))
         result = func(*args, **kwargs)
         if all(returned.alias_info is None for returned in func._schema.returns):
-            for leaf in tree_leaves(result):
+            for leaf in leaves_of(result):
                 storage = _storage_of(leaf)
                 if storage is not None:
                     self._allocated[storage._cdata] = storage

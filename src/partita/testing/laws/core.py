@@ -20,8 +20,7 @@ from partita.errors import CycleError
 from partita.plans import plan
 from partita.policies import ByLabel
 from partita.program.fingerprint import fingerprint
-from partita.program.program import Program
-from partita.program.reordering import summation_tolerance
+from partita.program.program import Program, summation_tolerance
 from partita.regions import Partition
 from partita.rewrite import gather, inline
 from partita.testing.generator.build import dump

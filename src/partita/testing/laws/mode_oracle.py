@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from partita._torch.modes import Ambient, read_ambient, restore_autocast
 from partita._torch.pytrees import flatten
 from partita._torch.toggles import ENTER_INFERENCE, IS_GRAD_ENABLED, SET_GRAD, TOGGLES
-from partita.analysis.mode import Mode as GraphMode
+from partita.analysis.modes import Mode as GraphMode
 from partita.plans import plan
 from partita.policies import ByMode
 from partita.program.program import Program

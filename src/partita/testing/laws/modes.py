@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 
 from partita import hops
 from partita._torch.modes import read_ambient
-from partita._torch.operators import registry as torch_operators
+from partita._torch.operators import schemas as torch_operators
 from partita._torch.toggles import TOGGLES
-from partita.analysis.mode import AMBIENT
+from partita.analysis.modes import AMBIENT
 from partita.capture import capture
 from partita.compat.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
 from partita.compat.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
@@ -26,8 +26,7 @@ from partita.errors import CaptureError, ModeError, PartitaError, TreatmentError
 from partita.plans import plan
 from partita.policies import ByMode
 from partita.program.fingerprint import fingerprint
-from partita.program.program import Program
-from partita.program.reordering import summation_tolerance
+from partita.program.program import Program, summation_tolerance
 from partita.rewrite import inline
 from partita.testing.generator.build import dump
 from partita.testing.generator.draft import Case

@@ -25,8 +25,7 @@ from partita.equivalence.state import storage_key
 from partita.errors import CycleError, PartitaError, TreatmentError
 from partita.plans import Plan, plan
 from partita.policies import ByCapability, ByLabel
-from partita.program.program import Program
-from partita.program.reordering import summation_tolerance
+from partita.program.program import Program, summation_tolerance
 from partita.recompute.keep import keepable
 from partita.regions import Partition, Region
 from partita.testing.generator.build import dump

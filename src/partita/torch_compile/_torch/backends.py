@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,21 +18,17 @@ from partita._torch.operators.schemas import storage_key
 
 def find_backend(name: str) -> Callable[..., Any] | None:
     """The backend that torch.compile knows under this name, or None."""
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.exc import InvalidBackend
-
-    try:
-        backend: Callable[..., Any] = lookup_backend(name)
-    except InvalidBackend:
+    if name not in backend_names():
         return None
+    from torch._dynamo.backends.registry import lookup_backend
+
+    backend: Callable[..., Any] = lookup_backend(name)
     return backend
 
 
 def backend_names() -> list[str]:
     """The names of all backends that torch.compile knows."""
-    from torch._dynamo.backends.registry import list_backends
-
-    return list(list_backends(exclude_tags=()))
+    return list(torch.compiler.list_backends(exclude_tags=()))
 
 
 def reset_with_dynamo(backend: Callable[..., Any]) -> None:
@@ -44,6 +40,28 @@ def reset_with_dynamo(backend: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import cached_backends
 
     cached_backends.setdefault(id(backend), backend)
+
+
+def no_recompute_without_backward(root: GraphModule) -> AbstractContextManager[None]:
+    """Inside, AOTAutograd ignores marks for recomputation in graphs for which it finds no backward.
+
+    Its pass for these serves graphs in which Dynamo has traced the backward too, and refuses marked random operators in
+    all others (torch 2.13).
+    """
+    import torch._functorch.config as settings
+
+    option = "remat_using_tags_for_fwd_loss_bwd_graph"
+    traces_backward = any(
+        node.target in _BACKWARD or (node.meta.get("custom") or {}).get("phase") == "backward"
+        for node in root.graph.nodes
+    )
+    if traces_backward or not hasattr(settings, option):
+        return nullcontext()
+    patched: AbstractContextManager[None] = settings.patch({option: False})
+    return patched
+
+
+_BACKWARD = (torch.autograd.grad, torch.autograd.backward)
 
 
 @contextmanager

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.export import exported_program as torch_exported
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _illegal_names
 
-from partita._torch.operators.registry import TEXT_CHECKS
+from partita._torch.operators.schemas import TEXT_CHECKS
 from partita.program.archives._torch.operators import (
     LEVELS,
     NAMESPACES,
@@ -55,6 +54,8 @@ class GraphReader:
         self._graph = Graph()
         self._root = nn.Module()
         self.bodies: dict[str, Any] = {}
+        #: The last graph of each name, for calls that share it.
+        self._shared_bodies: dict[str, Data] = {}
         #: How many levels of graphs that torch traces again each body may still have below it.
         self._levels_left: dict[str, int] = {}
         self._nodes: dict[str, Node] = {}
@@ -68,6 +69,7 @@ class GraphReader:
     def read(self, data: Data, constant_names: Mapping[int, str]) -> GraphModule:
         """The graph as a module; constant inputs have these names."""
         pending, self._symbols.pending = self._symbols.pending, set()
+        self._shared_bodies = _last_bodies(data["nodes"])
         for table, read in (
             ("tensor_values", self._symbols.tensor),
             ("sym_int_values", self._symbols.integer),
@@ -88,9 +90,7 @@ class GraphReader:
         self._name_nodes()
         self._bind_unbacked(data)
         self._symbols.pending = pending
-        made = torch_exported._create_graph_module_for_export(self._root, self._graph)
-        assert isinstance(made, GraphModule)
-        return made
+        return GraphModule(self._root, self._graph)
 
     # Inputs and outputs ------------------------------------------------------------------------------------------
 
@@ -219,6 +219,9 @@ class GraphReader:
             kwargs[keyword] = self._passed_on(called, keyword, data["arg"])
         if len(args) <= max((*bodies, *operators), default=-1):
             inputs.malformed("what it calls is missing")
+        if target is torch.ops.higher_order.invoke_subgraph and len(args) > 1:
+            # Compilers take equal identifiers for equal bodies with equal operands, and check neither (torch 2.13).
+            args[1] = f"call_{next(self._symbols.subgraph_calls)}"
         if target is predispatch._remove_batch_dim and (kwargs or args[3:] != [0] or type(args[3]) is not int):
             inputs.refuse("it moves a dimension elsewhere than to the front, where torch does not check the place")
         return args, kwargs
@@ -386,6 +389,8 @@ class GraphReader:
 
     def _body(self, data: Data, retraced: int) -> Node:
         name, graph = data["name"].attribute(), data["graph"]
+        if _is_empty(graph):
+            graph = self._shared_bodies.get(name, graph)  # The last call that shares a body has its graph.
         if self._depth == 0:
             data.malformed(f"graphs are nested more than {_DEEPEST} deep")
         if retraced < 0:
@@ -402,6 +407,23 @@ class GraphReader:
         elif retraced < self._levels_left[name]:
             data.malformed(f"{name!r} runs deeper here than where it was first read; use it there first")
         return self._create("get_attr", name, wanted=name)
+
+
+def _last_bodies(nodes: Data) -> dict[str, Data]:
+    """The graphs in the arguments of nodes, by name; the last one of a name."""
+    found = {}
+    for node in nodes:
+        inputs = node.get("inputs")
+        for given in inputs if inputs is not None else ():
+            argument = given.get("arg")
+            body = argument.get("as_graph") if argument is not None and isinstance(argument.value, dict) else None
+            if body is not None and not _is_empty(body["graph"]):
+                found[body["name"].attribute()] = body["graph"]
+    return found
+
+
+def _is_empty(graph: Data) -> bool:
+    return isinstance(graph.value, dict) and not any(map(graph.value.get, ("inputs", "nodes", "outputs")))
 
 
 def _is_body(value: Any) -> TypeGuard[Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -13,12 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils._traceback import CapturedTraceback
 
 from partita._torch.expressions import Expression, ExpressionError, Operation, Symbol, parsed
+from partita._torch.symbolic_shapes import is_unbacked
 from partita.program.archives.data import Data
 
 #: The most letters and operations of a size, and the most terms after expansion.
@@ -47,6 +47,8 @@ class Symbols:
         self._work = 0
         #: How many values of lists, and outputs, are still allowed; shared by all graphs of the program.
         self.values_left = 100_000
+        #: Numbers for the calls of `invoke_subgraph`.
+        self.subgraph_calls = count()
         known = dict(ranges.entries()) if ranges is not None else {}
         if ranges is not None and len(known) > _MOST_RANGES:
             ranges.malformed(f"it has more than {_MOST_RANGES} ranges, which no graph needs")
@@ -199,12 +201,12 @@ class Symbols:
                 raise ExpressionError(f"{name[:40]!r} with {sorted(assumptions)} is no symbol")
             known = self._symbols[name] = sympy.Symbol(name, **dict(assumptions))
             self.env.var_to_stack[known] = CapturedTraceback.extract(skip=1)
-            if symbol_is_type(known, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)):
+            if is_unbacked(known):
                 self.pending.add(known)
         elif any(known.assumptions0.get(key) != value for key, value in assumptions.items()):
             raise ExpressionError(f"the symbol {name!r} has other properties elsewhere")
         # torch adds an offset to each symbol before expansion, and may replace an unbacked one by an equality.
-        return known, 3 if name.startswith(("u", "zuf")) else 2
+        return known, 3 if is_unbacked(known) else 2
 
 
 def stays_small(condition: sympy.Basic) -> bool:
@@ -324,8 +326,9 @@ def read_device(data: Data) -> torch.device:
 
 def _range(data: Data) -> ValueRanges[Any]:
     least, most = data.get("min_val"), data.get("max_val")
-    lower = -int_oo if least is None else sympy.Integer(least.integer())
-    upper = int_oo if most is None else sympy.Integer(most.integer())
+    every: ValueRanges[Any] = ValueRanges.unknown_int()
+    lower = every.lower if least is None else sympy.Integer(least.integer())
+    upper = every.upper if most is None else sympy.Integer(most.integer())
     if lower > upper:
         data.malformed(f"nothing is from {lower} to {upper}")
     return ValueRanges(lower, upper)

@@ -14,8 +14,7 @@ from partita.testing.generator.steps.effects import (
     UNKNOWN,
 )
 from partita.testing.generator.steps.memory import CROSSING_WRITES, VIEWS, WRITES
-from partita.testing.generator.steps.mode_nests import NESTED_WORK, NESTS
-from partita.testing.generator.steps.modes import AUTOCAST, GRAD, INFERENCE
+from partita.testing.generator.steps.modes import AUTOCAST, GRAD, INFERENCE, NESTED_WORK, NESTS
 
 #: The steps of all programs.
 STEPS: Steps = {

@@ -17,7 +17,7 @@ from torch._functorch.predispatch import _vmap_decrement_nesting, _vmap_incremen
 from torch.fx import Graph, GraphModule, Node
 
 from partita import Program, capture, plan
-from partita.analysis.functorch import is_inside_transform, transforms_found_once
+from partita._torch.functorch import is_inside_transform, transforms_found_once
 from partita.policies import ByCapability, BySize
 from partita.treatments import Call
 

@@ -1,0 +1,54 @@
+"""What Inductor compiled, behind the wrappers of AOTAutograd, for calls in which these have nothing to do.
+
+The wrappers switch modes, replay mutations and views, and record autograd; that takes twenty Python calls a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+#: Takes its arguments in a list, which it clears.
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+#: The wrappers that are passed over; one that is not known is needed.
+_WRAPPERS = frozenset(
+    {
+        "aot_module_simplified.<locals>.forward",
+        "_create_runtime_wrapper.<locals>.runtime_wrapper",
+        # Before torch 2.13 they are always there; they do something where random numbers are functionalized, and where
+        # effects have tokens, which are outputs too.
+        "FunctionalizedRngRuntimeWrapper.post_compile.<locals>.wrapper",
+        "EffectTokensWrapper.post_compile.<locals>.inner_fn",
+    }
+)
+
+
+def behind_wrappers(function: Callable[..., Any], *, output_count: int) -> Callable[[], Boxed] | None:
+    """Finds the code of a piece without side effects that needs no gradient, and runs without grad mode and autocast.
+
+    None where `function` does not come from Inductor, or has wrappers that do more than switch such modes. Otherwise a
+    function that returns the code; ask it after the first call, at which torch checks operators of users. The code
+    lives as long as `function`.
+    """
+    if torch._functorch.config.functionalize_rng_ops:
+        return None
+    wrapped: Any = function
+    while (code := getattr(wrapped, "__code__", None)) is not None:
+        if code.co_qualname not in _WRAPPERS:
+            return None
+        wrapped = getattr(wrapped, "__wrapped__", None)
+    # Compiled graphs that can be stored are wrapped once more.
+    compiled = wrapped if hasattr(wrapped, "current_callable") else getattr(wrapped, "__wrapped__", None)
+    # The wrappers drop tokens, and bases of which they make views.
+    strides = getattr(compiled, "output_strides", None)
+    if strides is None or len(strides) != output_count or getattr(compiled, "current_callable", None) is None:
+        return None
+
+    def code_of_piece() -> Boxed:
+        found: Boxed = compiled.current_callable  # type: ignore[union-attr]
+        return found
+
+    return code_of_piece

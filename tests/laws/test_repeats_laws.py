@@ -1,0 +1,46 @@
+"""Blocks that are equal, or nearly: sharing bodies and compiled functions changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from partita.testing.fuzz import fuzz
+from partita.testing.generator.near_repeats import DIFFERENCES, near_repeats
+
+
+def test_blocks_that_share_bodies_are_the_same() -> None:
+    tally = fuzz(0, 24, repeats="call")
+    assert tally.broken == ()
+    assert tally.legal > 6
+
+
+def test_blocks_that_share_functions_are_the_same() -> None:
+    tally = fuzz(100, 6, repeats="lower")
+    assert tally.broken == ()
+    assert tally.legal > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["call", "lower", "compile"])
+def test_many_near_equal_blocks_are_the_same(shared: str) -> None:
+    assert fuzz(1000, 300 if shared == "call" else 30, repeats=shared).broken == ()
+
+
+def test_every_difference_turns_up() -> None:
+    assert {name for seed in range(300) for _, name in near_repeats(seed).differences} == set(DIFFERENCES)
+
+
+def test_a_wrongly_shared_body_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def share_everything(partition: Any, treatments: Any, sites: Any) -> list[int]:
+        sizes: dict[Any, int] = {}
+        borders = partition.borders.of_regions
+        keys = [(len(border.inputs), len(border.outputs)) for border in borders]
+        return [sizes.setdefault(key, at) for at, key in enumerate(keys)]
+
+    monkeypatch.setattr(sys.modules["partita.plans.plan"], "shared_bodies", share_everything)
+    tally = fuzz(0, 8, repeats="call")
+    assert tally.broken
+    assert all("near_repeats(" in case for case in tally.broken)

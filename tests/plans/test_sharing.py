@@ -1,0 +1,187 @@
+"""Regions with equal bodies call one module, with their own inputs; whatever would change by that is not shared."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Tracer
+from torch.nn import functional
+
+import partita
+from partita import Program
+from partita.policies import ByModule, Repeats
+from partita.treatments import Call, Lower, Mark, Mode, Recompute
+
+
+class Block(nn.Module):
+    def __init__(self, *, scale: float = 2.0, eps: float = 1e-5, frozen: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, eps=eps)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.scale, self.frozen = scale, frozen
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.frozen):
+            inner = functional.gelu(self.up(self.norm(x))) * self.scale
+        result: Tensor = x + self.down(inner)
+        return result
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x.tanh())
+        return result
+
+
+def _stack(count: int = 6, **settings: Any) -> Stack:
+    torch.manual_seed(0)
+    return Stack(*(Block(**settings) for _ in range(count)))
+
+
+ARGS = (torch.linspace(-1, 1, 12).reshape(3, 4),)
+
+
+class _Expanding(Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return False
+
+
+def _expanded(model: nn.Module) -> Program:
+    return Program.of(GraphModule(model, _Expanding().trace(model)))
+
+
+def _captured(model: nn.Module) -> Program:
+    return partita.capture(model, ARGS)
+
+
+def _bodies(module: nn.Module) -> int:
+    return len({id(child) for child in module.modules() if isinstance(child, GraphModule)}) - 1
+
+
+@pytest.mark.parametrize("program_of", [_captured, _expanded])
+def test_equal_blocks_are_one_module_under_the_names_of_all(program_of: Callable[[nn.Module], Program]) -> None:
+    model = _stack()
+    program = program_of(model)
+    after = partita.plan(program, Repeats(min_size=3), Call()).apply()
+    module = after.module()
+    assert _bodies(after.graph_module) == 3
+    assert all(module.get_submodule(f"repeat_0_{at}") is module.get_submodule("repeat_0_0") for at in range(6))
+    assert list(module.state_dict()) == list(program.module().state_dict())
+    partita.verify(model, after, ARGS)
+
+
+@pytest.mark.parametrize("treatment", [Recompute(), Mode()])
+def test_blocks_that_are_recomputed_or_set_modes_are_one_module(treatment: Any) -> None:
+    model = _stack(frozen=True)
+    apart = partita.plan(_captured(model), Repeats(min_size=3), treatment).apply(share_bodies=False)
+    after = partita.plan(_captured(model), Repeats(min_size=3), treatment).apply()
+    assert _bodies(after.graph_module) < _bodies(apart.graph_module) / 2
+    assert _bodies(after.exported().graph_module) == _bodies(after.module()) < 8
+    partita.verify(model, after, ARGS)
+
+
+def test_each_region_has_its_own_module_on_request() -> None:
+    after = partita.plan(_captured(_stack()), Repeats(min_size=3), Call()).apply(share_bodies=False)
+    assert _bodies(after.graph_module) == 8
+
+
+@pytest.mark.parametrize("program_of", [_captured, _expanded])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_and_pickles_keep_the_sharing(program_of: Callable[[nn.Module], Program], copied: Any) -> None:
+    model = _stack()
+    after = partita.plan(program_of(model), Repeats(min_size=3), Call()).apply()
+    made = copied(after.module())
+    assert _bodies(made) == _bodies(after.module())
+    assert torch.equal(made(*ARGS), model(*ARGS))
+
+
+@pytest.mark.parametrize("odd", [{"eps": 1e-3}, {"scale": 3.0}, {"scale": 2}, {"scale": True}, {"frozen": True}])
+def test_a_block_with_another_constant_has_its_own_body(odd: dict[str, Any]) -> None:
+    model = Stack(Block(), Block(**odd), Block(), Block())
+    plan = partita.plan(_captured(model), Repeats(min_size=3), Call())
+    module = plan.apply().module()
+    odd_call = next(region for region in plan.partition if any("blocks_1" in str(node.args) for node in region.nodes))
+    others = [body for name, body in module.named_children() if name != odd_call.name]
+    assert module.get_submodule(odd_call.name) not in others
+    assert odd_call.label != plan.partition.regions[-2].label
+    partita.verify(model, plan.apply(), ARGS)
+
+
+@pytest.mark.parametrize("odd", [{"eps": 1e-3}, {"scale": 2}, {"scale": True}])
+def test_functions_are_not_shared_by_blocks_with_other_constants(odd: dict[str, Any]) -> None:
+    model = Stack(Block(), Block(**odd), Block(), Block())
+    partita.verify(model, partita.plan(_captured(model), Repeats(min_size=3), Lower("eager")).apply(), ARGS)
+
+
+def test_marks_with_the_name_of_the_region_keep_bodies_apart() -> None:
+    program = _captured(_stack())
+    marked = partita.plan(program, Repeats(min_size=3), Mark("stage")).annotate()
+    after = partita.plan(marked, Repeats(min_size=3), Call()).apply()
+    assert _bodies(after.graph_module) == 8
+    body = after.graph_module.get_submodule("repeat_0_3")
+    assert isinstance(body, GraphModule)
+    operators = [node for node in body.graph.nodes if node.op == "call_function" and "aten" in str(node.target)]
+    assert {node.meta["stage"] for node in operators} == {"repeat_0_3"}
+
+
+def test_blocks_with_other_treatments_have_their_own_bodies() -> None:
+    plan = partita.plan(
+        _captured(_stack(4)),
+        Repeats(min_size=3),
+        lambda region: Recompute() if region.name in ("repeat_0_1", "repeat_0_2") else Call(),
+    )
+    module = plan.apply().graph_module
+    assert module.repeat_0_0 is module.repeat_0_3
+    assert module.repeat_0_1 is module.repeat_0_2
+    assert module.repeat_0_0 is not module.repeat_0_1
+
+
+def test_called_modules_stay_in_the_region_that_calls_them() -> None:
+    model = _stack(3)
+    plan = partita.plan(torch.fx.symbolic_trace(model), Repeats(min_size=3), Call())
+    after = plan.apply()
+    assert _bodies(after.graph_module) == len(plan.partition)
+    assert all("blocks_1" not in name for name in after.graph_module.get_submodule("repeat_0_2").state_dict())
+    partita.verify(model, after, ARGS)
+
+
+def test_blocks_on_other_dynamic_sizes_have_their_own_bodies() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            for one, other in zip(self.layers[:3], self.layers[3:], strict=True):
+                x, y = one(x).tanh(), other(y).tanh()
+            return x, y
+
+    model, args = Pair(), (torch.ones(3, 4), torch.ones(5, 4))
+    rows = [torch.export.Dim(name, min=2, max=9) for name in ("a", "b")]
+    program = partita.capture(model, args, dynamic_shapes=({0: rows[0]}, {0: rows[1]}))
+    after = partita.plan(program, ByModule("layers.*"), Call()).apply()
+    parts = [after.graph_module.get_submodule(f"layers_{at}") for at in range(6)]
+    assert parts[1] is parts[2]
+    assert parts[4] is parts[5]
+    assert parts[1] is not parts[4]
+    partita.verify(model, after, args)
+
+
+def test_a_plan_prints_its_distinct_bodies() -> None:
+    plan = partita.plan(_captured(_stack()), Repeats(min_size=3), Call())
+    assert "bodies: 3 distinct; repeat_0: 6 calls of 6 nodes; 2 more" in str(plan)
+    assert "bodies:" not in str(partita.plan(_captured(_stack(1)), Repeats(min_size=3), Call()))
