@@ -18,6 +18,7 @@ with gc_paused():
     from partita.capture import TrainEval, capture, capture_joint
     from partita.dissolve import dissolve
     from partita.equivalence import Comparison, Tolerance, compare, verify
+    from partita.memory import fit
     from partita.plans import Plan, Policy, Treatment, mode_tree, plan
     from partita.program.fingerprint import fingerprint
     from partita.program.program import Program
@@ -41,6 +42,7 @@ __all__ = [
     "compare",
     "dissolve",
     "fingerprint",
+    "fit",
     "gather",
     "hops",
     "inline",

@@ -8,6 +8,7 @@ __all__ = [
     "ArchiveError",
     "BackendError",
     "BrokenGraphError",
+    "BudgetError",
     "CallbackError",
     "CaptureError",
     "CycleError",
@@ -74,6 +75,15 @@ class TreatmentError(PartitaError, RuntimeError):
 
 class RecomputeError(TreatmentError):
     """A region cannot be recomputed for backward, or not with the values that it had."""
+
+
+class BudgetError(PartitaError, ValueError):
+    """A training step cannot fit into a memory budget, or there is no training step to fit."""
+
+    def __init__(self, message: str, *, smallest: int | None = None) -> None:
+        super().__init__(message)
+        #: The smallest peak in bytes that a plan is known for, if any is.
+        self.smallest = smallest
 
 
 class LoweringError(PartitaError, RuntimeError):

@@ -82,6 +82,11 @@ class FakeCopies:
         }
         return {**plain, **tables}
 
+    def forget(self) -> None:
+        """Drops its references to copies of tensors that no module owns, so that each is freed after its last use."""
+        self._tensors.clear()
+        self._storages.clear()
+
     def _copied_attribute(self, value: Any) -> Any:
         if isinstance(value, torch.Generator):
             return value.clone_state()

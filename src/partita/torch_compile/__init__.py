@@ -4,5 +4,6 @@ from partita.torch_compile.backend import backend
 from partita.torch_compile.frames import FramePlan, plans
 from partita.torch_compile.inputs import InputKind, input_kinds
 from partita.torch_compile.joint import joint_partition
+from partita.torch_compile.peak import memory_partition
 
-__all__ = ["FramePlan", "InputKind", "backend", "input_kinds", "joint_partition", "plans"]
+__all__ = ["FramePlan", "InputKind", "backend", "input_kinds", "joint_partition", "memory_partition", "plans"]

@@ -27,6 +27,7 @@ from partita.torch_compile._torch.backends import no_recompute_without_backward,
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
 from partita.torch_compile.options import BackendOptions, Inner
+from partita.torch_compile.peak import compile_to_fit
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
 from partita.torch_compile.shared_pieces import piece_key
@@ -45,9 +46,15 @@ def backend(
     whether equal regions are compiled once, as they are by default with the backends of torch.
     It compiles the regions that are still graphs after their treatment, each with a tuple as output. Where annotations
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
-    and some are equal.
+    and some are equal. With `peak`, the bytes that a training step may take, it compiles the whole graph so that it
+    fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
+    device.
     """
     chosen, model = BackendOptions.read(options), RunningModel(gm)
+    if chosen.peak is not None:
+        return compile_to_fit(
+            gm, example_inputs, peak=chosen.peak, inner=chosen.inner, rates=chosen.rates, on_plan=chosen.on_plan
+        )
     inner = _CountedBodies(chosen.inner_backend())
     begin = time.perf_counter()
     # Dynamo guards on the grad mode, and records the end of a no_grad block as setting that mode, not as restoring it.

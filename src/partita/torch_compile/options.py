@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 from torch.fx import GraphModule
 
 from partita.errors import OptionError
+from partita.memory import MemoryBudget, Rates
 from partita.plans.plan import Policy
 from partita.plans.treatment import Treatment, is_treatment
 from partita.policies.repeats import Repeats
@@ -51,8 +52,14 @@ class BackendOptions:
     #: Whether regions with equal bodies share what `inner` makes of the first one; by default where that is known to
     #: keep nothing of its inputs, such as addresses of weights in a CUDA graph.
     share: bool | None = None
+    #: The bytes that a training step may take at its peak: "11GB", a number, or a part of what the plain step takes.
+    peak: str | int | float | None = None
+    #: The speed of the device, by which recomputation for `peak` is chosen; measured if omitted.
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
+        if self.peak is not None:
+            MemoryBudget(self.peak)
         if not callable(self.policy):
             raise OptionError(f"the option 'policy' takes a policy such as ByLabel(...), not {self.policy!r}")
         if not (is_treatment(self.treatment) or isinstance(self.treatment, Mapping) or callable(self.treatment)):
@@ -80,6 +87,12 @@ class BackendOptions:
                 f"the backend 'partita' has no option {', '.join(map(repr, unknown))}; "
                 f"its options are {', '.join(map(repr, known))}"
             )
+        if passed.get("peak") is not None:
+            for name in ("policy", "treatment", "share"):
+                if name in passed:
+                    raise OptionError(
+                        f"the option 'peak' finds itself what is recomputed, so it does not go with {name!r}; omit one"
+                    )
         return cls(**passed)
 
     def inner_backend(self) -> Inner:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from io import BytesIO
 from tempfile import NamedTemporaryFile
+from threading import RLock
 from typing import Any
 
 import torch
@@ -326,3 +327,32 @@ def let_inductor_take(partitioner: type[Callable[..., Any]]) -> None:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     CustomPartitionerFn.register(partitioner)
+
+
+def partition_saving(
+    joint: GraphModule, inputs: Sequence[Any], choose: Callable[[GraphModule], Sequence[Node]], **options: Any
+) -> tuple[GraphModule, GraphModule]:
+    """A forward and a backward between which exactly the values that `choose` returns are saved, and needed inputs.
+
+    `choose` gets the joint graph as torch's partitioner has prepared it. torch has no public way to set saved values
+    (2.13): its min-cut partitioner asks a function of its own, which is replaced meanwhile.
+    """
+    from torch._functorch import partitioners
+
+    def chosen(graph: Any, node_info: Any, memory_budget: float = 1) -> list[Node]:
+        prepared = joint if joint.graph is graph else graph.owning_module
+        saved = set(choose(prepared))
+        saved.update(node for node in node_info.inputs)
+        return [node for node in graph.nodes if node in saved]
+
+    with _LOCK:
+        before = partitioners.choose_saved_values_set
+        partitioners.choose_saved_values_set = chosen  # type: ignore[assignment]
+        try:
+            return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+        finally:
+            partitioners.choose_saved_values_set = before
+
+
+#: Joint graphs are partitioned one at a time while torch's choice is replaced.
+_LOCK = RLock()

@@ -1,0 +1,351 @@
+"""Memory budgets on a GPU: planned steps beside plain compilation, checkpoints by hand and torch's own budget.
+
+The decoder of `benchmarks.device.recompute` trains under each way in a process of its own. Processes compile side by
+side, and are timed one at a time, in turns. Bytes are beside those that rest between steps: parameters and arguments.
+
+    python -m benchmarks.device.peak                       # all ways, in less than six minutes
+    python -m benchmarks.device.peak plain plan:14.4 hand:matmuls
+    python -m benchmarks.device.peak --jobs 4 --seconds 600
+
+Prints a line of JSON for each way, and then how each plan compares with the best other way of at most its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from benchmarks.device.recompute import BATCH, LAYERS, TOKENS, WORDS, Decoder
+from partita.errors import BudgetError
+from partita.memory import Rates, measure_rates
+from partita.torch_compile import backend
+
+#: Those with high peaks and those with low ones alternate, since several compile at the same time.
+WAYS = (
+    "plain",
+    "plan:smallest",
+    "torch:0.9",
+    "plan:4.4",
+    "plan:15",
+    "hand:attention",
+    "torch:0.7",
+    "plan:6.3",
+    "plan:14.4",
+    "hand:rich:4",
+    "torch:0.5",
+    "plan:9.0",
+    "hand:matmuls",
+    "hand:rich:8",
+    "torch:0.3",
+    "plan:11.7",
+    "hand:rich:12",
+    "hand:nothing",
+)
+ROUNDS, STEPS = 3, 5
+#: The rates of the GPU, measured while nothing else runs on it.
+_RATES = "PARTITA_BENCHMARK_RATES"
+
+
+class _HandDecoder(Decoder):
+    """A decoder whose blocks are checkpointed: the last `rich` keep matmuls and attention, the others `keep`."""
+
+    def __init__(self, keep: str, rich: int = 0) -> None:
+        super().__init__()
+        self.keeps = ["matmuls" if number >= LAYERS - rich else keep for number in range(LAYERS)]
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for keep, block in zip(self.keeps, self.blocks, strict=True):
+            if keep == "nothing":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif keep == "attention":
+                x = checkpoint(block, x, use_reentrant=False, context_fn=_keep_attention)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=_keep_matmuls)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def _attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "attention" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _matmul_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = "attention" in str(op) or "aten.mm" in str(op)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_attention() -> Any:
+    return create_selective_checkpoint_contexts(_attention_policy)
+
+
+def _keep_matmuls() -> Any:
+    return create_selective_checkpoint_contexts(_matmul_policy)
+
+
+class _Worker:
+    """One way in this process."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.plans = way, list[Any]()
+        who, *rest = way.split(":")
+        torch.manual_seed(0)
+        torch.set_default_device("cuda")
+        if who == "torch":
+            import torch._functorch.config as functorch_config
+
+            functorch_config.activation_memory_budget = float(rest[0])
+        if who == "hand":
+            model: Decoder = _HandDecoder("attention", int(rest[1])) if rest[0] == "rich" else _HandDecoder(rest[0])
+        else:
+            model = Decoder()
+        self.model = model.to(torch.bfloat16)
+        self.ids, self.targets = torch.randint(WORDS, (BATCH, TOKENS)), torch.randint(WORDS, (BATCH, TOKENS))
+        torch.cuda.synchronize()
+        self.resting = torch.cuda.memory_allocated()
+        self.asked: int | None = None
+        self.step: Callable[..., Tensor] = torch.compile(self.model)
+        if who == "plan":
+            self._fit(1 if rest[0] == "smallest" else int(float(rest[0]) * 1e9))
+
+    def _fit(self, asked: int) -> None:
+        self.asked = asked
+        self.plans.clear()
+        rates = Rates(**json.loads(os.environ[_RATES])) if _RATES in os.environ else None
+        options = {"peak": self.resting + asked, "on_plan": self.plans.append, "rates": rates}
+        self.step = torch.compile(self.model, backend=backend, options=options)
+
+    def forget(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        torch.cuda.synchronize()
+
+    def timed(self) -> float:
+        self.forget()
+        start = time.perf_counter()
+        self.step(self.ids, self.targets).backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def start(self) -> dict[str, Any]:
+        """Compiles, plans again where the measured peak is over, and measures the peak."""
+        begin = time.perf_counter()
+        try:
+            self.timed()
+        except Exception as error:
+            smallest = _smallest(error)
+            if smallest is None or self.way != "plan:smallest":
+                raise
+            torch.compiler.reset()
+            self._fit(smallest)
+            self.timed()
+        first = time.perf_counter() - begin
+        # Plans are compared with the measured peak when the third step begins, and may be made anew.
+        for _ in range(4 if self.asked else 2):
+            self.timed()
+        self.forget()
+        torch.cuda.reset_peak_memory_stats()
+        loss = self.step(self.ids, self.targets)
+        held = torch.cuda.memory_allocated() - self.resting
+        loss.backward()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - self.resting
+        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
+        found: dict[str, Any] = {
+            "way": self.way,
+            "first_s": round(first, 1),
+            "peak_gb": round(peak / 1e9, 3),
+            "held_gb": round(held / 1e9, 3),
+            "loss": float(loss.detach()),
+            "gradients": sum(float(one.float().abs().sum()) for one in gradients),
+        }
+        if self.asked:
+            found["asked_gb"] = round(self.asked / 1e9, 3)
+            found["fits"] = peak <= self.asked
+            found["plans"] = len(self.plans)
+            found["predicted_gb"] = [round(plan.peak_bytes / 1e9, 3) for plan in self.plans]
+            found["recompute_ms"] = round(1e3 * self.plans[-1].seconds, 2) if self.plans else None
+        self._give_back()
+        return found
+
+    def times(self) -> list[float]:
+        """Milliseconds of some steps, after one that fills the allocator again."""
+        self.timed()
+        found = [round(1e3 * self.timed(), 3) for _ in range(STEPS)]
+        self._give_back()
+        return found
+
+    def _give_back(self) -> None:
+        self.forget()
+        torch.cuda.empty_cache()
+
+
+def _smallest(error: BaseException | None) -> int | None:
+    """What the planner says is the smallest peak, out of the errors of a compiler."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, BudgetError):
+            return error.smallest
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
+
+
+def work(way: str) -> None:
+    """Answers a line of JSON for each line that it reads."""
+    import logging
+
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    worker = _Worker(way)
+    print(json.dumps(worker.start()), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(worker.times()), flush=True)
+
+
+class _Process:
+    """A worker process as the parent sees it."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.found, self.times = way, dict[str, Any](), list[float]()
+        threads = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.device.peak", "--work", way],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **threads},
+        )
+        self.errors: list[str] = []
+        threading.Thread(target=self._read_errors, daemon=True).start()
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors.append(line)
+
+    def answer(self) -> Any:
+        """The next line that is JSON; None if the process has ended."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:
+                continue
+        return None
+
+    def ask(self) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write("time\n")
+            self.process.stdin.flush()
+            self.times += self.answer() or []
+        except (BrokenPipeError, OSError):
+            self.errors.append("the process ended while it was timed\n")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def line(self) -> dict[str, Any]:
+        if not self.found:
+            return {"way": self.way, "failed": "".join(self.errors)[-1500:] or "not ready in time"}
+        times = sorted(self.times)
+        step = (
+            {"step_ms": round(statistics.median(times), 2), "spread_ms": round(times[-1] - times[0], 2)}
+            if times
+            else {}
+        )
+        over = [line.strip() for line in self.errors if "over its budget" in line or "no plan holds" in line]
+        return {**self.found, **step, **({"log": over} if over else {})}
+
+
+def main(ways: list[str], *, jobs: int, seconds: float) -> None:
+    """Starts up to `jobs` workers at a time, times those that are ready in turns, and prints."""
+    deadline = time.monotonic() + seconds
+    rates = asdict(measure_rates(torch.device("cuda"), torch.bfloat16))
+    torch.cuda.empty_cache()
+    print(json.dumps({"rates": rates, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}), flush=True)
+    os.environ[_RATES] = json.dumps(rates)
+    gate, processes = threading.Semaphore(jobs), list[_Process]()
+    lock = threading.Lock()
+
+    def start(way: str) -> None:
+        with gate:
+            if time.monotonic() > deadline - 60:
+                return
+            one = _Process(way)
+            with lock:
+                processes.append(one)
+            one.found = one.answer() or {}
+
+    threads = [threading.Thread(target=start, args=(way,), daemon=True) for way in ways]
+    for thread in threads:
+        thread.start()
+    # A minute is left for timing; what is not ready by then is left out.
+    for thread in threads:
+        thread.join(max(0.0, deadline - 60 - time.monotonic()))
+    ready = sorted((one for one in processes if one.found), key=lambda one: ways.index(one.way))
+    for one in processes:
+        if not one.found:
+            one.stop()
+    for _ in range(ROUNDS):
+        for one in ready:
+            if time.monotonic() < deadline:
+                one.ask()
+    for one in processes:
+        one.stop()
+    known = {one.way: one for one in processes}
+    lines = [known[way].line() if way in known else {"way": way, "failed": "not started in time"} for way in ways]
+    for line in lines:
+        print(json.dumps(line), flush=True)
+    _compare(lines)
+
+
+def _compare(lines: list[dict[str, Any]]) -> None:
+    measured = [line for line in lines if "step_ms" in line]
+    plain = next((line for line in measured if line["way"] == "plain"), None)
+    for line in measured:
+        if not line["way"].startswith("plan:"):
+            continue
+        told: dict[str, Any] = {"plan": line["way"], "fits": line["fits"]}
+        if line["predicted_gb"]:
+            told["measured / predicted"] = round(line["peak_gb"] / line["predicted_gb"][-1], 4)
+        if plain is not None:
+            told["ms / plain"] = round(line["step_ms"] / plain["step_ms"], 4)
+            told["gradients / plain"] = round(line["gradients"] / plain["gradients"], 6)
+        for who in ("hand", "torch"):
+            others = [
+                one
+                for one in measured
+                if one["way"].startswith(who) and one["peak_gb"] <= max(line["asked_gb"], line["peak_gb"])
+            ]
+            best = min(others, key=lambda one: one["step_ms"], default=None)
+            if best is not None:
+                told[f"ms / best {who}"] = [round(line["step_ms"] / best["step_ms"], 4), best["way"], best["peak_gb"]]
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("ways", nargs="*", default=list(WAYS))
+    parser.add_argument("--jobs", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=345.0)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work)
+    else:
+        main(options.ways, jobs=options.jobs, seconds=options.seconds)

@@ -1,0 +1,23 @@
+"""Memory budgets: the fastest training step whose peak fits, its timeline, and measured peaks."""
+
+from partita.memory.budget import MemoryBudget
+from partita.memory.measure import measured_peak
+from partita.memory.plan import MemoryPlan, SegmentChoice, StepMemory, budget_curve, fit, step_memory
+from partita.memory.rates import Rates, measure_rates
+from partita.memory.timeline import Moment, Occupant, Timeline
+
+__all__ = [
+    "MemoryBudget",
+    "MemoryPlan",
+    "Moment",
+    "Occupant",
+    "Rates",
+    "SegmentChoice",
+    "StepMemory",
+    "Timeline",
+    "budget_curve",
+    "fit",
+    "measure_rates",
+    "measured_peak",
+    "step_memory",
+]

@@ -1,0 +1,328 @@
+"""Which values of a joint graph to save for backward, so that the compiled step is fastest and its peak fits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import inf
+from typing import Any, final
+
+from torch import Tensor
+from torch.fx import Node
+
+from partita.analysis.nodes import value_of
+from partita.errors import BudgetError
+from partita.memory.budget import shown_bytes
+from partita.memory.joint_model import JointModel, Simulated
+from partita.memory.rates import Rates
+from partita.memory.trials import module_path
+from partita.policies.repeats import Repeats
+from partita.program.program import Program
+from partita.regions.joint_forward import forward_part
+from partita.solvers.peak import Choice, Stage, fastest, least_peak
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class JointStep:
+    """How a joint graph is run: by a compiler that fuses or not, on a device of these rates."""
+
+    rates: Rates
+    #: Whether the compiler fuses pointwise operators.
+    fuses: bool = True
+    #: Memory of libraries that is in no graph, such as cuBLAS workspaces.
+    fixed_bytes: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeptInSegment:
+    """What one segment of the forward saves for backward."""
+
+    segment: int
+    nodes: tuple[str, ...]
+    bytes: int
+    #: The seconds that its backward takes to recompute what it does not save.
+    seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class JointMemoryPlan:
+    """The values of a joint graph to save, the peak that follows, and what it costs; it prints as a few lines."""
+
+    #: The values of the forward that are saved for backward, in graph order.
+    saved: tuple[Node, ...] = field(repr=False)
+    segments: tuple[KeptInSegment, ...]
+    #: The peak in bytes, beside what is allocated throughout, and what was allowed.
+    peak_bytes: int
+    allowed_bytes: int
+    #: The peak of the fastest step, which recomputes only what is as quick to compute as to read.
+    plain_peak_bytes: int
+    #: The seconds of all that is recomputed.
+    seconds: float
+    simulated: Simulated = field(repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for _, group in groupby(self.segments, key=lambda one: (len(one.nodes), one.bytes)):
+            members = list(group)
+            first, last = members[0].segment, members[-1].segment
+            name = f"segment {first}" if first == last else f"segments {first} to {last}"
+            kept = ", ".join(members[0].nodes[:4]) + (" ..." if len(members[0].nodes) > 4 else "")
+            yield (
+                f"{name}: {shown_bytes(sum(one.bytes for one in members))} by choice ({kept or 'nothing'}), "
+                f"{1e3 * sum(one.seconds for one in members):.2f} ms to recompute the rest"
+            )
+        at = self.simulated.at
+        half = "forward" if self.simulated.forward_peak > self.simulated.backward_peak else "backward"
+        yield (
+            f"peak {shown_bytes(self.peak_bytes)} of {shown_bytes(self.allowed_bytes)} allowed beside what is "
+            f"allocated throughout; of the fastest step {shown_bytes(self.plain_peak_bytes)}"
+        )
+        yield f"  when: {half}, {at.name if at is not None else '?'}{_in_module(at)}"
+        occupants = sorted(self.simulated.occupants.items(), key=lambda pair: (-pair[1], pair[0].name))
+        for node, size in occupants[:6]:
+            yield f"  {shown_bytes(size)}: {node.name}{_in_module(node)}"
+        yield f"recomputation takes {1e3 * self.seconds:.2f} ms"
+
+
+def _in_module(node: Node | None) -> str:
+    path = "" if node is None else module_path(node)
+    return f" in {path}" if path else ""
+
+
+def plan_joint(
+    program: Program, room: int, step: JointStep, *, must_save: Collection[Node] = (), margin: int = 0
+) -> JointMemoryPlan:
+    """The fastest choice of saved values of a joint graph whose peak is at most `room` bytes.
+
+    `room` is what is left beside parameters, buffers, arguments and all else that is allocated throughout. `margin` is
+    by how much an earlier plan was measured to be over its prediction. Raises a `BudgetError` with the smallest peak.
+    """
+    planner = _Planner(program, step, must_save)
+    return planner.plan(room, margin)
+
+
+#: The most candidates in a segment, of which all sets are tried.
+_MOST_CANDIDATES = 10
+#: How often a plan is made anew if it does not fit as a whole.
+_TRIES = 12
+
+
+class _Planner:
+    def __init__(self, program: Program, step: JointStep, must_save: Collection[Node]) -> None:
+        joint = program.joint
+        assert joint is not None
+        segment = segments_of_forward(program)
+        nodes = program.index.nodes
+        self.model = model = JointModel(
+            nodes, joint, segment, rates=step.rates, fuses=step.fuses, fixed_bytes=step.fixed_bytes
+        )
+        self.count = model.last_segment + 1
+        self.always = self._always(must_save)
+        self.needed: dict[int, list[Node]] = {}
+        for node in model.read_by_backward:
+            self.needed.setdefault(segment[node], []).append(node)
+        self.nodes: list[list[Node]] = [[] for _ in range(self.count)]
+        for node in model.forward:
+            self.nodes[segment[node]].append(node)
+        self.candidates = [self._candidates(at) for at in range(self.count)]
+        known: dict[Hashable, list[_Entry]] = {}
+        self.menus: list[list[_Entry]] = []
+        for at in range(self.count):
+            key = self._signature(at)
+            if key not in known:
+                known[key] = self._menu(at)
+            self.menus.append(known[key])
+        self.plain_peak = model.simulate(self._saved([len(menu) - 1 for menu in self.menus])).peak
+
+    def _always(self, must_save: Collection[Node]) -> frozenset[Node]:
+        """Saved in every plan: borders of segments, small results, what random operators give, what the caller says."""
+        model = self.model
+        found = set(model.borders)
+        for node in model.forward:
+            value = value_of(node)
+            if not isinstance(value, Tensor) or (node in model.views and not model.is_item(node)):
+                continue
+            maker = node.args[0] if model.is_item(node) else node
+            is_small = node in model.small and any(user not in model.small for user in node.users)
+            if is_small or maker in model.random or node in must_save:
+                found.add(node)
+        return frozenset(found)
+
+    def _candidates(self, at: int) -> list[Node]:
+        """What a segment may save: results of kernels of their own, and values that several operators read."""
+        return [node for node in self.nodes[at] if self._is_worth_saving(node)]
+
+    def _is_worth_saving(self, node: Node) -> bool:
+        model, value = self.model, value_of(node)
+        if node in self.always or node in model.small or not isinstance(value, Tensor):
+            return False
+        if (node in model.views and not model.is_item(node)) or node in model.containers:
+            return False
+        if node in model.heavy or (model.is_item(node) and node.args[0] in model.heavy):
+            return True
+        return model.is_materialized(node, ()) or model.is_shared(node)
+
+    def _signature(self, at: int) -> Hashable:
+        """Equal for segments whose menus are equal: their operators with shapes, and which are candidates."""
+        nodes = self.nodes[at]
+        local = {node: place for place, node in enumerate(nodes)}
+        wanted = set(self.candidates[at])
+        rows = tuple(
+            (
+                str(node.target),
+                _shape(node),
+                tuple(local.get(read, -1) for read in node.all_input_nodes),
+                node in wanted,
+            )
+            for node in nodes
+        )
+        return rows, tuple(local[node] for node in self.needed.get(at, ()))
+
+    def _menu(self, at: int) -> list[_Entry]:
+        """The undominated sets of candidates, fewest bytes first; of many candidates not all sets are tried."""
+        count = len(self.candidates[at])
+        if count <= _MOST_CANDIDATES:
+            sets = [tuple(place for place in range(count) if bits >> place & 1) for bits in range(1 << count)]
+            entries = [self._entry(at, places) for places in sets]
+        else:
+            entries = list(self._shrinking(at))
+        kept: list[_Entry] = []
+        for entry in sorted(entries, key=lambda entry: (entry.bytes, entry.seconds, len(entry.places), entry.places)):
+            if entry.seconds < (kept[-1].seconds if kept else inf) - 1e-9:
+                kept.append(entry)
+        return kept
+
+    def _entry(self, at: int, places: tuple[int, ...]) -> _Entry:
+        model = self.model
+        chosen = {self.candidates[at][place] for place in places}
+        recomputed = model.recomputed(self.always | chosen, self.needed.get(at, ()))
+        # What nothing is computed from takes no memory.
+        read = {one for node in recomputed for one in node.all_input_nodes} | set(self.needed.get(at, ()))
+        size = sum(model.size[node] for node in chosen if node in read or model.readers[node] & recomputed)
+        return _Entry(size, sum(map(model.seconds, recomputed)), places)
+
+    def _shrinking(self, at: int) -> Iterator[_Entry]:
+        """Sets from all candidates to none; each leaves out what costs least time for its bytes."""
+        entry = self._entry(at, tuple(range(len(self.candidates[at]))))
+        yield entry
+        while entry.places:
+            smaller = [self._entry(at, tuple(one for one in entry.places if one != place)) for place in entry.places]
+            current = entry
+
+            def price(one: _Entry, current: _Entry = current) -> tuple[float, int, tuple[int, ...]]:
+                saved = current.bytes - one.bytes
+                return (one.seconds - current.seconds) / saved if saved > 0 else inf, -saved, one.places
+
+            entry = min(smaller, key=price)
+            yield from smaller
+
+    def _saved(self, chosen: Sequence[int]) -> set[Node]:
+        saved = set(self.always)
+        for at, number in enumerate(chosen):
+            saved.update(self.candidates[at][place] for place in self.menus[at][number].places)
+        return saved
+
+    def stages(self) -> list[Stage]:
+        """The segments as numbers: needs of each entry, from simulations in which all segments choose alike."""
+        choices: list[list[Choice]] = [[] for _ in self.menus]
+        for number in range(max(map(len, self.menus))):
+            chosen = [min(number, len(menu) - 1) for menu in self.menus]
+            simulated = self.model.simulate(self._saved(chosen))
+            before = 0
+            for at, menu in enumerate(self.menus):
+                entry = menu[chosen[at]]
+                if number < len(menu):
+                    forward = simulated.forward_by_segment.get(at, before) - before
+                    backward = simulated.backward_by_segment.get(at, before) - before
+                    choices[at].append(Choice(entry.seconds, entry.bytes, forward, backward))
+                before += entry.bytes
+        return [Stage(tuple(one)) for one in choices]
+
+    def plan(self, room: int, margin: int) -> JointMemoryPlan:
+        stages = self.stages()
+        allowed = target = room - margin
+        for _ in range(_TRIES):
+            chosen = fastest(stages, target)
+            if chosen is None:
+                break
+            found = self._planned(chosen, room, margin)
+            if found.peak_bytes <= room:
+                return found
+            target -= max(found.peak_bytes - room, allowed // 1000)
+        smallest = self._planned(least_peak(stages)[1], room, margin)
+        if smallest.peak_bytes <= room:
+            return smallest
+        largest = sorted(smallest.simulated.occupants.items(), key=lambda pair: (-pair[1], pair[0].name))[:3]
+        raise BudgetError(
+            f"no choice of saved values takes at most {shown_bytes(room)} beside what is allocated throughout; the "
+            f"smallest peak is {shown_bytes(smallest.peak_bytes)} ({smallest.peak_bytes} bytes), with "
+            + ", ".join(f"{shown_bytes(size)} of {node.name}{_in_module(node)}" for node, size in largest)
+            + ". Allow that much, or use smaller batches",
+            smallest=smallest.peak_bytes,
+        )
+
+    def _planned(self, chosen: Sequence[int], room: int, margin: int) -> JointMemoryPlan:
+        model = self.model
+        saved = self._saved(chosen)
+        reached = model.reached(saved)
+        simulated = model.simulate(saved)
+        segments = []
+        for at, number in enumerate(chosen):
+            entry = self.menus[at][number]
+            names = tuple(self.candidates[at][place].name for place in entry.places)
+            segments.append(KeptInSegment(at, names, entry.bytes, entry.seconds))
+        return JointMemoryPlan(
+            tuple(sorted(reached, key=model.place.__getitem__)),
+            tuple(segments),
+            simulated.peak + margin,
+            room,
+            self.plain_peak + margin,
+            sum(one.seconds for one in segments),
+            simulated,
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One set of candidates of a segment, by place, its bytes, and the seconds to recompute the rest."""
+
+    bytes: int
+    seconds: float
+    places: tuple[int, ...]
+
+
+def _shape(node: Node) -> Hashable:
+    value = value_of(node)
+    values: Iterable[Any] = value if isinstance(value, tuple | list) else (value,)
+    return tuple((str(one.dtype), tuple(map(str, one.shape))) if isinstance(one, Tensor) else None for one in values)
+
+
+def segments_of_forward(program: Program) -> dict[Node, int]:
+    """For each node of the forward of a joint graph the number of its segment, in order: what repeats, and the rest."""
+    part = forward_part(program)
+    # Each layer reads a seed of its own, which makes no difference to memory.
+    for node in part.program.graph.nodes:
+        if "inductor_lookup_seed" in str(node.target):
+            node.args = (node.args[0], 0)
+    partition = Repeats(min_size=_FEWEST_OPERATORS, min_saved=_LEAST_SAVED)(part.program)
+    order = [vertex for vertex in partition.order if vertex < len(partition)]
+    number = {part.original[node]: at for at, vertex in enumerate(order) for node in partition.regions[vertex].nodes}
+    joint = program.joint
+    found: dict[Node, int] = {}
+    last = 0
+    for node in () if joint is None else joint.forward:
+        made_in = [found[read] for read in node.all_input_nodes if read in found]
+        last = number.get(node, max([last, *made_in]))
+        found[node] = last
+    return found
+
+
+#: A repeat has so many operators, and covers so much of the forward.
+_FEWEST_OPERATORS, _LEAST_SAVED = 6, 0.05

@@ -1,0 +1,249 @@
+"""Training steps that are compiled to fit a memory budget: a partitioner of joint graphs, and the option `peak`.
+
+The partitioner plans which values are saved for backward, so that the step is fastest and its peak fits. On a GPU the
+peak of the first steps is measured; where it is over the budget, the step is planned and compiled once more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from partita.analysis.nodes import value_of
+from partita.analysis.projections import with_items
+from partita.backends._torch.compile import drop_forward_effects, let_inductor_take, partition_saving
+from partita.errors import BudgetError, OptionError, RecomputeError
+from partita.memory.budget import MemoryBudget, check_device_has, shown_bytes
+from partita.memory.joint_plan import JointMemoryPlan, JointStep, plan_joint
+from partita.memory.rates import Rates, measure_rates
+from partita.program.program import Program
+from partita.torch_compile._torch.backends import own_tracing_context
+from partita.torch_compile._torch.peak import compile_with_partitioner, copied_graph, fake_mode_of_inputs
+from partita.torch_compile.joint_mutations import check_recomputed_reads, is_functionalized, nodes_before_updates
+
+log = logging.getLogger(__name__)
+
+
+def memory_partition(
+    peak: str | int | float, *, fuses: bool = True, rates: Rates | None = None, resident_bytes: int | None = None
+) -> MemoryPartition:
+    """A `partition_fn` for AOTAutograd that saves what makes the fastest step whose peak is at most `peak`.
+
+    Inductor takes it as `torch._inductor.config.custom_partitioner_fn`; `fuses` is false for compilers that run every
+    operator by itself. `resident_bytes` is what is allocated throughout; by default, on a GPU what is allocated when
+    the graph is compiled, elsewhere the inputs of the graph.
+    """
+    partition = MemoryPartition(MemoryBudget(peak), fuses, rates, resident_bytes)
+    let_inductor_take(MemoryPartition)
+    return partition
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MemoryPartition:
+    """A partitioner of joint graphs by a memory budget. Make one with `memory_partition`."""
+
+    budget: MemoryBudget
+    fuses: bool = True
+    rates: Rates | None = None
+    resident_bytes: int | None = None
+    #: By how much an earlier plan was measured to be over its prediction.
+    margin: int = 0
+    #: The plans of the graphs that were partitioned, in order.
+    plans: Plans = field(default_factory=lambda: Plans(), compare=False, repr=False)
+
+    def __call__(
+        self, joint_module: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """The forward and the backward."""
+        before = Program.of(joint_module, forward_outputs=num_fwd_outputs)
+        if not is_functionalized(before):
+            raise RecomputeError(
+                "the joint graph is not functionalized, so what is saved for backward cannot be chosen; let "
+                "AOTAutograd functionalize it (disable_functionalization=False)"
+            )
+
+        def choose(prepared: GraphModule) -> Sequence[Node]:
+            program = Program.of(prepared, forward_outputs=num_fwd_outputs)
+            found = self.planned(program)
+            self.plans.found.append(found)
+            log.info("%s", found)
+            return found.saved
+
+        forward, backward = partition_saving(
+            joint_module, joint_inputs, choose, num_fwd_outputs=num_fwd_outputs, **options
+        )
+        check_recomputed_reads(before, forward, backward)
+        drop_forward_effects(backward)
+        return forward, backward
+
+    def planned(self, program: Program) -> JointMemoryPlan:
+        """The plan for one joint graph."""
+        device, dtype = _device_and_dtype(program)
+        is_gpu = device.type == "cuda"
+        rates = self.rates or measure_rates(device, dtype)
+        step = JointStep(rates, self.fuses, _FIXED_BYTES if is_gpu else 0)
+        must_save = set(with_items(nodes_before_updates(program), set(program.index.nodes)))
+        must_save.update(node for node in program.index.nodes if _must_be_saved(node))
+        resident = self.resident_bytes
+        if resident is None:
+            resident = torch.cuda.memory_allocated(device) if is_gpu else _input_bytes(program)
+        room = self._room(program, step, must_save, resident)
+        check_device_has(room + resident, device)
+        if room <= 0:
+            raise BudgetError(
+                f"parameters and all else that is allocated before the step take {shown_bytes(resident)}, and the "
+                f"budget is {shown_bytes(room + resident)}; shard the model, or use a smaller dtype"
+            )
+        return plan_joint(program, room, step, must_save=must_save, margin=self.margin)
+
+    def _room(self, program: Program, step: JointStep, must_save: set[Node], resident: int) -> int:
+        if isinstance(self.budget.peak, float) and self.budget.peak <= 1:
+            # A part of what the step takes if everything is saved.
+            plain = plan_joint(program, 2**62, step, must_save=must_save).plain_peak_bytes
+            return self.budget.bytes(plain + resident) - resident
+        return self.budget.bytes(0) - resident
+
+    def uuid(self) -> str:
+        """The key of this partitioner in caches of compiled code."""
+        fields = (self.budget, self.fuses, self.rates, self.resident_bytes, self.margin)
+        return f"partita-peak-{sha256(repr(fields).encode()).hexdigest()}"
+
+
+@final
+class Plans:
+    """The plans that a partitioner has made; copies of the partitioner, which Inductor makes, share them."""
+
+    def __init__(self) -> None:
+        self.found: list[JointMemoryPlan] = []
+
+    def __deepcopy__(self, _: object) -> Plans:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plans, ()  # The partitioner is pickled into a cache key, which must not depend on what it has done.
+
+
+#: cuBLAS workspaces of the threads of forward and backward, which are made at the first step.
+_FIXED_BYTES = 67_200_000
+
+
+def _must_be_saved(node: Node) -> bool:
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+
+
+def _device_and_dtype(program: Program) -> tuple[torch.device, torch.dtype]:
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.device, value.dtype
+    return torch.device("cpu"), torch.float32
+
+
+def _input_bytes(program: Program) -> int:
+    values = [
+        node.meta.get("val") for node in program.graph.find_nodes(op="placeholder") if "tangents" not in node.name
+    ]
+    return sum(int(value.untyped_storage().nbytes()) for value in values if isinstance(value, Tensor))
+
+
+def compile_to_fit(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    peak: str | int | float,
+    inner: object,
+    rates: Rates | None = None,
+    on_plan: Callable[[Any], object] | None = None,
+) -> Callable[..., Any]:
+    """A compiled function like `gm` whose training step fits; the graph is compiled as a whole by `inner`.
+
+    `on_plan` gets each `JointMemoryPlan`.
+    """
+    if inner not in ("inductor", "aot_eager"):
+        raise OptionError(
+            f"the option 'peak' plans for the compilers 'inductor' and 'aot_eager', not for {inner!r}; for another one "
+            "pass partita.torch_compile.memory_partition(...) to AOTAutograd"
+        )
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
+        log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
+        return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
+    partition = memory_partition(peak, fuses=inner == "inductor", rates=rates)
+    return FittedGraph(gm, example_inputs, partition, inner=str(inner), on_plan=on_plan)
+
+
+@final
+class FittedGraph:
+    """A compiled graph whose peak is measured on a GPU in its second step; if it is over, it is planned once more."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        partition: MemoryPartition,
+        *,
+        inner: str,
+        on_plan: Callable[[Any], object] | None = None,
+    ) -> None:
+        devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
+        self._device = next(iter(devices)) if len(devices) == 1 else None
+        # Compilers change the graph that they are given.
+        self._gm = copied_graph(gm, inputs)
+        # Traced values take no memory, unlike the inputs of this call.
+        self._inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self._inner, self._on_plan = inner, on_plan
+        self._calls = 0
+        self.partition = partition
+        self._function = self._compiled(gm, inputs, partition)
+
+    def __call__(self, *args: Any) -> Any:
+        if self._device is not None and self._calls < 3:
+            self._observe(self._device)
+        return self._function(*args)
+
+    def _compiled(self, gm: GraphModule, inputs: Sequence[Any], partition: MemoryPartition) -> Callable[..., Any]:
+        function = compile_with_partitioner(gm, inputs, partition, inner=self._inner)
+        if self._on_plan is not None:
+            for found in partition.plans.found:
+                self._on_plan(found)
+        return function
+
+    def _observe(self, device: torch.device) -> None:
+        """Forgets the peak before the second step, since compilation may have raised it; compares before the third."""
+        self._calls += 1
+        if self._calls == 2:
+            torch.cuda.reset_peak_memory_stats(device)
+        if self._calls == 3:
+            # What libraries allocate at the first step is part of the plan.
+            resident = torch.cuda.memory_allocated(device) - _FIXED_BYTES
+            self.compare(torch.cuda.max_memory_allocated(device), max(resident, 0))
+
+    def compare(self, measured: int, resident: int) -> None:
+        """Plans and compiles once more if the measured peak of a step is over the budget.
+
+        `resident` is what is allocated between steps, gradients of an earlier step among it if they were kept.
+        """
+        plan, budget = self.partition.plans.found[-1], self.partition.budget
+        is_part = isinstance(budget.peak, float) and budget.peak <= 1
+        asked = plan.allowed_bytes + resident if is_part else budget.bytes(0)
+        shown = [shown_bytes(number) for number in (measured, plan.peak_bytes + resident, asked)]
+        log.info("the step takes %s at its peak, predicted %s, allowed %s", *shown)
+        if measured <= asked:
+            return
+        log.warning("the step is over its budget by %s; it is planned once more", shown_bytes(measured - asked))
+        margin = max(measured - plan.peak_bytes - resident, 0)
+        again = MemoryPartition(budget, self.partition.fuses, self.partition.rates, resident, margin)
+        try:
+            with own_tracing_context(fake_mode_of_inputs(self._inputs)):
+                self._function = self._compiled(copied_graph(self._gm, self._inputs), self._inputs, again)
+            self.partition = again
+        except BudgetError as error:
+            log.warning("no plan holds the budget: %s", error)

@@ -1,0 +1,98 @@
+"""The dynamic program over segments finds what trying all plans finds, and less room never means a higher peak."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partita.solvers import peak
+from partita.solvers.keep_sets import Item, keep_sets
+from partita.solvers.peak import Choice, Stage, fastest, least_peak, peak_of
+
+_CHOICES = st.builds(
+    Choice,
+    seconds=st.integers(0, 9).map(float),
+    held=st.integers(-3, 9),
+    forward=st.integers(0, 20),
+    backward=st.integers(0, 20),
+)
+_STAGES = st.lists(
+    st.builds(Stage, st.lists(_CHOICES, min_size=1, max_size=4).map(tuple), st.integers(0, 9)), min_size=1, max_size=5
+)
+
+
+def _all_plans(stages: list[Stage]) -> list[tuple[int, ...]]:
+    return list(product(*(range(len(stage.choices)) for stage in stages)))
+
+
+def _seconds(stages: list[Stage], plan: tuple[int, ...]) -> float:
+    return sum(stage.choices[number].seconds for stage, number in zip(stages, plan, strict=True))
+
+
+@given(_STAGES, st.integers(-5, 60))
+@settings(max_examples=300, deadline=None)
+def test_the_fastest_plan_is_the_fastest_of_all_that_fit(stages: list[Stage], room: int) -> None:
+    fitting = [plan for plan in _all_plans(stages) if peak_of(stages, plan) <= room]
+    found = fastest(stages, room)
+    if found is None:
+        assert not fitting
+        return
+    assert peak_of(stages, found) <= room
+    assert _seconds(stages, found) == min(_seconds(stages, plan) for plan in fitting)
+
+
+@given(_STAGES)
+@settings(max_examples=200, deadline=None)
+def test_the_least_peak_is_the_least_of_all_plans(stages: list[Stage]) -> None:
+    found, plan = least_peak(stages)
+    assert found == peak_of(stages, plan) == min(peak_of(stages, one) for one in _all_plans(stages))
+    assert fastest(stages, found) is not None
+    assert fastest(stages, found - 1) is None
+
+
+@given(_STAGES)
+@settings(max_examples=100, deadline=None)
+def test_less_room_never_gives_a_higher_peak(stages: list[Stage]) -> None:
+    peaks = [peak_of(stages, plan) for room in range(70) if (plan := fastest(stages, room)) is not None]
+    assert peaks == sorted(peaks)
+
+
+def test_thinned_states_still_fit() -> None:
+    stages = [
+        Stage(tuple(Choice(float(2**at * (3 - n)), n * 2**at, 2 * 2**at, 2 * 2**at) for n in range(4)))
+        for at in range(8)
+    ]
+    before = peak._MOST_STATES
+    try:
+        peak._MOST_STATES = 8
+        found = fastest(stages, 400)
+    finally:
+        peak._MOST_STATES = before
+    assert found is not None
+    assert peak_of(stages, found) <= 400
+
+
+@given(st.lists(st.builds(Item, st.integers(0, 12), st.integers(0, 9).map(float)), max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_keep_sets_are_the_undominated_subsets(items: list[Item]) -> None:
+    every = [
+        (sum(items[n].bytes for n in chosen), sum(items[n].seconds for n in chosen))
+        for mask in product((False, True), repeat=len(items))
+        for chosen in [[n for n, taken in enumerate(mask) if taken]]
+    ]
+    best = {pair for pair in every if not any((b <= pair[0] and s >= pair[1]) and (b, s) != pair for b, s in every)}
+    found = keep_sets(items, most=10_000)
+    assert {(one.bytes, one.seconds) for one in found} == best
+    for one in found:
+        assert one.bytes == sum(items[n].bytes for n in one.items)
+
+
+def test_a_short_menu_keeps_the_ends_and_what_is_best_for_its_size() -> None:
+    items = [Item(3, 30.0), Item(5, 20.0), Item(7, 10.0), Item(11, 9.0), Item(13, 3.0)]
+    found = keep_sets(items, most=6)
+    assert len(found) <= 6
+    assert found[0].items == ()
+    assert found[-1].items == (0, 1, 2, 3, 4)
+    assert any(one.items == (0,) for one in found)

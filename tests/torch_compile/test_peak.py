@@ -1,0 +1,206 @@
+"""Compiled training steps that fit a budget: gradients stay right, and the measured peak is the predicted one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional
+
+from partita.errors import BudgetError, OptionError
+from partita.memory import Rates
+from partita.memory._torch.recorder import Recorder
+from partita.torch_compile import memory_partition
+from partita.torch_compile.peak import FittedGraph, compile_to_fit
+
+RATES = Rates(matmul_flops=1e12, attention_flops=1e12, bytes=1e11, call=5e-6)
+_WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(_WIDTH), nn.RMSNorm(_WIDTH)
+        self.qkv = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
+        self.out = nn.Linear(_WIDTH, _WIDTH, bias=False)
+        self.gate = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
+        self.up = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
+        self.down = nn.Linear(3 * _WIDTH, _WIDTH, bias=False)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(seen.transpose(1, 2).reshape(batch, tokens, width)))
+        y = self.norm2(x)
+        return x + self.drop(self.down(functional.silu(self.gate(y)) * self.up(y)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, dropout: float = 0.0, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, _WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.head = nn.Linear(_WIDTH, 50, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+_IDS = torch.randint(50, (4, 64))
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def _decoder(**options: Any) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(**options).train()
+
+
+def _gradients(function: Callable[..., Tensor], model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    function(_IDS).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _compiled(model: nn.Module, plans: list[Any], **options: Any) -> Any:
+    options = {"rates": RATES, "on_plan": plans.append, "inner": "aot_eager", **options}
+    return torch.compile(model, backend="partita", options=options)
+
+
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
+def test_gradients_keep_their_bits_at_every_budget(dropout: float) -> None:
+    model = _decoder(dropout=dropout)
+    expected = _gradients(torch.compile(model, backend="aot_eager"), model)
+    peaks, seconds = [], []
+    for peak in (1.0, 0.7, 0.5):
+        torch.compiler.reset()
+        plans: list[Any] = []
+        found = _gradients(_compiled(model, plans, peak=peak), model)
+        assert all(map(torch.equal, found, expected))
+        (plan,) = plans
+        assert plan.peak_bytes <= plan.allowed_bytes
+        peaks.append(plan.peak_bytes)
+        seconds.append(plan.seconds)
+    assert peaks == sorted(peaks, reverse=True)
+    assert seconds == sorted(seconds)
+    assert peaks[-1] < 0.6 * peaks[0]
+    assert "recomputation takes" in str(plan)
+    assert "in blocks." in str(plan)
+
+
+def test_the_measured_peak_is_the_predicted_one() -> None:
+    """Every operator runs by itself, and is recorded inside of the compiled functions."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    model = _decoder(dropout=0.1)
+    for peak in (1.0, 0.6):
+        torch.compiler.reset()
+        recorder = Recorder()
+
+        def recorded(gm: GraphModule, inputs: Sequence[Any], recorder: Recorder = recorder) -> Callable[..., Any]:
+            def run(values: list[Any]) -> Any:
+                with recorder:
+                    return torch.fx.Interpreter(gm).boxed_run(values)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        partition = memory_partition(peak, fuses=False, rates=RATES)
+        backend = aot_autograd(
+            fw_compiler=recorded, bw_compiler=recorded, partition_fn=partition, keep_inference_input_mutations=True
+        )
+        compiled = torch.compile(model, backend=backend)
+        compiled(_IDS).backward()
+        model.zero_grad()
+        recorder.ignore([*model.parameters(), _IDS])
+        before = recorder.record.allocated
+        recorder.record.peak = before
+        compiled(_IDS).backward()
+        (plan,) = partition.plans.found
+        assert plan.peak_bytes == pytest.approx(recorder.record.peak - before, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "dropout", [pytest.param(0.0, marks=pytest.mark.slow), pytest.param(0.2, marks=pytest.mark.slow)]
+)
+def test_gradients_are_right_under_inductor(dropout: float) -> None:
+    model = _decoder(dropout=dropout, layers=3)
+    expected = _gradients(torch.compile(model, backend="inductor"), model)
+    for peak in (0.9, 0.6):
+        torch.compiler.reset()
+        plans: list[Any] = []
+        found = _gradients(_compiled(model, plans, peak=peak, inner="inductor"), model)
+        assert plans
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_step_that_is_measured_over_its_budget_is_planned_once_more(inner: str) -> None:
+    model, fitted, plans = _decoder(), list[FittedGraph](), list[Any]()
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        found = compile_to_fit(gm, inputs, peak=budget, inner=inner, rates=RATES, on_plan=plans.append)
+        assert isinstance(found, FittedGraph)
+        fitted.append(found)
+        return found
+
+    resident = sum(one.numel() * one.element_size() for one in model.parameters()) + _IDS.numel() * 8
+    budget = 5_000_000 if inner == "aot_eager" else 2_500_000
+    compiled = torch.compile(model, backend=backend)
+    expected = _gradients(compiled, model)
+    (first,) = plans
+    fitted[0].compare(measured=budget - 1, resident=resident)
+    assert len(plans) == 1
+    fitted[0].compare(measured=budget + 300_000, resident=resident)
+    for one, other in zip(_gradients(compiled, model), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert len(plans) == 2
+    # The difference between prediction and measurement counts now.
+    assert plans[1].peak_bytes <= budget - resident
+    assert plans[1].simulated.peak < first.simulated.peak
+
+
+def test_a_budget_that_cannot_be_met_is_refused() -> None:
+    model = _decoder(layers=2)
+    with pytest.raises(Exception, match="smallest peak is") as refused:
+        _compiled(model, [], peak="400kB")(_IDS)
+    assert isinstance(refused.value.__cause__ or refused.value, Exception)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="shard the model"):
+        _compiled(model, [], peak="1kB")(_IDS)
+
+
+def test_options_that_do_not_go_with_a_peak_are_refused() -> None:
+    from partita.policies import ByModule
+    from partita.torch_compile.options import BackendOptions
+
+    with pytest.raises(OptionError, match="does not go with 'policy'"):
+        BackendOptions.read({"peak": 0.5, "policy": ByModule("blocks.*")})
+    with pytest.raises(BudgetError, match="above zero"):
+        BackendOptions.read({"peak": 0})
+    model = _decoder(layers=2)
+    with pytest.raises(Exception, match="'inductor' and 'aot_eager'"):
+        _compiled(model, [], peak=0.5, inner="eager")(_IDS)
+
+
+def test_inference_is_compiled_without_a_plan() -> None:
+    model, plans = _decoder(layers=2).eval(), list[Any]()
+    with torch.no_grad():
+        assert torch.equal(_compiled(model, plans, peak=0.5)(_IDS), model(_IDS))
+    assert not plans
