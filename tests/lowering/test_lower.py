@@ -390,7 +390,7 @@ def test_start_and_end_of_a_compilation_are_logged(caplog: pytest.LogCaptureFixt
     module = plan(program, BySize(parts=2), Lower("aot_eager")).apply().module()
     with caplog.at_level(logging.INFO):
         module(torch.randn(3))
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("partita")]
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("partita.lowering")]
     assert [line.partition(" in ")[0] for line in told] == [
         "compiling part_0 (region 1 of 2) with aot_eager",
         "compiled part_0 (region 1 of 2) with aot_eager",

@@ -148,14 +148,13 @@ def test_the_collector_rests_while_a_program_is_put_together_and_runs_again(monk
 
 
 def _calling(count: int) -> GraphModule:
-    """A graph that calls a body under so many names."""
+    """A graph that calls so many bodies."""
     body, root, graph = Graph(), nn.Module(), Graph()
     body.output((body.placeholder("x"),))
-    shared = GraphModule(nn.Module(), body)
     x = graph.placeholder("x")
     calls = []
     for number in range(count):
-        setattr(root, f"body_{number}", shared)
+        setattr(root, f"body_{number}", GraphModule(nn.Module(), body))
         calls.append(graph.call_function(torch.ops.higher_order.wrap, (graph.get_attr(f"body_{number}"), x)))
     graph.output(tuple(calls))
     return GraphModule(root, graph)

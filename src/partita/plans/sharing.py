@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
-from partita.plans.treatment import Site, Treatment, annotation_suffices, marks_of
+from partita.plans.treatment import Site, Treatment, annotation_suffices, call_treatment, marks_of
 from partita.regions import Partition
 from partita.regions.equal_bodies import shareable_bodies
 
@@ -20,12 +20,15 @@ class SharesBodies(Protocol):
 
 def shared_bodies(partition: Partition, treatments: Sequence[Treatment], sites: Sequence[Site]) -> list[int]:
     """For each region the first one whose treated body it calls; itself if it has its own."""
-    if not any(isinstance(treatment, SharesBodies) for treatment in treatments):
+    # The values of a shared body are those of one of its calls, and a joint graph is asked for the storages of all.
+    if partition.program.joint is not None or not any(isinstance(treatment, SharesBodies) for treatment in treatments):
         return list(range(len(partition)))
     first: dict[Hashable, list[int]] = {}
     found = list(range(len(partition)))
     for at, (body, treatment, site) in enumerate(zip(shareable_bodies(partition), treatments, sites, strict=True)):
-        key = treatment.sharing_key(site) if isinstance(treatment, SharesBodies) else None
+        if not isinstance(treatment, SharesBodies):
+            continue
+        key = call_treatment(treatment.sharing_key, site, treatment, site.region)
         if key is None:
             continue
         like = first.setdefault((body, key), [])

@@ -141,9 +141,9 @@ def treated(treatment: Treatment, body: GraphModule, site: Site) -> Called:
     result: object = body
     region = site.region
     if isinstance(treatment, TreatsAt):
-        result = _call(partial(treatment.treat_at, site=site), body, treatment, region)
+        result = call_treatment(partial(treatment.treat_at, site=site), body, treatment, region)
     elif isinstance(treatment, Treats):
-        result = _call(treatment.treat, body, treatment, region)
+        result = call_treatment(treatment.treat, body, treatment, region)
     called = Called(result) if isinstance(result, nn.Module) else result
     if not isinstance(called, Called):
         raise TreatmentError(
@@ -153,7 +153,7 @@ def treated(treatment: Treatment, body: GraphModule, site: Site) -> Called:
 
 
 def _mapping(method: Callable[[Region], Mapping[T, V]], treatment: Treatment, region: Region) -> Mapping[T, V]:
-    marks = _call(method, region, treatment, region)
+    marks = call_treatment(method, region, treatment, region)
     if not isinstance(marks, Mapping):
         raise TreatmentError(
             f"{treatment!r} returned {type(marks).__name__} as marks for region {region.name!r}; return a mapping"
@@ -161,7 +161,8 @@ def _mapping(method: Callable[[Region], Mapping[T, V]], treatment: Treatment, re
     return marks
 
 
-def _call(function: Callable[[T], object], argument: T, treatment: Treatment, region: Region) -> object:
+def call_treatment(function: Callable[[T], V], argument: T, treatment: Treatment, region: Region) -> V:
+    """The result of a method of a treatment; its errors name the treatment and the region."""
     try:
         return function(argument)
     except (TreatmentError, LoweringError):

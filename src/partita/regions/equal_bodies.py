@@ -136,6 +136,8 @@ def _are_marked_alike(ours: Iterable[Node], theirs: Iterable[Node], root: nn.Mod
     for one, other in zip_longest(ours, theirs):
         if one is None or other is None or not _is_same(_marks(one), _marks(other)):
             return False
+        if len(one.all_input_nodes) != len(other.all_input_nodes):
+            return False
         for read, same in zip(one.all_input_nodes, other.all_input_nodes, strict=True):
             if read.op == "get_attr" and read.target != same.target:
                 inner, other_inner = find(root, str(read.target)), find(other_root, str(same.target))

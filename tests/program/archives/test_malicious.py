@@ -848,7 +848,7 @@ def test_two_keywords_have_two_names(saved: Path, tmp_path: Path) -> None:
         signature["in_spec"] = signature["in_spec"].replace("mode", "scale")
 
     spoilt.program(change)
-    with pytest.raises(ArchiveError, match="two of its keywords have one name"):
+    with pytest.raises(ArchiveError, match="two of its keys are equal"):
         load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 

@@ -605,3 +605,40 @@ def test_roots_of_sizes_and_their_bits_load(tmp_path: Path) -> None:
     loaded = load_exported(tmp_path / "m.pt2").module()
     for x in (X, X[:5]):
         torch.testing.assert_close(loaded(x), Scaled()(x))
+
+
+def test_bodies_that_share_others_stand_for_a_bounded_number_of_nodes(small: Path, tmp_path: Path) -> None:
+    """Each level calls the next one twice, once by its name alone: thirty levels would be a billion calls."""
+
+    def called(body: Any) -> Any:
+        return {"as_graph": {"name": "b", "graph": body}}
+
+    empty = graph([], [], [])
+    sine = node("torch.ops.aten.sin.default", [value("x")], "y")
+    sine["inputs"][0]["name"] = "self"
+    body = graph(["x"], [sine], ["y"])
+    for _ in range(30):
+        wrap, grad = "torch.ops.higher_order.wrap_with_set_grad_enabled", {"as_bool": True}
+        calls = [
+            node(wrap, [grad, called(empty), value("x")], "y", hop=True),
+            node(wrap, [grad, called(body), value("y")], "z", hop=True),
+        ]
+        body = graph(["x"], calls, ["z"])
+
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"] = {**program["graph_module"]["graph"], **_renamed(body, program)}
+
+    spoilt = Spoilt(small)
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="stand for more than 200000 nodes"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def _renamed(body: Any, program: Any) -> Any:
+    """The nodes and values of a body, as those of the whole program, with its output."""
+    before = program["graph_module"]["graph"]
+    (output,) = before["outputs"]
+    last = body["nodes"][-1]
+    named = {**last, "name": output["as_tensor"]["name"], "outputs": [output]}
+    values = {**body["tensor_values"], **before["tensor_values"]}
+    return {"nodes": [*body["nodes"][:-1], named], "tensor_values": values}

@@ -19,7 +19,6 @@ from partita._torch.operators.schemas import is_higher_order, storage_key
 from partita._torch.symbolic_shapes import is_known, is_unbacked, symbols_in
 from partita.analysis.effects.calls import effects_of_node
 from partita.analysis.effects.terms import nodes_in_slots
-from partita.analysis.nodes import value_of
 from partita.lowering._torch.bodies import out_of_place
 from partita.lowering._torch.containers import read_leaves
 
@@ -162,9 +161,7 @@ def unchecked_call(module: GraphModule) -> str | None:
             )
             if any(part in name for part in _UNCHECKED) or ("upsample_" in name and scales) or is_position_computed:
                 return str(node.name)
-            value = value_of(node) if _truncates(name, node.kwargs) else None
-            is_fraction = isinstance(value, Tensor) and _is_fraction(value)
-            if _truncates(name, node.kwargs) and not is_fraction:
+            if _truncates(name, node.kwargs):  # Whatever the metadata says of its dtype, which a file may write.
                 return str(node.name)
     return None
 

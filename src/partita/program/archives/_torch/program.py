@@ -224,8 +224,6 @@ def _module_call(data: Data) -> ModuleCallEntry:
     keys = in_spec.children()[1].context
     for key in keys:  # They become parameters of the code that torch.fx generates.
         Data(key, signature, "in_spec").name()
-    if len(set(keys)) < len(keys):
-        signature.malformed("two of its keywords have one name")
     inputs, outputs = ([_argument(argument) for argument in signature[key]] for key in ("inputs", "outputs"))
     out_spec, arg_names = read_tree(signature["out_spec"]), None if names is None else [name.name() for name in names]
     if arg_names is not None and len(set(arg_names)) < len(arg_names):
