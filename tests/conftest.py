@@ -18,7 +18,7 @@ from partita._torch.modes import read_ambient, restore_autocast
 # One profile is small and the same in every run; the other looks for new graphs and remembers those that failed.
 settings.register_profile(
     "quick",
-    max_examples=10,
+    max_examples=8,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

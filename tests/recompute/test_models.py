@@ -116,7 +116,9 @@ def _expected(name: str) -> list[Tensor]:
 
 
 @every_model
-@pytest.mark.parametrize("keep", [KeepNothing(), PRODUCTS], ids=["nothing", "products"])
+@pytest.mark.parametrize(
+    "keep", [pytest.param(KeepNothing(), id="nothing", marks=pytest.mark.slow), pytest.param(PRODUCTS, id="products")]
+)
 def test_training_is_that_of_the_captured_model_bit_for_bit(name: str, keep: Any) -> None:
     found = _trained(name, _plan(name, keep).apply(state_names="original").module())
     assert_bitwise(found, _expected(name))

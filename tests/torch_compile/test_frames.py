@@ -215,7 +215,9 @@ def test_who_allows_no_match_gets_no_warning(policy: Any, caplog: pytest.LogCapt
         ("*.up", None),
     ],
 )
-@pytest.mark.parametrize("compiled", [_compile_with_hooks, _compile_blocks, _compile_wrapped])
+@pytest.mark.parametrize(
+    "compiled", [_compile_with_hooks, pytest.param(_compile_blocks, marks=pytest.mark.slow), _compile_wrapped]
+)
 def test_a_pattern_for_one_of_equal_layers_says_that_it_treats_all_or_none(
     compiled: Any, pattern: str, message: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
