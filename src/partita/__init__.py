@@ -10,7 +10,12 @@ Policies are in `partita.policies`, treatments in `partita.treatments`, backends
 torch.compile in `partita.torch_compile`, torch's own names in `partita.compat`, and every error in `partita.errors`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from partita._torch.gc_pause import gc_paused
+
+if TYPE_CHECKING:
+    from partita.memory import fit
 
 # Importing makes enough objects to start a full collection, which would visit all of torch's.
 with gc_paused():
@@ -18,7 +23,6 @@ with gc_paused():
     from partita.capture import TrainEval, capture, capture_joint
     from partita.dissolve import dissolve
     from partita.equivalence import Comparison, Tolerance, compare, verify
-    from partita.memory import fit
     from partita.plans import Plan, Policy, Treatment, mode_tree, plan
     from partita.program.fingerprint import fingerprint
     from partita.program.program import Program
@@ -51,3 +55,12 @@ __all__ = [
     "plan",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`fit`, whose package is imported at its first use: it needs most of the others."""
+    if name == "fit":
+        from partita.memory import fit
+
+        return fit
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
