@@ -1,10 +1,13 @@
 """Memory budgets on a GPU: planned steps beside plain compilation, checkpoints by hand and torch's own budget.
 
-The decoder of `benchmarks.device.recompute` trains under each way in a process of its own. Processes compile side by
-side, and are timed one at a time, in turns. Bytes are beside those that rest between steps: parameters and arguments.
+The decoder of `benchmarks.device.recompute` trains under each way in a process of its own, and with `vit/` or `unet/`
+before a way a model of `benchmarks.device.models`. Processes compile side by side, and are timed one at a time, in
+turns. Bytes are beside those that rest between steps: parameters and arguments. `plan:11.7` is a plan for 11.7 GB of
+them, `plan:60%` one for 60 % of the fastest step.
 
-    python -m benchmarks.device.peak                       # all ways, in less than six minutes
+    python -m benchmarks.device.peak                       # the decoder in all ways, in less than six minutes
     python -m benchmarks.device.peak plain plan:14.4 hand:matmuls
+    python -m benchmarks.device.peak vit/plain vit/hand:nothing vit/torch:0.5 vit/plan:70% vit/plan:45%
     python -m benchmarks.device.peak --jobs 4 --seconds 600
 
 Prints a line of JSON for each way, and then how each plan compares with the best other way of at most its peak.
@@ -22,12 +25,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from benchmarks.device.models import UNet, VisionTransformer, image_inputs, vision_inputs
 from benchmarks.device.recompute import BATCH, LAYERS, TOKENS, WORDS, Decoder
 from partita.errors import BudgetError
 from partita.memory import Rates, measure_rates
@@ -69,30 +74,29 @@ class _HandDecoder(Decoder):
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(ids)
         for keep, block in zip(self.keeps, self.blocks, strict=True):
-            if keep == "nothing":
-                x = checkpoint(block, x, use_reentrant=False)
-            elif keep == "attention":
-                x = checkpoint(block, x, use_reentrant=False, context_fn=_keep_attention)
-            else:
-                x = checkpoint(block, x, use_reentrant=False, context_fn=_keep_matmuls)
+            x = _RUNS[keep](block, x)
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def _attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if "attention" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _matmul_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = "attention" in str(op) or "aten.mm" in str(op)
+def _policy(names: tuple[str, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = any(name in str(op) for name in names)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keep_attention() -> Any:
-    return create_selective_checkpoint_contexts(_attention_policy)
+    return create_selective_checkpoint_contexts(partial(_policy, ("attention",)))
 
 
 def _keep_matmuls() -> Any:
-    return create_selective_checkpoint_contexts(_matmul_policy)
+    return create_selective_checkpoint_contexts(partial(_policy, ("attention", "aten.mm", "aten.addmm")))
+
+
+#: torch's checkpoint around a block, by what it keeps.
+_RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "nothing": partial(checkpoint, use_reentrant=False),
+    "attention": partial(checkpoint, use_reentrant=False, context_fn=_keep_attention),
+    "matmuls": partial(checkpoint, use_reentrant=False, context_fn=_keep_matmuls),
+}
 
 
 class _Worker:
@@ -100,6 +104,7 @@ class _Worker:
 
     def __init__(self, way: str) -> None:
         self.way, self.plans = way, list[Any]()
+        model, _, way = way.rpartition("/")
         who, *rest = way.split(":")
         torch.manual_seed(0)
         torch.set_default_device("cuda")
@@ -107,24 +112,23 @@ class _Worker:
             import torch._functorch.config as functorch_config
 
             functorch_config.activation_memory_budget = float(rest[0])
-        if who == "hand":
-            model: Decoder = _HandDecoder("attention", int(rest[1])) if rest[0] == "rich" else _HandDecoder(rest[0])
-        else:
-            model = Decoder()
-        self.model = model.to(torch.bfloat16)
-        self.ids, self.targets = torch.randint(WORDS, (BATCH, TOKENS)), torch.randint(WORDS, (BATCH, TOKENS))
+        self.model, self.inputs = _built(model or "decoder", rest if who == "hand" else [])
         torch.cuda.synchronize()
         self.resting = torch.cuda.memory_allocated()
-        self.asked: int | None = None
+        #: The bytes of a step that were asked for, or a part of those of the fastest step.
+        self.asked: int | float | None = None
         self.step: Callable[..., Tensor] = torch.compile(self.model)
         if who == "plan":
-            self._fit(1 if rest[0] == "smallest" else int(float(rest[0]) * 1e9))
+            part = rest[0].removesuffix("%")
+            asked = float(part) / 100 if part != rest[0] else 1 if part == "smallest" else int(float(part) * 1e9)
+            self._fit(asked)
 
-    def _fit(self, asked: int) -> None:
+    def _fit(self, asked: int | float) -> None:
         self.asked = asked
         self.plans.clear()
         rates = Rates(**json.loads(os.environ[_RATES])) if _RATES in os.environ else None
-        options = {"peak": self.resting + asked, "on_plan": self.plans.append, "rates": rates}
+        peak = asked if isinstance(asked, float) else self.resting + asked
+        options = {"peak": peak, "on_plan": self.plans.append, "rates": rates}
         self.step = torch.compile(self.model, backend=backend, options=options)
 
     def forget(self) -> None:
@@ -135,7 +139,7 @@ class _Worker:
     def timed(self) -> float:
         self.forget()
         start = time.perf_counter()
-        self.step(self.ids, self.targets).backward()
+        self.step(*self.inputs).backward()
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -146,7 +150,7 @@ class _Worker:
             self.timed()
         except Exception as error:
             smallest = _smallest(error)
-            if smallest is None or self.way != "plan:smallest":
+            if smallest is None or not self.way.endswith("plan:smallest"):
                 raise
             torch.compiler.reset()
             self._fit(smallest)
@@ -157,7 +161,7 @@ class _Worker:
             self.timed()
         self.forget()
         torch.cuda.reset_peak_memory_stats()
-        loss = self.step(self.ids, self.targets)
+        loss = self.step(*self.inputs)
         held = torch.cuda.memory_allocated() - self.resting
         loss.backward()
         torch.cuda.synchronize()
@@ -172,8 +176,9 @@ class _Worker:
             "gradients": sum(float(one.float().abs().sum()) for one in gradients),
         }
         if self.asked:
-            found["asked_gb"] = round(self.asked / 1e9, 3)
-            found["fits"] = peak <= self.asked
+            asked = self.plans[-1].allowed_bytes if isinstance(self.asked, float) else self.asked
+            found["asked_gb"] = round(asked / 1e9, 3)
+            found["fits"] = peak <= asked
             found["plans"] = len(self.plans)
             found["predicted_gb"] = [round(plan.peak_bytes / 1e9, 3) for plan in self.plans]
             found["recompute_ms"] = round(1e3 * self.plans[-1].seconds, 2) if self.plans else None
@@ -190,6 +195,22 @@ class _Worker:
     def _give_back(self) -> None:
         self.forget()
         torch.cuda.empty_cache()
+
+
+def _built(name: str, by_hand: list[str]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model in bfloat16 and its arguments."""
+    if name == "decoder":
+        model: nn.Module = Decoder()
+        if by_hand:
+            keep, rich = ("attention", int(by_hand[1])) if by_hand[0] == "rich" else (by_hand[0], 0)
+            model = _HandDecoder(keep, rich)
+        return model.to(torch.bfloat16), tuple(torch.randint(WORDS, (BATCH, TOKENS)) for _ in range(2))
+    run = [_RUNS[keep] for keep in by_hand]
+    if name == "vit":
+        return VisionTransformer(*run).to(torch.bfloat16), vision_inputs()
+    if name == "unet":
+        return UNet(*run).to(torch.bfloat16), image_inputs()
+    raise SystemExit(f"{name!r} is no model of this benchmark; there are decoder, vit and unet")
 
 
 def _smallest(error: BaseException | None) -> int | None:
@@ -316,25 +337,25 @@ def main(ways: list[str], *, jobs: int, seconds: float) -> None:
 
 def _compare(lines: list[dict[str, Any]]) -> None:
     measured = [line for line in lines if "step_ms" in line]
-    plain = next((line for line in measured if line["way"] == "plain"), None)
     for line in measured:
-        if not line["way"].startswith("plan:"):
+        model, _, way = line["way"].rpartition("/")
+        if not way.startswith("plan:"):
             continue
         told: dict[str, Any] = {"plan": line["way"], "fits": line["fits"]}
         if line["predicted_gb"]:
             told["measured / predicted"] = round(line["peak_gb"] / line["predicted_gb"][-1], 4)
+        peers = [(one, one["way"].rpartition("/")) for one in measured]
+        others = [(one, parts[2]) for one, parts in peers if parts[0] == model]
+        plain = next((one for one, who in others if who == "plain"), None)
         if plain is not None:
             told["ms / plain"] = round(line["step_ms"] / plain["step_ms"], 4)
             told["gradients / plain"] = round(line["gradients"] / plain["gradients"], 6)
-        for who in ("hand", "torch"):
-            others = [
-                one
-                for one in measured
-                if one["way"].startswith(who) and one["peak_gb"] <= max(line["asked_gb"], line["peak_gb"])
-            ]
-            best = min(others, key=lambda one: one["step_ms"], default=None)
+        for kind in ("hand", "torch"):
+            most = max(line["asked_gb"], line["peak_gb"])
+            fitting = [one for one, who in others if who.startswith(kind) and one["peak_gb"] <= most]
+            best = min(fitting, key=lambda one: one["step_ms"], default=None)
             if best is not None:
-                told[f"ms / best {who}"] = [round(line["step_ms"] / best["step_ms"], 4), best["way"], best["peak_gb"]]
+                told[f"ms / best {kind}"] = [round(line["step_ms"] / best["step_ms"], 4), best["way"], best["peak_gb"]]
         print(json.dumps(told), flush=True)
 
 

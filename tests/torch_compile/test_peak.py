@@ -176,6 +176,46 @@ def test_a_step_that_is_measured_over_its_budget_is_planned_once_more(inner: str
     assert plans[1].simulated.peak < first.simulated.peak
 
 
+def test_a_step_whose_budget_no_plan_holds_takes_the_smallest_peak(caplog: pytest.LogCaptureFixture) -> None:
+    model, fitted, plans = _decoder(layers=2), list[FittedGraph](), list[Any]()
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        found = compile_to_fit(gm, inputs, peak=budget, inner="aot_eager", rates=RATES, on_plan=plans.append)
+        assert isinstance(found, FittedGraph)
+        fitted.append(found)
+        return found
+
+    resident = sum(one.numel() * one.element_size() for one in model.parameters()) + _IDS.numel() * 8
+    budget = 3_000_000
+    compiled = torch.compile(model, backend=backend)
+    expected = _gradients(compiled, model)
+    fitted[0].compare(measured=budget + 2_500_000, resident=resident)
+    assert "no plan holds the budget" in caplog.text
+    assert all(map(torch.equal, _gradients(compiled, model), expected))
+    first, second = plans
+    assert second.simulated.peak < first.simulated.peak
+    assert second.peak_bytes > budget - resident  # The measured excess is part of what is predicted now.
+
+
+def test_constants_are_written_into_kernels_and_never_saved() -> None:
+    """Inductor materializes large values that read saved numbers, which it would compute with otherwise."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    partition = memory_partition(1.0, rates=RATES)
+    backend = aot_autograd(
+        fw_compiler=lambda gm, _: gm, bw_compiler=lambda gm, _: gm, partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
+    model = _decoder(layers=2)
+    torch.compile(model, backend=backend)(_IDS).backward()
+    (plan,) = partition.plans.found
+    joint = plan.saved[0].graph
+    constants = [node for node in joint.nodes if node.op == "call_function" and not node.all_input_nodes]
+    assert {str(node.target) for node in constants} >= {"aten.scalar_tensor.default"}
+    assert not set(constants) & set(plan.saved)
+
+
 def test_a_budget_that_cannot_be_met_is_refused() -> None:
     model = _decoder(layers=2)
     with pytest.raises(Exception, match="smallest peak is") as refused:

@@ -14,7 +14,8 @@ from torch.fx import Node
 from partita.analysis.nodes import value_of
 from partita.errors import BudgetError
 from partita.memory.budget import shown_bytes
-from partita.memory.joint_model import JointModel, Simulated
+from partita.memory.joint_model import JointModel
+from partita.memory.joint_simulation import Simulated, simulate
 from partita.memory.rates import Rates
 from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
@@ -138,19 +139,22 @@ class _Planner:
             if key not in known:
                 known[key] = self._menu(at)
             self.menus.append(known[key])
-        self.plain_peak = model.simulate(self._saved([len(menu) - 1 for menu in self.menus])).peak
+        self.plain_peak = simulate(model, self._saved([len(menu) - 1 for menu in self.menus])).peak
 
     def _always(self, must_save: Collection[Node]) -> frozenset[Node]:
-        """Saved in every plan: borders of segments, small results, what random operators give, what the caller says."""
+        """Saved in every plan: borders of segments, small results, what random operators give, what the caller says.
+
+        Constants are none of them, unless the caller says so.
+        """
         model = self.model
-        found = set(model.borders)
+        found = set(model.borders - model.constants)
         for node in model.forward:
             value = value_of(node)
             if not isinstance(value, Tensor) or (node in model.views and not model.is_item(node)):
                 continue
             maker = node.args[0] if model.is_item(node) else node
-            is_small = node in model.small and any(user not in model.small for user in node.users)
-            if is_small or maker in model.random or node in must_save:
+            is_read = node not in model.constants and any(user not in model.small for user in node.users)
+            if (node in model.small and is_read) or maker in model.random or node in must_save:
                 found.add(node)
         return frozenset(found)
 
@@ -160,7 +164,7 @@ class _Planner:
 
     def _is_worth_saving(self, node: Node) -> bool:
         model, value = self.model, value_of(node)
-        if node in self.always or node in model.small or not isinstance(value, Tensor):
+        if any(node in group for group in (self.always, model.small, model.constants)) or not isinstance(value, Tensor):
             return False
         if (node in model.views and not model.is_item(node)) or node in model.containers:
             return False
@@ -233,7 +237,7 @@ class _Planner:
         choices: list[list[Choice]] = [[] for _ in self.menus]
         for number in range(max(map(len, self.menus))):
             chosen = [min(number, len(menu) - 1) for menu in self.menus]
-            simulated = self.model.simulate(self._saved(chosen))
+            simulated = simulate(self.model, self._saved(chosen))
             before = 0
             for at, menu in enumerate(self.menus):
                 entry = menu[chosen[at]]
@@ -271,7 +275,7 @@ class _Planner:
         model = self.model
         saved = self._saved(chosen)
         reached = model.reached(saved)
-        simulated = model.simulate(saved)
+        simulated = simulate(model, saved)
         segments = []
         for at, number in enumerate(chosen):
             entry = self.menus[at][number]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, final
 
@@ -229,6 +229,7 @@ class FittedGraph:
     def compare(self, measured: int, resident: int) -> None:
         """Plans and compiles once more if the measured peak of a step is over the budget.
 
+        Where no plan fits then, it is the one with the smallest peak.
         `resident` is what is allocated between steps, gradients of an earlier step among it if they were kept.
         """
         plan, budget = self.partition.plans.found[-1], self.partition.budget
@@ -242,8 +243,13 @@ class FittedGraph:
         margin = max(measured - plan.peak_bytes - resident, 0)
         again = MemoryPartition(budget, self.partition.fuses, self.partition.rates, resident, margin)
         try:
-            with own_tracing_context(fake_mode_of_inputs(self._inputs)):
-                self._function = self._compiled(copied_graph(self._gm, self._inputs), self._inputs, again)
-            self.partition = again
+            self._compile_again(again)
         except BudgetError as error:
             log.warning("no plan holds the budget: %s", error)
+            if error.smallest is not None:
+                self._compile_again(replace(again, budget=MemoryBudget(error.smallest + resident)))
+
+    def _compile_again(self, partition: MemoryPartition) -> None:
+        with own_tracing_context(fake_mode_of_inputs(self._inputs)):
+            self._function = self._compiled(copied_graph(self._gm, self._inputs), self._inputs, partition)
+        self.partition = partition

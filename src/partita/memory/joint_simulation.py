@@ -1,0 +1,183 @@
+"""The bytes that a joint graph allocates, node by node, in the forward and the backward that a compiler makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from partita._torch.symbolic_shapes import hint_of
+from partita.analysis.nodes import value_of
+from partita.memory.joint_model import JointModel
+from partita.memory.joint_order import backward_order, last_uses
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """The bytes of a step with given saved values, beside what is allocated throughout."""
+
+    forward_peak: int
+    backward_peak: int
+    #: The highest point of the forward and of the backward of each segment.
+    forward_by_segment: dict[int, int]
+    backward_by_segment: dict[int, int]
+    #: What is allocated at the peak, with its bytes, and the node that runs then.
+    occupants: dict[Node, int]
+    at: Node | None
+    #: Bytes after every node that allocates: forward, then backward.
+    series: tuple[tuple[Node, int], ...]
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, self.backward_peak)
+
+
+def simulate(model: JointModel, saved: Collection[Node]) -> Simulated:
+    """Runs forward and backward in numbers if these values are saved for backward."""
+    base, reached = model.base, model.reached(saved)
+    held = {base[node] for node in reached if base[node] not in model.inputs}
+    results = {base[node] for node in model.results if base[node] not in model.inputs}
+    gradients = {base[node] for node in model.gradients if base[node] not in model.inputs}
+    forward = _Run(model, model.forward, frozenset(), held | results, reached)
+    kept = gradients | (results - held)
+    order = backward_order(model, reached, initially=held | results, kept=kept)
+    backward = _Run(model, order, held | results, kept, reached)
+    higher = backward if backward.peak >= forward.peak else forward
+    return Simulated(
+        forward.peak,
+        backward.peak,
+        _forward_by_segment(model, forward.series),
+        _backward_by_segment(model, order, backward.series),
+        higher.at_peak,
+        higher.peak_node,
+        (
+            *((model.forward[at], size) for at, size in forward.series),
+            *((order[at], size) for at, size in backward.series),
+        ),
+    )
+
+
+def _forward_by_segment(model: JointModel, series: Sequence[tuple[int, int]]) -> dict[int, int]:
+    highest: dict[int, int] = {}
+    for place, size in series:
+        at = model.segment[model.forward[place]]
+        highest[at] = max(highest.get(at, 0), size)
+    return highest
+
+
+def _backward_by_segment(model: JointModel, order: Sequence[Node], series: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """The highest point of the backward of each segment: of all nodes from its first reader on."""
+    where, current = [], model.last_segment
+    for node in order:
+        for read in (node, *node.all_input_nodes):
+            base = model.base.get(read, read)
+            if base in model.segment:
+                current = min(current, model.segment[base] + (base in model.borders))
+        current = min(current, model.last_segment)
+        where.append(current)
+    highest: dict[int, int] = {}
+    for place, size in series:
+        highest[where[place]] = max(highest.get(where[place], 0), size)
+    return highest
+
+
+class _Run:
+    """One half, node by node: which values are allocated, and the highest point."""
+
+    def __init__(
+        self,
+        model: JointModel,
+        order: Sequence[Node],
+        initially: Collection[Node],
+        kept: Collection[Node],
+        saved: Collection[Node],
+    ) -> None:
+        self.model, self.order, self.kept = model, order, kept
+        self.written = {node: model.is_materialized(node, saved) for node in order}
+        self.live = {node: model.size[node] for node in initially}
+        self.allocated = model.fixed_bytes + sum(self.live.values())
+        self.peak, self.at_peak, self.peak_node = self.allocated, dict(self.live), None if not order else order[0]
+        self.series: list[tuple[int, int]] = []
+        lifetimes = last_uses(model, order, self.written, initially)
+        self.uses = lifetimes.uses
+        self.dies: dict[int, list[Node]] = {}
+        for base, place in lifetimes.last.items():
+            self.dies.setdefault(place, []).append(base)
+        for place, node in enumerate(order):
+            self._step(place, node)
+
+    def _step(self, place: int, node: Node) -> None:
+        model = self.model
+        if node in model.containers:
+            for user in node.users:
+                if user in self.written:
+                    self._allocate(user)
+            self._note(place, node, _workspace(node))
+        elif self.written[node] and node not in self.live:
+            reused = self._reused(place, node) if node in model.fusible else 0
+            self._allocate(node)
+            self._note(place, node, _workspace(node) - reused)
+        for dead in self.dies.get(place, ()):
+            if dead in self.live and dead not in self.kept:
+                self.allocated -= self.live.pop(dead)
+        if node in self.live and not self.uses.get(node) and node not in self.kept:
+            self.allocated -= self.live.pop(node)
+
+    def _allocate(self, node: Node) -> None:
+        if node not in self.live:
+            self.live[node] = self.model.size[node]
+            self.allocated += self.live[node]
+
+    def _reused(self, place: int, node: Node) -> int:
+        """The bytes of an input that dies here and that the kernel overwrites in place."""
+        for dead in self.dies.get(place, ()):
+            fits = self.live.get(dead) == self.model.size[node] and self.uses.get(dead) == 1
+            if fits and dead not in self.kept:
+                return self.model.size[node]
+        return 0
+
+    def _note(self, place: int, node: Node, extra: int) -> None:
+        now = self.allocated + extra
+        self.series.append((place, now))
+        if now > self.peak:
+            self.peak, self.at_peak, self.peak_node = now, dict(self.live), node
+
+
+def _workspace(node: Node) -> int:
+    """What the kernel of an operator allocates inside on a GPU, and frees again."""
+    name = str(node.target)
+    if "attention" in name and "backward" in name:
+        return _attention_workspace(node)
+    if "convolution_backward" in name:
+        return _convolution_workspace(node.args[2], node.args[0], node.args[1])
+    return _convolution_workspace(node.args[1], node.args[0], node) if "convolution" in name else 0
+
+
+def _attention_workspace(node: Node) -> int:
+    """Flash attention's backward sums in float32."""
+    made: Any = value_of(node)
+    largest = max((one for one in made if isinstance(one, Tensor)), key=_count, default=None)
+    return 4 * _count(largest) if largest is not None and largest.device.type == "cuda" else 0
+
+
+def _convolution_workspace(weight: Any, *images: Any) -> int:
+    """cuDNN copies images that are not in channels-last order, unless the convolution is a product of matrices."""
+    filters, *values = map(value_of, (weight, *images))
+    if not all(isinstance(one, Tensor) and one.device.type == "cuda" for one in (filters, *values)):
+        return 0
+    layout = _CHANNELS_LAST.get(values[0].dim())
+    is_last = layout is not None and values[0].is_contiguous(memory_format=layout)
+    is_product = all(size == 1 for size in filters.shape[2:])
+    return 0 if is_last or is_product else sum(_count(one) * one.element_size() for one in values)
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _count(value: Tensor) -> int:
+    return int(hint_of(value.numel()))

@@ -1,0 +1,87 @@
+"""The order in which Inductor runs a backward, as allocations of compiled steps on a GPU have shown it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Node
+from torch.nn import functional
+
+from partita.memory import Rates
+from partita.torch_compile import memory_partition
+
+_RATES = Rates(matmul_flops=1e12, attention_flops=1e12, bytes=1e11, call=5e-6)
+_ROWS, _WIDTH, _INNER = 256, 32, 96
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(_WIDTH, _INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(_INNER, _WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fed: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return x + fed
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_WIDTH, _INNER), nn.Linear(_INNER, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fed: Tensor = self.down(functional.gelu(self.up(x)))
+        return x + fed
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def _backward_of(block: nn.Module) -> list[tuple[Node, int]]:
+    """What the backward of three blocks allocates, in order."""
+    partition = memory_partition(1.0, rates=_RATES)
+
+    backend = aot_autograd(
+        fw_compiler=lambda gm, _: gm,
+        bw_compiler=lambda gm, _: gm,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    model = nn.Sequential(*(type(block)() for _ in range(3)))
+    torch.compile(model, backend=backend)(torch.randn(_ROWS, _WIDTH)).square().sum().backward()
+    (plan,) = partition.plans.found
+    series = list(plan.simulated.series)
+    start = next(at for at, (node, _) in enumerate(series) if node.meta.get("partitioner_tag") == "is_backward")
+    return series[start:]
+
+
+def _is_large(node: Node) -> bool:
+    return node.meta["val"].numel() == _ROWS * _INNER
+
+
+def test_values_that_read_the_same_are_written_by_one_kernel() -> None:
+    """The gradients of gate and up: both outputs are allocated before an input is freed."""
+    order = [node for node, _ in _backward_of(Gated())]
+    written = [at for at, node in enumerate(order) if _is_large(node) and "mm" not in node.name]
+    assert len(written) == 6
+    assert all(second == first + 1 for first, second in zip(written[::2], written[1::2], strict=True))
+
+
+def test_of_two_products_the_one_that_frees_more_runs_first() -> None:
+    """The gradient of `down.weight` frees the hidden value; that of the hidden value then takes its place."""
+    order = [node for node, _ in _backward_of(Wide())]
+    products = [node for node in order if node.name.startswith("mm")]
+    weights = [at for at, node in enumerate(products) if node.meta["val"].shape == (_WIDTH, _INNER)]
+    hidden = [at for at, node in enumerate(products) if _is_large(node)]
+    assert len(weights) == len(hidden) == 3
+    assert all(weight < large for weight, large in zip(weights, hidden, strict=True))
