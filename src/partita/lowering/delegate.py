@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._plain_help import PlainHelp
+from partita._torch.compile_context import compiler_scope
 from partita._torch.expressions import Expression, Operation, Read, Symbol, evaluator, parsed, printed, substituted
 from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
@@ -20,7 +21,6 @@ from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in
 from partita.analysis.modes import Mode as GraphMode
 from partita.analysis.nodes import common_stack, value_of
 from partita.analysis.tolerance import Tolerance
-from partita.backends._torch.compile_context import compiler_scope
 from partita.backends._torch.fake_inputs import FakeInputs
 from partita.backends.backend import (
     Backend,

@@ -27,7 +27,6 @@ from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError, UnknownNodeError
-from partita.program.archives import load_exported
 from partita.program.exported import ExportRecord
 from partita.program.joint import Joint, checked_count, joint_of
 
@@ -148,6 +147,9 @@ class Program:
         if isinstance(source, Program):
             return source.rewritten(source.graph_module, pure=pure) if _trusted(pure) - source.pure else source
         if isinstance(source, str | os.PathLike):
+            # Most programs are not read from files, and the reader is large.
+            from partita.program.archives import load_exported
+
             source = load_exported(source, trusted=trusted, operators=operators)
         if isinstance(source, ExportedProgram):
             return cls(source.graph_module, pure=pure, export=ExportRecord.of(source))
