@@ -451,6 +451,31 @@ def test_weights_inside_of_a_delegate_cannot_be_trained() -> None:
 
 
 @torch.no_grad()
+def _shifted(x: Tensor, y: Tensor) -> Tensor:
+    return (x + y[1:]).relu()
+
+
+def test_a_derived_size_beside_its_symbol_is_delegated(tmp_path: Path) -> None:
+    shapes = ({0: ROWS}, {0: ROWS + 1})
+    program = partita.capture(_shifted, (X, torch.randn(4, 4)), dynamic_shapes=shapes)
+    partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply().save(tmp_path / "program.pt2")
+    loaded = Program.of(tmp_path / "program.pt2", operators=ALLOWED).module()
+    x, y = torch.randn(5, 4), torch.randn(6, 4)
+    assert torch.equal(loaded(x, y), _shifted(x, y))
+
+
+def test_a_derived_size_alone_is_refused_in_words() -> None:
+    program = partita.capture(lambda x: x.relu().sin(), (torch.randn(8, 4),), dynamic_shapes=({0: 2 * ROWS},))
+    with pytest.raises(LoweringError, match=r"only 'x' tells s\d+, by 2\*s\d+, .* a Dim of its own"):
+        partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply()
+
+
+def test_a_region_that_returns_a_size_is_refused_in_words() -> None:
+    program = partita.capture(lambda x: (x.relu(), x.shape[0]), (X,), dynamic_shapes=({0: ROWS},))
+    with pytest.raises(LoweringError, match=r"returns sym_size_int.*leave what computes sizes outside"):
+        partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply()
+
+
 def test_a_size_without_a_value_is_an_error_of_the_region() -> None:
     program = delegated(nn.Linear(4, 4), dynamic=True)
     (call,) = calls(program)

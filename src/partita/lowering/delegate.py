@@ -231,11 +231,24 @@ class _Region:
                     found.setdefault(str(symbol), ((at, axis), hint_of(number)))
         used = {str(symbol) for node in (*self.variable, *self.outputs) for symbol in symbols_in(value_of(node))}
         if used - found.keys():
-            names = ", ".join(sorted(used - found.keys()))
-            self._fail(f"the sizes {names} are of no input; take in the operators that they come from")
+            self._fail_without(used - found.keys())
         if found and not takes_symbols(self.backend):
             self._fail(f"{self.backend.name} takes plain sizes only; capture the program without dynamic shapes")
         return found
+
+    def _fail_without(self, unread: set[str]) -> NoReturn:
+        """Says which sizes cannot be read: they are in no input, or in derived sizes such as `2*s0` only."""
+        names = ", ".join(sorted(unread))
+        for node in self.variable:
+            value = value_of(node)
+            for number in value.shape if isinstance(value, Tensor) else [value]:
+                if not unread.isdisjoint(map(str, symbols_in(number))):
+                    self._fail(
+                        f"of its inputs only {node.name!r} tells {names}, by {number}, and a size is read where it is "
+                        "one symbol; capture that input with a Dim of its own in place of a derived one, or take in "
+                        "the operators that the size comes from"
+                    )
+        self._fail(f"the sizes {names} are of no input; take in the operators that they come from")
 
     def _fake(self, value: Any, fakes: FakeInputs, symbols: Mapping[str, Any]) -> Any:
         if not isinstance(value, Tensor):
