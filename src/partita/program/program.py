@@ -92,7 +92,7 @@ class Program(metaclass=PublicHelp):
     _PUBLIC = frozenset(
         (
             *("of", "module", "exported", "save", "decomposed", "original_state", "load_original_state"),
-            "state_keys",
+            *("state_keys", "tolerance"),
             *("operators", "node", "graph", "graph_module", "modes", "joint"),
         )
     )
@@ -117,8 +117,7 @@ class Program(metaclass=PublicHelp):
             self.index = index
         self.pure = _trusted(pure)
         self._state_keys = state_keys
-        #: How far the treatments that made this program may have changed its numbers.
-        self.tolerance = tolerance
+        self._tolerance = tolerance
         #: What is known of the modes that the program is called under; modes of nodes are relative to it.
         self.caller = caller
         #: What an exported program holds beside its graph; None for a graph module.
@@ -378,6 +377,11 @@ class Program(metaclass=PublicHelp):
         near = get_close_matches(name, self._by_name, n=3)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
         raise UnknownNodeError(f"no node is called {name!r}{hint}")
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far the treatments that made this program may have changed its numbers."""
+        return self._tolerance
 
     @property
     def state_keys(self) -> StateKeys:
