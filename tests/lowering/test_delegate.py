@@ -470,10 +470,50 @@ def test_a_derived_size_alone_is_refused_in_words() -> None:
         partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply()
 
 
-def test_a_region_that_returns_a_size_is_refused_in_words() -> None:
+class _Sizes(nn.Module):
+    """Its first region returns sizes that the second one reads, and the program returns some."""
+
+    def forward(self, x: Tensor) -> Any:
+        rows, flat = x.shape[0], x.relu().flatten()
+        return (flat.sin().reshape(2 * rows, -1), flat.new_full((rows + 1,), 2.0), 2 * rows + 1, rows)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_sizes_that_a_region_returns_are_computed_beside_the_stored_function(parts: int, tmp_path: Path) -> None:
+    program = partita.capture(_Sizes(), (X,), dynamic_shapes=({0: ROWS},))
+    after = partita.plan(program, BySize(parts=parts), Delegate("pickling")).apply()
+    after.save(tmp_path / "program.pt2")
+    loaded = [Program.of(tmp_path / "program.pt2", operators=ALLOWED).module()]
+    loaded.append(torch.export.load(tmp_path / "program.pt2").module())
+    for size in (3, 6):
+        x = torch.randn(size, 4)
+        expected, sizes = _Sizes()(x)[:2], _Sizes()(x)[2:]
+        for module in (after.module(), *loaded):
+            results = module(x)
+            assert all(map(torch.equal, results[:2], expected))
+            assert tuple(results[2:]) == sizes
+
+
+def test_a_backend_is_not_asked_about_sizes_that_it_does_not_compute() -> None:
+    seen: list[str] = []
+
+    @dataclass(frozen=True)
+    class Asked(Pickling):
+        name: ClassVar[str] = "asked"
+
+        def refusal(self, node: Node) -> str | None:
+            return "no sizes" if "sym_size" in node.name else None
+
+        def compile(self, body: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+            seen.extend(node.name for node in body.graph.nodes)
+            return body
+
+    register_backend(Asked())
     program = partita.capture(lambda x: (x.relu(), x.shape[0]), (X,), dynamic_shapes=({0: ROWS},))
-    with pytest.raises(LoweringError, match=r"returns sym_size_int.*leave what computes sizes outside"):
-        partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply()
+    module = partita.plan(program, BySize(parts=1), Delegate("asked")).apply().module()
+    assert module(X)[1] == 3
+    assert [name for name in seen if "sym_size" in name] == []
+    assert seen
 
 
 def test_a_size_without_a_value_is_an_error_of_the_region() -> None:
