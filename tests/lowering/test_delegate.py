@@ -25,7 +25,7 @@ from partita import Program
 from partita.backends import Eager, backend, register_backend
 from partita.backends.delegates import DelegateSpec
 from partita.errors import ArchiveError, BackendError, LoweringError, OptionError, UntrustedArchiveError
-from partita.policies import ByCapability, ByModule, BySize
+from partita.policies import AroundOperators, ByCapability, ByModule, BySize
 from partita.treatments import Call, Delegate
 
 
@@ -492,6 +492,29 @@ def test_sizes_that_a_region_returns_are_computed_beside_the_stored_function(par
             results = module(x)
             assert all(map(torch.equal, results[:2], expected))
             assert tuple(results[2:]) == sizes
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_a_language_model_with_dynamic_sizes_is_delegated_around_its_attention(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.PhiConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    model = transformers.PhiForCausalLM(config).eval()
+    ids, tokens = torch.randint(0, 64, (2, 8)), torch.export.Dim("tokens", min=2, max=64)
+    shapes = {"input_ids": {0: ROWS, 1: tokens}, "use_cache": None}
+    program = partita.capture(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes)
+    policy = AroundOperators("aten.scaled_dot_product_attention")
+    plan = partita.plan(program, policy, lambda region: Call() if region.label == "chosen" else Delegate("pickling"))
+    plan.apply().save(tmp_path / "model.pt2")
+    loaded = Program.of(tmp_path / "model.pt2", operators=ALLOWED)
+    assert len(calls(loaded)) >= 3
+    more = torch.randint(0, 64, (3, 11))
+    with torch.no_grad():
+        for batch in (ids, more):
+            expected = model(input_ids=batch, use_cache=False).logits
+            assert torch.equal(loaded.module()(input_ids=batch, use_cache=False).logits, expected)
 
 
 def test_a_backend_is_not_asked_about_sizes_that_it_does_not_compute() -> None:
