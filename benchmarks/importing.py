@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from tempfile import TemporaryDirectory
 
 from benchmarks.rows import Row, at_most
 from benchmarks.scales import Scale
@@ -25,7 +27,12 @@ print(middle - begin, time.process_time() - middle)
 def rows(scale: Scale) -> Iterator[Row]:
     """CPU seconds, the medians of five processes; one at the smallest scale."""
     turns = 1 if scale.turns_of_calls < 100 else 5
-    taken = [_measured() for _ in range(turns)]
+    with TemporaryDirectory() as folder:
+        # An installed package has bytecode; a checkout has it from the second import on, unless a variable forbids it.
+        cached = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        cached["PYTHONPYCACHEPREFIX"] = folder
+        _measured(cached)
+        taken = [_measured(cached) for _ in range(turns)]
     ours, torchs = median(own for _, own in taken), median(other for other, _ in taken)
     yield Row(
         section="import",
@@ -40,7 +47,9 @@ def rows(scale: Scale) -> Iterator[Row]:
     )
 
 
-def _measured() -> tuple[float, float]:
-    printed = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True).stdout
+def _measured(environment: Mapping[str, str]) -> tuple[float, float]:
+    printed = subprocess.run(
+        [sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True, env=environment
+    ).stdout
     of_torch, own = map(float, printed.split())
     return of_torch, own

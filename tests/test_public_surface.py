@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import get_origin
 
 import pytest
+import torch
+from torch.fx import symbolic_trace
+
+from partita import Program
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
@@ -372,3 +376,15 @@ def test_help_shows_nothing_that_a_dataclass_generates(module_name: str) -> None
     for value in values:
         text = pydoc.render_doc(value, renderer=pydoc.plaintext)
         assert not re.search(r"__(eq|hash|repr|getstate|setattr|post_init|dataclass_fields|match_args)__", text), value
+
+
+def test_help_and_dir_of_a_program_show_what_the_page_about_policies_explains() -> None:
+    page = (PYPROJECT.parent / "docs" / "policies.md").read_text(encoding="utf-8")
+    explained = page.partition("What a policy may use of a program:")[2].partition("That is all that is public")[0]
+    words = set(re.findall(r"`(?:Program\.)?([a-z_]+)(?:\.at)?(?:\([a-z]*\))?`", explained))
+    text = pydoc.render_doc(Program, renderer=pydoc.plaintext)
+    program = Program.of(symbolic_trace(torch.nn.ReLU()))
+    for listed in (dir(Program), dir(program)):
+        assert {name for name in listed if not name.startswith("_")} == words
+    entries = set(re.findall(r"^ \|  ([A-Za-z]\w*)(?:(?:\(| = ).*)?$", text, flags=re.MULTILINE))
+    assert entries - {"Program", "Methods"} == words

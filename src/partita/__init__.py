@@ -10,19 +10,17 @@ Policies are in `partita.policies`, treatments in `partita.treatments`, backends
 torch.compile in `partita.torch_compile`, torch's own names in `partita.compat`, and every error in `partita.errors`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from partita._lazy_imports import lazy_attributes
 from partita._torch.gc_pause import gc_paused
-
-if TYPE_CHECKING:
-    from partita.memory import fit
 
 # Importing makes enough objects to start a full collection, which would visit all of torch's.
 with gc_paused():
     from partita import hops
+    from partita.analysis.tolerance import Tolerance
     from partita.capture import TrainEval, capture, capture_joint
     from partita.dissolve import dissolve
-    from partita.equivalence import Comparison, Tolerance, compare, verify
     from partita.plans import Plan, Policy, Treatment, mode_tree, plan
     from partita.program.fingerprint import fingerprint
     from partita.program.program import Program
@@ -56,11 +54,19 @@ __all__ = [
     "verify",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """`fit`, whose package is imported at its first use: it needs most of the others."""
-    if name == "fit":
-        from partita.memory import fit
-
-        return fit
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The other public packages, and what is taken from them: each is imported when it is first used.
+if TYPE_CHECKING:
+    from partita.equivalence.compare import compare, verify
+    from partita.equivalence.differences import Comparison
+    from partita.memory import fit
+else:
+    __getattr__, __dir__ = lazy_attributes(
+        __name__,
+        modules=("backends", "compat", "errors", "memory", "policies", "testing", "torch_compile", "treatments"),
+        names={
+            "Comparison": "partita.equivalence",
+            "compare": "partita.equivalence",
+            "fit": "partita.memory",
+            "verify": "partita.equivalence",
+        },
+    )

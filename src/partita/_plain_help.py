@@ -1,4 +1,4 @@
-"""A metaclass for public values, so that `help()` shows what a user reads and not what `dataclass` generates."""
+"""Metaclasses of public classes, so that `help()` shows what a user reads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ class PlainHelp(type):
 
     def __dir__(cls) -> Iterable[str]:
         return [name for name in super().__dir__() if name not in _GENERATED]
+
+
+class PublicHelp(PlainHelp):
+    """Lists the names in `_PUBLIC` alone, of a class whose other attributes are for Partita's own modules.
+
+    Those are to the class what names outside of `__all__` are to a module.
+    """
+
+    _PUBLIC: frozenset[str]
+
+    def __dir__(cls) -> Iterable[str]:
+        return [name for name in super().__dir__() if name in cls._PUBLIC or name.startswith("__")]
 
 
 _GENERATED = frozenset(

@@ -258,6 +258,17 @@ def test_an_lstm_is_no_kernel_of_this_machine(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "lstm.pt")], check=True, env=older)
 
 
+def test_what_computes_a_size_has_values_so_that_it_can_be_exported() -> None:
+    def function(net: Net, x: Tensor) -> Any:
+        with torch.autocast("cpu", BRAIN):
+            return torch.einsum("bij,jk->bik", torch.cat([x, x, x[:1]]), net.w)
+
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = dissolve(capture(Net(function), (torch.randn(3, 5, 4),), dynamic_shapes=(sizes,)))
+    x = torch.randn(4, 7, 4)
+    torch.testing.assert_close(program.exported().module()(x), Net(function)(x), rtol=0, atol=0)
+
+
 def test_sizes_that_are_known_at_run_time_are_computed() -> None:
     def function(net: Net, x: Tensor) -> Any:
         with torch.autocast("cpu", BRAIN):

@@ -25,7 +25,7 @@ from partita import Program
 from partita.backends import Eager, backend, register_backend
 from partita.backends.delegates import DelegateSpec
 from partita.errors import ArchiveError, BackendError, LoweringError, OptionError, UntrustedArchiveError
-from partita.policies import ByCapability, ByModule, BySize
+from partita.policies import AroundOperators, ByCapability, ByModule, BySize
 from partita.treatments import Call, Delegate
 
 
@@ -451,6 +451,94 @@ def test_weights_inside_of_a_delegate_cannot_be_trained() -> None:
 
 
 @torch.no_grad()
+def _shifted(x: Tensor, y: Tensor) -> Tensor:
+    return (x + y[1:]).relu()
+
+
+def test_a_derived_size_beside_its_symbol_is_delegated(tmp_path: Path) -> None:
+    shapes = ({0: ROWS}, {0: ROWS + 1})
+    program = partita.capture(_shifted, (X, torch.randn(4, 4)), dynamic_shapes=shapes)
+    partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply().save(tmp_path / "program.pt2")
+    loaded = Program.of(tmp_path / "program.pt2", operators=ALLOWED).module()
+    x, y = torch.randn(5, 4), torch.randn(6, 4)
+    assert torch.equal(loaded(x, y), _shifted(x, y))
+
+
+def test_a_derived_size_alone_is_refused_in_words() -> None:
+    program = partita.capture(lambda x: x.relu().sin(), (torch.randn(8, 4),), dynamic_shapes=({0: 2 * ROWS},))
+    with pytest.raises(LoweringError, match=r"only 'x' tells s\d+, by 2\*s\d+, .* a Dim of its own"):
+        partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply()
+
+
+class _Sizes(nn.Module):
+    """Its first region returns sizes that the second one reads, and the program returns some."""
+
+    def forward(self, x: Tensor) -> Any:
+        rows, flat = x.shape[0], x.relu().flatten()
+        return (flat.sin().reshape(2 * rows, -1), flat.new_full((rows + 1,), 2.0), 2 * rows + 1, rows)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_sizes_that_a_region_returns_are_computed_beside_the_stored_function(parts: int, tmp_path: Path) -> None:
+    program = partita.capture(_Sizes(), (X,), dynamic_shapes=({0: ROWS},))
+    after = partita.plan(program, BySize(parts=parts), Delegate("pickling")).apply()
+    after.save(tmp_path / "program.pt2")
+    loaded = [Program.of(tmp_path / "program.pt2", operators=ALLOWED).module()]
+    loaded.append(torch.export.load(tmp_path / "program.pt2").module())
+    for size in (3, 6):
+        x = torch.randn(size, 4)
+        expected, sizes = _Sizes()(x)[:2], _Sizes()(x)[2:]
+        for module in (after.module(), *loaded):
+            results = module(x)
+            assert all(map(torch.equal, results[:2], expected))
+            assert tuple(results[2:]) == sizes
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_a_language_model_with_dynamic_sizes_is_delegated_around_its_attention(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.PhiConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    model = transformers.PhiForCausalLM(config).eval()
+    ids, tokens = torch.randint(0, 64, (2, 8)), torch.export.Dim("tokens", min=2, max=64)
+    shapes = {"input_ids": {0: ROWS, 1: tokens}, "use_cache": None}
+    program = partita.capture(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes)
+    policy = AroundOperators("aten.scaled_dot_product_attention")
+    plan = partita.plan(program, policy, lambda region: Call() if region.label == "chosen" else Delegate("pickling"))
+    plan.apply().save(tmp_path / "model.pt2")
+    loaded = Program.of(tmp_path / "model.pt2", operators=ALLOWED)
+    assert len(calls(loaded)) >= 3
+    more = torch.randint(0, 64, (3, 11))
+    with torch.no_grad():
+        for batch in (ids, more):
+            expected = model(input_ids=batch, use_cache=False).logits
+            assert torch.equal(loaded.module()(input_ids=batch, use_cache=False).logits, expected)
+
+
+def test_a_backend_is_not_asked_about_sizes_that_it_does_not_compute() -> None:
+    seen: list[str] = []
+
+    @dataclass(frozen=True)
+    class Asked(Pickling):
+        name: ClassVar[str] = "asked"
+
+        def refusal(self, node: Node) -> str | None:
+            return "no sizes" if "sym_size" in node.name else None
+
+        def compile(self, body: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+            seen.extend(node.name for node in body.graph.nodes)
+            return body
+
+    register_backend(Asked())
+    program = partita.capture(lambda x: (x.relu(), x.shape[0]), (X,), dynamic_shapes=({0: ROWS},))
+    module = partita.plan(program, BySize(parts=1), Delegate("asked")).apply().module()
+    assert module(X)[1] == 3
+    assert [name for name in seen if "sym_size" in name] == []
+    assert seen
+
+
 def test_a_size_without_a_value_is_an_error_of_the_region() -> None:
     program = delegated(nn.Linear(4, 4), dynamic=True)
     (call,) = calls(program)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node, Proxy
+from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 
 #: The functions by which exported programs compute with numbers; applied to numbers, they return numbers.
@@ -81,7 +82,22 @@ def write_number(number: torch.SymInt, by_symbol: Mapping[Any, Node]) -> Node | 
     tracers = {node.graph: GraphAppendingTracer(node.graph) for node in by_symbol.values()}
     proxies = {symbol: Proxy(node, tracers[node.graph]) for symbol, node in by_symbol.items()}
     made = sympy_interp(PythonReferenceAnalysis, proxies, expression)
-    return made.node if isinstance(made, Proxy) else int(made)
+    if not isinstance(made, Proxy):
+        return int(made)
+    _set_values(made.node)
+    return made.node
+
+
+def _set_values(node: Node) -> None:
+    """Sets the value of a node that computes a number, and of the nodes it reads: torch.export requires all of them."""
+    function: Any = node.target
+    if node.op != "call_function" or "val" in node.meta:
+        return
+    for read in node.all_input_nodes:
+        _set_values(read)
+    if all("val" in read.meta for read in node.all_input_nodes):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+        node.meta["val"] = function(*args, **kwargs)
 
 
 def renamed_expression(number: Any, known: dict[Any, tuple[str, tuple[Any, ...]]]) -> tuple[str, tuple[Any, ...]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from partita._torch.compile_context import loses_dropout
 from partita._torch.functorch import is_inside_transform
 from partita._torch.operators.schemas import has_registered_effect, is_higher_order, registers_hook
 from partita._torch.toggles import TOGGLES
@@ -19,7 +20,6 @@ from partita.analysis.effects.functions import rule_of_function, rule_of_method
 from partita.analysis.effects.modules import effects_of_module
 from partita.analysis.effects.terms import nodes_in
 from partita.analysis.nodes import find, value_of
-from partita.backends._torch.compile_context import loses_dropout
 from partita.backends._torch.support import (
     has_meta_kernel,
     is_operator,

@@ -204,8 +204,9 @@ def decomposed_program(
 def _record(program: Program) -> ExportRecord:
     if program.export is None and any(isinstance(module, StandsForBody) for module in program.graph_module.children()):
         raise OptionError(
-            "this program has lowered regions, which an exported program cannot hold; export the program that was "
-            "planned, or pickle the module()"
+            "this program has lowered regions, which an exported program cannot hold; use Delegate in place of Lower, "
+            "whose stored functions an exported program holds, pickle the module(), or export the program that was "
+            "planned"
         )
     if program.export is None:
         raise OptionError(

@@ -9,8 +9,8 @@ from typing import Any, Protocol, final
 from torch import Tensor
 from torch.fx import GraphModule
 
+from partita._torch.compile_context import compiler_scope
 from partita.analysis.effects.terms import Effects
-from partita.backends._torch.compile_context import compiler_scope
 from partita.backends._torch.fake_inputs import FakeInputs, strides_of
 from partita.errors import BackendError
 from partita.lowering._torch.bodies import body_for_compiler

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from partita._plain_help import PlainHelp
+from partita._torch.compile_context import compiler_scope
 from partita._torch.expressions import Expression, Operation, Read, Symbol, evaluator, parsed, printed, substituted
 from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
-from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in
+from partita._torch.operators.schemas import SYM_SIZE
+from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in, write_number
 from partita.analysis.modes import Mode as GraphMode
 from partita.analysis.nodes import common_stack, value_of
 from partita.analysis.tolerance import Tolerance
-from partita.backends._torch.compile_context import compiler_scope
 from partita.backends._torch.fake_inputs import FakeInputs
 from partita.backends.backend import (
     Backend,
@@ -86,6 +87,8 @@ class Delegate(metaclass=PlainHelp):
         bare = bare_body(program)
         region = _Region(site, bare.module, backend, bare.mode)
         region.check()
+        if not region.outputs:  # Sizes alone, of which there is nothing to compile.
+            return Called(body, inlined=True)
         scope = scope_of(bare.mode)
         with torch.no_grad():
             (spec, data), seconds = timed(
@@ -110,12 +113,18 @@ class _Region:
         #: The inputs of the compiled function.
         self.variable = [node for node in self.inputs if node.name not in self.constants]
         returned: Any = body.graph.output_node().args[0]
-        self.outputs: Sequence[Any] = returned if isinstance(returned, tuple | list) else (returned,)
+        returned = returned if isinstance(returned, tuple | list) else (returned,)
+        #: Sizes among the results, which are computed beside the compiled function.
+        self.sizes = [one for one in returned if isinstance(one, Node) and isinstance(value_of(one), torch.SymInt)]
+        self.outputs: Sequence[Any] = [one for one in returned if one not in self.sizes]
+        #: The nodes that only these sizes need, in reverse order.
+        self.beside = _needed_only_by_sizes(body.graph)
 
     def check(self) -> None:
-        """Raises where the region does more than compute tensors from tensors and integers."""
+        """Raises where the region does more than compute tensors and sizes from tensors and integers."""
         for node in self.body.graph.nodes:
-            reason = self.backend.refusal(node) if node.op.startswith("call_") else None
+            is_asked = node.op.startswith("call_") and node.name not in self.beside
+            reason = self.backend.refusal(node) if is_asked else None
             if reason is not None:
                 self._fail(f"{self.backend.name} refuses {node.name!r}: {reason}")
         checks = {node.name for node in self.body.graph.nodes if _is_assertion(node)}
@@ -134,8 +143,8 @@ class _Region:
         for value in self.outputs:
             if not isinstance(value, Node) or not isinstance(value_of(value), Tensor):
                 self._fail(
-                    f"it returns {value!r}, which was not traced as a tensor; leave what computes sizes outside, for "
-                    "example by a capability that refuses nodes whose meta['val'] is no tensor"
+                    f"it returns {value!r}, which was traced neither as a tensor nor as a size; leave what computes it "
+                    "outside of the region"
                 )
         mutated = self.site.region.surroundings().mutations.names_mutated_outside(self.site.region.nodes)
         written = [node.name for node in self.outputs if node.name in mutated]
@@ -151,7 +160,7 @@ class _Region:
             symbols = {name: fakes.size(hint, name) for name, (_, hint) in places.items()}
             inputs = [self._fake(value_of(node), fakes, symbols) for node in self.variable]
             known = symbolic_places(inputs)
-            body = body_for_compiler(self.body, (), inputs=(LEAF,) * len(self.inputs))
+            body = self._body()
             held = {at: self.constants[one.name] for at, one in enumerate(self.inputs) if one.name in self.constants}
             try:
                 function = self.backend.compile(holding(body, held) if held else body, inputs)
@@ -177,6 +186,17 @@ class _Region:
             return DelegateSpec.of(spec.text()), data
         except BackendError as error:
             self._fail(str(error), error)
+
+    def _body(self) -> GraphModule:
+        """What the backend compiles: the body without the sizes that it returns, and what only these need."""
+        outputs = [(node.name, ()) for node in self.outputs]
+        body = body_for_compiler(self.body, (), inputs=(LEAF,) * len(self.inputs), outputs=outputs)
+        copies = {node.name: node for node in body.graph.nodes}
+        for name in self.beside:
+            body.graph.erase_node(copies[name])
+        if self.beside:
+            body.recompile()
+        return body
 
     def described_inputs(self, spec: DelegateSpec) -> tuple[str, ...]:
         """The inputs that are no parameters or buffers, in words."""
@@ -206,11 +226,33 @@ class _Region:
         for at, node in enumerate(self.outputs):
             env[node] = writer.write("call_function", operator.getitem, (call, at), name=node.name)
             writer.copy_meta(node, env[node])
+        self._write_sizes(writer, env)
         output = self.body.graph.output_node()
         writer.copy(output, env.__getitem__, name=output.name)
         module = lazy_module(writer.close(), training=False, is_part=True)
         module.register_buffer("delegate", held)
         return module
+
+    def _write_sizes(self, writer: GraphWriter, env: dict[Node, Node]) -> None:
+        """Computes the sizes that the region returns from those of its inputs."""
+        wanted = {symbol for node in self.sizes for symbol in symbols_in(value_of(node))}
+        read: dict[Any, Node] = {}
+        for node, axis, number in self._numbers():
+            symbol = symbol_of(number)
+            if symbol not in wanted or symbol in read:
+                continue
+            read[symbol] = env[node]
+            if axis >= 0:
+                read[symbol] = writer.write(
+                    "call_function", SYM_SIZE, (env[node], axis), name=writer.names.fresh(f"{node.name}_size")
+                )
+                read[symbol].meta["val"] = number
+        for node in self.sizes:
+            written = write_number(value_of(node), read)
+            if not isinstance(written, Node):
+                self._fail(f"it returns {node.name!r}, which was traced as {value_of(node)} and is not dynamic")
+            written.meta["val"] = value_of(node)
+            env[node] = written
 
     def _constants(self) -> dict[str, Tensor]:
         """The parameters and buffers among the inputs, by name."""
@@ -222,20 +264,37 @@ class _Region:
     def _places(self) -> dict[str, tuple[tuple[int, int], int]]:
         """For each symbol the input and axis where it is read, and the number that it was traced with."""
         found: dict[str, tuple[tuple[int, int], int]] = {}
-        for at, node in enumerate(self.variable):
-            value = value_of(node)
-            numbers = enumerate(value.shape) if isinstance(value, Tensor) else [(-1, value)]
-            for axis, number in numbers:
-                symbol = symbol_of(number)
-                if symbol is not None:
-                    found.setdefault(str(symbol), ((at, axis), hint_of(number)))
-        used = {str(symbol) for node in (*self.variable, *self.outputs) for symbol in symbols_in(value_of(node))}
+        places = {node: at for at, node in enumerate(self.variable)}
+        for node, axis, number in self._numbers():
+            symbol = symbol_of(number)
+            if symbol is not None:
+                found.setdefault(str(symbol), ((places[node], axis), hint_of(number)))
+        values = map(value_of, (*self.variable, *self.outputs, *self.sizes))
+        used = {str(symbol) for value in values for symbol in symbols_in(value)}
         if used - found.keys():
-            names = ", ".join(sorted(used - found.keys()))
-            self._fail(f"the sizes {names} are of no input; take in the operators that they come from")
+            self._fail_without(used - found.keys())
         if found and not takes_symbols(self.backend):
             self._fail(f"{self.backend.name} takes plain sizes only; capture the program without dynamic shapes")
         return found
+
+    def _fail_without(self, unread: set[str]) -> NoReturn:
+        """Says which sizes cannot be read: they are in no input, or in derived sizes such as `2*s0` only."""
+        names = ", ".join(sorted(unread))
+        for node, _, number in self._numbers():
+            if not unread.isdisjoint(map(str, symbols_in(number))):
+                self._fail(
+                    f"of its inputs only {node.name!r} tells {names}, by {number}, and a size is read where it is one "
+                    "symbol; capture that input with a Dim of its own in place of a derived one, or take in the "
+                    "operators that the size comes from"
+                )
+        self._fail(f"the sizes {names} are of no input; take in the operators that they come from")
+
+    def _numbers(self) -> Iterator[tuple[Node, int, Any]]:
+        """The sizes of the inputs that vary, each with its axis, and inputs that are numbers, with -1."""
+        for node in self.variable:
+            value = value_of(node)
+            for axis, number in enumerate(value.shape) if isinstance(value, Tensor) else [(-1, value)]:
+                yield node, axis, number
 
     def _fake(self, value: Any, fakes: FakeInputs, symbols: Mapping[str, Any]) -> Any:
         if not isinstance(value, Tensor):
@@ -251,6 +310,17 @@ class _Region:
 
     def _fail(self, why: str, error: Exception | None = None) -> NoReturn:
         raise LoweringError(f"region {self.name!r} cannot be delegated: {why}") from error
+
+
+def _needed_only_by_sizes(graph: Graph) -> dict[str, None]:
+    """The names of the nodes that compute sizes for the output alone, in reverse order."""
+    found: dict[Node, None] = {}
+    output = graph.output_node()
+    for node in reversed(graph.nodes):
+        is_size = node.op == "call_function" and isinstance(value_of(node), torch.SymInt)
+        if is_size and all(user is output or user in found for user in node.users):
+            found[node] = None
+    return {node.name: None for node in found}
 
 
 def _visible_effects(body: Program) -> set[str]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
+from partita._plain_help import PublicHelp
 from partita._torch.fx.structural_hash import propagate_annotations
 from partita.analysis.effects.calls import CallEffects, tensors_of
 from partita.analysis.effects.graph import GraphEffects, HookedTensor, effects_of_graph, hooked_tensors
@@ -27,7 +28,6 @@ from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError, UnknownNodeError
-from partita.program.archives import load_exported
 from partita.program.exported import ExportRecord
 from partita.program.joint import Joint, checked_count, joint_of
 
@@ -81,12 +81,21 @@ UNMOVED = StateKeys()
 
 
 @final
-class Program:
+class Program(metaclass=PublicHelp):
     """A graph with its state and its calling convention; build one with `Program.of`.
 
     A program is immutable: every rewrite returns a new one that shares the parameters and buffers. Its analyses are
     cached, so edit a graph before you make a program of it, not after.
     """
+
+    #: What is promised to users and to authors of policies; docs/policies.md explains it. The rest is Partita's own.
+    _PUBLIC = frozenset(
+        (
+            *("of", "module", "exported", "save", "decomposed", "original_state", "load_original_state"),
+            *("state_keys", "tolerance"),
+            *("operators", "node", "graph", "graph_module", "modes", "joint"),
+        )
+    )
 
     def __init__(
         self,
@@ -107,10 +116,8 @@ class Program:
         if index is not None:
             self.index = index
         self.pure = _trusted(pure)
-        #: How the names in the state dict relate to those of the program that this one was made from.
-        self.state_keys = state_keys
-        #: How far the treatments that made this program may have changed its numbers.
-        self.tolerance = tolerance
+        self._state_keys = state_keys
+        self._tolerance = tolerance
         #: What is known of the modes that the program is called under; modes of nodes are relative to it.
         self.caller = caller
         #: What an exported program holds beside its graph; None for a graph module.
@@ -148,6 +155,9 @@ class Program:
         if isinstance(source, Program):
             return source.rewritten(source.graph_module, pure=pure) if _trusted(pure) - source.pure else source
         if isinstance(source, str | os.PathLike):
+            # Most programs are not read from files, and the reader is large.
+            from partita.program.archives import load_exported
+
             source = load_exported(source, trusted=trusted, operators=operators)
         if isinstance(source, ExportedProgram):
             return cls(source.graph_module, pure=pure, export=ExportRecord.of(source))
@@ -221,6 +231,7 @@ class Program:
 
     @property
     def graph(self) -> Graph:
+        """The graph, which nobody may change."""
         return self._graph_module.graph
 
     @property
@@ -367,6 +378,16 @@ class Program:
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
         raise UnknownNodeError(f"no node is called {name!r}{hint}")
 
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far the treatments that made this program may have changed its numbers."""
+        return self._tolerance
+
+    @property
+    def state_keys(self) -> StateKeys:
+        """How the names in the state dict relate to those of the program that this one was made from."""
+        return self._state_keys
+
     def original_state(self) -> dict[str, Any]:
         """The state dict under the names that it had before any rewrite."""
         return self.state_keys.to_original(self.module().state_dict())
@@ -381,6 +402,9 @@ class Program:
             "a program is neither pickled nor copied: save an exported one with torch.export.save(program.exported(), "
             "path), and pickle or copy the module() of one that was made from a graph module"
         )
+
+    def __dir__(self) -> list[str]:
+        return dir(type(self))
 
     def __repr__(self) -> str:
         return f"Program({type(self._graph_module).__name__}, {len(self.index)} nodes)"

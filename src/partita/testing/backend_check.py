@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.export import Dim
 from torch.fx import GraphModule, Node, symbolic_trace
 
+from partita._torch.compile_context import compiler_scope
 from partita._torch.modes import read_ambient
 from partita.backends import Backend, find_backend
-from partita.backends._torch.compile_context import compiler_scope
 from partita.backends._torch.fake_inputs import FakeInputs, strides_of
 from partita.backends.backend import takes_symbols, tolerance_of, trains, wants_constants
 from partita.capture import capture

@@ -17,7 +17,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts, rebind_unbacked
 
 from partita._torch.fake_sandbox import ambient_kept, forget_memos, runs_fake, shared_fake_mode, to_fake
 from partita._torch.fx.lazy_graph_module import generate_code
@@ -219,6 +218,9 @@ class _PieceCompiler(Interpreter):
         return call
 
     def _run_piece(self, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
+        # Dynamo has imported it by now; this module is imported before, by whoever only names the backend.
+        from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+
         before, edges, mutated = snapshots_of(args), edges_before(args), piece.mutated_args()
         ambient = read_ambient()
         with runs_fake(self._mode, as_dynamo=True), own_tracing_context(self._mode):
@@ -265,6 +267,8 @@ class _PieceCompiler(Interpreter):
         computes = node.op != "placeholder"
         with runs_fake(self._mode, as_dynamo=True) if computes else nullcontext():
             result = to_fake(super().run_node(node), self._mode)
+        from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+
         source = node.args[0] if node.target is operator.getitem else None
         # Unbacked symbols in an item of a piece's output were bound inside the piece.
         if not isinstance(source, Node) or self._piece(source) is None:

@@ -12,9 +12,9 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita._torch.compile_context import LostDropout, drops_all
 from partita._torch.operators.schemas import is_higher_order, is_of_other_library, signatures_of
 from partita.analysis.effects.calls import CallEffects
-from partita.backends._torch.compile_context import LostDropout, drops_all
 from partita.backends._torch.fake_inputs import mode_of
 from partita.errors import BackendError
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from partita._torch.compile_context import LostDropout, compiler_scope
 from partita._torch.modes import fresh_modes
 from partita._torch.pytrees import map_tensors
-from partita.backends._torch.compile_context import LostDropout, compiler_scope
 
 
 @final
