@@ -20,6 +20,7 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 PUBLIC = {
     "partita": {
+        "Bisection",
         "Comparison",
         "Partition",
         "Plan",
@@ -29,6 +30,7 @@ PUBLIC = {
         "Tolerance",
         "TrainEval",
         "Treatment",
+        "bisect",
         "capture",
         "capture_joint",
         "compare",
@@ -155,9 +157,11 @@ PUBLIC = {
         "saved_memory",
     },
     "partita.equivalence": {
+        "Bisection",
         "Comparison",
         "Difference",
         "Tolerance",
+        "bisect",
         "compare",
         "verify",
     },

@@ -30,6 +30,7 @@ with gc_paused():
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bisection",
     "Comparison",
     "Partition",
     "Plan",
@@ -39,6 +40,7 @@ __all__ = [
     "Tolerance",
     "TrainEval",
     "Treatment",
+    "bisect",
     "capture",
     "capture_joint",
     "compare",
@@ -56,6 +58,7 @@ __all__ = [
 
 # The other public packages, and what is taken from them: each is imported when it is first used.
 if TYPE_CHECKING:
+    from partita.equivalence.bisect import Bisection, bisect
     from partita.equivalence.compare import compare, verify
     from partita.equivalence.differences import Comparison
     from partita.memory import fit
@@ -64,7 +67,9 @@ else:
         __name__,
         modules=("backends", "compat", "errors", "memory", "policies", "testing", "torch_compile", "treatments"),
         names={
+            "Bisection": "partita.equivalence",
             "Comparison": "partita.equivalence",
+            "bisect": "partita.equivalence",
             "compare": "partita.equivalence",
             "fit": "partita.memory",
             "verify": "partita.equivalence",

@@ -1,0 +1,260 @@
+"""Finds the region of a plan, and the operators in it, because of which the result differs from the program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch.fx import Node
+
+from partita._plain_help import PlainHelp
+from partita.analysis.tolerance import Tolerance
+from partita.equivalence.compare import compare
+from partita.equivalence.differences import Comparison, Difference
+from partita.equivalence.reproduction import write_reproduction
+from partita.errors import OptionError, PartitaError
+from partita.plans import Plan
+from partita.plans.failures import Failures
+from partita.plans.treatment import Treatment
+from partita.program.program import Program
+from partita.regions import Partition, Region
+from partita.solvers.smallest_failing import smallest_failing, smallest_failing_run
+from partita.treatments.basic import Call
+
+#: Nothing differs; the program differs from itself; the cut differs without any treatment; one region differs by
+#: itself; only several together do.
+Blame: TypeAlias = Literal["nothing", "program", "cut", "region", "combination"]
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Bisection(metaclass=PlainHelp):
+    """What makes the result of a plan differ: regions of the plan, and the operators of the region that suffice."""
+
+    blame: Blame
+    regions: tuple[Region, ...]
+    #: The shortest run of operators of the region that was found to differ; empty if no single region is to blame.
+    nodes: tuple[Node, ...]
+    #: What differs if nothing but these operators, or these regions, is treated.
+    comparison: Comparison
+    #: How many programs were compared with the original.
+    runs: int
+    #: The plan that treats nothing else.
+    plan: Plan | None
+    _arguments: tuple[Sequence[object], Mapping[str, object] | None] = ((), None)
+
+    def __str__(self) -> str:
+        return "\n".join([self._found(), *(f"  {line}" for line in str(self.comparison).splitlines())])
+
+    def __repr__(self) -> str:
+        return f"Bisection({self._found()})"
+
+    def _found(self) -> str:
+        runs = f"found in {self.runs} run{'' if self.runs == 1 else 's'}"
+        names = ", ".join(repr(region.name) for region in self.regions)
+        match self.blame:
+            case "nothing":
+                return f"nothing differs ({self.runs} runs)"
+            case "program":
+                return f"the program differs from itself when it is called twice, so no region is to blame ({runs})"
+            case "combination":
+                return f"regions {names} differ together, and no part of them does ({runs})"
+        (region,) = self.regions
+        treatment = "although it is not treated" if self.blame == "cut" else f"treated by {self.plan_treatment!r}"
+        return f"region {names} differs, {treatment}: {_run_of(self.nodes, region)} suffice ({runs})"
+
+    @property
+    def plan_treatment(self) -> Treatment | None:
+        """The treatment of the region to blame."""
+        return self.plan.treatments[0] if self.plan is not None and self.plan.treatments else None
+
+    def reproduce(self, folder: str | os.PathLike[str]) -> str:
+        """Writes `reproduce.py` and the inputs of the operators to blame into a folder; the path of the script.
+
+        The script runs the operators eagerly and as the treatment did, and prints what differs, without Partita.
+        """
+        if self.plan is None or not self.nodes:
+            raise OptionError(f"{self._found()}: there is no single region to reproduce")
+        args, kwargs = self._arguments
+        return write_reproduction(self.plan, args, kwargs or {}, folder, summary=str(self))
+
+
+def _run_of(nodes: Sequence[Node], region: Region) -> str:
+    count = f"{len(nodes)} of its {len(region)} nodes"
+    return f"{count}, {nodes[0].name!r}" + (f" to {nodes[-1].name!r}," if len(nodes) > 1 else ",")
+
+
+def bisect(
+    plan: Plan,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    isolate: bool = False,
+    tolerance: Tolerance | None = None,
+    gradients: bool = True,
+    second_call: bool = True,
+    no_grad_call: bool = True,
+    other_shapes: bool = True,
+) -> Bisection:
+    """The region because of which the result of `plan` differs, and the operators in it, found by halving.
+
+    Parts of the plan are applied and compared with the program as `compare` does, which has the same options. An
+    exception of a treatment counts as a difference; where nothing else differs, so does a failed compilation. With
+    `isolate` every part runs in a process of its own, and one that crashes the process counts, too.
+    """
+
+    def compared(before: Program, after: Program) -> Comparison:
+        return compare(
+            before,
+            after,
+            args,
+            kwargs,
+            tolerance=tolerance,
+            gradients=gradients,
+            second_call=second_call,
+            no_grad_call=no_grad_call,
+            other_shapes=other_shapes,
+        )
+
+    trials = _Trials(plan, compared, isolate=isolate)
+    return replace(_bisected(plan, trials), _arguments=(args, kwargs))
+
+
+def _bisected(plan: Plan, trials: _Trials) -> Bisection:
+    whole = trials.of(plan)
+    if whole.equal:
+        return Bisection("nothing", (), (), whole, trials.runs, None)
+    itself = trials.of_program()
+    if not itself.equal:
+        return Bisection("program", (), (), itself, trials.runs, None)
+    order = [vertex for vertex in plan.partition.order if vertex < len(plan.partition)]
+    parts: dict[tuple[int, ...], Comparison] = {}
+
+    def fails(places: Sequence[int]) -> bool:
+        parts[tuple(places)] = trials.of(_part(plan, [order[place] for place in places]))
+        return not parts[tuple(places)].equal
+
+    chosen = smallest_failing(len(order), fails)
+    part = _part(plan, [order[place] for place in chosen])
+    differs = parts.get(tuple(chosen), whole)
+    if len(chosen) > 1:
+        return Bisection("combination", part.partition.regions, (), differs, trials.runs, part)
+    untreated = trials.of(Plan(part.partition, (Call(),)))
+    blame: Blame = "region" if untreated.equal else "cut"
+    part = part if untreated.equal else Plan(part.partition, (Call(),))
+    (region,) = part.partition
+    inner, differs = _narrowed(part, trials) or (part, differs)
+    return Bisection(blame, (region,), inner.partition.regions[0].nodes, differs, trials.runs, inner)
+
+
+def _narrowed(part: Plan, trials: _Trials) -> tuple[Plan, Comparison] | None:
+    """The plan of the shortest run of operators of its one region that differs; None if it is the whole region."""
+    (region,) = part.partition
+    found: dict[tuple[int, int], tuple[Plan, Comparison]] = {}
+
+    def fails(start: int, end: int) -> bool:
+        try:
+            inner = _within(part, start, end)
+        except PartitaError:  # Not every run can be cut out alone.
+            return False
+        found[start, end] = inner, trials.of(inner)
+        return not found[start, end][1].equal
+
+    return found.get(smallest_failing_run(len(region), fails))
+
+
+def _part(plan: Plan, chosen: Sequence[int]) -> Plan:
+    """The plan of some regions; what is in the others is not cut."""
+    kept = sorted(chosen)
+    partition = Partition(plan.program, [plan.partition.regions[at] for at in kept])
+    return Plan(partition, tuple(plan.treatments[at] for at in kept))
+
+
+def _within(part: Plan, start: int, end: int) -> Plan:
+    """The plan of a run of the nodes of its one region. In graph order a run of a region is one, too."""
+    (region,) = part.partition
+    inner = replace(region, nodes=region.nodes[start:end], program=None)
+    return Plan(Partition(part.program, [inner]), part.treatments)
+
+
+class _Trials:
+    """Compares the results of plans with the program, and counts."""
+
+    def __init__(self, plan: Plan, compared: Callable[[Program, Program], Comparison], *, isolate: bool) -> None:
+        self._program, self._compared, self._isolate = plan.program, compared, isolate
+        self.runs = 0
+        #: Failed compilations count where nothing else differs in the result of the whole plan.
+        self._counts_failures = True
+
+    def of_program(self) -> Comparison:
+        return self._run(lambda: self._compared(self._program, self._program))
+
+    def of(self, plan: Plan) -> Comparison:
+        """What differs in the result of a plan."""
+        fresh = Plan(plan.partition, plan.treatments, plan.puts_back_modes)
+        found = self._run(lambda: self._of(fresh))
+        if self.runs == 1:
+            kinds = {difference.kind for difference in found.differences}
+            self._counts_failures = kinds == {_FAILED}
+        return found
+
+    def _of(self, plan: Plan) -> Comparison:
+        try:
+            found = self._compared(self._program, plan.apply())
+        except Exception as error:
+            found = Comparison((Difference("exception", "the treatment", f"{type(error).__name__}: {error}"),), calls=1)
+        failed = _failed(plan.failures) if self._counts_failures and found.equal else ()
+        return replace(found, differences=(*found.differences, *failed))
+
+    def _run(self, trial: Callable[[], Comparison]) -> Comparison:
+        self.runs += 1
+        return _isolated(trial) if self._isolate else trial()
+
+
+_FAILED = "compilation"
+
+
+def _failed(failures: Failures) -> tuple[Difference, ...]:
+    return tuple(
+        Difference(_FAILED, f"region {failure.region!r}", f"{failure.backend} failed: {failure.reason}")
+        for failure in failures
+    )
+
+
+def _isolated(trial: Callable[[], Comparison]) -> Comparison:
+    """What a trial finds in a copy of this process; a copy that dies is a difference."""
+    if "fork" not in torch.multiprocessing.get_all_start_methods():
+        raise OptionError(f"isolate=True copies the process, which {sys.platform} cannot; leave it out")
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(trial, sender))
+    process.start()
+    sender.close()
+    try:
+        found: Comparison | Exception = receiver.recv()
+    except EOFError:
+        process.join()
+        how = f"exit code {process.exitcode}"
+        if process.exitcode is not None and process.exitcode < 0:
+            how = signal.Signals(-process.exitcode).name
+        return Comparison((Difference("crash", "the process", how),), calls=1)
+    process.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _answer(trial: Callable[[], Comparison], sender: Connection) -> None:
+    torch.set_num_threads(1)  # Threads of the parent are not there.
+    try:
+        sender.send(trial())
+    except Exception as error:
+        sender.send(error)
+    sender.close()
