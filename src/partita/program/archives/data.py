@@ -20,6 +20,8 @@ MOST_VALUES = 20_000_000
 _MOST_LETTERS = 100_000
 #: Unicode normalization takes time quadratic in the length of a string.
 LONGEST_NAME = 1_000
+#: How deep containers in annotations may be nested: what copies or compares them recurses.
+_DEEPEST = 40
 #: The most dots in the path of a module, which bounds the nesting of modules.
 MOST_DOTS = 100
 
@@ -142,17 +144,19 @@ class Data:
         """A string without characters that could end a literal: a key, a constant, the argument of an operator."""
         return self._text_if(_PLAIN.fullmatch(self.text()), "has quotes, braces or signs that cannot be printed")
 
-    def plain(self, *, words: bool = False) -> Any:
-        """The value unchanged, if all strings in it are plain, or words."""
+    def plain(self, *, words: bool = False, depth: int = _DEEPEST) -> Any:
+        """The value unchanged, if all strings in it are plain, or words, and it is not nested too deeply."""
+        if depth == 0:
+            self.malformed(f"it is nested more than {_DEEPEST} deep")
         if isinstance(self.value, str):
             self.words() if words else self.plain_text()
         elif isinstance(self.value, list):
             for item in self:
-                item.plain(words=words)
+                item.plain(words=words, depth=depth - 1)
         elif isinstance(self.value, dict):
             for key, item in self.entries():
                 Data(key, self, "a key").plain(words=words)
-                item.plain(words=words)
+                item.plain(words=words, depth=depth - 1)
         return self.value
 
     def words(self) -> str:
