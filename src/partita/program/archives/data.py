@@ -163,6 +163,10 @@ class Data:
         """A string that selects a variant, such as "mean" or "ij,jk->ik": compilers may paste it into code."""
         return self._text_if(_WORDS.fullmatch(self.text()), "chooses between no variants of an operator")
 
+    def line(self) -> str:
+        """A string of one line, the argument of an operator that the user allowed: compilers write it into comments."""
+        return self._text_if(not _LINE_BREAK.search(self.text()), "has line breaks, which end a comment in code")
+
     def message(self) -> str:
         """A message for users, without characters that could end a string literal: compilers paste it into code."""
         return _UNREADABLE.sub("`", self.text())
@@ -204,6 +208,8 @@ class Data:
 
 _WORDS = re.compile(r"[\w ,.:>\-]{0,500}", re.ASCII)
 _UNREADABLE = re.compile(r"[^\w ><=!.+\-*/()\[\],:;%&|]", re.ASCII)
+#: What ends a line for a reader of Python, C++ or text.
+_LINE_BREAK = re.compile("[\x00\n\v\f\r\x1c-\x1e\x85\u2028\u2029]")
 _LARGEST = 1.7976931348623157e308
 _SURROGATE = re.compile("[\ud800-\udfff]")
 #: A component of a path; compilers may write files with such a name.

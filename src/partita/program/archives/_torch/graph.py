@@ -199,7 +199,7 @@ class GraphReader:
         if kind == "as_string" and argument.name in ("assert_msg", "msg", "api_name"):
             return content.message()
         if kind == "as_string" and target.namespace not in NAMESPACES:
-            text = content.text()  # The user who allowed the operator knows how it handles strings.
+            text = content.line()  # The user who allowed the operator knows how it handles strings.
             check = TEXT_CHECKS.get((target._schema.name, argument.name))
             reason = None if check is None else check(text)
             return text if reason is None else content.malformed(reason)
