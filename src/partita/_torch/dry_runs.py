@@ -112,6 +112,19 @@ def is_composite(func: OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
+def views_in_result(target: Any, in_arguments: int, in_bodies: int) -> int:
+    """How many views the result of a call may be a view of, one of the other, if its arguments are of so many."""
+    if isinstance(target, HigherOrderOperator):
+        return in_arguments + in_bodies
+    if not isinstance(target, OpOverload):
+        return in_arguments if target is operator.getitem else 0
+    if target._schema.is_mutable:
+        return in_arguments
+    # Composite operators may return views that their schemas do not declare.
+    is_view = is_composite(target) or any(value.alias_info is not None for value in target._schema.returns)
+    return in_arguments + 1 if is_view else 0
+
+
 def refusal_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Why a call is rejected: torch does not check such arguments and would read past their end; None if it is not."""
     if not isinstance(target, OpOverload):

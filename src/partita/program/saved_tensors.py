@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -15,24 +14,20 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from partita._torch.dry_runs import (
     Allowance,
-    has_kernel_for_fakes,
-    is_loop,
-    is_of_level,
     is_torchs,
     refusal_of_call,
-    refusal_of_device,
 )
 from partita._torch.fake_sandbox import FakeCopies
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import StandsForBody
 from partita._torch.pytrees import tensors_in
-from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, hint_of, is_unbacked, symbols_in
+from partita._torch.symbolic_shapes import hint_of, is_unbacked, symbols_in
 from partita._torch.toggles import TOGGLES
 from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
@@ -44,6 +39,7 @@ from partita.program._torch.saved_tensors import (
     isolated_from_caller,
     returns_only_views,
 )
+from partita.program.dry_run_refusals import refusal_in_graphs
 from partita.program.flops import without_memory
 from partita.program.program import Program
 
@@ -181,69 +177,7 @@ def _refusal(program: Program) -> str | None:
     for node in program.graph.find_nodes(op="placeholder"):
         if node not in known and not any(key in node.meta for key in VALUE_KEYS):
             return f"input {node.name!r} has no traced value"
-    return _refusal_in_graphs(program.graph_module)
-
-
-def _refusal_in_graphs(root: GraphModule) -> str | None:
-    """Why a call in a graph or one of its bodies cannot run on fake tensors either."""
-    for module in root.modules():
-        if not isinstance(module, GraphModule):
-            continue
-        bits: dict[Node, int] = {}
-        for node in module.graph.nodes:
-            if node.op == "call_function":
-                why = _refusal_of_call(node, is_body=module is not root) or _refusal_of_number(node, bits)
-                if why is not None:
-                    return f"node {node.name!r} is not tried: {why}"
-    return None
-
-
-def _refusal_of_call(node: Node, *, is_body: bool) -> str | None:
-    if is_of_level(node.target):
-        return "it belongs to a torch.func level"
-    if not has_kernel_for_fakes(node.target):
-        return "it is an operator of another library that has no fake kernel"
-    if is_body and is_loop(node.target):
-        return "it is a loop in a body"
-    args, kwargs = map_arg((node.args, node.kwargs), value_of)
-    return refusal_of_call(node.target, args, kwargs) or refusal_of_device((args, kwargs, value_of(node)))
-
-
-#: The most bits of a number that a dry run may compute; its inputs have up to 64.
-_MOST_BITS = 100_000
-
-
-def _refusal_of_number(node: Node, bits: dict[Node, int]) -> str | None:
-    """Why a number is not computed: it may have too many bits. Records a bound on its bits."""
-    if node.target not in NUMBER_FUNCTIONS or isinstance(value_of(node), Tensor):
-        return None
-    lengths = [_length(argument, bits) for argument in node.args]
-    bits[node] = max(lengths, default=0) + 1
-    if node.target in _GROWING:
-        if any(isinstance(value, tuple | list) for value in _values(node.args)):
-            return "it repeats a container"
-        bits[node] = sum(lengths)
-    if node.target in _GROWING_FAST:
-        by = node.args[1] if len(node.args) > 1 else None
-        # Nothing is known of a symbolic or data-dependent exponent, and one that is not finite gives no integer.
-        times = abs(by) if isinstance(by, int | float) and math.isfinite(by) else _MOST_BITS
-        bits[node] = int(min(lengths[0] * times if node.target in _POWERS else lengths[0] + times, 2 * _MOST_BITS))
-    return f"its result may have {bits[node]} bits or more" if bits[node] > _MOST_BITS else None
-
-
-def _length(argument: Any, bits: Mapping[Node, int]) -> int:
-    if isinstance(argument, Node):
-        return bits.get(argument, 64)
-    return argument.bit_length() if isinstance(argument, int) else 64
-
-
-def _values(arguments: Iterable[Any]) -> Iterator[Any]:
-    return (value_of(argument) if isinstance(argument, Node) else argument for argument in arguments)
-
-
-_POWERS = (operator.pow, operator.ipow)
-_GROWING_FAST = (*_POWERS, operator.lshift, operator.ilshift)
-_GROWING = (operator.mul, operator.imul)
+    return refusal_in_graphs(program.graph_module)
 
 
 def _states(program: Program) -> dict[Node, Any]:

@@ -51,10 +51,12 @@ def shareable_bodies(partition: Partition) -> list[int]:
         return found
     structure = partition.program.once(structure_of)
     first: dict[Hashable, list[int]] = {}
+    root, in_bodies = partition.program.graph_module, dict[GraphModule, Hashable]()
     for at, body in enumerate(body_numbers(partition)):
         if not partition.borders.of_regions[at].outputs or _holds_state(partition, at):
             continue
-        like = first.setdefault((body, tuple(_symbols(partition, at, structure))), [])
+        symbols, marks = tuple(_symbols(partition, at, structure)), _marks_key(regions[at].nodes, root, in_bodies)
+        like = first.setdefault((body, symbols, marks), [])
         same = (known for known in like if _have_same_marks(partition, regions[known], regions[at]))
         found[at] = next(same, at)
         if found[at] == at:
@@ -146,6 +148,35 @@ def _are_marked_alike(ours: Iterable[Node], theirs: Iterable[Node], root: nn.Mod
                     if not _are_marked_alike(*inside, inner, other_inner):
                         return False
     return True
+
+
+def _marks_key(nodes: Iterable[Node], root: nn.Module, in_bodies: dict[GraphModule, Hashable]) -> Hashable:
+    """Equal for nodes that are marked alike; so a region is compared with few others, however many are equal to it."""
+    found = list[Hashable]()
+    for node in nodes:
+        found.append(_key_of(_marks(node)))
+        for body in [find(root, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"]:
+            if isinstance(body, GraphModule):
+                if body not in in_bodies:
+                    in_bodies[body] = hash(_marks_key(body.graph.nodes, body, in_bodies))
+                found.append(in_bodies[body])
+    return tuple(found)
+
+
+def _key_of(value: Any) -> Hashable:
+    """Equal for equal values, and for all that are no plain data."""
+    match value:
+        case str() | None:
+            return value
+        case float() if not value.is_integer():
+            return repr(value) if value == value else id(value)  # A NaN equals itself alone.
+        case int() | float():
+            return hex(int(value))  # Python's hashes of many integers are equal.
+        case dict():
+            return frozenset((key, _key_of(item)) for key, item in value.items())
+        case list() | tuple():
+            return isinstance(value, list), tuple([_key_of(item) for item in value])
+    return ""
 
 
 def _marks(node: Node) -> dict[str, Any]:

@@ -20,6 +20,8 @@ MOST_VALUES = 20_000_000
 _MOST_LETTERS = 100_000
 #: Unicode normalization takes time quadratic in the length of a string.
 LONGEST_NAME = 1_000
+#: How deep containers in annotations may be nested: what copies or compares them recurses.
+_DEEPEST = 40
 #: The most dots in the path of a module, which bounds the nesting of modules.
 MOST_DOTS = 100
 
@@ -142,22 +144,28 @@ class Data:
         """A string without characters that could end a literal: a key, a constant, the argument of an operator."""
         return self._text_if(_PLAIN.fullmatch(self.text()), "has quotes, braces or signs that cannot be printed")
 
-    def plain(self, *, words: bool = False) -> Any:
-        """The value unchanged, if all strings in it are plain, or words."""
+    def plain(self, *, words: bool = False, depth: int = _DEEPEST) -> Any:
+        """The value unchanged, if all strings in it are plain, or words, and it is not nested too deeply."""
+        if depth == 0:
+            self.malformed(f"it is nested more than {_DEEPEST} deep")
         if isinstance(self.value, str):
             self.words() if words else self.plain_text()
         elif isinstance(self.value, list):
             for item in self:
-                item.plain(words=words)
+                item.plain(words=words, depth=depth - 1)
         elif isinstance(self.value, dict):
             for key, item in self.entries():
                 Data(key, self, "a key").plain(words=words)
-                item.plain(words=words)
+                item.plain(words=words, depth=depth - 1)
         return self.value
 
     def words(self) -> str:
         """A string that selects a variant, such as "mean" or "ij,jk->ik": compilers may paste it into code."""
         return self._text_if(_WORDS.fullmatch(self.text()), "chooses between no variants of an operator")
+
+    def line(self) -> str:
+        """A string of one line, the argument of an operator that the user allowed: compilers write it into comments."""
+        return self._text_if(not _LINE_BREAK.search(self.text()), "has line breaks, which end a comment in code")
 
     def message(self) -> str:
         """A message for users, without characters that could end a string literal: compilers paste it into code."""
@@ -200,6 +208,8 @@ class Data:
 
 _WORDS = re.compile(r"[\w ,.:>\-]{0,500}", re.ASCII)
 _UNREADABLE = re.compile(r"[^\w ><=!.+\-*/()\[\],:;%&|]", re.ASCII)
+#: What ends a line for a reader of Python, C++ or text.
+_LINE_BREAK = re.compile("[\x00\n\v\f\r\x1c-\x1e\x85\u2028\u2029]")
 _LARGEST = 1.7976931348623157e308
 _SURROGATE = re.compile("[\ud800-\udfff]")
 #: A component of a path; compilers may write files with such a name.

@@ -21,6 +21,7 @@ from partita.program.archives.data import Data, NotDataError, RefusedError
 from partita.program.exported import with_origin
 
 _SHOWN = 5
+_LONGEST_SHOWN = 1_000
 #: How many programs of one archive are inspected; each may take a minute.
 _MOST_PROGRAMS = 16
 #: torch's own loader is not thread-safe.
@@ -180,8 +181,9 @@ def _refuse(archive: Archive, problems: list[Problem]) -> None:
 
 
 def shown(text: str) -> str:
-    """A string from a file, quoted if it has control characters that a terminal would interpret."""
-    return text if text.isprintable() else repr(text)
+    """A string from a file, shortened, and quoted if it has control characters that a terminal would interpret."""
+    short = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    return short if short.isprintable() else repr(short)
 
 
 @final

@@ -39,6 +39,8 @@ _MOST_RETRACED = 4
 _POSITIONAL, _KEYWORD = 1, 2
 #: Operators that call another have two arguments of their own, one of which is the operator called.
 _FIRST_OF_CALLED = 2
+#: How many results one call may have: for each of them, torch's serializer looks at all (torch 2.13).
+_MOST_RESULTS = 10_000
 #: How many values in lists and outputs each node may have on average: torch.fx generates code for all of them.
 _VALUES_OF_NODE = 64
 
@@ -197,7 +199,7 @@ class GraphReader:
         if kind == "as_string" and argument.name in ("assert_msg", "msg", "api_name"):
             return content.message()
         if kind == "as_string" and target.namespace not in NAMESPACES:
-            text = content.text()  # The user who allowed the operator knows how it handles strings.
+            text = content.line()  # The user who allowed the operator knows how it handles strings.
             check = TEXT_CHECKS.get((target._schema.name, argument.name))
             reason = None if check is None else check(text)
             return text if reason is None else content.malformed(reason)
@@ -301,6 +303,8 @@ class GraphReader:
     def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
         """The values of the items of a result, each with a node that takes it."""
         self._symbols.spend(len(outputs), outputs[0] if outputs else Data(None))
+        if len(outputs) > _MOST_RESULTS:
+            outputs[0].malformed(f"a call has {len(outputs)} results, more than {_MOST_RESULTS}, which no call has")
         for place, given in enumerate(outputs):
             kind = given.choice()[0] if depth else given.malformed(f"outputs are nested more than {_DEEPEST} deep")
             name = value_name(given) if kind in NAMED else "as_none" if kind == "as_none" else None

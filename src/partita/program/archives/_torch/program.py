@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from functools import lru_cache
@@ -36,6 +36,8 @@ from partita.program.exported import ModeKeepingProgram
 _MAJOR_VERSION = 8
 #: A bound on torch's work for mutations: it scans all inputs and outputs for each of them.
 _MOST_MUTATIONS = 20_000_000
+#: A bound on torch's work for paths: for each tensor it looks at all modules beside those that it is in (torch 2.13).
+_MOST_SIBLINGS = 100_000_000
 #: The most letters of all conditions together.
 _MOST_LETTERS = 400_000
 #: The most terms of one condition, if it is multiplied out as torch does it, and a bound on torch's work for all.
@@ -154,6 +156,13 @@ def _check_paths(paths: list[str], data: Data) -> None:
             owner = owner.rpartition(".")[0]
     if len(owners) > 1_000 + 4 * len(paths):
         data.malformed(f"{len(paths)} tensors are in {len(owners)} modules, which no program needs")
+    beside = Counter(owner.rpartition(".")[0] for owner in owners)
+    siblings = {"": 0}
+    for owner in sorted(owners, key=len):  # The module around another has a shorter path.
+        around = owner.rpartition(".")[0]
+        siblings[owner] = siblings[around] + beside[around]
+    if sum(siblings[path.rpartition(".")[0]] for path in paths) > _MOST_SIBLINGS:
+        data.malformed(f"{len(paths)} tensors are in modules with too many others beside them")
 
 
 def _output_spec(data: Data) -> OutputSpec:

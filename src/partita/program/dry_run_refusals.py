@@ -1,0 +1,121 @@
+"""Which calls of a graph a dry run does not make: torch would end the process, run for long or take much memory."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from partita._torch.dry_runs import (
+    has_kernel_for_fakes,
+    is_loop,
+    is_of_level,
+    refusal_of_call,
+    refusal_of_device,
+    views_in_result,
+)
+from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS
+from partita.analysis.nodes import find, value_of
+
+
+def refusal_in_graphs(root: GraphModule) -> str | None:
+    """Why a call in a graph or one of its bodies cannot run on fake tensors either."""
+    for module in root.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        bits: dict[Node, int] = {}
+        for node in module.graph.nodes:
+            # Each value once: a list of results is an argument of all that takes an item of it.
+            why = refusal_of_device((node.args, node.kwargs, value_of(node)))
+            if why is None and node.op == "call_function":
+                why = _refusal_of_call(node, is_body=module is not root) or _refusal_of_number(node, bits)
+            if why is not None:
+                return f"node {node.name!r} is not tried: {why}"
+    deep = _ViewsOfViews().first_too_deep(root)
+    return None if deep is None else f"node {deep.name!r} is not tried: it is a view of more than {_MOST_VIEWS} views"
+
+
+def _refusal_of_call(node: Node, *, is_body: bool) -> str | None:
+    if is_of_level(node.target):
+        return "it belongs to a torch.func level"
+    if not has_kernel_for_fakes(node.target):
+        return "it is an operator of another library that has no fake kernel"
+    if is_body and is_loop(node.target):
+        return "it is a loop in a body"
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
+    return refusal_of_call(node.target, args, kwargs)
+
+
+#: The most bits of a number that a dry run may compute; its inputs have up to 64.
+_MOST_BITS = 100_000
+
+
+def _refusal_of_number(node: Node, bits: dict[Node, int]) -> str | None:
+    """Why a number is not computed: it may have too many bits. Records a bound on its bits."""
+    if node.target not in NUMBER_FUNCTIONS or isinstance(value_of(node), Tensor):
+        return None
+    lengths = [_length(argument, bits) for argument in node.args]
+    bits[node] = max(lengths, default=0) + 1
+    if node.target in _GROWING:
+        if any(isinstance(value, tuple | list) for value in _values(node.args)):
+            return "it repeats a container"
+        bits[node] = sum(lengths)
+    if node.target in _GROWING_FAST:
+        by = node.args[1] if len(node.args) > 1 else None
+        # Nothing is known of a symbolic or data-dependent exponent, and one that is not finite gives no integer.
+        times = abs(by) if isinstance(by, int | float) and math.isfinite(by) else _MOST_BITS
+        bits[node] = int(min(lengths[0] * times if node.target in _POWERS else lengths[0] + times, 2 * _MOST_BITS))
+    return f"its result may have {bits[node]} bits or more" if bits[node] > _MOST_BITS else None
+
+
+def _length(argument: Any, bits: Mapping[Node, int]) -> int:
+    if isinstance(argument, Node):
+        return bits.get(argument, 64)
+    return argument.bit_length() if isinstance(argument, int) else 64
+
+
+def _values(arguments: Iterable[Any]) -> Iterator[Any]:
+    return (value_of(argument) if isinstance(argument, Node) else argument for argument in arguments)
+
+
+_POWERS = (operator.pow, operator.ipow)
+_GROWING_FAST = (*_POWERS, operator.lshift, operator.ilshift)
+_GROWING = (operator.mul, operator.imul)
+
+
+#: The most views of which each is a view of the one before: a fake view holds them all (torch 2.13).
+_MOST_VIEWS = 100
+
+
+class _ViewsOfViews:
+    """Bounds how many views a result is a view of, one of the other, in a graph and the bodies that it runs."""
+
+    def __init__(self) -> None:
+        self._in_body: dict[GraphModule, int] = {}
+        self._too_deep: Node | None = None
+
+    def first_too_deep(self, root: GraphModule) -> Node | None:
+        """A node whose result is a view of too many views."""
+        self._deepest(root)
+        return self._too_deep
+
+    def _deepest(self, module: GraphModule) -> int:
+        if module not in self._in_body:
+            views: dict[Node, int] = {}
+            for node in module.graph.nodes:
+                views[node] = self._views(node, views, module)
+                if views[node] > _MOST_VIEWS and self._too_deep is None:
+                    self._too_deep = node
+            self._in_body[module] = max(views.values(), default=0)
+        return self._in_body[module]
+
+    def _views(self, node: Node, views: Mapping[Node, int], root: nn.Module) -> int:
+        before = max((views[read] for read in node.all_input_nodes), default=0)
+        read = [find(root, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"]
+        in_bodies = max((self._deepest(body) for body in read if isinstance(body, GraphModule)), default=0)
+        return views_in_result(node.target, before, in_bodies)
