@@ -40,9 +40,11 @@ PUBLIC = {
         "gather",
         "hops",
         "inline",
+        "load_plan",
         "mode_tree",
         "outline",
         "plan",
+        "save_plan",
         "verify",
     },
     "partita.memory": {

@@ -50,9 +50,11 @@ __all__ = [
     "gather",
     "hops",
     "inline",
+    "load_plan",
     "mode_tree",
     "outline",
     "plan",
+    "save_plan",
     "verify",
 ]
 
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from partita.equivalence.compare import compare, verify
     from partita.equivalence.differences import Comparison
     from partita.memory import fit
+    from partita.treatments.plan_files import load_plan, save_plan
 else:
     __getattr__, __dir__ = lazy_attributes(
         __name__,
@@ -72,6 +75,8 @@ else:
             "bisect": "partita.equivalence",
             "compare": "partita.equivalence",
             "fit": "partita.memory",
+            "load_plan": "partita.treatments.plan_files",
+            "save_plan": "partita.treatments.plan_files",
             "verify": "partita.equivalence",
         },
     )

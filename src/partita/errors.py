@@ -122,6 +122,10 @@ class VerificationError(PartitaError, AssertionError):
     """Two programs that should be equivalent are not."""
 
 
+class PlanFileError(PartitaError, ValueError):
+    """A plan cannot be written to a file, or a file is no plan for this program."""
+
+
 class ArchiveError(PartitaError, ValueError):
     """A file is not an archive of an exported program, or one that cannot be read here."""
 

@@ -72,6 +72,8 @@ class Lower(metaclass=PlainHelp):
     cuda_graphs: bool | Collection[int] = False
     static_inputs: Collection[str] = ()
 
+    #: They decide which code runs, so no plan file holds them.
+    unsaved_options: ClassVar[frozenset[str]] = frozenset({"cache", "dumper"})
     #: A function is compiled for one mode.
     allows_mixed_modes: ClassVar[bool] = False
 

@@ -19,6 +19,7 @@ from partita.analysis.modes import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError
 from partita.plans.compilations import Compilations
+from partita.plans.diff import PlanDiff, plan_diff
 from partita.plans.failures import Failures
 from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
 from partita.plans.report import DistinctBody, Excluded, Explanation, distinct_bodies, excluded, explanation, table
@@ -204,6 +205,10 @@ class Plan(metaclass=PlainHelp):
         are called with other kinds of inputs.
         """
         return distinct_bodies(self.partition)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What another plan changes: regions by name, their nodes and their treatments."""
+        return plan_diff(self, other)
 
     def _sites(self) -> list[Site]:
         count, caller = len(self.partition), self.program.caller

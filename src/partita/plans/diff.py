@@ -1,0 +1,52 @@
+"""What differs between two plans, in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from partita._plain_help import PlainHelp
+
+if TYPE_CHECKING:
+    from partita.plans.plan import Plan
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PlanDiff(metaclass=PlainHelp):
+    """What differs between two plans; it prints as lines, and is false if nothing does."""
+
+    lines: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines) or "the plans are equal"
+
+
+def plan_diff(one: Plan, other: Plan) -> PlanDiff:
+    """What the second plan changes: regions by name, their nodes and their treatments."""
+    ones, others = (
+        {region.name: (region, treatment) for region, treatment in zip(plan.partition, plan.treatments, strict=True)}
+        for plan in (one, other)
+    )
+    lines = [f"- region {name!r}, {len(ones[name][0])} nodes" for name in ones if name not in others]
+    lines += [f"+ region {name!r}, {len(others[name][0])} nodes" for name in others if name not in ones]
+    for name in (name for name in ones if name in others):
+        (before, treatment), (after, changed) = ones[name], others[name]
+        old, new = ([node.name for node in region.nodes] for region in (before, after))
+        for sign, names in (("-", _without(old, new)), ("+", _without(new, old))):
+            lines += [f"  region {name!r}: {sign} {_some(names)}"] if names else []
+        lines += [f"  region {name!r}: {treatment!r} -> {changed!r}"] if treatment != changed else []
+    return PlanDiff(tuple(lines))
+
+
+def _without(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    known = set(others)
+    return [name for name in names if name not in known]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")

@@ -1,0 +1,250 @@
+"""Plans as data: JSON that names regions, nodes and treatments, and is tied to its program by a fingerprint.
+
+Nothing in a file is imported or run. Classes are found among those that the caller knows, by name, and built from plain
+values; every value is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Node
+
+from partita.errors import PartitaError, PlanFileError
+from partita.plans.plan import Plan
+from partita.plans.treatment import Treatment, is_treatment
+from partita.program.fingerprint import fingerprint
+from partita.program.program import Program
+from partita.regions import Partition, Region
+from partita.regions.region import Reason
+
+FORMAT, VERSION = "partita plan", 1
+
+#: Classes whose instances a plan may hold, by the name under which a file has them.
+Known = Mapping[str, type]
+
+
+def as_data(plan: Plan, known: Known) -> dict[str, Any]:
+    """The plan as values that JSON has."""
+    writer = _Writer(known)
+    numbers: dict[int, int] = {}
+    treatments: list[Any] = []
+    for treatment in plan.treatments:
+        if id(treatment) not in numbers:
+            numbers[id(treatment)] = len(treatments)
+            treatments.append(writer.value(treatment, f"treatment {treatment!r}"))
+    regions = [
+        {
+            "name": region.name,
+            "label": writer.value(region.label, f"the label of region {region.name!r}"),
+            "nodes": [node.name for node in region.nodes],
+            "treatment": numbers[id(treatment)],
+        }
+        for region, treatment in zip(plan.partition, plan.treatments, strict=True)
+    ]
+    by_reason: dict[tuple[str, str, str, str], list[str]] = {}
+    for node, text in plan.partition.reasons.items():
+        reason = Reason.of(text)
+        by_reason.setdefault((str(reason), reason.kind, reason.by, reason.why), []).append(node.name)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": fingerprint(plan.program),
+        "restores_modes": plan.puts_back_modes,
+        "treatments": treatments,
+        "regions": regions,
+        "reasons": [
+            {"text": text, "kind": kind, "by": by, "why": why, "nodes": nodes}
+            for (text, kind, by, why), nodes in by_reason.items()
+        ],
+    }
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str], known: Known) -> None:
+    """Writes a plan; a file that is there is replaced when the new one is complete."""
+    text = json.dumps(as_data(plan, known), indent=1)
+    place = Path(path)
+    draft = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(place)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_plan(path: str | os.PathLike[str], program: Program, known: Known) -> Plan:
+    """The plan of a file for this program; a `PlanFileError` if it is damaged, or of another program."""
+    return from_data(_parsed(Path(path)), program, known, where=str(path))
+
+
+def _parsed(path: Path) -> Any:
+    if not path.is_file():
+        raise PlanFileError(f"{path} is no file; a plan is written by partita.save_plan")
+    if path.stat().st_size > _MOST_BYTES:
+        raise PlanFileError(f"{path} has more than {_MOST_BYTES:,} bytes, which no plan has")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PlanFileError(f"{path} is no plan: it is not JSON ({type(error).__name__}: {error})") from None
+
+
+#: A million nodes take about 20 MB.
+_MOST_BYTES = 1 << 30
+
+
+def from_data(data: Any, program: Program, known: Known, *, where: str = "the plan") -> Plan:
+    """The plan that `as_data` has written, for this program."""
+    reader = _Reader(known, where)
+    found = reader.record(data, _PLAN, where)
+    if found["format"] != FORMAT or found["version"] != VERSION:
+        raise PlanFileError(
+            f"{where} has the format {found['format']!r}, version {found['version']!r}; this version of Partita reads "
+            f"{FORMAT!r}, version {VERSION}"
+        )
+    if found["fingerprint"] != fingerprint(program):
+        raise PlanFileError(
+            f"{where} is a plan for another program: the fingerprints differ. A plan fits the program that it was made "
+            "for, or the same model captured again; make a new one for this program"
+        )
+    treatments = [reader.value(one, f"treatment {at}") for at, one in enumerate(found["treatments"])]
+    for at, one in enumerate(treatments):
+        if not is_treatment(one):
+            raise PlanFileError(f"{where}: treatment {at} is {one!r}, which is no treatment")
+    regions, chosen = [], list[Treatment]()
+    for at, one in enumerate(found["regions"]):
+        row = reader.record(one, _REGION, f"region {at}")
+        if not 0 <= row["treatment"] < len(treatments):
+            raise PlanFileError(f"{where}: region {row['name']!r} has treatment {row['treatment']}, and there is none")
+        nodes = reader.nodes(row["nodes"], program, f"region {row['name']!r}")
+        label = reader.value(row["label"], f"the label of region {row['name']!r}")
+        regions.append(Region(row["name"], nodes, label if isinstance(label, Hashable) else None))
+        chosen.append(treatments[row["treatment"]])
+    reasons: dict[Node, str] = {}
+    for at, one in enumerate(found["reasons"]):
+        row = reader.record(one, _REASON, f"reason {at}")
+        reason = Reason(row["text"], kind=row["kind"], by=row["by"], why=row["why"])
+        reasons.update(dict.fromkeys(reader.nodes(row["nodes"], program, f"reason {at}"), reason))
+    return Plan(Partition(program, regions, reasons), tuple(chosen), found["restores_modes"])
+
+
+_PLAN = {
+    "format": str, "version": int, "fingerprint": str, "restores_modes": bool, "treatments": list, "regions": list,
+    "reasons": list,
+}  # fmt: skip
+_REGION = {"name": str, "label": object, "nodes": list, "treatment": int}
+_REASON = {"text": str, "kind": str, "by": str, "why": str, "nodes": list}
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class _Writer:
+    """Writes values of options: plain ones, containers, and instances of known classes."""
+
+    def __init__(self, known: Known) -> None:
+        self._names = {cls: name for name, cls in known.items()}
+
+    def value(self, value: object, where: str) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, list | tuple):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [self.value(one, where) for one in value]}
+        if isinstance(value, set | frozenset):
+            return {"set": sorted((self.value(one, where) for one in value), key=repr)}
+        name = self._names.get(type(value))
+        if name is None or not is_dataclass(value):
+            raise PlanFileError(
+                f"{where} holds {value!r}, which a file cannot hold: it takes numbers, texts, containers of these, and "
+                f"options of the classes {', '.join(sorted(self._names.values()))}"
+            )
+        return {"class": name, "options": self._options(value, where)}
+
+    def _options(self, value: Any, where: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for one in fields(value):
+            held = getattr(value, one.name)
+            if one.name.startswith("_") or (one.default is not MISSING and held == one.default):
+                continue
+            if one.name in unsaved_options(type(value)):
+                raise PlanFileError(
+                    f"{where}: a file does not hold the option {one.name!r}, which decides what code is run; save the "
+                    "plan without it, and set it after loading"
+                )
+            found[one.name] = self.value(held, where)
+        return found
+
+
+def unsaved_options(cls: type) -> frozenset[str]:
+    """The options of a class that decide which code runs; a file has none of them."""
+    return frozenset(getattr(cls, "unsaved_options", ()))
+
+
+class _Reader:
+    """Reads what a `_Writer` wrote, and refuses everything else."""
+
+    def __init__(self, known: Known, where: str) -> None:
+        self._known, self._where = known, where
+
+    def record(self, data: Any, expected: Mapping[str, type], what: str) -> dict[str, Any]:
+        if not isinstance(data, dict) or set(data) != set(expected):
+            keys = ", ".join(map(repr, expected))
+            raise PlanFileError(f"{self._where}: {what} is not an object with the keys {keys}")
+        for key, kind in expected.items():
+            if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
+                raise PlanFileError(f"{self._where}: {key!r} of {what} is not of the type {kind.__name__}")
+        return data
+
+    def nodes(self, names: Sequence[Any], program: Program, what: str) -> tuple[Node, ...]:
+        for name in names:
+            if not isinstance(name, str):
+                raise PlanFileError(f"{self._where}: {what} has {name!r} among its nodes, which is no name")
+        try:
+            return tuple(program.node(name) for name in names)
+        except PartitaError as error:
+            raise PlanFileError(f"{self._where}: {what} has a node that this program has not: {error}") from None
+
+    def value(self, data: Any, what: str, depth: int = 0) -> Any:
+        if isinstance(data, _PLAIN):
+            return data
+        if isinstance(data, dict) and depth < _DEEPEST:
+            match data:
+                case {"list": list(items)} if len(data) == 1:
+                    return [self.value(one, what, depth + 1) for one in items]
+                case {"tuple": list(items)} if len(data) == 1:
+                    return tuple(self.value(one, what, depth + 1) for one in items)
+                case {"set": list(items)} if len(data) == 1:
+                    return frozenset(self.value(one, what, depth + 1) for one in items)
+                case {"class": str(name), "options": dict(options)} if len(data) == 2:
+                    return self._instance(name, options, what, depth)
+        raise PlanFileError(f"{self._where}: {what} has a value that no plan has: {str(data)[:80]}")
+
+    def _instance(self, name: str, options: dict[str, Any], what: str, depth: int) -> Any:
+        cls = self._known.get(name)
+        if cls is None:
+            raise PlanFileError(
+                f"{self._where}: {what} is of the class {name!r}, which is not known; there are "
+                f"{', '.join(sorted(self._known))}, and those that you pass as `classes`"
+            )
+        taken = {one.name for one in fields(cls) if not one.name.startswith("_")} - unsaved_options(cls)
+        unknown = sorted(set(options) - taken)
+        if unknown:
+            raise PlanFileError(f"{self._where}: {what} of the class {name!r} has no option {unknown[0]!r} in a file")
+        values = {key: self.value(one, what, depth + 1) for key, one in options.items()}
+        positional = [
+            parameter.name
+            for parameter in signature(cls).parameters.values()
+            if parameter.kind is Parameter.VAR_POSITIONAL
+        ]
+        rest: Iterable[Any] = values.pop(positional[0], ()) if positional else ()
+        try:
+            return cls(*rest, **values)
+        except (PartitaError, TypeError, ValueError) as error:
+            raise PlanFileError(f"{self._where}: {what}: {name} does not take these options: {error}") from None
+
+
+_DEEPEST = 20

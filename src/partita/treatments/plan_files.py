@@ -1,0 +1,70 @@
+"""Plans in files: which treatments one may name, and how it is written and read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from partita.errors import OptionError
+from partita.lowering.delegate import Delegate
+from partita.lowering.lower import Lower
+from partita.plans import Plan
+from partita.plans.files import Known, read_plan, write_plan
+from partita.program.program import Program
+from partita.recompute import (
+    KeepAtMost,
+    KeepEverything,
+    KeepExpensive,
+    KeepNodes,
+    KeepNothing,
+    KeepOperators,
+    Recompute,
+)
+from partita.treatments.basic import Call, LeaveEager, Mark, Mode
+
+_OURS = (
+    Call,
+    Delegate,
+    KeepAtMost,
+    KeepEverything,
+    KeepExpensive,
+    KeepNodes,
+    KeepNothing,
+    KeepOperators,
+    LeaveEager,
+    Lower,
+    Mark,
+    Mode,
+    Recompute,
+)
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str], *, classes: Iterable[type] = ()) -> None:
+    """Writes a plan as JSON. `classes` are treatments of your own, dataclasses whose options are plain values."""
+    write_plan(plan, path, _known(classes))
+
+
+def load_plan(
+    path: str | os.PathLike[str],
+    program: Program | GraphModule | ExportedProgram,
+    *,
+    classes: Iterable[type] = (),
+) -> Plan:
+    """The plan of a file for the program that it was made for, captured again if need be.
+
+    The file is data: nothing in it is imported or run. A treatment of your own is found among `classes`, by its name.
+    """
+    return read_plan(path, program if isinstance(program, Program) else Program.of(program), _known(classes))
+
+
+def _known(classes: Iterable[type]) -> Known:
+    known: dict[str, type] = {cls.__name__: cls for cls in _OURS}
+    for cls in classes:
+        if not isinstance(cls, type):
+            raise OptionError(f"classes are classes of treatments, not {cls!r}")
+        if known.setdefault(cls.__name__, cls) is not cls:
+            raise OptionError(f"two classes are called {cls.__name__!r}; a file names classes, so rename one")
+    return known

@@ -1,0 +1,202 @@
+"""Plans in files: what is saved is loaded, for the same program only, and everything else is refused in words."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import partita
+from partita.backends import Inductor
+from partita.errors import OptionError, PlanFileError
+from partita.policies import ByCapability, ByLabel, BySize
+from partita.treatments import (
+    Call,
+    Delegate,
+    KeepAtMost,
+    KeepExpensive,
+    KeepNodes,
+    KeepOperators,
+    LeaveEager,
+    Lower,
+    Mark,
+    Mode,
+    Recompute,
+)
+
+X = torch.randn(2, 4)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A treatment of a user."""
+
+    factor: float
+    names: tuple[str, ...] = ()
+
+    def treat(self, body: GraphModule) -> GraphModule:
+        return body
+
+
+def _program() -> partita.Program:
+    torch.manual_seed(0)
+    return partita.capture(Model(), (X,))
+
+
+@pytest.mark.parametrize(
+    "treatment",
+    [
+        Call(),
+        Mode(operators="torch"),
+        Mark("key", ("a", 1, None, 2.5, [True])),
+        LeaveEager(),
+        Lower("aot_eager", strict=True, max_variants=3, cuda_graphs=frozenset({1, 2})),
+        Delegate("aot_inductor"),
+        Recompute(KeepOperators("aten.linear", "aten.relu")),
+        Recompute(KeepNodes("linear")),
+        Recompute(KeepAtMost(10)),
+        Recompute(KeepExpensive(2.0)),
+        Own(0.1, ("a", "b")),
+    ],
+    ids=repr,
+)
+def test_what_is_saved_is_loaded(treatment: Any, tmp_path: Path) -> None:
+    program = _program()
+    plan = partita.plan(program, BySize(parts=2), treatment)
+    partita.save_plan(plan, tmp_path / "plan.json", classes=[Own])
+    loaded = partita.load_plan(tmp_path / "plan.json", program, classes=[Own])
+    assert loaded.treatments == plan.treatments
+    assert [(one.name, one.label, one.nodes) for one in loaded.partition] == [
+        (one.name, one.label, one.nodes) for one in plan.partition
+    ]
+    assert loaded.puts_back_modes == plan.puts_back_modes
+    assert not plan.diff(loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_is_for_the_same_model_captured_again(tmp_path: Path) -> None:
+    plan = partita.plan(_program(), ByLabel(lambda node: ("part", 1)), Call())
+    partita.save_plan(plan, tmp_path / "plan.json")
+    again = _program()
+    partita.verify(again, partita.load_plan(tmp_path / "plan.json", again).apply(), (X,))
+    other = partita.capture(nn.Sequential(Model(), nn.ReLU()), (X,))
+    with pytest.raises(PlanFileError, match="for another program"):
+        partita.load_plan(tmp_path / "plan.json", other)
+
+
+def test_reasons_of_excluded_nodes_are_kept(tmp_path: Path) -> None:
+    program = _program()
+    plan = partita.plan(program, ByCapability(lambda node: "no kernel" if "relu" in node.name else None), Call())
+    partita.save_plan(plan, tmp_path / "plan.json")
+    loaded = partita.load_plan(tmp_path / "plan.json", program)
+    assert loaded.summary() == plan.summary()
+    assert loaded.explain("relu") == plan.explain("relu")
+
+
+@pytest.mark.parametrize(
+    ("treatment", "message"),
+    [
+        (Lower("inductor", cache="somewhere"), "does not hold the option 'cache'"),
+        (Lower("aot_eager", dumper=str), "does not hold the option 'dumper'"),
+        (Lower(Inductor(options={"max_autotune": True})), "holds Inductor"),
+        (Recompute(KeepOperators(torch.relu)), "which a file cannot hold"),
+        (Own(1.0), "which a file cannot hold"),
+    ],
+    ids=repr,
+)
+def test_what_a_file_cannot_hold_is_refused(treatment: Any, message: str, tmp_path: Path) -> None:
+    plan = partita.plan(_program(), BySize(parts=1), treatment)
+    with pytest.raises(PlanFileError, match=message):
+        partita.save_plan(plan, tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+def _spoilt(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], Any]:
+    def spoil(data: dict[str, Any]) -> Any:
+        change(data)
+        return data
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda data: [], "not an object with the keys"),
+        (lambda data: {**data, "more": 1}, "not an object with the keys"),
+        (_spoilt(lambda data: data.update(version=2)), "reads 'partita plan', version 1"),
+        (_spoilt(lambda data: data.update(version=True)), "'version' of"),
+        (_spoilt(lambda data: data["regions"][0].update(treatment=7)), "has treatment 7"),
+        (_spoilt(lambda data: data["regions"][0].update(treatment=-1)), "has treatment -1"),
+        (_spoilt(lambda data: data["regions"][0]["nodes"].append("linaer")), "did you mean 'linear'"),
+        (_spoilt(lambda data: data["regions"][0]["nodes"].append(3)), "which is no name"),
+    ],
+)
+def test_a_spoilt_file_is_refused(spoil: Any, message: str, tmp_path: Path) -> None:
+    program, path = _program(), tmp_path / "plan.json"
+    partita.save_plan(partita.plan(program, BySize(parts=1), Call()), path)
+    path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
+    with pytest.raises(PlanFileError, match=message):
+        partita.load_plan(path, program)
+
+
+@pytest.mark.parametrize(
+    ("treatment", "message"),
+    [
+        (3, "is no treatment"),
+        ({"class": "KeepAtMost", "options": {"bytes": 3}}, "is no treatment"),
+        ({"class": "os.system", "options": {}}, "'os.system', which is not known"),
+        ({"class": "Call", "options": {}, "more": 1}, "a value that no plan has"),
+        ({"class": "Lower", "options": {"cache": "folder"}}, "no option 'cache' in a file"),
+        ({"class": "Lower", "options": {"__class__": "Call"}}, "no option '__class__' in a file"),
+        ({"class": "Lower", "options": {"backend": "inducter"}}, "does not take these options"),
+        ({"class": "Recompute", "options": {"keep": {"tuple": [{"list": [{}]}]}}}, "a value that no plan has"),
+    ],
+)
+def test_a_treatment_that_no_plan_has_is_refused(treatment: Any, message: str, tmp_path: Path) -> None:
+    program, path = _program(), tmp_path / "plan.json"
+    partita.save_plan(partita.plan(program, BySize(parts=1), Call()), path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "treatments": [treatment]}))
+    with pytest.raises(PlanFileError, match=message):
+        partita.load_plan(path, program)
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[" * 100_000, '{"format": 1e999}'])
+def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanFileError):
+        partita.load_plan(tmp_path / "plan.json", _program())
+
+
+def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
+    plan = partita.plan(_program(), BySize(parts=1), Call())
+    with pytest.raises(OptionError, match="two classes are called 'Call'"):
+        partita.save_plan(plan, tmp_path / "plan.json", classes=[type("Call", (), {})])
+
+
+def test_what_another_plan_changes() -> None:
+    program = _program()
+    two = partita.plan(program, BySize(parts=2), Call())
+    assert not two.diff(copy.copy(two))
+    lowered = partita.plan(program, BySize(parts=2), {"part_0": Call(), "part_1": Lower("eager")})
+    assert str(two.diff(lowered)) == "  region 'part_1': Call() -> Lower('eager')"
+    three = str(two.diff(partita.plan(program, BySize(parts=3), Call())))
+    assert "+ region 'part_2', 1 nodes" in three
+    assert "region 'part_0': - relu" in three
