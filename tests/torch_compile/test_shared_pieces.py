@@ -195,6 +195,13 @@ def test_inductor_compiles_a_layer_once_and_trains_alike() -> None:
     assert len(recorder.parts) == 2
 
 
+def test_the_inner_backend_is_counted_in_lines_about_progress(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "partita.plans.progress"):
+        compiled(_Model(count=6).eval(), inner="aot_eager")(torch.randn(4, 6))
+    told = [record.getMessage() for record in caplog.records if record.name == "partita.plans.progress"]
+    assert [line.split(",")[0] for line in told] == ["1 of 2 bodies", "2 of 2 bodies"]
+
+
 def _fake_runs(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> int:
     """How many pieces run on fake tensors in a call that compiles."""
     ran = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
 from partita.analysis.tolerance import Tolerance
 from partita.errors import OptionError
+from partita.plans.progress import Progress
 from partita.plans.treatment import (
     Called,
     Site,
@@ -62,13 +64,19 @@ log = logging.getLogger(__name__)
 
 
 def compile_pieces(
-    cut: GraphModule, root: GraphModule, inner: Inner, example_inputs: Sequence[Any], *, shares: bool
+    cut: GraphModule,
+    root: GraphModule,
+    inner: Inner,
+    example_inputs: Sequence[Any],
+    *,
+    shares: bool,
+    progress: Progress,
 ) -> Callable[..., Any]:
     """Runs `cut`, which is Dynamo's graph `root` in parts, with what `inner` compiles in the place of every piece.
 
     If it `shares`, equal pieces are compiled once.
     """
-    compiler = _PieceCompiler(cut, root, inner, shared_fake_mode(example_inputs), shares=shares)
+    compiler = _PieceCompiler(cut, root, inner, shared_fake_mode(example_inputs), shares=shares, progress=progress)
     with ambient_kept():
         compiler.run(*example_inputs, enable_io_processing=False)
         compiler.compile_waiting()
@@ -130,7 +138,9 @@ def _returns_dynamic_sizes(node: Node, call: PieceCall) -> bool:
 class _PieceCompiler(Interpreter):
     """Runs the cut program node by node on fake tensors."""
 
-    def __init__(self, cut: GraphModule, root: GraphModule, inner: Inner, mode: Any, *, shares: bool) -> None:
+    def __init__(
+        self, cut: GraphModule, root: GraphModule, inner: Inner, mode: Any, *, shares: bool, progress: Progress
+    ) -> None:
         super().__init__(cut)
         self._cut, self._root, self._inner, self._mode = cut, root, inner, mode
         self.calls: list[PieceCall] = []
@@ -138,6 +148,10 @@ class _PieceCompiler(Interpreter):
         self._uses_as_strided = any("as_strided" in str(node.target) for node in root.graph.nodes)
         self._codes = {name: piece.code() for name, piece in self._pieces.items()} if shares else {}
         self._shared = SharedPieces(self._codes.values()) if shares else None
+        self._progress = progress
+        for name, piece in self._pieces.items():
+            if piece.is_to_compile():
+                progress.expect(name, self._codes.get(name) or name)
         self._sources = dict(zip(cut.graph.find_nodes(op="placeholder"), sources_of(root), strict=True))
 
     def run_node(self, n: Node) -> Any:
@@ -295,6 +309,7 @@ class _PieceCompiler(Interpreter):
         self._pieces[str(call.target)].keep_graph()
         sources = [self._sources.get(arg) if isinstance(arg, Node) else None for arg in call.args]
         adopt_origin(body, self._root, sources=sources, args=args)
+        begin = time.perf_counter()
         try:
             with own_tracing_context(self._mode):
                 compiled = self._inner(body, list(args))
@@ -310,6 +325,7 @@ class _PieceCompiler(Interpreter):
                 f"the inner backend {self._inner!r} returned {type(compiled).__name__} for {call.target!r}; "
                 "it must return a function that is called like the graph"
             )
+        self._progress.note(str(call.target), time.perf_counter() - begin)
         module = compiled if isinstance(compiled, Compiled) else Compiled(compiled)
         self._cut.add_module(str(call.target), module)
         if shared is not None and key is not None:
@@ -357,6 +373,10 @@ class Piece(nn.Module):
     def code(self) -> Hashable | None:
         """What is equal for pieces with equal bodies, before a compiler got them; None for one that equals no other."""
         return body_key(self.treated) if isinstance(self.treated, GraphModule) else None
+
+    def is_to_compile(self) -> bool:
+        """Whether it is left to the inner backend."""
+        return isinstance(self.treated, GraphModule) and not self.stays_eager and self.uncompiled_because is None
 
     def keep_graph(self) -> None:
         """Keeps a copy of the graph: a compiler owns the graph that it compiles and may change it."""

@@ -155,7 +155,8 @@ class _NewMemory(NamedTuple):
         def new() -> Tensor:
             return torch.empty_strided(self.sizes, self.strides, dtype=key.dtype, device=key.device)
 
-        made: Tensor = _Computed.apply(new, *(args[at] for at in self.sources)) if self.requires_grad else new()
+        link: Callable[..., Tensor] = _Computed.apply
+        made = link(new, *(args[at] for at in self.sources)) if self.requires_grad else new()
         alike = made.requires_grad == self.requires_grad and _described_tensor(made, 0, 0) == key
         return made if alike else None
 
