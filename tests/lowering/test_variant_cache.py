@@ -30,7 +30,7 @@ from partita.lowering.signature import Signature, TensorSpec
 from partita.lowering.stored_layout import STORED
 from partita.lowering.variant import Fit
 from partita.lowering.variant_cache import Variants
-from partita.policies import ByLabel
+from partita.policies import ByLabel, ByMode
 from partita.treatments import Lower
 
 
@@ -209,7 +209,7 @@ def test_the_layout_covers_all_that_a_pickle_holds() -> None:
 
     x = torch.randn(6, 4)
     program = capture(scaled, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    module = plan(program, ByLabel(lambda node: "all", modes_apart=True), Lower(Storing())).apply().module()
+    module = plan(program, ByMode(), Lower(Storing())).apply().module()
     module(x)
     found = {type(value) for value in _stored_values(module)}
     positional = {kind for kind in found if is_dataclass(kind) or hasattr(kind, "_fields")}

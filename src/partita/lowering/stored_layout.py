@@ -15,12 +15,13 @@ from partita.lowering._torch.guards import GlobalState
 from partita.lowering.config import CudaGraphOptions, Lowering, ModeScope
 from partita.lowering.constants import Constants
 from partita.lowering.dry_run import DryRun
-from partita.lowering.signature import DynamicSizes, Signature, TensorSpec
+from partita.lowering.signature import Constant, DynamicSizes, Signature, TensorSpec
 from partita.lowering.variant import Fit
 from partita.lowering.variant_cache import PickledCompiler, Stored
 
 #: The classes whose fields a pickle holds by place.
 STORED: tuple[type, ...] = (
+    Constant,
     Constants,
     Container,
     CudaGraphOptions,
