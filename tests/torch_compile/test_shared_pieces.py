@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, compiled
 from torch import Tensor, nn
-from torch.fx import Interpreter
+from torch.fx import Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
-from partita.policies import ByModule, Repeats
+from partita.policies import ByModule, Repeats, SplitAt
 from partita.torch_compile import plans
 from partita.treatments import Recompute
 
@@ -193,6 +193,41 @@ def test_inductor_compiles_a_layer_once_and_trains_alike() -> None:
         layer.dropout.p = 0.0
     assert_trains_like_eager(model, inner=recorder, share=True, exact=False)
     assert len(recorder.parts) == 2
+
+
+class _Scaled(nn.Module):
+    """Layers that differ in a factor, a float or a buffer."""
+
+    def __init__(self, make: Callable[[float], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block() for _ in range(4))
+        for at, layer in enumerate(self.layers):
+            factor = make(0.5 + at / 8)
+            if isinstance(factor, Tensor):
+                layer.register_buffer("factor", factor)
+            else:
+                layer.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * layer.factor
+        return x
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("make", "bodies"), [(float, 4), (torch.tensor, 1)])
+def test_factors_that_differ_are_inputs_if_they_are_buffers(
+    make: Callable[[float], Any], bodies: int, *, dynamic: bool
+) -> None:
+    model, x = _Scaled(make).eval(), torch.randn(4, 6)
+    with torch.no_grad():
+        options = {"inner": "aot_eager", "policy": SplitAt(_is_norm)}
+        torch.testing.assert_close(compiled(model, dynamic=dynamic, **options)(x), model(x))
+    assert plans(model)[-1].bodies == bodies
+
+
+def _is_norm(node: Node) -> bool:
+    return node.target is nn.functional.layer_norm
 
 
 def test_the_inner_backend_is_counted_in_lines_about_progress(caplog: pytest.LogCaptureFixture) -> None:
