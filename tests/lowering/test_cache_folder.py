@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 import os
 import subprocess
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import partita
+from partita._torch.operators import origins
 from partita.errors import OptionError
 from partita.policies import BySize, Repeats
 from partita.treatments import Lower
@@ -271,6 +274,68 @@ def test_code_that_another_process_may_not_have_is_not_cached(tmp_path: Path, ca
         assert torch.equal(lowered(torch.zeros(2)), torch.ones(2))
     assert not list(tmp_path.rglob("*.function"))
     assert "is not cached in a folder: its code may change between processes" in caplog.text
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Installs a package with an operator; called with what is said about the installation, and its version."""
+    root = tmp_path / "installed"
+    package, about = root / "partita_test_ops", root / "partita_test_ops-1.dist-info"
+    for folder in (package, about):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").write_text(_PACKAGE)
+    monkeypatch.syspath_prepend(root)
+
+    def install(version: str, **info: object) -> Any:
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: partita_test_ops\nVersion: {version}\n")
+        (about / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": info}))
+        importlib.invalidate_caches()
+        origins._installed_version.cache_clear()
+        return importlib.import_module("partita_test_ops").double.default
+
+    yield install
+    sys.modules.pop("partita_test_ops", None)
+    origins._installed_version.cache_clear()
+
+
+_PACKAGE = """
+import torch
+
+@torch.library.custom_op("partita_test_ops::double", mutates_args=())
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@_double.register_fake
+def _fake(x):
+    return torch.empty_like(x)
+
+double = torch.ops.partita_test_ops.double
+"""
+
+
+def _entries_of_operator(op: Any, folder: Path) -> int:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(op, (graph.placeholder("x"),)))
+    lowered = Lower(Counting(), cache=folder).treat(GraphModule(nn.Module(), graph))
+    assert torch.equal(lowered(torch.ones(2)), torch.full((2,), 2.0))
+    return len(list(folder.rglob("*.function")))
+
+
+def test_operators_of_an_installed_package_are_cached_for_its_version(
+    packaged: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    assert _entries_of_operator(packaged("1.0"), folder) == 1
+    assert _entries_of_operator(packaged("1.0"), folder) == 1
+    assert _entries_of_operator(packaged("2.0"), folder) == 2
+
+
+def test_operators_whose_code_may_change_are_not_cached(packaged: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert _entries_of_operator(packaged("1.0", editable=True), folder) == 0
+    op = packaged("1.0")
+    torch.library.register_fake("partita_test_ops::double", lambda x: torch.empty_like(x))
+    assert _entries_of_operator(op, folder) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

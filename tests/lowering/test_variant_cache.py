@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -19,13 +19,18 @@ import pytest
 import torch
 from tests.helpers.core import program_of
 from tests.lowering.helpers import Counting, lowered, region_of
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from partita import Program, plan
+from partita import Program, capture, plan
 from partita.errors import BackendError
+from partita.lowering.config import Lowering
+from partita.lowering.lowered import Lowered
+from partita.lowering.signature import Signature, TensorSpec
+from partita.lowering.stored_layout import STORED
+from partita.lowering.variant import Fit
 from partita.lowering.variant_cache import Variants
-from partita.policies import ByLabel
+from partita.policies import ByLabel, ByMode
 from partita.treatments import Lower
 
 
@@ -182,6 +187,47 @@ def test_a_pickle_whose_backend_is_not_installed_names_it(monkeypatch: pytest.Mo
         BackendError, match=r"'elsewhere' \(backend_elsewhere.Elsewhere\), which cannot be imported here"
     ):
         pickle.loads(data)
+
+
+def test_a_pickle_of_another_version_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = lowered(lambda x: x * 3, Lower("aot_eager"))
+    with monkeypatch.context() as other:
+        other.setattr("partita.lowering.lowered.layout", lambda: "another")
+        data = pickle.dumps(module)
+    with monkeypatch.context() as earlier:
+        earlier.delattr(Lowered, "__reduce__")
+        unmarked = pickle.dumps(module)
+    for stored in (data, unmarked):
+        with pytest.raises(BackendError, match="pickled by another version of Partita"):
+            pickle.loads(stored)
+
+
+def test_the_layout_covers_all_that_a_pickle_holds() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ x.t()).relu_().narrow(0, 0, x.shape[0] // 2)
+
+    x = torch.randn(6, 4)
+    program = capture(scaled, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    module = plan(program, ByMode(), Lower(Storing())).apply().module()
+    module(x)
+    found = {type(value) for value in _stored_values(module)}
+    positional = {kind for kind in found if is_dataclass(kind) or hasattr(kind, "_fields")}
+    assert {kind for kind in positional if kind.__module__.startswith("partita.lowering")} <= set(STORED)
+    assert {Lowering, Fit, Signature, TensorSpec} <= positional
+
+
+def _stored_values(module: object) -> list[object]:
+    """Every object that a pickle of a module stores by reference to its class."""
+    seen: list[object] = []
+
+    class Noting(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            seen.append(value)
+            return NotImplemented
+
+    Noting(io.BytesIO()).dump(module)
+    return seen
 
 
 def test_what_cannot_be_stored_is_compiled_again() -> None:

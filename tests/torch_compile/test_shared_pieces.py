@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, compiled
 from torch import Tensor, nn
-from torch.fx import Interpreter
+from torch.fx import Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
-from partita.policies import ByModule
+from partita.policies import ByModule, Repeats, SplitAt
 from partita.torch_compile import plans
 from partita.treatments import Recompute
 
@@ -195,7 +195,50 @@ def test_inductor_compiles_a_layer_once_and_trains_alike() -> None:
     assert len(recorder.parts) == 2
 
 
-def test_equal_layers_without_side_effects_run_on_fake_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Scaled(nn.Module):
+    """Layers that differ in a factor, a float or a buffer."""
+
+    def __init__(self, make: Callable[[float], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block() for _ in range(4))
+        for at, layer in enumerate(self.layers):
+            factor = make(0.5 + at / 8)
+            if isinstance(factor, Tensor):
+                layer.register_buffer("factor", factor)
+            else:
+                layer.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * layer.factor
+        return x
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("make", "bodies"), [(float, 4), (torch.tensor, 1)])
+def test_factors_that_differ_are_inputs_if_they_are_buffers(
+    make: Callable[[float], Any], bodies: int, *, dynamic: bool
+) -> None:
+    model, x = _Scaled(make).eval(), torch.randn(4, 6)
+    with torch.no_grad():
+        options = {"inner": "aot_eager", "policy": SplitAt(_is_norm)}
+        torch.testing.assert_close(compiled(model, dynamic=dynamic, **options)(x), model(x))
+    assert plans(model)[-1].bodies == bodies
+
+
+def _is_norm(node: Node) -> bool:
+    return node.target is nn.functional.layer_norm
+
+
+def test_the_inner_backend_is_counted_in_lines_about_progress(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "partita.plans.progress"):
+        compiled(_Model(count=6).eval(), inner="aot_eager")(torch.randn(4, 6))
+    told = [record.getMessage() for record in caplog.records if record.name == "partita.plans.progress"]
+    assert [line.split(",")[0] for line in told] == ["1 of 2 bodies", "2 of 2 bodies"]
+
+
+def _fake_runs(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> int:
+    """How many pieces run on fake tensors in a call that compiles."""
     ran = []
     run = Interpreter.run
 
@@ -203,10 +246,98 @@ def test_equal_layers_without_side_effects_run_on_fake_tensors_once(monkeypatch:
         ran.append(type(self))
         return run(self, *args, **kwargs)
 
+    with monkeypatch.context() as patched:
+        patched.setattr(Interpreter, "run", note)
+        call()
+    return ran.count(PropagateUnbackedSymInts)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_equal_layers_without_side_effects_run_on_fake_tensors_once(
+    monkeypatch: pytest.MonkeyPatch, *, dynamic: bool
+) -> None:
     model, x = _Model(count=6).eval(), torch.randn(4, 6)
-    monkeypatch.setattr(Interpreter, "run", note)
+    function = compiled(model, inner="eager", dynamic=dynamic)
     with torch.no_grad():
-        found = compiled(model, inner="eager")(x)
-    monkeypatch.undo()
-    assert ran.count(PropagateUnbackedSymInts) == 2  # A layer, and what follows.
-    torch.testing.assert_close(found, model(x))
+        assert _fake_runs(monkeypatch, lambda: function(x)) == 2  # A layer, and what follows.
+        torch.testing.assert_close(function(x), model(x))
+        torch.testing.assert_close(function(x[:3]), model(x[:3]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_layers_with_gradients_run_on_fake_tensors_once(monkeypatch: pytest.MonkeyPatch, *, dynamic: bool) -> None:
+    model, x = _Model(count=6), torch.randn(4, 6)
+    function = compiled(model, inner="eager", dynamic=dynamic)
+    # The first layer, whose input requires no gradient, another one, and what follows.
+    assert _fake_runs(monkeypatch, lambda: function(x)) == 3
+    torch.compiler.reset()
+    assert_trains_like_eager(model, inner="aot_eager")
+
+
+class _Apart(nn.Module):
+    """Layers beside each other; each result is changed in place after its layer has run."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block() for _ in range(3))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = []
+        for layer in self.layers:
+            result = layer(x)
+            self.change(result)
+            results.append(result)
+        return torch.cat(results)
+
+
+@pytest.mark.parametrize("change", [lambda y: y.unsqueeze_(0), lambda y: y.t_()])
+def test_a_result_that_is_changed_in_place_says_nothing_of_the_next(change: Callable[[Tensor], object]) -> None:
+    model, x = _Apart(change).eval(), torch.randn(4, 6)
+    with torch.no_grad():
+        found = compiled(model, inner="aot_eager", policy=ByModule("layers.*"))(x)
+        torch.testing.assert_close(found, model(x))
+
+
+class _Chosen(nn.Module):
+    """Two results, each with gradients for other inputs; of the last layer one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for one, other in self.layers:
+            x, y = torch.tanh(one(x).sin()) + x, torch.sigmoid(other(y).cos()) * y
+        return x
+
+
+def test_unused_results_of_equal_layers_have_no_gradients() -> None:
+    model, x = _Chosen(), torch.randn(4, 6)
+    compiled(model, inner="aot_eager", policy=Repeats(min_size=6))(x).sum().backward()
+    assert [(one.weight.grad is None, other.weight.grad is None) for one, other in model.layers] == [(False, True)] * 4
+
+
+class _Differentiates(nn.Module):
+    """Takes a gradient inside of its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        return gradient
+
+
+def test_a_backward_inside_of_the_graph_passes_through_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Differentiates().eval()
+    x = torch.randn(4, 6, requires_grad=True)
+    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
+    torch.testing.assert_close(compiled(model, inner="aot_eager")(x), model(x))

@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 from torch.fx import GraphModule
 
-from partita._torch.fx.structural_hash import digest_of_body, foreign_code
+from partita._torch.fx.structural_hash import digest_of_body, foreign_code, packages_behind
 from partita.backends._torch.compile import compiler_settings, instructions, kernels_in, vectors
 from partita.errors import OptionError
 
@@ -58,6 +58,7 @@ class CacheFolder:
             log.info("%s is not cached in a folder: its code may change between processes", foreign)
             return None
         marks = [str(node.meta.get("recompute")) for node in body.graph.nodes]
+        marks += packages_behind(body)
         kind = f"{type(backend).__module__}.{type(backend).__qualname__}"
         described = f"{kind} {backend!r} {getattr(backend, 'version', None)}"
         return cls(Path(root), _digest(digest_of_body(body), *marks, *map(repr, options)), described)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, Self, final
 from weakref import WeakSet
 
 import torch
@@ -33,6 +33,7 @@ from partita.lowering.signature import (
     signature_of,
     unfit_reason,
 )
+from partita.lowering.stored_layout import check_layout, layout, refuse_pickle
 from partita.lowering.variant import Cause, Fit, Variant, WrongOutputsError
 from partita.lowering.variant_cache import LruTable, Variants
 
@@ -40,6 +41,12 @@ from partita.lowering.variant_cache import LruTable, Variants
 @final
 class Lowered(StandsForBody):
     """Runs compiled code, or the body itself where that is not possible, under the modes of the body."""
+
+    def __new__(cls, *parts: Any) -> Self:
+        """Refuses pickles of versions that did not store their layout: these make a module without its parts."""
+        if not parts:
+            refuse_pickle()
+        return super().__new__(cls)
 
     def __init__(self, body: GraphModule, lowering: Lowering, variants: Variants) -> None:
         super().__init__()
@@ -95,6 +102,9 @@ class Lowered(StandsForBody):
     def _run_body(self, inputs: Sequence[Any]) -> Any:
         return self.body(*inputs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (layout(),), self.__getstate__()
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the dispatcher, which only holds caches; the variants have their own `__reduce__`."""
         return {name: value for name, value in self.__dict__.items() if name != "_dispatcher"}
@@ -103,6 +113,12 @@ class Lowered(StandsForBody):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         make_lazy_again(self.body)
         self._dispatcher = Dispatcher(self.body, self.lowering, self._variants)
+
+
+def _blank(stored_layout: str) -> Lowered:
+    """A module whose state is set next; a pickle of another layout is refused before that is read."""
+    check_layout(stored_layout)
+    return Lowered.__new__(Lowered, stored_layout)
 
 
 @final

@@ -121,7 +121,8 @@ def _compile_in_pieces(
         log.warning("the graph enters torch.func transforms; its parts run uncompiled")
         return decided.apply().graph_module
     deferred = replace(decided, treatments=tuple(map(DeferredTreatment, decided.treatments)), puts_back_modes=False)
-    return compile_pieces(deferred.apply().graph_module, gm, inner, example_inputs, shares=shares)
+    cut, progress = deferred.apply().graph_module, decided.compilations.progress
+    return compile_pieces(cut, gm, inner, example_inputs, shares=shares, progress=progress)
 
 
 @contextmanager

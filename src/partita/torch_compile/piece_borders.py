@@ -144,6 +144,8 @@ class PieceCall:
     links: tuple[frozenset[int], ...] = ()
     #: Whether it runs without grad mode and autocast, and switches no mode.
     is_modeless: bool = False
+    #: Whether it leaves the modes of its caller as they are.
+    keeps_modes: bool = False
 
     @classmethod
     def of(
@@ -155,6 +157,7 @@ class PieceCall:
         before: tuple[_Snapshot | None, ...],
         edges: Sequence[Edge],
         is_modeless: bool,
+        keeps_modes: bool,
     ) -> PieceCall:
         after = snapshots_of((*args, *outputs))
         views = no_grad_views((*args, *(snapshot and snapshot.grad_fn for snapshot in before)), outputs)
@@ -171,6 +174,7 @@ class PieceCall:
             no_grad_views=views,
             links=links,
             is_modeless=is_modeless,
+            keeps_modes=keeps_modes,
         )
 
     def now_compiled(self, own: Border) -> PieceCall:
@@ -179,8 +183,13 @@ class PieceCall:
 
     def is_pure(self) -> bool:
         """Whether a call computes outputs in new memory, without gradients, and does nothing else."""
-        if not self.is_modeless or self._mutated() or self._needs_backward():
-            return False
+        return self.is_modeless and not self._mutated() and not self._needs_backward() and self._has_own_memory()
+
+    def returns_only_new_memory(self) -> bool:
+        """Whether a call computes outputs in new memory, gradients of which flow as autograd says, and does no more."""
+        return self.keeps_modes and not self._mutated() and not self.no_grad_views and self._has_own_memory()
+
+    def _has_own_memory(self) -> bool:
         tensors = [place for place, value in enumerate(self.outputs) if isinstance(value, Tensor)]
         return unaliased_outputs(self.args, self.outputs) == tuple(tensors)
 

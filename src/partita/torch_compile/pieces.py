@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -20,9 +21,11 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from partita._torch.fake_sandbox import ambient_kept, forget_memos, runs_fake, shared_fake_mode, to_fake
 from partita._torch.fx.lazy_graph_module import generate_code
+from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
 from partita.analysis.tolerance import Tolerance
 from partita.errors import OptionError
+from partita.plans.progress import Progress
 from partita.plans.treatment import (
     Called,
     Site,
@@ -37,7 +40,12 @@ from partita.plans.treatment import (
 from partita.program.program import Program
 from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.rewrite.bodies import copy_mutated_inputs
-from partita.torch_compile._torch.backends import adopt_origin, own_tracing_context, sources_of, without_disabling
+from partita.torch_compile._torch.backends import (
+    adopt_origin,
+    own_tracing_context,
+    sources_of,
+    without_disabling,
+)
 from partita.torch_compile._torch.direct_calls import Boxed, behind_wrappers
 from partita.torch_compile.options import Inner
 from partita.torch_compile.piece_borders import (
@@ -49,19 +57,25 @@ from partita.torch_compile.piece_borders import (
     edges_before,
     snapshots_of,
 )
-from partita.torch_compile.shared_pieces import PieceKey, SharedPieces, WaitingPiece, outputs_like, piece_key
+from partita.torch_compile.shared_pieces import KnownResults, PieceKey, SharedPieces, WaitingPiece, piece_key
 
 log = logging.getLogger(__name__)
 
 
 def compile_pieces(
-    cut: GraphModule, root: GraphModule, inner: Inner, example_inputs: Sequence[Any], *, shares: bool
+    cut: GraphModule,
+    root: GraphModule,
+    inner: Inner,
+    example_inputs: Sequence[Any],
+    *,
+    shares: bool,
+    progress: Progress,
 ) -> Callable[..., Any]:
     """Runs `cut`, which is Dynamo's graph `root` in parts, with what `inner` compiles in the place of every piece.
 
     If it `shares`, equal pieces are compiled once.
     """
-    compiler = _PieceCompiler(cut, root, inner, shared_fake_mode(example_inputs), shares=shares)
+    compiler = _PieceCompiler(cut, root, inner, shared_fake_mode(example_inputs), shares=shares, progress=progress)
     with ambient_kept():
         compiler.run(*example_inputs, enable_io_processing=False)
         compiler.compile_waiting()
@@ -123,13 +137,20 @@ def _returns_dynamic_sizes(node: Node, call: PieceCall) -> bool:
 class _PieceCompiler(Interpreter):
     """Runs the cut program node by node on fake tensors."""
 
-    def __init__(self, cut: GraphModule, root: GraphModule, inner: Inner, mode: Any, *, shares: bool) -> None:
+    def __init__(
+        self, cut: GraphModule, root: GraphModule, inner: Inner, mode: Any, *, shares: bool, progress: Progress
+    ) -> None:
         super().__init__(cut)
         self._cut, self._root, self._inner, self._mode = cut, root, inner, mode
         self.calls: list[PieceCall] = []
         self._pieces = {name: module for name, module in cut.named_children() if isinstance(module, Piece)}
         self._uses_as_strided = any("as_strided" in str(node.target) for node in root.graph.nodes)
-        self._shared = SharedPieces(piece.body for piece in self._pieces.values()) if shares else None
+        self._codes = {name: piece.code() for name, piece in self._pieces.items()} if shares else {}
+        self._shared = SharedPieces(self._codes.values()) if shares else None
+        self._progress = progress
+        for name, piece in self._pieces.items():
+            if piece.is_to_compile():
+                progress.expect(name, self._codes.get(name) or name)
         self._sources = dict(zip(cut.graph.find_nodes(op="placeholder"), sources_of(root), strict=True))
 
     def run_node(self, n: Node) -> Any:
@@ -176,12 +197,13 @@ class _PieceCompiler(Interpreter):
         """Compiles a piece, or lets it wait for an equal one with more gradients, and runs it."""
         body, shared = piece.treated, self._shared
         assert isinstance(body, GraphModule)
-        key = None if shared is None else piece_key(body, args)
+        code = self._codes.get(str(node.target))
+        key = None if shared is None or code is None else piece_key(body, args, code)
         if shared is None or key is None:
             self._compile(node, body, args, None)
             forget_memos(self._mode)
             return self._run_piece(node, piece, args)
-        if shared.is_to_wait(body, key):
+        if shared.is_to_wait(code, key):
             call = self._run_once(shared, key, node, piece, args)
             forget_memos(self._mode)
             shared.wait(WaitingPiece(key, node, body, args, call.outputs))
@@ -227,27 +249,34 @@ class _PieceCompiler(Interpreter):
             outputs = piece.interpreter(PropagateUnbackedSymInts).run(*args)
         count_mutations([args[place] for place in mutated], before=[before[place] for place in mutated])
         casts = any(is_enabled for _, is_enabled, _ in ambient.autocast)
-        is_modeless = not ambient.grad and not casts and read_ambient() == ambient
-        name = str(node.target)
-        self.calls.append(PieceCall.of(name, args, outputs, before=before, edges=edges, is_modeless=is_modeless))
-        return self.calls[-1]
+        keeps = read_ambient() == ambient
+        modeless = keeps and not ambient.grad and not casts
+        call = PieceCall.of(
+            str(node.target), args, outputs, before=before, edges=edges, is_modeless=modeless, keeps_modes=keeps
+        )
+        self.calls.append(call)
+        return call
 
     def _run_once(self, shared: SharedPieces, key: PieceKey, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
         """Runs a piece, unless what it returns is known from an equal one."""
-        call = self._run_like(shared.pure_call(key), node, args) or self._run_piece(node, piece, args)
+        call = self._run_like(shared.known_results(key), node, args) or self._run_piece(node, piece, args)
         shared.note_call(key, call)
         return call
 
-    def _run_like(self, known: PieceCall | None, node: Node, args: list[Any]) -> PieceCall | None:
-        """What a run of an equal piece with equal inputs returns, if that is only new memory; None if it must run."""
+    def _run_like(self, known: KnownResults | None, node: Node, args: list[Any]) -> PieceCall | None:
+        """What a run of an equal piece with equal inputs returns, if that is only new memory; None if it must run.
+
+        Nothing computes gradients of that: graphs that run a backward are not compiled in pieces.
+        """
         if known is None:
             return None
+        before, edges = snapshots_of(args), edges_before(args)
         with runs_fake(self._mode):
-            outputs = outputs_like(known.outputs)
+            outputs = known.make(args)
         if outputs is None:
             return None
-        before, edges = snapshots_of(args), edges_before(args)
-        call = PieceCall.of(str(node.target), args, outputs, before=before, edges=edges, is_modeless=True)
+        modeless, name = known.is_modeless, str(node.target)
+        call = PieceCall.of(name, args, outputs, before=before, edges=edges, is_modeless=modeless, keeps_modes=True)
         self.calls.append(call)
         return call
 
@@ -284,6 +313,7 @@ class _PieceCompiler(Interpreter):
         self._pieces[str(call.target)].keep_graph()
         sources = [self._sources.get(arg) if isinstance(arg, Node) else None for arg in call.args]
         adopt_origin(body, self._root, sources=sources, args=args)
+        begin = time.perf_counter()
         try:
             with own_tracing_context(self._mode):
                 compiled = self._inner(body, list(args))
@@ -299,6 +329,7 @@ class _PieceCompiler(Interpreter):
                 f"the inner backend {self._inner!r} returned {type(compiled).__name__} for {call.target!r}; "
                 "it must return a function that is called like the graph"
             )
+        self._progress.note(str(call.target), time.perf_counter() - begin)
         module = compiled if isinstance(compiled, Compiled) else Compiled(compiled)
         self._cut.add_module(str(call.target), module)
         if shared is not None and key is not None:
@@ -342,6 +373,14 @@ class Piece(nn.Module):
     def graph(self) -> Graph:
         """The graph of the body as it was before a compiler got it."""
         return self.body.graph if self._kept_graph is None else self._kept_graph
+
+    def code(self) -> Hashable | None:
+        """What is equal for pieces with equal bodies, before a compiler got them; None for one that equals no other."""
+        return body_key(self.treated) if isinstance(self.treated, GraphModule) else None
+
+    def is_to_compile(self) -> bool:
+        """Whether it is left to the inner backend."""
+        return isinstance(self.treated, GraphModule) and not self.stays_eager and self.uncompiled_because is None
 
     def keep_graph(self) -> None:
         """Keeps a copy of the graph: a compiler owns the graph that it compiles and may change it."""

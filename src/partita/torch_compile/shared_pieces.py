@@ -10,12 +10,13 @@ function that computes more gradients than are needed serves the first layer as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from partita._torch.fake_sandbox import fake_mode_of
 from partita._torch.fx.structural_hash import body_key
@@ -41,12 +42,12 @@ class PieceKey(NamedTuple):
         return self.family == other.family and all(own or not needed for own, needed in flags)
 
 
-def piece_key(body: GraphModule, args: Sequence[Any]) -> PieceKey | None:
-    """The key of a piece; None for one that equals no other.
+def piece_key(body: GraphModule, args: Sequence[Any], code: Hashable | None = None) -> PieceKey | None:
+    """The key of a piece, whose `code` is the key of its body if that is known; None for one that equals no other.
 
     The sizes of inputs count as expressions of symbols, not up to renaming: a compiler guards on symbols.
     """
-    code = body_key(body)
+    code = body_key(body) if code is None else code
     if code is None or any(True for _ in (*body.parameters(), *body.buffers())):
         return None
     try:
@@ -65,12 +66,12 @@ def piece_key(body: GraphModule, args: Sequence[Any]) -> PieceKey | None:
 class SharedPieces:
     """What the inner backend has made of the pieces of one graph, and the pieces that wait for one like them."""
 
-    def __init__(self, bodies: Iterable[GraphModule]) -> None:
+    def __init__(self, codes: Iterable[Hashable | None]) -> None:
         #: How many pieces with this code are still to come.
-        self._coming = Counter(map(body_key, bodies))
+        self._coming = Counter(codes)
         self._made: dict[PieceKey, nn.Module] = {}
         self._waiting: dict[Hashable, list[WaitingPiece]] = {}
-        self._pure_calls: dict[PieceKey, PieceCall] = {}
+        self._results: dict[PieceKey, KnownResults | None] = {}
 
     def found(self, key: PieceKey) -> nn.Module | None:
         """The function of an equal piece."""
@@ -79,17 +80,17 @@ class SharedPieces:
     def add(self, key: PieceKey, compiled: nn.Module) -> None:
         self._made[key] = compiled
 
-    def pure_call(self, key: PieceKey) -> PieceCall | None:
-        """The call of an equal piece that has no side effects."""
-        return self._pure_calls.get(key)
+    def known_results(self, key: PieceKey) -> KnownResults | None:
+        """What an equal piece has returned, if that is only new memory."""
+        return self._results.get(key)
 
     def note_call(self, key: PieceKey, call: PieceCall) -> None:
-        if key not in self._pure_calls and call.is_pure():
-            self._pure_calls[key] = call
+        """Notes what a piece returns; called right after its run, since later nodes may change that in place."""
+        if key not in self._results:
+            self._results[key] = KnownResults.of(call)
 
-    def is_to_wait(self, body: GraphModule, key: PieceKey) -> bool:
-        """Whether a piece with this body, which has been reached, waits: it is the first of several."""
-        code = body_key(body)
+    def is_to_wait(self, code: Hashable | None, key: PieceKey) -> bool:
+        """Whether a piece with this code, which has been reached, waits: it is the first of several."""
         self._coming[code] -= 1
         return self._coming[code] > 0 and any(key.requires_grad) and not any(map(key.covers, self._made))
 
@@ -119,17 +120,75 @@ class WaitingPiece(NamedTuple):
         return key.covers(self.key) and _requiring(outputs) == _requiring(self.outputs)
 
 
-def outputs_like(outputs: Sequence[Any]) -> list[Any] | None:
-    """New fake tensors that look like these; None if one has a dynamic size, or is a part of a larger memory."""
-    made: list[Any] = []
-    for value in outputs:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or value._has_symbolic_sizes_strides:
+@final
+class _Computed(torch.autograd.Function):
+    """A fake result that autograd takes for one computed from some tensors; no backward of a fake run passes it."""
+
+    @staticmethod
+    def forward(_ctx: Any, make: Callable[[], Tensor], *_sources: Tensor) -> Tensor:
+        return make()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> Any:
+        raise AssertionError("a fake result of a piece has no backward")
+
+
+class _NewMemory(NamedTuple):
+    """A fake tensor that a piece returns, in memory of its own, as it was when it was returned."""
+
+    key: _TensorKey
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    requires_grad: bool
+    #: The arguments that its gradient flows to.
+    sources: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Tensor, sources: Iterable[int]) -> _NewMemory:
+        key = _described_tensor(value, 0, 0)
+        return cls(key, tuple(value.shape), value.stride(), value.requires_grad, tuple(sorted(sources)))
+
+    def make(self, args: Sequence[Any]) -> Tensor | None:
+        """Another one like it, for a call with these arguments; None if it is a part of a larger memory, say."""
+        key = self.key
+
+        def new() -> Tensor:
+            return torch.empty_strided(self.sizes, self.strides, dtype=key.dtype, device=key.device)
+
+        link: Callable[..., Tensor] = _Computed.apply
+        made = link(new, *(args[at] for at in self.sources)) if self.requires_grad else new()
+        alike = made.requires_grad == self.requires_grad and _described_tensor(made, 0, 0) == key
+        return made if alike else None
+
+
+class KnownResults(NamedTuple):
+    """What a piece returns if that is only new memory, so that a run of an equal piece would say nothing new."""
+
+    outputs: tuple[_NewMemory, ...]
+    is_modeless: bool
+
+    @classmethod
+    def of(cls, call: PieceCall) -> KnownResults | None:
+        """The results of a call that has just run; None if it did something else, or returns what it has created."""
+        if not call.returns_only_new_memory() or any(map(_is_unbacked, call.outputs)):
             return None
-        new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        if new.requires_grad or _described_tensor(new, 0, 0) != _described_tensor(value, 0, 0):
+        links = call.links or (frozenset[int](),) * len(call.outputs)
+        pairs = zip(call.outputs, links, strict=True)
+        try:
+            found = tuple(_NewMemory.of(value, sources) for value, sources in pairs)
+        except _IncomparableError:
             return None
-        made.append(new)
-    return made
+        return cls(found, call.is_modeless)
+
+    def make(self, args: Sequence[Any]) -> list[Tensor] | None:
+        """The outputs of an equal piece with these arguments; None if it must run."""
+        made = [output.make(args) for output in self.outputs]
+        return None if any(output is None for output in made) else [one for one in made if one is not None]
+
+
+def _is_unbacked(value: Any) -> bool:
+    """Whether a result is no tensor, or has sizes that a run creates."""
+    return not isinstance(value, Tensor) or bool(free_unbacked_symbols(value))
 
 
 def _requiring(outputs: Sequence[Any]) -> list[bool]:

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.nn_modules import call_overrides
+from partita._torch.operators.origins import version_behind
 from partita._torch.operators.schemas import has_process_lifetime
 
 
@@ -212,12 +213,28 @@ def _text_of(target: Any) -> str:
 
 
 def foreign_code(body: GraphModule) -> Iterator[str]:
-    """What a body calls that is neither torch's nor Python's own: its name does not say what it does elsewhere."""
+    """What a body calls that is neither torch's nor Python's own, nor an operator of an installed package.
+
+    Its name does not say what it does elsewhere.
+    """
     for module in body.modules():
         if isinstance(module, GraphModule):
-            yield from (f"{node.target}" for node in module.graph.nodes if not _is_torchs(node))
+            yield from (
+                f"{node.target}" for node in module.graph.nodes if not _is_torchs(node) and _package_of(node) is None
+            )
         elif not _is_of(type(module), _PACKAGES):
             yield type(module).__qualname__
+
+
+def packages_behind(body: GraphModule) -> list[str]:
+    """The other packages, with their versions, that define operators which a body calls."""
+    nodes = (node for module in body.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
+    return sorted({found for node in nodes if not _is_torchs(node) and (found := _package_of(node)) is not None})
+
+
+def _package_of(node: Node) -> str | None:
+    is_operator = isinstance(node.target, OpOverload) and all(map(_is_data, (*node.args, *node.kwargs.values())))
+    return version_behind(node.target) if is_operator else None  # type: ignore[arg-type]
 
 
 _PACKAGES = ("torch", "_operator", "operator", "math", "builtins", "partita")
