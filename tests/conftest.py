@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import gettempdir
@@ -38,6 +39,13 @@ torch.set_num_threads(1)
 # Inductor's cache (torch 2.13) takes code that is written for longer vectors than those of the CPU that is played.
 if played := os.environ.get("ATEN_CPU_CAPABILITY"):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}_{played}")
+
+# pytest gives each logger that does not propagate handlers of its own, and torch would write all its graphs for them.
+for _trace in ("torch.__trace", "torch.__dtrace"):
+    logging.getLogger(_trace).propagate = True
+
+# Seeding accelerators that are not there costs more than most tests: each call remembers its stack for a later start.
+_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 # What compilers cache makes every full collection long, so there are fewer of them.
 gc.set_threshold(5_000, 20, 50)
@@ -86,7 +94,14 @@ def _warnings_are_logged() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _known_random_state() -> None:
-    torch.manual_seed(0)
+    _seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _guards_are_not_timed() -> None:
+    """Dynamo (torch 2.13) flushes the CPU's caches to time the guards of each frame, for a debug message."""
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        vars(guards)["profile_guard_manager"] = lambda *_: 0.0
 
 
 @pytest.fixture(autouse=True)
