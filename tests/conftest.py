@@ -97,6 +97,14 @@ def _known_random_state() -> None:
     _seed(0)
 
 
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """A full collection looks only at what the test itself makes, not at all that compilers have cached."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _guards_are_not_timed() -> None:
     """Dynamo (torch 2.13) flushes the CPU's caches to time the guards of each frame, for a debug message."""

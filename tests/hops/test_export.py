@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hops.helpers import CASES, Case, Regions, assert_equal, gradients, run_python, seeded
+from tests.hops.helpers import CASES, Case, Regions, assert_equal, gradients, printed_by_new_process, seeded
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
@@ -87,7 +87,7 @@ for name, y, grads in torch.load(folder + "/expected.pt"):
     assert_equal(gradients(module, x), grads)
 print("loaded")
 """
-    assert run_python(source) == "loaded\n"
+    assert printed_by_new_process(source) == "loaded\n"
 
 
 class _Nest(nn.Module):

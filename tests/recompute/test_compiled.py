@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hops.helpers import run_python
+from tests.hops.helpers import printed_by_new_process
 from tests.recompute.helpers import Network, captured, recomputed, rows, trained
 from tests.recompute.operators.helpers import assert_bitwise
 from torch import Tensor
@@ -193,7 +193,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"] >= 2)
 @pytest.mark.slow
 def test_a_cache_of_compiled_graphs_tells_policies_apart(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert run_python(_CACHED) == "True\n"
+    assert printed_by_new_process(_CACHED) == "True\n"
 
 
 @pytest.mark.parametrize("is_trained_before", [False, True])
