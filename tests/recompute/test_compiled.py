@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.selecting import slow_but
 from tests.hops.helpers import printed_by_new_process
 from tests.recompute.helpers import Network, captured, recomputed, rows, trained
 from tests.recompute.operators.helpers import assert_bitwise
@@ -80,8 +82,13 @@ def _compiled(call: Callable[..., Any], inner: str) -> Any:
     return torch.compile(call, backend=inner, fullgraph=True)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@pytest.mark.parametrize("keep", [KeepNothing(), LINEAR, KeepEverything()], ids=["nothing", "linear", "everything"])
+_KEEPS = (KeepNothing(), LINEAR, KeepEverything())
+
+
+@pytest.mark.parametrize(
+    ("keep", "inner"),
+    slow_but(product(_KEEPS, ("eager", "aot_eager")), *product(_KEEPS, ("aot_eager",)), (LINEAR, "eager")),
+)
 def test_the_applied_program_compiles_and_trains_alike(keep: Any, inner: str) -> None:
     module, plain = recomputed(keep).apply().module(), captured().module()
     found, expected = (trained(made, _compiled(made, inner)) for made in (module, plain))
