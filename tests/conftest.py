@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from partita._torch import gc_pause
 from partita._torch.modes import read_ambient, restore_autocast
 
 # One profile is small and the same in every run; the other looks for new graphs and remembers those that failed.
@@ -36,6 +37,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # Tests run side by side, and sums must not depend on how many threads share them.
 torch.set_num_threads(1)
 
+# The processes in which Inductor compiles in parallel would import torch once more beside each of ours.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # Inductor's cache (torch 2.13) takes code that is written for longer vectors than those of the CPU that is played.
 if played := os.environ.get("ATEN_CPU_CAPABILITY"):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}_{played}")
@@ -49,6 +53,7 @@ _seed = torch.manual_seed if torch.accelerator.is_available() else torch.default
 
 # What compilers cache makes every full collection long, so there are fewer of them.
 gc.set_threshold(5_000, 20, 50)
+gc_pause._MOST_UNSEEN = 3_000_000
 
 
 ROOT = Path(__file__).resolve().parents[1]
