@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import torch.multiprocessing
 
 _SERVER = """
 import json, os, sys, types
@@ -66,6 +69,12 @@ def run_in_new_process(
         server.stdin.flush()
         status = int(server.stdout.readline())
         return subprocess.CompletedProcess(given, status, out.read_text(), err.read_text())
+
+
+def run_on_ranks(function: Callable[..., None], *args: object) -> None:
+    """Runs a function of a rank and these arguments in two processes that share one import of torch."""
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "partita"])
+    torch.multiprocessing.start_processes(function, args, nprocs=2, start_method="forkserver")
 
 
 @cache
