@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import gettempdir
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from partita._torch import gc_pause
 from partita._torch.modes import read_ambient, restore_autocast
 
 # One profile is small and the same in every run; the other looks for new graphs and remembers those that failed.
@@ -35,9 +37,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # Tests run side by side, and sums must not depend on how many threads share them.
 torch.set_num_threads(1)
 
+# The processes in which Inductor compiles in parallel would import torch once more beside each of ours.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # Inductor's cache (torch 2.13) takes code that is written for longer vectors than those of the CPU that is played.
 if played := os.environ.get("ATEN_CPU_CAPABILITY"):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}_{played}")
+
+# pytest gives each logger that does not propagate handlers of its own, and torch would write all its graphs for them.
+for _trace in ("torch.__trace", "torch.__dtrace"):
+    logging.getLogger(_trace).propagate = True
+
+# Seeding accelerators that are not there costs more than most tests: each call remembers its stack for a later start.
+_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 # What compilers cache makes every full collection long, so there are fewer of them.
 gc.set_threshold(5_000, 20, 50)
@@ -86,7 +98,23 @@ def _warnings_are_logged() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _known_random_state() -> None:
-    torch.manual_seed(0)
+    _seed(0)
+
+
+@pytest.fixture
+def quick_collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A full collection looks only at what the test itself makes, not at all that compilers have cached."""
+    monkeypatch.setattr(gc_pause, "_age_new_objects", lambda: None)  # It would count all that is frozen, and no more.
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _guards_are_not_timed() -> None:
+    """Dynamo (torch 2.13) flushes the CPU's caches to time the guards of each frame, for a debug message."""
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        vars(guards)["profile_guard_manager"] = lambda *_: 0.0
 
 
 @pytest.fixture(autouse=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.core import program_of
+from tests.helpers.processes import run_in_new_process
 from tests.helpers.work import calls_during
 from torch import Tensor, nn
 from torch._functorch import predispatch
@@ -207,7 +206,7 @@ for target, args, kwargs in (
         traced(graph, fake(4, 4), target, product, *args, **kwargs)
     print(len(printed(program_with(write))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_in_new_process(code)
     assert (done.returncode, done.stdout.split()) == (0, ["4", "4"]), done.stderr
 
 

@@ -56,6 +56,7 @@ def test_an_edit_is_seen_at_once() -> None:
     assert names_inside(graph) == ["tan"]
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_a_graph_that_a_backend_was_asked_about_is_freed() -> None:
     module = vectorized()
     graph, owner = weakref.ref(module.graph), weakref.ref(module)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.backends.helpers import compiled
+from tests.helpers.processes import run_in_new_process
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
@@ -111,7 +110,6 @@ def _elsewhere(source: str, folder: Path) -> Any:
         "PATH": "",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }
-    arguments = [sys.executable, "-c", source, str(folder / "code"), str(folder / "results")]
-    finished = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
+    finished = run_in_new_process(source, folder / "code", folder / "results", environment=environment)
     assert finished.returncode == 0, finished.stderr
     return torch.load(folder / "results", weights_only=False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.backends.helpers import compiled, fake
+from tests.helpers.selecting import slow_but
 from tests.helpers.torch_versions import IS_OLD
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -89,10 +90,10 @@ def test_inductor_keeps_eagers_numbers_unless_told_otherwise() -> None:
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_the_bodies_of_the_laws_hold_for_eager_and_aot_eager() -> None:
-    for name in ("eager", "aot_eager"):
-        report = check_backend(name, programs=1)
-        assert not [note for note in report.notes if "failed" in note and "random_case" not in note]
+@pytest.mark.parametrize("name", slow_but(["eager", "aot_eager"], "aot_eager"))
+def test_the_bodies_of_the_laws_hold_for_eager_and_aot_eager(name: str) -> None:
+    report = check_backend(name, programs=1)
+    assert not [note for note in report.notes if "failed" in note and "random_case" not in note]
 
 
 def test_the_laws_hold_for_inductor_on_a_body() -> None:

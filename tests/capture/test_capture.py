@@ -380,7 +380,7 @@ def test_a_captured_model_does_what_it_does_in_eager_mode(does: Callable[..., An
 
 
 @pytest.mark.filterwarnings("ignore:.*Disabling autocast", "ignore:.*autocast.*not available")
-@pytest.mark.parametrize("does", MODELS, ids=lambda does: does.__name__)
+@pytest.mark.parametrize("does", slow_but(MODELS, *MODELS[::3]), ids=lambda does: does.__name__)
 def test_the_modes_of_whoever_captures_make_no_difference(does: Callable[..., Any]) -> None:
     model = Model(does)
     expected = fingerprint(capture(model, (X,)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.capture.helpers import Model, all_same, assert_like_eager, captured, outcome, same
+from tests.helpers.processes import run_in_new_process
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
@@ -260,10 +259,5 @@ def test_a_saved_program_runs_in_another_process(tmp_path: Path) -> None:
     torch.export.save(captured(model, (X,)).exported(), tmp_path / "model.pt2")
     expected = outcome(model, (X,))
     torch.save((X, expected.outputs[0].detach(), expected.gradients["first.weight"], model.total), tmp_path / "data.pt")
-    finished = subprocess.run(
-        [sys.executable, "-c", _LOADS, str(tmp_path / "model.pt2"), str(tmp_path / "data.pt")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    finished = run_in_new_process(_LOADS, tmp_path / "model.pt2", tmp_path / "data.pt")
     assert finished.returncode == 0, finished.stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
+from tests.helpers.processes import run_on_ranks
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -128,4 +128,4 @@ def _on_each_rank(rank: int, store: str) -> None:
 
 
 def test_two_processes_compare_their_parts(tmp_path: Path) -> None:
-    multiprocessing.spawn(_on_each_rank, (str(tmp_path / "store"),), nprocs=2)
+    run_on_ranks(_on_each_rank, str(tmp_path / "store"))

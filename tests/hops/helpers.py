@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.helpers.processes import run_in_new_process
 from torch import nn
 
 from partita import hops
@@ -63,6 +64,13 @@ class Regions(nn.Module):
         h = self.first(x)
         inside = self.run(self.inner, h, scale=0.5)["y"]
         return (h + inside).sum(-1)
+
+
+def printed_by_new_process(source: str) -> str:
+    """What is printed by a process that has imported torch and its tracers."""
+    finished = run_in_new_process(source, folder=Path(__file__).parents[2])
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
 
 
 def run_python(source: str) -> str:

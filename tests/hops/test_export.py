@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.hops.helpers import CASES, Case, Regions, assert_equal, gradients, run_python, seeded
+from tests.helpers.selecting import slow_but
+from tests.hops.helpers import CASES, Case, Regions, assert_equal, gradients, printed_by_new_process, seeded
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
@@ -46,8 +48,12 @@ def test_non_strict_export_keeps_the_call(case: Case) -> None:
     assert call.args[: len(case.mode)] == case.mode
 
 
-@every_case
-@both_ways
+@pytest.mark.parametrize(
+    ("case", "strict"),
+    slow_but(
+        product(CASES.values(), (False, True)), *((case, False) for case in CASES.values()), (CASES["autocast"], True)
+    ),
+)
 def test_decomposition_keeps_values(case: Case, strict: bool) -> None:
     x = torch.randn(3, 4)
     plain = seeded(lambda: Regions(case.plainly))
@@ -87,7 +93,7 @@ for name, y, grads in torch.load(folder + "/expected.pt"):
     assert_equal(gradients(module, x), grads)
 print("loaded")
 """
-    assert run_python(source) == "loaded\n"
+    assert printed_by_new_process(source) == "loaded\n"
 
 
 class _Nest(nn.Module):

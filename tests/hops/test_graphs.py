@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hops.helpers import CASES, Case, run_python
+from tests.hops.helpers import CASES, Case, printed_by_new_process
 from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter, Transformer, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -115,7 +115,7 @@ import partita, pickle, torch
 program = pickle.loads(open({str(tmp_path / "program.pickle")!r}, "rb").read())
 print(program(torch.ones(2, 2))[1].dtype)
 """
-    assert run_python(source) == "torch.bfloat16\n"
+    assert printed_by_new_process(source) == "torch.bfloat16\n"
 
 
 # Printing -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.hops.helpers import CASES, Case, Regions, assert_equal, gradients, run_python, seeded
+from tests.hops.helpers import CASES, Case, Regions, assert_equal, gradients, printed_by_new_process, seeded
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -442,7 +442,7 @@ print(pickle.loads({pickled!r}), pickle.loads({pickled!r}).mode_count)
 import torch, partita
 print(type(torch.ops.higher_order.wrap).__module__)
 """
-    assert run_python(source) == "partita_autocast 4\ntorch._higher_order_ops.wrap\n"
+    assert printed_by_new_process(source) == "partita_autocast 4\ntorch._higher_order_ops.wrap\n"
 
 
 def test_loading_the_modules_again_changes_nothing() -> None:

@@ -180,6 +180,7 @@ def test_a_setting_in_a_list_that_is_changed_in_place_shows() -> None:
     assert module(torch.ones(3)).shape == (8,)
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_functions_that_equal_bodies_share_keep_no_weights_of_a_model_that_is_gone(backend: str) -> None:
     class Encoder(nn.Module):

@@ -247,6 +247,7 @@ def test_too_many_recordings_are_a_message(
     assert caplog.text.count("it has been recorded 6 times; choose sizes") == 1
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_recordings_do_not_keep_functions_alive() -> None:
     module, (lowered,) = _lowered(_Model(), torch.randn(3, 4), torch.randn(4), cuda_graphs=True)
     graphs = CudaGraphs(lowered.lowering)

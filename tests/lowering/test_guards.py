@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.helpers.processes import run_in_new_process
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -196,8 +195,7 @@ def test_another_process_checks_what_the_program_checks(backend: str, tmp_path: 
     with torch.no_grad():
         module(rows(4), 10)
     torch.save(module, tmp_path / "module.pt")
-    arguments = [sys.executable, "-c", IN_A_NEW_PROCESS, str(tmp_path / "module.pt")]
-    finished = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    finished = run_in_new_process(IN_A_NEW_PROCESS, tmp_path / "module.pt")
     assert finished.stdout.splitlines() == [
         "[40.0, 40.0]",
         "Guard failed: x.size()[0] == 4",

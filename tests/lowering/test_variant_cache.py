@@ -298,6 +298,7 @@ def test_a_call_runs_while_another_compiles() -> None:
         assert torch.equal(waiting.result(10), torch.full((7,), 2.0))
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_programs_do_not_keep_the_weights_of_others_alive() -> None:
     import gc
     import weakref

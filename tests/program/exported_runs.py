@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.helpers.processes import run_in_new_process
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -63,13 +62,7 @@ def differences_in_another_process(jobs: Iterable[Job], folder: Path) -> str:
         given = _copied((job.args, dict(job.kwargs)))
         written.append((str(path), given, _has_ties(job.model), trained(job.model, job.args, job.kwargs)))
     torch.save(written, folder / "jobs.pt")
-    finished = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    finished = run_in_new_process(_CHILD, folder, folder=Path(__file__).parents[2])
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 

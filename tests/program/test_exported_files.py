@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.processes import run_in_new_process
 from tests.helpers.torch_versions import IS_OLD
 from tests.program.exported_helpers import CASES, Model, case_of, cut, original, reloaded, rows
 from tests.program.exported_runs import Job, differences, differences_in_another_process, trained
@@ -112,8 +111,7 @@ def test_a_program_with_torchs_operators_loads_without_partita(tmp_path: Path) -
     program = capture(CASES["modes"].build(), CASES["modes"].args())
     after = plan(program, ByMode(), Mode(operators="torch")).apply()
     torch.export.save(after.exported(), tmp_path / "model.pt2")
-    command = [sys.executable, "-c", _WITHOUT_PARTITA, str(tmp_path / "model.pt2")]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    finished = run_in_new_process(_WITHOUT_PARTITA, tmp_path / "model.pt2")
     assert finished.stdout == "torch.float32 True [1.0, 1.0, 1.0, 1.0]\n", finished.stderr
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from tests.hops.helpers import run_python
+from tests.helpers.selecting import slow_but
+from tests.hops.helpers import printed_by_new_process
 from tests.recompute.helpers import Network, captured, recomputed, rows, trained
 from tests.recompute.operators.helpers import assert_bitwise
 from torch import Tensor
@@ -80,8 +82,13 @@ def _compiled(call: Callable[..., Any], inner: str) -> Any:
     return torch.compile(call, backend=inner, fullgraph=True)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@pytest.mark.parametrize("keep", [KeepNothing(), LINEAR, KeepEverything()], ids=["nothing", "linear", "everything"])
+_KEEPS = (KeepNothing(), LINEAR, KeepEverything())
+
+
+@pytest.mark.parametrize(
+    ("keep", "inner"),
+    slow_but(product(_KEEPS, ("eager", "aot_eager")), *product(_KEEPS, ("aot_eager",)), (LINEAR, "eager")),
+)
 def test_the_applied_program_compiles_and_trains_alike(keep: Any, inner: str) -> None:
     module, plain = recomputed(keep).apply().module(), captured().module()
     found, expected = (trained(made, _compiled(made, inner)) for made in (module, plain))
@@ -193,7 +200,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"] >= 2)
 @pytest.mark.slow
 def test_a_cache_of_compiled_graphs_tells_policies_apart(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert run_python(_CACHED) == "True\n"
+    assert printed_by_new_process(_CACHED) == "True\n"
 
 
 @pytest.mark.parametrize("is_trained_before", [False, True])

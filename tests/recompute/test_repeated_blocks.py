@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.selecting import slow_but
 from tests.lowering.helpers import Counting
 from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, compiled
 from torch import Tensor, nn
@@ -56,8 +58,10 @@ MODELS: list[dict[str, bool]] = [{}, {"tied": True}, {"autocast": True}]
 REPEATS = Repeats(min_size=5)
 
 
-@pytest.mark.parametrize("settings", MODELS, ids=lambda settings: next(iter(settings), "plain"))
-@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "marked"])
+@pytest.mark.parametrize(
+    ("settings", "is_cut"),
+    slow_but(product(MODELS, (True, False)), *((settings, bool(settings)) for settings in MODELS), ({}, True)),
+)
 def test_captured_blocks_are_compiled_once(settings: dict[str, bool], is_cut: bool) -> None:
     model, args = _Model(**settings), (torch.linspace(-1, 1, 24).reshape(4, 6),)
     rows = torch.export.Dim("rows", min=2, max=64)

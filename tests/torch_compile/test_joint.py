@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from uuid import uuid4
 import pytest
 import torch
 from functorch.compile import aot_function, default_partition, min_cut_rematerialization_partition, nop
+from tests.helpers.processes import run_in_new_process
 from tests.helpers.selecting import slow_but
 from tests.program.joint_helpers import Stack
 from torch import Tensor, nn
@@ -249,7 +249,7 @@ def test_inductor_compiles_again_for_another_policy_and_not_for_the_same() -> No
 @pytest.mark.usefixtures("cache")
 def test_a_policy_without_a_lasting_identity_is_called_again() -> None:
     torch.manual_seed(0)
-    model = Stack(depth=2)
+    model = Stack(depth=1)
     for name in ("one_0", "two_0"):
         Again.calls.clear()
         _inductor(model, joint_partition(ByLabel(lambda node, name=name: name), Again()))
@@ -322,8 +322,7 @@ def test_an_identity_is_the_same_in_another_process_until_the_code_changes(
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "partita_test_mine.py"
     file.write_text(MINE)
-    command = [sys.executable, "-c", f"import {file.stem}; print({file.stem}.uuid)"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_in_new_process(f"import {file.stem}; print({file.stem}.uuid)", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     here = importlib.import_module(file.stem)
     monkeypatch.delitem(sys.modules, file.stem)

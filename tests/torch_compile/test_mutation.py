@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -193,9 +194,19 @@ def assert_trained_alike(forward: Callable[..., Tensor], **options: Any) -> None
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("treatment", [Call(), mixed], ids=["call", "mixed"])
-@pytest.mark.parametrize("parts", slow_but([2, 3, 6], 6))
-@pytest.mark.parametrize("forward", [*WRITING, *HOOKING])
+#: Regions that are only called are among the mixed ones.
+_CALLED = (router, read_then_written, written_through_a_view, hook_on_all_uses)
+_KINDS = [*WRITING, *HOOKING]
+
+
+@pytest.mark.parametrize(
+    ("forward", "parts", "treatment"),
+    slow_but(
+        product(_KINDS, (2, 3, 6), (Call(), mixed)),
+        *product(_KINDS, (6,), (mixed,)),
+        *product(_CALLED, (6,), (Call(),)),
+    ),
+)
 def test_writes_and_hooks_mean_what_they_mean_in_eager_mode(
     forward: Callable[..., Tensor], parts: int, treatment: Any
 ) -> None:

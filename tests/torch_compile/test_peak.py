@@ -87,7 +87,7 @@ def test_gradients_keep_their_bits_at_every_budget(dropout: float) -> None:
     model = _decoder(dropout=dropout)
     expected = _gradients(torch.compile(model, backend="aot_eager"), model)
     peaks, seconds = [], []
-    for peak in (1.0, 0.7, 0.5):
+    for peak in (1.0, 0.5) if dropout else (1.0, 0.7, 0.5):
         torch.compiler.reset()
         plans: list[Any] = []
         found = _gradients(_compiled(model, plans, peak=peak), model)

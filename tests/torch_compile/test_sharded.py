@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from tests.helpers.processes import run_on_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -127,4 +127,4 @@ def _process(rank: int, folder: str, kinds: tuple[str, ...]) -> None:
 def test_recomputed_blocks_train_as_without_partita_and_save_what_was_predicted(
     kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    torch.multiprocessing.spawn(_process, (str(tmp_path), kinds), nprocs=2)
+    run_on_ranks(_process, str(tmp_path), kinds)

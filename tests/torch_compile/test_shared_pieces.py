@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.selecting import slow_but
 from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, compiled
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
@@ -162,22 +164,25 @@ def _other_dtype(layers: Any) -> None:
     layers[1].seen = layers[1].seen.to(torch.float64).float().half()
 
 
-@pytest.mark.parametrize("policy", [None, ByModule("layers.*")], ids=["repeats", "by module"])
+_CHANGES: list[Callable[[Any], object]] = [
+    _tie,
+    _alias_inside,
+    _other_strides,
+    _count_one,
+    _evaluate_one,
+    _freeze_one,
+    _scale_one,
+    _drop_more,
+    _hook_one,
+    _other_epsilon,
+    _other_dtype,
+]
+_BY_MODULE = ByModule("layers.*")
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        _tie,
-        _alias_inside,
-        _other_strides,
-        _count_one,
-        _evaluate_one,
-        _freeze_one,
-        _scale_one,
-        _drop_more,
-        _hook_one,
-        _other_epsilon,
-        _other_dtype,
-    ],
+    ("change", "policy"),
+    slow_but(product(_CHANGES, (None, _BY_MODULE)), *product(_CHANGES, (None,)), (_tie, _BY_MODULE)),
 )
 def test_layers_that_only_look_equal_are_not_shared(change: Callable[[Any], object], policy: Any) -> None:
     options = {} if policy is None else {"policy": policy}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.processes import run_in_new_process
 from tests.helpers.selecting import slow_but
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -226,8 +225,8 @@ torch.save(results, sys.argv[2])
 def test_a_process_that_has_imported_nothing_but_torch_loads_them(treatments: list[str], tmp_path: Path) -> None:
     stored = [_applied(*names, _model(), _IDS) for names in product(_SOURCES, treatments)]
     torch.save(stored, tmp_path / "modules")
-    command = [sys.executable, "-c", _LOADS, tmp_path / "modules", tmp_path / "results", str(torch.get_num_threads())]
-    subprocess.run(command, check=True)
+    done = run_in_new_process(_LOADS, tmp_path / "modules", tmp_path / "results", torch.get_num_threads())
+    assert done.returncode == 0, done.stderr
     for (module, args), found in zip(stored, torch.load(tmp_path / "results"), strict=True):
         assert _are_equal(found, _effects(module, args)[: len(found)])
 

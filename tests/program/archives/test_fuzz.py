@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.helpers.processes import run_in_new_process
 from tests.program.archives.archive_fuzz import write_programs
 
 _CHILD = (
@@ -26,8 +25,7 @@ def faults(folder: Path, first: int, count: int) -> list[str]:
     """What went wrong with these seeds, each process that was killed among it; a spoilt program may kill itself."""
     found, end = [], first + count
     while first < end:
-        arguments = [sys.executable, "-c", _CHILD, str(folder), str(first), str(end - first)]
-        finished = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        finished = run_in_new_process(_CHILD, folder, first, end - first)
         lines = finished.stdout.splitlines()
         found += [line for line in lines if line.startswith("broken")]
         if lines and lines[-1].startswith("done"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
-import sys
 import zipfile
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.compat.split_helpers import same
+from tests.helpers.processes import run_in_new_process
 from tests.helpers.torch_versions import IS_OLD
 from tests.program.archives.helpers import Plain, Spoilt, X, call, exported, pickled_by_torch
 from torch import Tensor, nn
@@ -345,7 +344,8 @@ def test_loading_in_a_new_process_gives_the_same_values(saved: Path, tmp_path: P
         "given = load_exported(sys.argv[1]).module()(x, {'k': x}, scale=2.0, mode='sum'); "
         "torch.save(given['out'].detach(), sys.argv[2])"
     )
-    subprocess.run([sys.executable, "-c", code, str(saved), str(tmp_path / "out.pt")], check=True)
+    done = run_in_new_process(code, saved, tmp_path / "out.pt")
+    assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "out.pt"), call(load_exported(saved))["out"])
 
 
@@ -611,7 +611,8 @@ def test_a_trusted_file_may_load_another(tmp_path: Path) -> None:
     outer._example_inputs = ((LoadsAnother(tmp_path / "inner.pt2"),), {})
     torch.export.save(outer, tmp_path / "outer.pt2")
     code = "import sys; from partita.program.archives import load_exported; load_exported(sys.argv[1], trusted=True)"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "outer.pt2")], check=True, timeout=300)
+    done = run_in_new_process(code, tmp_path / "outer.pt2")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["enc.graph", "enc.code", "head.forwarded"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import pickle
-import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from tests.helpers.processes import run_in_new_process
 from tests.program.archives.helpers import call, exported
 from torch.utils import _pytree as pytree
 
@@ -158,9 +157,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
         "        try: partita.Program.of(path, trusted=trusted)\n"
         "        except partita.errors.ArchiveError as error: print(error)\n"
     )
-    finished = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "pipe")], capture_output=True, text=True, check=True, timeout=300
-    )
+    finished = run_in_new_process(code, tmp_path / "pipe")
     lines = finished.stdout.splitlines()
     assert len(lines) == 4
     assert all("is a pipe, a socket or a device; copy" in line for line in lines)

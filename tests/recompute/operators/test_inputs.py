@@ -309,6 +309,7 @@ LEAKY: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("facts", ["by hand", "planned"])
 @pytest.mark.parametrize("body", LEAKY.values(), ids=LEAKY)
 def test_a_region_that_writes_its_input_is_freed_without_a_backward(body: Callable[..., Any], facts: str) -> None:
