@@ -540,3 +540,38 @@ def test_one_tensor_passed_twice_is_two_inputs(is_parameter: bool) -> None:
     result = capture(model, args).module()(p, {"q": q})
     assert torch.equal(result, model(p, {"q": q}))
     assert torch.equal(torch.autograd.grad(result.sum(), p)[0], torch.full((3,), 2.0))
+
+
+class _Counting(torch.nn.Module):
+    """Counts its calls with `+=`, which mutates the buffer and assigns it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) / self.calls
+
+
+def test_a_buffer_that_is_assigned_after_an_in_place_mutation_is_mutated_once() -> None:
+    model, x = _Counting(), torch.randn(2, 4)
+    program = capture(model, (x,))
+    assert not program.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    verify(model, program, (x,))
+    program.module()(x).sum().backward()  # torch.export's own refuses this backward (2.13).
+    assert model.calls == 1
+
+
+def test_a_buffer_that_is_replaced_gets_the_new_value() -> None:
+    class Replacing(_Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls * 2 + 1
+            return self.layer(x) / self.calls
+
+    model, x = Replacing(), torch.randn(2, 4)
+    program = capture(model, (x,))
+    program.module()(x)
+    program.module()(x)
+    assert dict(program.module().named_buffers())["calls"] == 3

@@ -402,3 +402,31 @@ def test_a_compiled_program_whose_backward_ran_before_is_compared() -> None:
 def test_a_comparison_is_shown_by_its_first_line() -> None:
     assert repr(compare(torch.sin, torch.sin, (torch.ones(2),))) == "Comparison(nothing differs in 3 calls)"
     assert repr(compare(torch.sin, torch.cos, (torch.ones(2),))).startswith("Comparison(1 difference in 3 calls: value")
+
+
+class _Updating(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.calls.add_(1)
+        elif self.how == "by assignment":
+            self.calls = self.calls + 1
+        elif self.how == "by a copy":
+            self.calls = self.calls.clone()
+        return x * 2
+
+
+@pytest.mark.parametrize(("one", "other"), [("in place", "by assignment"), ("never", "by a copy")])
+def test_state_that_only_one_program_replaces_differs(one: str, other: str) -> None:
+    x = torch.randn(3)
+    for before, after, which in ((one, other, "the other program"), (other, one, "the original")):
+        found = compare(_Updating(before), _Updating(after), (x,))
+        assert {(difference.kind, difference.where) for difference in found.differences} == {
+            ("identity", "buffer 'calls'")
+        }
+        assert which in found.differences[0].detail
+        assert compare(_Updating(before), _Updating(before), (x,)).equal

@@ -17,15 +17,31 @@ from partita.analysis.nodes import value_of
 
 def symbolic_scalars_of(index: Index) -> frozenset[int]:
     """The nodes, by number, that compute a boolean or float from symbolic numbers alone, the same in every mode."""
-    calls = (nodes for (_, target), nodes in nodes_by_target(index.graph).items() if target in NUMBER_FUNCTIONS)
+    by_target = nodes_by_target(index.graph).items()
+    calls = (nodes for (op, target), nodes in by_target if target in NUMBER_FUNCTIONS or op == "call_method")
     return frozenset(index.number[node] for nodes in calls for node in nodes if _is_scalar(node))
 
 
 def _is_scalar(node: Node) -> bool:
-    """Integers do not count: they cross region borders as they are. Nor do results of `.item()`, which reads memory."""
-    return isinstance(value_of(node), torch.SymBool | torch.SymFloat) and all(
+    """Integers do not count: they cross region borders as they are. Nor do results of `.item()`, which reads memory.
+
+    A float argument is an exception: Dynamo passes it as a tensor that nothing else reads, and calls `.item()`.
+    """
+    value = value_of(node)
+    if node.op == "call_method":
+        return node.target == "item" and isinstance(value, torch.SymFloat) and _is_float_argument(node.args[0])
+    return isinstance(value, torch.SymBool | torch.SymFloat) and all(
         isinstance(value_of(read), _NUMBERS) for read in node.all_input_nodes
     )
+
+
+def _is_float_argument(node: object) -> bool:
+    """Whether a node is a number that Dynamo passes as a tensor: what its `.item()` returns is known before a run."""
+    if not isinstance(node, Node) or node.op != "placeholder":
+        return False
+    symbols = [symbol_of(value_of(user)) for user in node.users if user.op == "call_method" and user.target == "item"]
+    # Every user gets the number: a tensor of the caller may have others, and its number is not known before a run.
+    return len(symbols) == len(node.users) and all(one is not None and not is_unbacked(one) for one in symbols)
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -89,7 +89,7 @@ def differences(before: Observation, after: Observation, tolerance: Tolerance) -
         yield from _structures(before.input_structure, after.input_structure, _input_after_the_call)
         yield from _leaves(_after_the_call(before.inputs), _after_the_call(after.inputs), tolerance)
         yield from _leaves(before.state, after.state, tolerance)
-        yield from _replaced(before.state, after.state)
+        yield from _replaced(before, after)
     for one, other in zip(before.moments, after.moments, strict=False):
         yield from _modes(one, other)
         yield from _settings(one, other)
@@ -132,12 +132,12 @@ def _leaves(before: Named, after: Named, tolerance: Tolerance) -> Iterator[Diffe
             yield from _leaf(one, others[name], name, tolerance)
 
 
-def _replaced(before: Named, after: Named) -> Iterator[Difference]:
-    """State that only one program replaced by another tensor; both observations hold all state that may be mutated."""
-    ones, others = dict(before), dict(after)
-    for name in [*(name for name in ones if name not in others), *(name for name in others if name not in ones)]:
-        which = "the original" if name in ones else "the other program"
-        yield Difference("identity", name, f"only {which} replaces it by another tensor")
+def _replaced(before: Observation, after: Observation) -> Iterator[Difference]:
+    """State that only one program replaced by another tensor."""
+    for name in dict([*before.state, *after.state]):
+        if name in before.replaced ^ after.replaced:
+            which = "the original" if name in before.replaced else "the other program"
+            yield Difference("identity", name, f"only {which} replaces it by another tensor")
 
 
 def _leaf(before: object, after: object, where: str, tolerance: Tolerance) -> Iterator[Difference]:

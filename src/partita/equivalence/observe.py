@@ -167,7 +167,8 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
                 seen = replace(seen, moments=(*seen.moments, moment), backward_raised=raised, gradients=gradients)
         pairs = zip(uncopied, versions, strict=True)
         mutations = [label for (label, tensor), old in pairs if version_of(tensor) != old]
-        seen = replace(seen, state=_state_now(state, start), undeclared=tuple(mutations))
+        replaced = frozenset(place.label for place in state if place.slot.current() is not place.slot.tensor)
+        seen = replace(seen, state=_state_now(state, start), replaced=replaced, undeclared=tuple(mutations))
         made.clear()  # These tensors keep the graph alive, and no view can be detached from a living graph.
         _detach_state(state)
         return seen
@@ -293,6 +294,8 @@ class Observation:
     backward_raised: Raised | None = None
     gradients: tuple[tuple[str, TensorRecord | None], ...] = ()
     state: Named = ()
+    #: The state in whose place there is another tensor, or none, after the call.
+    replaced: frozenset[str] = frozenset()
     undeclared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -241,10 +241,12 @@ class _Walk:
             return
         body = Program(segment.body, pure=self.program.pure)
         region = Region(name, tuple(body.operators()))
-        places = {node.name: place for place, node in enumerate(region.nodes)}
+        # The body switches modes as well, by nodes that are in no region.
+        places = {node.name: place for place, node in enumerate(self.regions[name].nodes)}
         known = [plain]
         repeats = list(self.numbers.values()).count(self.numbers[name]) > 1
-        for kept in self._menu(region, plain, most=self.options.most_ways[not repeats]):
+        names = [node.name for node in keepable(region) if node.name in places]
+        for kept in self._menu(names, plain, most=self.options.most_ways[not repeats]):
             treatment = Recompute(KeepNodes(*kept) if kept else KeepNothing())
             try:
                 module = plan(body, Partition(body, [region]), treatment).apply().graph_module
@@ -255,9 +257,8 @@ class _Walk:
                 known.append(trial)
                 yield Way(True, tuple(places[one] for one in kept), trial)
 
-    def _menu(self, region: Region, plain: Trial, *, most: int) -> list[tuple[str, ...]]:
-        """The names of the nodes to keep, for each way to try; first nothing."""
-        names = [node.name for node in keepable(region)]
+    def _menu(self, names: Sequence[str], plain: Trial, *, most: int) -> list[tuple[str, ...]]:
+        """Which of the nodes with these names to keep, for each way to try; first none."""
         sizes, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
         for one in plain.made:
             if one.node in sizes:

@@ -47,6 +47,20 @@ class SegmentChoice:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """What a pickle keeps of a memory plan: its text and its numbers, without the model that it was made for."""
+
+    text: str = field(repr=False)
+    budget_bytes: int
+    peak_bytes: int
+    plain_peak_bytes: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@final
 @dataclass(frozen=True)
 class MemoryPlan:
     """A training step that fits: which segments are recomputed, what they keep, and the peak that follows.
@@ -125,6 +139,13 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return "\n".join((*self._table(), *self._summary()))
+
+    def __deepcopy__(self, _: object) -> MemoryPlan:
+        """The plan itself: it does not change, and copies of the fitted module run as it says."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlanSummary, (str(self), self.budget_bytes, self.peak_bytes, self.plain_peak_bytes)
 
     def _table(self) -> Iterator[str]:
         rows = [("segment", "does", "keeps", "holds", "adds")]

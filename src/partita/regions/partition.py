@@ -24,9 +24,10 @@ class Partition:
     `owner[i]` says where node `i` runs (the index of a region, or outside), with items of containers in the region of
     the producer; `order` is the order of the calls: regions by index, single nodes from `len(regions)` on.
     Regions get every symbol in the shapes of their inputs, or else, without `passes_symbols`, cannot be compiled
-    apart. Without `passes_scalars`, as in exported programs, truth values and symbolic floats are computed where they
-    are read; `copies` are those that several regions read. With `keeps_item_regions`, a region that only takes items
-    out of containers stays one, `kept`, instead of losing all of its nodes.
+    apart. Without `passes_scalars`, as in exported programs and in Dynamo's, since Inductor neither takes nor returns
+    them, truth values and symbolic floats are computed where they are read; `copies` are those that several regions
+    read. With `keeps_item_regions`, a region that only takes items out of containers stays one, `kept`, instead of
+    losing all of its nodes.
     """
 
     __slots__ = ("borders", "copies", "kept", "order", "owner", "program", "quotient", "reasons", "regions")
@@ -46,7 +47,8 @@ class Partition:
         self.reasons: Mapping[Node, str] = MappingProxyType(dict(reasons or {}))
         self.owner = _owners(program, self.regions)
         self.kept = settle_projections(self.owner, program, keeps_alone=keeps_item_regions)
-        crosses = program.export is None if passes_scalars is None else passes_scalars
+        is_plain = program.export is None and program.frame is None
+        crosses = is_plain if passes_scalars is None else passes_scalars
         self.copies: Copies = {} if crosses else settle_scalars(self.owner, program)
         self.borders: Borders = borders_of(
             self.owner, len(self.regions), program, passes_symbols=passes_symbols, copies=self.copies, kept=self.kept

@@ -26,6 +26,7 @@ from partita.regions.equal_bodies import has_repeats
 from partita.torch_compile._torch.backends import no_recompute_without_backward, reset_with_dynamo
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
+from partita.torch_compile.numbers import specialize_floats, take_numbers_out
 from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.peak import compile_to_fit
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
@@ -50,12 +51,21 @@ def backend(
     fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
     device.
     """
-    chosen, model = BackendOptions.read(options), RunningModel(gm)
+    chosen, numbers = BackendOptions.read(options), take_numbers_out(gm)
     if chosen.peak is not None:
-        return compile_to_fit(
+        if chosen.inner == "inductor":
+            specialize_floats(gm)
+        function = compile_to_fit(
             gm, example_inputs, peak=chosen.peak, inner=chosen.inner, rates=chosen.rates, on_plan=chosen.on_plan
         )
-    inner = _CountedBodies(chosen.inner_backend())
+    else:
+        function = _compiled(gm, example_inputs, chosen)
+    return function if numbers is None else numbers.beside(function)
+
+
+def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOptions) -> Callable[..., Any]:
+    model = RunningModel(gm)
+    inner = _CountedBodies(chosen.inner_backend(), specializes_floats=chosen.inner == "inductor")
     begin = time.perf_counter()
     # Dynamo guards on the grad mode, and records the end of a no_grad block as setting that mode, not as restoring it.
     program = Program(gm, caller=Mode(grad=torch.is_grad_enabled()), frame=model.frame)
@@ -103,13 +113,15 @@ def _are_all_in_repeats(decided: Plan) -> bool:
 class _CountedBodies:
     """The inner backend, which notes how many different bodies it compiles."""
 
-    def __init__(self, inner: Inner) -> None:
-        self._inner = inner
+    def __init__(self, inner: Inner, *, specializes_floats: bool) -> None:
+        self._inner, self._specializes_floats = inner, specializes_floats
         self.bodies: set[object] = set()
 
     def __call__(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         key = piece_key(body, inputs)
         self.bodies.add(len(self.bodies) if key is None else key)
+        if self._specializes_floats:
+            specialize_floats(body)
         return self._inner(body, inputs)
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from partita._torch import toggles
 from partita._torch.modes import fresh_modes
+from partita._torch.operators.schemas import mutated_nodes, viewed_node
 from partita._torch.pytrees import map_tensors
 from partita.capture._torch.caller_modes import mode_query_patches
 from partita.capture._torch.mode_blocks import (
@@ -84,6 +85,7 @@ def _pass_patches(model: torch.nn.Module, recorder: Recorder, region_pass: Regio
 
     def ours(graph_module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, ExportGraphSignature]:
         _drop_unused_queries(graph_module)
+        _drop_copies_onto_themselves(graph_module, recorder)
         _let_dtypes_follow_the_caller(graph_module, recorder)
         _restore_module_hierarchy(model)
         return region_pass(graph_module, signature)
@@ -143,6 +145,21 @@ def _drop_unused_queries(graph_module: GraphModule) -> None:
         for node in graph.find_nodes(op="call_function", target=toggles.IS_GRAD_ENABLED):
             if not node.users:
                 graph.erase_node(node)
+
+
+def _drop_copies_onto_themselves(graph_module: GraphModule, recorder: Recorder) -> None:
+    """Removes copies of a buffer onto itself, which torch writes for `self.calls += 1` (2.13).
+
+    A buffer that is mutated in place and assigned again is mutated once in eager mode. The copy would count as another
+    mutation, so that autograd refuses the backward of whatever has read the buffer.
+    """
+    for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        buffer, value = node.args[:2]
+        while value is not buffer and isinstance(value, Node) and mutated_nodes(value) == [viewed_node(value)]:
+            value = viewed_node(value)
+        if value is buffer and node not in recorder.seen:
+            node.replace_all_uses_with(buffer)
+            graph_module.graph.erase_node(node)
 
 
 def _let_dtypes_follow_the_caller(graph_module: GraphModule, recorder: Recorder) -> None:

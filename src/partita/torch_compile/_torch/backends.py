@@ -31,6 +31,18 @@ def backend_names() -> list[str]:
     return list(torch.compiler.list_backends(exclude_tags=()))
 
 
+def trace_again_with_constants(floats: Sequence[str]) -> None:
+    """Ends the compilation, if there are any of these symbols, and lets Dynamo trace the frame with their values."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    new = [name for name in floats if not TensorifyState.should_specialize(name)]
+    for name in new:
+        TensorifyState.specialize(name)
+    if new:
+        raise TensorifyScalarRestartAnalysis
+
+
 def reset_with_dynamo(backend: Callable[..., Any]) -> None:
     """Has the next `torch.compiler.reset()` call `backend.reset`.
 

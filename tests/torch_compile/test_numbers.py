@@ -1,0 +1,103 @@
+"""Floats that change from call to call: they are inputs of Dynamo's graph, and no compiler makes constants of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from partita.memory import Rates
+from partita.policies import AroundOperators, BySize
+from partita.torch_compile import backend
+from partita.treatments import Recompute
+
+RATES = Rates(matmul_flops=1e11, attention_flops=1e11, bytes=1e10, call=5e-6)
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> None:
+    torch.compiler.reset()
+
+
+def _waves(x: Tensor, scale: float) -> Any:
+    """Two regions read the float, and the graph returns what Python computes of it."""
+    return torch.sin(torch.cos(x) * scale) * scale, scale * 2, (x.shape[0] * scale, x + 1), math.sqrt(scale)
+
+
+def _assert_like_eager(function: Callable[..., Any], compiled: Callable[..., Any], x: Tensor) -> None:
+    for scale in (1.0, 2.0, 3.0, 4.5, 2.0):
+        torch.testing.assert_close(compiled(x, scale), function(x, scale))
+
+
+@pytest.mark.parametrize("policy", [BySize(parts=1), BySize(parts=3), AroundOperators("sin")])
+def test_no_piece_takes_or_returns_a_float(policy: Any) -> None:
+    pieces: list[GraphModule] = []
+
+    def inner(piece: GraphModule, _: Any) -> Callable[..., Any]:
+        pieces.append(piece)
+        return piece.forward
+
+    _assert_like_eager(
+        _waves, torch.compile(_waves, backend=backend, options={"policy": policy, "inner": inner}), torch.randn(4)
+    )
+    values = [
+        node.meta["example_value"]
+        for piece in pieces
+        for node in (*piece.graph.find_nodes(op="placeholder"), *piece.graph.output_node().all_input_nodes)
+    ]
+    assert values
+    assert not [value for value in values if isinstance(value, torch.SymFloat)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": BySize(parts=2)}, {"policy": BySize(parts=2), "treatment": Recompute()}]
+)
+def test_inductor_computes_with_the_float_of_each_call(options: dict[str, Any]) -> None:
+    _assert_like_eager(_waves, torch.compile(_waves, backend=backend, options=options), torch.randn(4))
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float) -> tuple[Tensor, float]:
+        return (self.layer(x) * scale).sum(), scale * 2
+
+
+def test_a_step_that_is_compiled_to_fit_returns_numbers() -> None:
+    model = _Scaled()
+    options = {"peak": "1GB", "rates": RATES, "inner": "aot_eager"}
+    _assert_like_eager(model, torch.compile(model, backend=backend, options=options), torch.randn(4))
+
+
+def _selected(x: Tensor, scale: float) -> Tensor:
+    return torch.where(torch.sin(x) > scale / 10, x, scale)
+
+
+def _blended(x: Tensor, scale: float) -> Tensor:
+    return torch.sin(x).mul_(scale).add_(x, alpha=1 - scale)
+
+
+@pytest.mark.parametrize("function", [_selected, _blended])
+def test_a_float_that_inductor_would_make_a_constant_of_is_compiled_for_again(function: Callable[..., Any]) -> None:
+    options = {"policy": BySize(parts=1)}
+    _assert_like_eager(function, torch.compile(function, backend=backend, options=options), torch.randn(4))
+
+
+def test_a_tensor_of_the_caller_is_no_number() -> None:
+    """A graph that reads the number of a tensor and the tensor itself has no float argument."""
+
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        return torch.sin(x) * scale.item() + scale
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(function, backend=backend, options={"policy": BySize(parts=2), "inner": "aot_eager"})
+        for scale in (1.0, 2.0, 3.0):
+            x = torch.randn(4)
+            torch.testing.assert_close(compiled(x, torch.tensor(scale)), function(x, torch.tensor(scale)))
