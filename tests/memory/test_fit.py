@@ -106,11 +106,39 @@ def test_less_memory_asked_never_means_more_used() -> None:
     assert seconds[-1] == 0
 
 
-def test_segments_predict_what_the_whole_step_takes() -> None:
-    _, step = _step()
-    for part in (1.0, 0.8, 0.6):
-        plan = step.plan(part)
-        assert plan.timeline.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)
+class CrossAttention(nn.Module):
+    """Blocks that read their own input, and all of them the results of two others; parts are cut in odd places."""
+
+    def __init__(self, width: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(width, width)
+        self.bias = nn.Linear(width, width)
+        self.queries = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.keys = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.outs = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        seen = torch.tanh(self.encoder(x))
+        bias = self.bias(y.unsqueeze(1) * x)
+        for query, key, out in zip(self.queries, self.keys, self.outs, strict=True):
+            scale = x.pow(2).mean(-1, keepdim=True).rsqrt()
+            scores = torch.softmax(query(x * scale) * key(seen).relu() + bias, -1)
+            x = x + out(scores * seen)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["blocks", "cross attention"])
+def test_segments_predict_what_the_whole_step_takes(kind: str) -> None:
+    step = _step()[1] if kind == "blocks" else step_memory(CrossAttention(), (_X, _Y), rates=RATES)
+    asked = [1.0, 0.9, 0.8, 0.7, step.smallest_peak_bytes]
+    for plan in map(step.plan, asked):
+        # Both what follows from the segments, and what fills it.
+        timeline = plan.timeline
+        assert timeline.peak_bytes == plan.peak_bytes
+        occupants = sum(one.bytes for one in timeline.occupants)
+        assert timeline.resident_bytes + timeline.gradient_bytes + occupants == timeline.peak_bytes
+    assert len(step.chain.links) > 3
+    assert plan.peak_bytes < 0.8 * step.plain_peak_bytes
 
 
 def test_a_plan_prints_what_is_done_and_what_fills_the_peak() -> None:
@@ -126,8 +154,6 @@ def test_a_plan_prints_what_is_done_and_what_fills_the_peak() -> None:
     # What fills the peak is named by a node and its module, and adds up.
     timeline = plan.timeline
     assert all(one.node in names for one in timeline.occupants if one.node)
-    filled = timeline.resident_bytes + timeline.gradient_bytes + sum(one.bytes for one in timeline.occupants)
-    assert filled == pytest.approx(timeline.peak_bytes, rel=0.02)
 
 
 def test_fit_gives_a_module_like_the_model() -> None:
