@@ -44,6 +44,7 @@ PUBLIC = {
         "MemoryPlan",
         "Moment",
         "Occupant",
+        "Picture",
         "Rates",
         "SegmentChoice",
         "StepMemory",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.selecting import slow_but
+from tests.memory.models import RATES, CrossAttention, Model
 from torch import Tensor, nn
 
 import partita
@@ -23,34 +24,6 @@ from partita.memory import (
     measured_peak,
     step_memory,
 )
-
-#: Fixed, so that plans do not depend on the machine.
-RATES = Rates(matmul_flops=1e11, attention_flops=1e11, bytes=1e10, call=5e-6)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = 32, depth: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, 16)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return torch.nn.functional.cross_entropy(self.head(x), y)
-
 
 _X, _Y = torch.randn(256, 32), torch.randint(16, (256,))
 
@@ -104,27 +77,6 @@ def test_less_memory_asked_never_means_more_used() -> None:
     seconds = [plan.extra_seconds for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] == 0
-
-
-class CrossAttention(nn.Module):
-    """Blocks that read their own input, and all of them the results of two others; parts are cut in odd places."""
-
-    def __init__(self, width: int = 32, depth: int = 4) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(width, width)
-        self.bias = nn.Linear(width, width)
-        self.queries = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.keys = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.outs = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        seen = torch.tanh(self.encoder(x))
-        bias = self.bias(y.unsqueeze(1) * x)
-        for query, key, out in zip(self.queries, self.keys, self.outs, strict=True):
-            scale = x.pow(2).mean(-1, keepdim=True).rsqrt()
-            scores = torch.softmax(query(x * scale) * key(seen).relu() + bias, -1)
-            x = x + out(scores * seen)
-        return x.square().mean()
 
 
 @pytest.mark.parametrize("kind", ["blocks", "cross attention"])

@@ -2,6 +2,7 @@
 
 from partita.memory.budget import MemoryBudget
 from partita.memory.measure import measured_peak
+from partita.memory.picture import Picture
 from partita.memory.plan import MemoryPlan, SegmentChoice, StepMemory, budget_curve, fit, step_memory
 from partita.memory.rates import Rates, measure_rates
 from partita.memory.timeline import Moment, Occupant, Timeline
@@ -11,6 +12,7 @@ __all__ = [
     "MemoryPlan",
     "Moment",
     "Occupant",
+    "Picture",
     "Rates",
     "SegmentChoice",
     "StepMemory",

@@ -39,6 +39,8 @@ class Simulated:
     at: Node | None
     #: Bytes after every node that allocates: forward, then backward.
     series: tuple[tuple[Node, int], ...]
+    #: For each of these whether it is "forward", "recompute" or "backward", and of which segment.
+    phases: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -216,7 +218,17 @@ class JointModel:
                 *((self.forward[at], size) for at, size in forward.series),
                 *((order[at], s) for at, s in backward.series),
             ),
+            tuple(self._phases(forward.series, order, backward.series)),
         )
+
+    def _phases(
+        self, forward: Sequence[tuple[int, int]], order: Sequence[Node], backward: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[str, int]]:
+        for at, _ in forward:
+            yield "forward", self.segment[self.forward[at]]
+        where = self._segments_in_backward(order)
+        for at, _ in backward:
+            yield "recompute" if order[at] in self.is_forward else "backward", where[at]
 
     def _backward_order(self, saved: Collection[Node], held: Collection[Node]) -> Iterator[Node]:
         """Every node of the backward, and just before it what is recomputed for it."""
@@ -313,6 +325,14 @@ class JointModel:
 
     def _backward_by_segment(self, order: Sequence[Node], series: Sequence[tuple[int, int]]) -> dict[int, int]:
         """The highest point of the backward of each segment: of all nodes from its first reader on."""
+        where = self._segments_in_backward(order)
+        highest: dict[int, int] = {}
+        for place, size in series:
+            highest[where[place]] = max(highest.get(where[place], 0), size)
+        return highest
+
+    def _segments_in_backward(self, order: Sequence[Node]) -> list[int]:
+        """For each node of the backward the segment whose backward it belongs to."""
         where, current = [], self.last_segment
         for node in order:
             for read in (node, *node.all_input_nodes):
@@ -321,10 +341,7 @@ class JointModel:
                     current = min(current, self.segment[base] + (base in self.borders))
             current = min(current, self.last_segment)
             where.append(current)
-        highest: dict[int, int] = {}
-        for place, size in series:
-            highest[where[place]] = max(highest.get(where[place], 0), size)
-        return highest
+        return where
 
     @cached_property
     def borders(self) -> frozenset[Node]:

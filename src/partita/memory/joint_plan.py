@@ -15,7 +15,10 @@ from partita.analysis.nodes import value_of
 from partita.errors import BudgetError
 from partita.memory.budget import shown_bytes
 from partita.memory.joint_model import JointModel, Simulated
+from partita.memory.joint_timeline import joint_timeline
+from partita.memory.picture import Picture
 from partita.memory.rates import Rates
+from partita.memory.timeline import Timeline
 from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
 from partita.program.program import Program
@@ -63,6 +66,23 @@ class JointMemoryPlan:
     #: The seconds of all that is recomputed.
     seconds: float
     simulated: Simulated = field(repr=False)
+    #: The same for the fastest step.
+    plain_simulated: Simulated | None = field(default=None, repr=False)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The bytes after every operator that allocates, beside what is allocated throughout."""
+        return joint_timeline(self.simulated)
+
+    @property
+    def plain_timeline(self) -> Timeline:
+        """The same for the fastest step."""
+        return joint_timeline(self.plain_simulated or self.simulated)
+
+    def picture(self) -> Picture:
+        """The bytes over the step, as planned and of the fastest step, with what is allowed; prints as a chart."""
+        title = "beside what is allocated throughout"
+        return Picture(self.timeline, self.plain_timeline, self.allowed_bytes, title, plain_name="fastest step")
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -138,7 +158,7 @@ class _Planner:
             if key not in known:
                 known[key] = self._menu(at)
             self.menus.append(known[key])
-        self.plain_peak = model.simulate(self._saved([len(menu) - 1 for menu in self.menus])).peak
+        self.plain = model.simulate(self._saved([len(menu) - 1 for menu in self.menus]))
 
     def _always(self, must_save: Collection[Node]) -> frozenset[Node]:
         """Saved in every plan: borders of segments, small results, what random operators give, what the caller says."""
@@ -282,9 +302,10 @@ class _Planner:
             tuple(segments),
             simulated.peak + margin,
             room,
-            self.plain_peak + margin,
+            self.plain.peak + margin,
             sum(one.seconds for one in segments),
             simulated,
+            self.plain,
         )
 
 

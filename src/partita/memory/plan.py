@@ -18,6 +18,7 @@ from partita.capture import capture
 from partita.errors import BudgetError, OptionError
 from partita.memory.budget import MemoryBudget, check_device_has, shown_bytes
 from partita.memory.chain import Chain, StepOptions, Way, chain_of, states_of, user_outputs
+from partita.memory.picture import Picture
 from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import segments_of
 from partita.memory.timeline import Timeline, timeline_of
@@ -104,6 +105,10 @@ class MemoryPlan:
         """The same without recomputation."""
         plain = [link.ways[0] for link in self.chain.links]
         return timeline_of(self.chain, plain, extra_bytes=self.extra_bytes)
+
+    def picture(self) -> Picture:
+        """The bytes over the step, planned and without recomputation, with the budget; prints as a chart."""
+        return Picture(self.timeline, self.plain_timeline, self.budget_bytes)
 
     @cached_property
     def plan(self) -> Plan:

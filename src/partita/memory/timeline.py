@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import final
 
 from partita.memory._torch.recorder import Allocation, Ran
@@ -34,7 +34,7 @@ class Occupant:
 
     bytes: int
     count: int
-    #: The segment, or the first and the last one.
+    #: The segment, or the first and the last one; in compiled steps the first and the last node.
     segment: str
     node: str
     path: str
@@ -44,7 +44,8 @@ class Occupant:
         times = f" ({self.count} times)" if self.count > 1 else ""
         where = f" in {self.path}" if self.path else ""
         what = self.node or self.operator or "an input"
-        return f"{shown_bytes(self.bytes)}{times}: {what}{where}, {self.segment}"
+        segment = f", {self.segment}" if self.segment else ""
+        return f"{shown_bytes(self.bytes)}{times}: {what}{where}{segment}"
 
 
 @final
@@ -67,7 +68,11 @@ class Timeline:
     @property
     def peak_bytes(self) -> int:
         """The bytes that are allocated then."""
-        return self.peak.bytes
+        return max((moment.bytes for moment in self.moments), default=self.resident_bytes)
+
+    def rows(self) -> list[dict[str, str | int]]:
+        """A row of plain values for each operator, as data frames and JSON take them."""
+        return [asdict(moment) for moment in self.moments]
 
 
 def timeline_of(chain: Chain, ways: Sequence[Way], *, extra_bytes: int = 0) -> Timeline:
