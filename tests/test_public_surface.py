@@ -50,6 +50,7 @@ PUBLIC = {
         "StepMemory",
         "Timeline",
         "budget_curve",
+        "communication_bytes",
         "fit",
         "measure_rates",
         "measured_peak",

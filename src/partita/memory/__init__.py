@@ -1,6 +1,7 @@
 """Memory budgets: the fastest training step whose peak fits, its timeline, and measured peaks."""
 
 from partita.memory.budget import MemoryBudget
+from partita.memory.communication import communication_bytes
 from partita.memory.measure import measured_peak
 from partita.memory.picture import Picture
 from partita.memory.plan import MemoryPlan, SegmentChoice, StepMemory, budget_curve, fit, step_memory
@@ -18,6 +19,7 @@ __all__ = [
     "StepMemory",
     "Timeline",
     "budget_curve",
+    "communication_bytes",
     "fit",
     "measure_rates",
     "measured_peak",

@@ -204,7 +204,7 @@ def _lines(picture: Picture, width: int, height: int) -> Iterator[str]:
     for row in reversed(range(height)):
         cells = (_cell(axis, rows, row, planned[at : at + 1], plain[at : at + 1]) for at in range(columns))
         drawn = "".join("╌" if row == line and cell in " ░" else cell for cell in cells)
-        yield f"{labels[row]:>{margin}} {'┤' if labels[row] else '│'}{drawn}"
+        yield f"{labels[row]:{margin}} {'┤' if labels[row] else '│'}{drawn}"
     signs = (picture.planned.moments[at * operators // columns] for at in range(len(planned)))
     yield f"{'':{margin}}  {''.join(_SIGNS[moment.phase] for moment in signs)}"
     if picture.planned.moments:

@@ -16,8 +16,9 @@ from torch.fx import GraphModule
 from partita.analysis.nodes import value_of
 from partita.capture import capture
 from partita.errors import BudgetError, OptionError
-from partita.memory.budget import MemoryBudget, check_device_has, shown_bytes
+from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.chain import Chain, StepOptions, Way, chain_of, states_of, user_outputs
+from partita.memory.communication import is_wrapped_for_ddp
 from partita.memory.picture import Picture
 from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import segments_of
@@ -174,6 +175,7 @@ def fit(
     *,
     peak: str | int | float,
     optimizer: torch.optim.Optimizer | int = 0,
+    communication: str | int = 0,
     rates: Rates | None = None,
     keeps_outputs: bool = True,
 ) -> GraphModule:
@@ -182,7 +184,15 @@ def fit(
     It is the fastest that `step_memory(...).plan(peak)` finds; its plan is in the attribute `memory_plan`.
     """
     MemoryBudget(peak)
-    step = step_memory(model, args, kwargs, optimizer=optimizer, rates=rates, keeps_outputs=keeps_outputs)
+    step = step_memory(
+        model,
+        args,
+        kwargs,
+        optimizer=optimizer,
+        communication=communication,
+        rates=rates,
+        keeps_outputs=keeps_outputs,
+    )
     found = step.plan(peak)
     log.info("%s", found)
     module = found.module()
@@ -196,18 +206,24 @@ def step_memory(
     kwargs: Mapping[str, Any] | None = None,
     *,
     optimizer: torch.optim.Optimizer | int = 0,
+    communication: str | int = 0,
     rates: Rates | None = None,
     keeps_outputs: bool = True,
 ) -> StepMemory:
     """The memory of a training step of `model` with these arguments, run eagerly, and ways to recompute parts of it.
 
     The model returns its loss, alone or beside other results, which count as allocated during the backward unless
-    `keeps_outputs` is false. The state of the `optimizer` is allocated throughout; it can be given in bytes. `rates`
-    are those of the device, measured if omitted. Nothing else is run but on fake tensors.
+    `keeps_outputs` is false. The state of the `optimizer` is allocated throughout; it can be given in bytes. So is
+    what `communication` takes under data parallelism, in bytes (`communication_bytes` estimates it). `rates` are those
+    of the device, measured if omitted. Nothing else is run but on fake tensors.
     """
     if not torch.is_grad_enabled():
         raise BudgetError("gradients are disabled here, so there is no training step to fit; call this outside no_grad")
-    extra = _optimizer_bytes(optimizer)
+    if is_wrapped_for_ddp(model):
+        raise OptionError(
+            "the step of a model is fitted before it is wrapped: DistributedDataParallel(partita.fit(...))"
+        )
+    extra = _optimizer_bytes(optimizer) + bytes_said(communication, "communication")
     program = capture(model, tuple(args), dict(kwargs or {}))
     device, dtype = _device_and_dtype(model)
     options = StepOptions(rates or measure_rates(device, dtype), keeps_outputs, 512 if device.type == "cuda" else 1)
@@ -226,7 +242,7 @@ class StepMemory:
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters, buffers, constants, arguments and the state of the optimizer: allocated throughout."""
+        """Parameters, buffers, constants, arguments, the optimizer's state, communication: allocated throughout."""
         return self.chain.resident_bytes + self.extra_bytes
 
     @cached_property
@@ -246,7 +262,7 @@ class StepMemory:
         check_device_has(allowed, self.device)
         if allowed <= self.resident_bytes:
             raise BudgetError(
-                f"the parameters, buffers, arguments and the state of the optimizer alone take "
+                f"the parameters, buffers, arguments, the state of the optimizer and communication alone take "
                 f"{shown_bytes(self.resident_bytes)}, and the budget is {shown_bytes(allowed)}; shard the model, or "
                 f"use a smaller dtype. The smallest peak is {shown_bytes(self.smallest_peak_bytes)}",
                 smallest=self.smallest_peak_bytes,
@@ -300,10 +316,12 @@ def budget_curve(
     *,
     points: int = 8,
     optimizer: torch.optim.Optimizer | int = 0,
+    communication: str | int = 0,
     rates: Rates | None = None,
 ) -> tuple[MemoryPlan, ...]:
     """What less memory costs: plans from the smallest peak to that of the plain step."""
-    return step_memory(model, args, kwargs, optimizer=optimizer, rates=rates).curve(points)
+    step = step_memory(model, args, kwargs, optimizer=optimizer, communication=communication, rates=rates)
+    return step.curve(points)
 
 
 #: How often a plan is made anew if it does not fit as a whole, although its segments do.

@@ -48,12 +48,18 @@ def backend(
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
     and some are equal. With `peak`, the bytes that a training step may take, it compiles the whole graph so that it
     fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
-    device.
+    device, and `communication` the bytes that data parallelism takes during a step.
     """
     chosen, model = BackendOptions.read(options), RunningModel(gm)
     if chosen.peak is not None:
         return compile_to_fit(
-            gm, example_inputs, peak=chosen.peak, inner=chosen.inner, rates=chosen.rates, on_plan=chosen.on_plan
+            gm,
+            example_inputs,
+            peak=chosen.peak,
+            inner=chosen.inner,
+            rates=chosen.rates,
+            communication=chosen.communication,
+            on_plan=chosen.on_plan,
         )
     inner = _CountedBodies(chosen.inner_backend())
     begin = time.perf_counter()

@@ -21,7 +21,7 @@ from partita.analysis.nodes import value_of
 from partita.analysis.projections import with_items
 from partita.backends._torch.compile import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
-from partita.memory.budget import MemoryBudget, check_device_has, shown_bytes
+from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.joint_plan import JointMemoryPlan, JointStep, plan_joint
 from partita.memory.rates import Rates, measure_rates
 from partita.program.program import Program
@@ -33,15 +33,21 @@ log = logging.getLogger(__name__)
 
 
 def memory_partition(
-    peak: str | int | float, *, fuses: bool = True, rates: Rates | None = None, resident_bytes: int | None = None
+    peak: str | int | float,
+    *,
+    fuses: bool = True,
+    rates: Rates | None = None,
+    resident_bytes: int | None = None,
+    communication: str | int = 0,
 ) -> MemoryPartition:
     """A `partition_fn` for AOTAutograd that saves what makes the fastest step whose peak is at most `peak`.
 
     Inductor takes it as `torch._inductor.config.custom_partitioner_fn`; `fuses` is false for compilers that run every
     operator by itself. `resident_bytes` is what is allocated throughout; by default, on a GPU what is allocated when
-    the graph is compiled, elsewhere the inputs of the graph.
+    the graph is compiled, elsewhere the inputs of the graph. `communication` is what data parallelism takes more.
     """
-    partition = MemoryPartition(MemoryBudget(peak), fuses, rates, resident_bytes)
+    more = bytes_said(communication, "communication")
+    partition = MemoryPartition(MemoryBudget(peak), fuses, rates, resident_bytes, communication_bytes=more)
     let_inductor_take(MemoryPartition)
     return partition
 
@@ -57,6 +63,8 @@ class MemoryPartition:
     resident_bytes: int | None = None
     #: By how much an earlier plan was measured to be over its prediction.
     margin: int = 0
+    #: What communication between ranks takes during a step.
+    communication_bytes: int = 0
     #: The plans of the graphs that were partitioned, in order.
     plans: Plans = field(default_factory=lambda: Plans(), compare=False, repr=False)
 
@@ -96,6 +104,7 @@ class MemoryPartition:
         resident = self.resident_bytes
         if resident is None:
             resident = torch.cuda.memory_allocated(device) if is_gpu else _input_bytes(program)
+        resident += self.communication_bytes
         room = self._room(program, step, must_save, resident)
         check_device_has(room + resident, device)
         if room <= 0:
@@ -114,7 +123,7 @@ class MemoryPartition:
 
     def uuid(self) -> str:
         """The key of this partitioner in caches of compiled code."""
-        fields = (self.budget, self.fuses, self.rates, self.resident_bytes, self.margin)
+        fields = (self.budget, self.fuses, self.rates, self.resident_bytes, self.margin, self.communication_bytes)
         return f"partita-peak-{sha256(repr(fields).encode()).hexdigest()}"
 
 
@@ -162,6 +171,7 @@ def compile_to_fit(
     peak: str | int | float,
     inner: object,
     rates: Rates | None = None,
+    communication: str | int = 0,
     on_plan: Callable[[Any], object] | None = None,
 ) -> Callable[..., Any]:
     """A compiled function like `gm` whose training step fits; the graph is compiled as a whole by `inner`.
@@ -176,7 +186,7 @@ def compile_to_fit(
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
         return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
-    partition = memory_partition(peak, fuses=inner == "inductor", rates=rates)
+    partition = memory_partition(peak, fuses=inner == "inductor", rates=rates, communication=communication)
     return FittedGraph(gm, example_inputs, partition, inner=str(inner), on_plan=on_plan)
 
 
@@ -240,6 +250,7 @@ class FittedGraph:
             return
         log.warning("the step is over its budget by %s; it is planned once more", shown_bytes(measured - asked))
         margin = max(measured - plan.peak_bytes - resident, 0)
+        # Communication is part of what was measured, so of the difference.
         again = MemoryPartition(budget, self.partition.fuses, self.partition.rates, resident, margin)
         try:
             with own_tracing_context(fake_mode_of_inputs(self._inputs)):
