@@ -132,10 +132,16 @@ class StepOptions:
     most_ways: tuple[int, int] = (16, 6)
 
 
-def chain_of(program: Program, partition: Partition, options: StepOptions) -> Chain:
-    """Tries every distinct segment on fake tensors, once for each way to run it; raises if nothing can be trained."""
+def chain_of(
+    program: Program, partition: Partition, options: StepOptions, *, recomputed: Collection[str] = ()
+) -> Chain:
+    """Tries every distinct segment on fake tensors, once for each way to run it; raises if nothing can be trained.
+
+    Of segments that are named in `recomputed`, the only way is to recompute them from their inputs.
+    """
     cut = outlined(partition)
-    found = _Walk(program, partition, cut.graph_module, dict(zip(cut.names, cut.bodies, strict=True)), options)
+    bodies = dict(zip(cut.names, cut.bodies, strict=True))
+    found = _Walk(program, partition, cut.graph_module, bodies, options, frozenset(recomputed))
     found.walk()
     return Chain(
         program,
@@ -157,7 +163,9 @@ class _Walk:
         outer: GraphModule,
         bodies: dict[str, Any],
         options: StepOptions,
+        recomputed: frozenset[str],
     ) -> None:
+        self.recomputed = recomputed
         self.program, self.partition, self.outer, self.bodies, self.options = program, partition, outer, bodies, options
         self.regions = dict(zip(bodies, partition.regions, strict=True))
         self.numbers = dict(zip(bodies, body_numbers(partition), strict=True))
@@ -235,7 +243,10 @@ class _Walk:
 
     def _key(self, name: str, segment: Segment) -> Hashable:
         roles = tuple((one.is_resident, one.requires_grad, one.is_dying) for one in segment.inputs)
-        return self.numbers[name], roles, segment.gets_gradient, segment.is_kept
+        return self.numbers[name], roles, segment.gets_gradient, segment.is_kept, self._is_recomputed(name)
+
+    def _is_recomputed(self, name: str) -> bool:
+        return self.regions[name].name in self.recomputed
 
     def _plain_trial(self, name: str, segment: Segment) -> Trial:
         key = self._key(name, segment)
@@ -257,24 +268,31 @@ class _Walk:
     def _found_ways(self, name: str, segment: Segment) -> Iterator[Way]:
         """The plain way, and the ways to recompute the segment that nothing beats; only the first if it cannot be."""
         plain = self._plain_trial(name, segment)
-        yield Way(False, (), plain)
         if not any(plain.requires_grad) or not plain.held_allocations:
+            yield Way(False, (), plain)
             return
         body = Program(segment.body, pure=self.program.pure)
         region = Region(name, tuple(body.operators()))
+        if self._is_recomputed(name):
+            yield Way(True, (), self._recomputed(body, region, (), segment))
+            return
+        yield Way(False, (), plain)
         places = {node.name: place for place, node in enumerate(region.nodes)}
         known = [plain]
         repeats = list(self.numbers.values()).count(self.numbers[name]) > 1
         for kept in self._menu(region, plain, most=self.options.most_ways[not repeats]):
-            treatment = Recompute(KeepNodes(*kept) if kept else KeepNothing())
             try:
-                module = plan(body, Partition(body, [region]), treatment).apply().graph_module
-                trial = self._trial(segment, module, plain)
+                trial = self._recomputed(body, region, kept, segment)
             except PartitaError:  # What cannot be recomputed runs as it is.
                 return
             if not any(_beats(other, trial) for other in known):
                 known.append(trial)
                 yield Way(True, tuple(places[one] for one in kept), trial)
+
+    def _recomputed(self, body: Program, region: Region, kept: tuple[str, ...], segment: Segment) -> Trial:
+        treatment = Recompute(KeepNodes(*kept) if kept else KeepNothing())
+        module = plan(body, Partition(body, [region]), treatment).apply().graph_module
+        return self._trial(segment, module, self._plain_trial(region.name, segment))
 
     def _menu(self, region: Region, plain: Trial, *, most: int) -> list[tuple[str, ...]]:
         """The names of the nodes to keep, for each way to try; first nothing."""

@@ -116,14 +116,21 @@ def _in_module(node: Node | None) -> str:
 
 
 def plan_joint(
-    program: Program, room: int, step: JointStep, *, must_save: Collection[Node] = (), margin: int = 0
+    program: Program,
+    room: int,
+    step: JointStep,
+    *,
+    must_save: Collection[Node] = (),
+    never_save: Collection[Node] = (),
+    margin: int = 0,
 ) -> JointMemoryPlan:
     """The fastest choice of saved values of a joint graph whose peak is at most `room` bytes.
 
     `room` is what is left beside parameters, buffers, arguments and all else that is allocated throughout. `margin` is
     by how much an earlier plan was measured to be over its prediction. Raises a `BudgetError` with the smallest peak.
+    Of `never_save` only results of random operators are saved, and what `must_save` has.
     """
-    planner = _Planner(program, step, must_save)
+    planner = _Planner(program, step, must_save, never_save)
     return planner.plan(room, margin)
 
 
@@ -134,7 +141,9 @@ _TRIES = 12
 
 
 class _Planner:
-    def __init__(self, program: Program, step: JointStep, must_save: Collection[Node]) -> None:
+    def __init__(
+        self, program: Program, step: JointStep, must_save: Collection[Node], never_save: Collection[Node]
+    ) -> None:
         joint = program.joint
         assert joint is not None
         segment = segments_of_forward(program)
@@ -143,6 +152,7 @@ class _Planner:
             nodes, joint, segment, rates=step.rates, fuses=step.fuses, fixed_bytes=step.fixed_bytes
         )
         self.count = model.last_segment + 1
+        self.never = frozenset(never_save)
         self.always = self._always(must_save)
         self.needed: dict[int, list[Node]] = {}
         for node in model.read_by_backward:
@@ -163,13 +173,14 @@ class _Planner:
     def _always(self, must_save: Collection[Node]) -> frozenset[Node]:
         """Saved in every plan: borders of segments, small results, what random operators give, what the caller says."""
         model = self.model
-        found = set(model.borders)
+        found = set(model.borders - self.never)
         for node in model.forward:
             value = value_of(node)
             if not isinstance(value, Tensor) or (node in model.views and not model.is_item(node)):
                 continue
             maker = node.args[0] if model.is_item(node) else node
             is_small = node in model.small and any(user not in model.small for user in node.users)
+            is_small = is_small and node not in self.never
             if is_small or maker in model.random or node in must_save:
                 found.add(node)
         return frozenset(found)
@@ -180,7 +191,7 @@ class _Planner:
 
     def _is_worth_saving(self, node: Node) -> bool:
         model, value = self.model, value_of(node)
-        if node in self.always or node in model.small or not isinstance(value, Tensor):
+        if node in self.always or node in self.never or node in model.small or not isinstance(value, Tensor):
             return False
         if (node in model.views and not model.is_item(node)) or node in model.containers:
             return False

@@ -21,7 +21,7 @@ from partita.memory.chain import Chain, StepOptions, Way, chain_of, states_of, u
 from partita.memory.communication import is_wrapped_for_ddp
 from partita.memory.picture import Picture
 from partita.memory.rates import Rates, measure_rates
-from partita.memory.segments import segments_of
+from partita.memory.segments import Checkpoints, checked_checkpoints, checkpoints_of, segments_of
 from partita.memory.timeline import Timeline, timeline_of
 from partita.memory.trials import Input, Segment, trial_of
 from partita.plans import Plan
@@ -178,6 +178,7 @@ def fit(
     communication: str | int = 0,
     rates: Rates | None = None,
     keeps_outputs: bool = True,
+    checkpoints: Checkpoints = "replan",
 ) -> GraphModule:
     """A module like `model` whose training step, forward and backward, takes at most `peak` bytes.
 
@@ -192,6 +193,7 @@ def fit(
         communication=communication,
         rates=rates,
         keeps_outputs=keeps_outputs,
+        checkpoints=checkpoints,
     )
     found = step.plan(peak)
     log.info("%s", found)
@@ -209,13 +211,15 @@ def step_memory(
     communication: str | int = 0,
     rates: Rates | None = None,
     keeps_outputs: bool = True,
+    checkpoints: Checkpoints = "replan",
 ) -> StepMemory:
     """The memory of a training step of `model` with these arguments, run eagerly, and ways to recompute parts of it.
 
     The model returns its loss, alone or beside other results, which count as allocated during the backward unless
     `keeps_outputs` is false. The state of the `optimizer` is allocated throughout; it can be given in bytes. So is
     what `communication` takes under data parallelism, in bytes (`communication_bytes` estimates it). `rates` are those
-    of the device, measured if omitted. Nothing else is run but on fake tensors.
+    of the device, measured if omitted. Nothing else is run but on fake tensors. Calls of `torch.utils.checkpoint` are
+    planned like all else, or, with `checkpoints="respect"`, recomputed from their inputs in every plan.
     """
     if not torch.is_grad_enabled():
         raise BudgetError("gradients are disabled here, so there is no training step to fit; call this outside no_grad")
@@ -224,10 +228,13 @@ def step_memory(
             "the step of a model is fitted before it is wrapped: DistributedDataParallel(partita.fit(...))"
         )
     extra = _optimizer_bytes(optimizer) + bytes_said(communication, "communication")
+    respects = checked_checkpoints(checkpoints) == "respect"
     program = capture(model, tuple(args), dict(kwargs or {}))
     device, dtype = _device_and_dtype(model)
     options = StepOptions(rates or measure_rates(device, dtype), keeps_outputs, 512 if device.type == "cuda" else 1)
-    return StepMemory(chain_of(program, segments_of(program), options), options, extra, device)
+    fixed = checkpoints_of(program) if respects else ()
+    names = [region.name for region in fixed]
+    return StepMemory(chain_of(program, segments_of(program, fixed), options, recomputed=names), options, extra, device)
 
 
 @final
@@ -318,9 +325,12 @@ def budget_curve(
     optimizer: torch.optim.Optimizer | int = 0,
     communication: str | int = 0,
     rates: Rates | None = None,
+    checkpoints: Checkpoints = "replan",
 ) -> tuple[MemoryPlan, ...]:
     """What less memory costs: plans from the smallest peak to that of the plain step."""
-    step = step_memory(model, args, kwargs, optimizer=optimizer, communication=communication, rates=rates)
+    step = step_memory(
+        model, args, kwargs, optimizer=optimizer, communication=communication, rates=rates, checkpoints=checkpoints
+    )
     return step.curve(points)
 
 

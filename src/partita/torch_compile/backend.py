@@ -48,7 +48,8 @@ def backend(
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
     and some are equal. With `peak`, the bytes that a training step may take, it compiles the whole graph so that it
     fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
-    device, and `communication` the bytes that data parallelism takes during a step.
+    device, `communication` the bytes that data parallelism takes during a step, and `checkpoints="respect"` recomputes
+    what `torch.utils.checkpoint` marks in every plan.
     """
     chosen, model = BackendOptions.read(options), RunningModel(gm)
     if chosen.peak is not None:
@@ -59,6 +60,7 @@ def backend(
             inner=chosen.inner,
             rates=chosen.rates,
             communication=chosen.communication,
+            checkpoints=chosen.checkpoints,
             on_plan=chosen.on_plan,
         )
     inner = _CountedBodies(chosen.inner_backend())
