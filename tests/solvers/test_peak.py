@@ -9,17 +9,30 @@ from hypothesis import strategies as st
 
 from partita.solvers import peak
 from partita.solvers.keep_sets import Item, keep_sets
-from partita.solvers.peak import Choice, Stage, fastest, least_peak, peak_of
+from partita.solvers.peak import Choice, IfSaved, Stage, fastest, least_peak, peak_of
 
+_VALUES = st.frozensets(st.integers(0, 2))
 _CHOICES = st.builds(
     Choice,
     seconds=st.integers(0, 9).map(float),
     held=st.integers(-3, 9),
     forward=st.integers(0, 20),
     backward=st.integers(0, 20),
+    saves=_VALUES,
+    if_saved=st.lists(
+        st.builds(IfSaved, st.integers(0, 2), *(3 * [st.integers(0, 4)])), max_size=2, unique_by=lambda one: one.value
+    ).map(tuple),
 )
 _STAGES = st.lists(
-    st.builds(Stage, st.lists(_CHOICES, min_size=1, max_size=4).map(tuple), st.integers(0, 9)), min_size=1, max_size=5
+    st.builds(
+        Stage,
+        st.lists(_CHOICES, min_size=1, max_size=4).map(tuple),
+        st.integers(0, 9),
+        _VALUES,
+        st.dictionaries(st.integers(0, 2), st.integers(0, 4), max_size=2).map(lambda sizes: tuple(sizes.items())),
+    ),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -57,6 +70,30 @@ def test_the_least_peak_is_the_least_of_all_plans(stages: list[Stage]) -> None:
 def test_less_room_never_gives_a_higher_peak(stages: list[Stage]) -> None:
     peaks = [peak_of(stages, plan) for room in range(70) if (plan := fastest(stages, room)) is not None]
     assert peaks == sorted(peaks)
+
+
+def test_a_value_that_one_stage_saves_stays_allocated_for_the_others() -> None:
+    make = Stage((Choice(0, 5, 5, 1), Choice(1, 5, 5, 1, saves=frozenset({7}))))
+    read = Stage((Choice(0, -5, 3, 2, if_saved=(IfSaved(7, 5, 2, 5),)),), ends=frozenset({7}))
+    last = Stage((Choice(0, 0, 4, 4),))
+    assert peak_of([make, read, last], (0, 0, 0)) == 8
+    assert peak_of([make, read, last], (1, 0, 0)) == 12
+    assert make.run(make.choices[1], frozenset()) == (5, 5, {7})
+    # A value that passes by is free in the backward, unless it is saved.
+    passing = Stage((Choice(0, 0, 4, 4),), passing=((7, 5),))
+    assert passing.run(passing.choices[0], frozenset()) == (0, 4, frozenset())
+    assert passing.run(Choice(0, 0, 0, 9), frozenset()) == (0, 4, frozenset())
+    assert passing.run(Choice(0, 0, 0, 9), frozenset({7})) == (0, 9, {7})
+
+
+def test_many_kinds_of_states_are_counted_as_if_they_had_saved_everything() -> None:
+    stages = [Stage((Choice(1, 0, 1, 1), Choice(0, 1, 1, 1, saves=frozenset({at})))) for at in range(7)] + [
+        Stage((Choice(0, 0, 1, 1, if_saved=tuple(IfSaved(at, 1, 1, 1) for at in range(7))),))
+    ]
+    found = fastest(stages, 9)
+    assert found is not None
+    assert peak_of(stages, found) <= 9
+    assert fastest(stages, 0) is None
 
 
 def test_thinned_states_still_fit() -> None:

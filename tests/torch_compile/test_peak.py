@@ -100,6 +100,16 @@ def test_gradients_keep_their_bits_at_every_budget(dropout: float) -> None:
     assert seconds == sorted(seconds)
     assert peaks[-1] < 0.6 * peaks[0]
     assert "recomputation takes" in str(plan)
+    assert plan.timeline.peak_bytes == plan.peak_bytes
+    assert plan.timeline.peak.node == plan.simulated.at.name
+    assert sum(one.bytes for one in plan.timeline.occupants) == plan.peak_bytes
+    assert plan.plain_timeline.peak_bytes == plan.plain_peak_bytes
+    phases = [moment.phase for moment in plan.timeline.moments]
+    assert set(phases) == {"forward", "recompute", "backward"}
+    assert phases.index("backward") > phases.count("forward") - 1
+    picture = plan.picture()
+    assert "fastest step" in picture.text(80)
+    assert "<svg" in picture.svg()
     assert "in blocks." in str(plan)
 
 

@@ -15,6 +15,7 @@ from torch._C import _TorchDispatchModeKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita._torch.modes import fresh_modes, read_ambient, restore_after_error, restore_autocast
 from partita._torch.pytrees import map_leaves, map_tensors, tensors_in
@@ -102,9 +103,11 @@ class FakeCopies:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotImplementedError("a tensor is not strided, or is lazily conjugated or negated")
         size, stride = ([hint_of(number) for number in numbers] for numbers in (tensor.shape, tensor.stride()))
-        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-        meta.set_(self._storage(tensor), hint_of(tensor.storage_offset()), size, stride)
-        fake: Tensor = FakeTensor(self.mode, meta, tensor.device)
+        # A fake mode (torch 2.13) keeps arguments of `set_` in its cache, so the storage would never be freed.
+        with _disable_current_modes():
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            meta.set_(self._storage(tensor), hint_of(tensor.storage_offset()), size, stride)
+            fake: Tensor = FakeTensor(self.mode, meta, tensor.device)
         if not tensor.requires_grad:
             return fake
         if tensor.is_leaf:

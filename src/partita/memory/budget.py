@@ -83,6 +83,15 @@ def _read(text: str) -> int:
     return int(float(number.replace("_", "")) * _UNITS[unit])
 
 
+def bytes_said(value: object, name: str) -> int:
+    """A number of bytes, or a text such as "200MB", that is zero or more; `name` is what it is for."""
+    if isinstance(value, str):
+        return _read(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OptionError(f"`{name}` is a number of bytes from 0 on, or a text such as '200MB', not {value!r}")
+    return value
+
+
 def check_device_has(budget: int, device: torch.device) -> None:
     """Raises where a device has fewer bytes than a budget allows."""
     if device.type != "cuda" or not torch.cuda.is_available():

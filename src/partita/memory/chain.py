@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.operators.schemas import storage_key
+from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import bytes_of_value, value_of
 from partita.errors import BudgetError, PartitaError
 from partita.memory.rates import Rates
@@ -24,7 +26,7 @@ from partita.regions import Partition, Region
 from partita.regions.equal_bodies import body_numbers
 from partita.rewrite.outline import outlined
 from partita.solvers.keep_sets import Item, keep_sets
-from partita.solvers.peak import Choice, Stage
+from partita.solvers.peak import Choice, IfSaved, Stage
 
 
 @final
@@ -48,6 +50,7 @@ class Link:
     before_backward: int
     #: The names that records of the ways have for the nodes of the region, in order.
     names: tuple[str, ...]
+    shared: SharedValues
 
     def node_named(self, name: str) -> Node | None:
         """The node of this segment that has this name in records, which are those of the first equal segment."""
@@ -55,12 +58,44 @@ class Link:
 
     def stage(self) -> Stage:
         """The segment as numbers."""
-        plain = self.ways[0].trial.seconds
-        choices = tuple(
-            Choice(way.trial.seconds - plain, way.trial.held, way.trial.forward, way.trial.backward)
-            for way in self.ways
+        choices = tuple(map(self.choice, self.ways))
+        return Stage(choices, self.before_backward, self.shared.ends, self.shared.passing)
+
+    def choice(self, way: Way) -> Choice:
+        """One way to run it as numbers."""
+        trial = way.trial
+        return Choice(
+            trial.seconds - self.ways[0].trial.seconds,
+            trial.held,
+            trial.forward,
+            trial.backward,
+            self.shared.saved_by(trial),
+            self.shared.if_saved(trial),
         )
-        return Stage(choices, self.before_backward)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SharedValues:
+    """The storages that a segment shares with others, by number: those of its inputs and outputs; None for others."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    #: Those that no later segment reads.
+    ends: frozenset[int]
+    #: Those of earlier segments that later ones read and this one does not, with their bytes.
+    passing: tuple[tuple[int, int], ...]
+
+    def saved_by(self, trial: Trial) -> frozenset[int]:
+        """What one way to run the segment saves for backward."""
+        flags = (*zip(self.inputs, trial.saves_input, strict=True), *zip(self.outputs, trial.saves_output, strict=True))
+        return frozenset(value for value, is_saved in flags if is_saved and value is not None)
+
+    def if_saved(self, trial: Trial) -> tuple[IfSaved, ...]:
+        """What one way to run it needs more if an earlier segment has saved an input."""
+        numbered = [(number, value) for number, value in enumerate(self.inputs) if value is not None]
+        found = (IfSaved(value, *trial.if_saved(number)) for number, value in numbered)
+        return tuple(one for one in found if one.held or one.forward or one.backward)
 
 
 @final
@@ -97,10 +132,16 @@ class StepOptions:
     most_ways: tuple[int, int] = (16, 6)
 
 
-def chain_of(program: Program, partition: Partition, options: StepOptions) -> Chain:
-    """Tries every distinct segment on fake tensors, once for each way to run it; raises if nothing can be trained."""
+def chain_of(
+    program: Program, partition: Partition, options: StepOptions, *, recomputed: Collection[str] = ()
+) -> Chain:
+    """Tries every distinct segment on fake tensors, once for each way to run it; raises if nothing can be trained.
+
+    Of segments that are named in `recomputed`, the only way is to recompute them from their inputs.
+    """
     cut = outlined(partition)
-    found = _Walk(program, partition, cut.graph_module, dict(zip(cut.names, cut.bodies, strict=True)), options)
+    bodies = dict(zip(cut.names, cut.bodies, strict=True))
+    found = _Walk(program, partition, cut.graph_module, bodies, options, frozenset(recomputed))
     found.walk()
     return Chain(
         program,
@@ -122,7 +163,9 @@ class _Walk:
         outer: GraphModule,
         bodies: dict[str, Any],
         options: StepOptions,
+        recomputed: frozenset[str],
     ) -> None:
+        self.recomputed = recomputed
         self.program, self.partition, self.outer, self.bodies, self.options = program, partition, outer, bodies, options
         self.regions = dict(zip(bodies, partition.regions, strict=True))
         self.numbers = dict(zip(bodies, body_numbers(partition), strict=True))
@@ -132,8 +175,7 @@ class _Walk:
         self.segments: list[Segment] = []
         self._known: dict[Hashable, tuple[Way, ...]] = {}
         self._plain: dict[Hashable, Trial] = {}
-        #: The inputs and outputs that each segment saves for backward if it runs as it is.
-        self._saves: dict[Node, set[Node]] = {}
+        self._shared = _Storages(outer.graph, set(bodies))
         self._names: dict[Hashable, tuple[str, ...]] = {}
         self.output = outer.graph.output_node()
         self.results = user_outputs(program, self.output)
@@ -163,10 +205,6 @@ class _Walk:
             # Only now it is known which result requires gradients.
             gets = tuple(self._is_read(item) or item is loss for item in outputs)
             segment = self._segment(call, outputs, gets=gets)
-        inputs = [node for node in call.args if isinstance(node, Node)]
-        saved = [node for node, is_saved in zip(inputs, plain.saves_input, strict=True) if is_saved]
-        saved += [item for item, is_saved in zip(outputs, plain.saves_output, strict=True) if is_saved and item]
-        self._saves[call] = set(saved)
         self.calls.append(call)
         self.segments.append(segment)
         self.ways.append(self._ways_of(name, segment))
@@ -181,16 +219,7 @@ class _Walk:
 
     def _input(self, node: Node, call: Node) -> Input:
         is_resident = node.op in ("placeholder", "get_attr")
-        return Input(node, is_resident, self.requires_grad.get(node, False), self._dies_in(node, call))
-
-    def _dies_in(self, node: Node, call: Node) -> bool:
-        """Whether no other segment reads a value after this one, and none before has saved it for backward."""
-        others = [user for user in node.users if user is not call]
-        if any(user not in self._saves for user in others):
-            return False
-        if not others:
-            return True
-        return not any(node in self._saves.get(call, ()) for call in (*others, *_makers(node)))
+        return Input(node, is_resident, self.requires_grad.get(node, False), self._shared.ends_in(node, call))
 
     def _is_read(self, item: Node | None) -> bool:
         """Whether a later segment reads an output."""
@@ -214,7 +243,10 @@ class _Walk:
 
     def _key(self, name: str, segment: Segment) -> Hashable:
         roles = tuple((one.is_resident, one.requires_grad, one.is_dying) for one in segment.inputs)
-        return self.numbers[name], roles, segment.gets_gradient, segment.is_kept
+        return self.numbers[name], roles, segment.gets_gradient, segment.is_kept, self._is_recomputed(name)
+
+    def _is_recomputed(self, name: str) -> bool:
+        return self.regions[name].name in self.recomputed
 
     def _plain_trial(self, name: str, segment: Segment) -> Trial:
         key = self._key(name, segment)
@@ -236,26 +268,33 @@ class _Walk:
     def _found_ways(self, name: str, segment: Segment) -> Iterator[Way]:
         """The plain way, and the ways to recompute the segment that nothing beats; only the first if it cannot be."""
         plain = self._plain_trial(name, segment)
-        yield Way(False, (), plain)
         if not any(plain.requires_grad) or not plain.held_allocations:
+            yield Way(False, (), plain)
             return
         body = Program(segment.body, pure=self.program.pure)
         region = Region(name, tuple(body.operators()))
+        if self._is_recomputed(name):
+            yield Way(True, (), self._recomputed(body, region, (), segment))
+            return
+        yield Way(False, (), plain)
         # The body switches modes as well, by nodes that are in no region.
         places = {node.name: place for place, node in enumerate(self.regions[name].nodes)}
         known = [plain]
         repeats = list(self.numbers.values()).count(self.numbers[name]) > 1
         names = [node.name for node in keepable(region) if node.name in places]
         for kept in self._menu(names, plain, most=self.options.most_ways[not repeats]):
-            treatment = Recompute(KeepNodes(*kept) if kept else KeepNothing())
             try:
-                module = plan(body, Partition(body, [region]), treatment).apply().graph_module
-                trial = self._trial(segment, module, plain)
+                trial = self._recomputed(body, region, kept, segment)
             except PartitaError:  # What cannot be recomputed runs as it is.
                 return
             if not any(_beats(other, trial) for other in known):
                 known.append(trial)
                 yield Way(True, tuple(places[one] for one in kept), trial)
+
+    def _recomputed(self, body: Program, region: Region, kept: tuple[str, ...], segment: Segment) -> Trial:
+        treatment = Recompute(KeepNodes(*kept) if kept else KeepNothing())
+        module = plan(body, Partition(body, [region]), treatment).apply().graph_module
+        return self._trial(segment, module, self._plain_trial(region.name, segment))
 
     def _menu(self, names: Sequence[str], plain: Trial, *, most: int) -> list[tuple[str, ...]]:
         """Which of the nodes with these names to keep, for each way to try; first none."""
@@ -277,8 +316,10 @@ class _Walk:
             raise _no_loss(self.program, self.results, self.requires_grad)
         gradients, seen = 0, set[int]()
         before: list[int] = []
+        passing = self._passing_gradients()
+        shared = list(self._shared.along(self.calls))
         for call, segment, ways in reversed(list(zip(self.calls, self.segments, self.ways, strict=True))):
-            before.append(gradients + self._passing_gradients(call))
+            before.append(gradients + passing.pop())
             kept = (item for item, is_kept in zip(_items_of(call), segment.is_kept, strict=True) if is_kept)
             gradients += sum(bytes_of_value(value_of(item)) or 0 for item in kept if item is not None)
             gets = ways[0].trial.gets_gradient
@@ -290,18 +331,76 @@ class _Walk:
             self.calls, self.segments, self.ways, reversed(before), strict=True
         ):
             name = str(call.target)
-            yield Link(self.regions[name], ways, bytes_before, self._names[self._key(name, segment)])
+            names = self._names[self._key(name, segment)]
+            yield Link(self.regions[name], ways, bytes_before, names, shared.pop(0))
 
-    def _passing_gradients(self, call: Node) -> int:
-        """The bytes of gradients that wait, while this segment runs backward, for a segment before it."""
+    def _passing_gradients(self) -> list[int]:
+        """For each segment the bytes of gradients that wait, while it runs backward, for a segment before it."""
         place = {one: at for at, one in enumerate(self.calls)}
-        total = 0
+        change = [0] * (len(self.calls) + 1)
         for node, requires_grad in self.requires_grad.items():
             makers = [place[maker] for maker in _makers(node) if maker in place]
             readers = [place[user] for user in node.users if user in place]
-            if requires_grad and makers and readers and makers[0] < place[call] < max(readers):
-                total += bytes_of_value(value_of(node)) or 0
-        return total
+            if requires_grad and makers and readers and makers[0] + 1 < max(readers):
+                size = bytes_of_value(value_of(node)) or 0
+                change[makers[0] + 1] += size
+                change[max(readers)] -= size
+        return list(accumulate(change))[:-1]
+
+
+class _Storages:
+    """The storages that segments share: which segments read each; views of one storage count as one value."""
+
+    def __init__(self, graph: Graph, names: Collection[str]) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._number: dict[Node, int] = {}
+        self._last: dict[int, Node | None] = {}
+        for node in graph.nodes:
+            number = self._number[node] = self._numbers.setdefault(_storage_of(node), len(self._numbers))
+            if node.op in ("placeholder", "get_attr", "output"):
+                self._last[number] = None  # Allocated throughout, or kept by the caller.
+        for node in graph.nodes:
+            is_segment = node.op == "call_module" and node.target in names
+            for read in node.all_input_nodes:
+                number = self._number[read]
+                if node.op == "output":
+                    self._last[number] = None
+                elif is_segment and self._last.get(number, node) is not None:
+                    self._last[number] = node
+
+    def ends_in(self, node: Node, call: Node) -> bool:
+        """Whether no later segment than this one reads the storage of a value, nor does the caller keep it."""
+        return self._last.get(self._number[node]) is call
+
+    def along(self, calls: Iterable[Node]) -> Iterator[SharedValues]:
+        """The storages that each segment shares with others, in the order of the forward."""
+        alive: dict[int, int] = {}
+        for call in calls:
+            inputs = [self._freed(node) for node in call.args if isinstance(node, Node)]
+            items = _items_of(call)
+            outputs = [None if item is None else self._freed(item) for item in items]
+            ends = frozenset(one for one in inputs if one is not None and self._last[one] is call)
+            passing = tuple((one, size) for one, size in alive.items() if one not in inputs)
+            yield SharedValues(tuple(inputs), tuple(outputs), ends, passing)
+            sizes = (0 if item is None else _storage_bytes(item) for item in items)
+            alive.update((one, size) for one, size in zip(outputs, sizes, strict=True) if one is not None)
+            for one in ends:
+                alive.pop(one, None)
+
+    def _freed(self, node: Node) -> int | None:
+        """The number of a storage that is freed after a segment has read it last, unless one has saved it."""
+        number = self._number[node]
+        return None if self._last.get(number) is None else number
+
+
+def _storage_of(node: Node) -> Hashable:
+    value = value_of(node)
+    return storage_key(value) if isinstance(value, Tensor) else node
+
+
+def _storage_bytes(node: Node) -> int:
+    value = value_of(node)
+    return int(hint_of(value.untyped_storage().nbytes())) if isinstance(value, Tensor) else 0
 
 
 def _makers(node: Node) -> tuple[Node, ...]:

@@ -16,7 +16,10 @@ from partita.errors import BudgetError
 from partita.memory.budget import shown_bytes
 from partita.memory.joint_model import JointModel
 from partita.memory.joint_simulation import Simulated, simulate
+from partita.memory.joint_timeline import joint_timeline
+from partita.memory.picture import Picture
 from partita.memory.rates import Rates
+from partita.memory.timeline import Timeline
 from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
 from partita.program.program import Program
@@ -64,6 +67,23 @@ class JointMemoryPlan:
     #: The seconds of all that is recomputed.
     seconds: float
     simulated: Simulated = field(repr=False)
+    #: The same for the fastest step.
+    plain_simulated: Simulated | None = field(default=None, repr=False)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The bytes after every operator that allocates, beside what is allocated throughout."""
+        return joint_timeline(self.simulated)
+
+    @property
+    def plain_timeline(self) -> Timeline:
+        """The same for the fastest step."""
+        return joint_timeline(self.plain_simulated or self.simulated)
+
+    def picture(self) -> Picture:
+        """The bytes over the step, as planned and of the fastest step, with what is allowed; prints as a chart."""
+        title = "beside what is allocated throughout"
+        return Picture(self.timeline, self.plain_timeline, self.allowed_bytes, title, plain_name="fastest step")
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -97,14 +117,21 @@ def _in_module(node: Node | None) -> str:
 
 
 def plan_joint(
-    program: Program, room: int, step: JointStep, *, must_save: Collection[Node] = (), margin: int = 0
+    program: Program,
+    room: int,
+    step: JointStep,
+    *,
+    must_save: Collection[Node] = (),
+    never_save: Collection[Node] = (),
+    margin: int = 0,
 ) -> JointMemoryPlan:
     """The fastest choice of saved values of a joint graph whose peak is at most `room` bytes.
 
     `room` is what is left beside parameters, buffers, arguments and all else that is allocated throughout. `margin` is
     by how much an earlier plan was measured to be over its prediction. Raises a `BudgetError` with the smallest peak.
+    Of `never_save` only results of random operators are saved, and what `must_save` has.
     """
-    planner = _Planner(program, step, must_save)
+    planner = _Planner(program, step, must_save, never_save)
     return planner.plan(room, margin)
 
 
@@ -115,7 +142,9 @@ _TRIES = 12
 
 
 class _Planner:
-    def __init__(self, program: Program, step: JointStep, must_save: Collection[Node]) -> None:
+    def __init__(
+        self, program: Program, step: JointStep, must_save: Collection[Node], never_save: Collection[Node]
+    ) -> None:
         joint = program.joint
         assert joint is not None
         segment = segments_of_forward(program)
@@ -124,6 +153,7 @@ class _Planner:
             nodes, joint, segment, rates=step.rates, fuses=step.fuses, fixed_bytes=step.fixed_bytes
         )
         self.count = model.last_segment + 1
+        self.never = model.constants | frozenset(never_save)
         self.always = self._always(must_save)
         self.needed: dict[int, list[Node]] = {}
         for node in model.read_by_backward:
@@ -139,21 +169,21 @@ class _Planner:
             if key not in known:
                 known[key] = self._menu(at)
             self.menus.append(known[key])
-        self.plain_peak = simulate(model, self._saved([len(menu) - 1 for menu in self.menus])).peak
+        self.plain = simulate(model, self._saved([len(menu) - 1 for menu in self.menus]))
 
     def _always(self, must_save: Collection[Node]) -> frozenset[Node]:
         """Saved in every plan: borders of segments, small results, what random operators give, what the caller says.
 
-        Constants are none of them, unless the caller says so.
+        Constants and what is never saved are none of them, unless the caller says so.
         """
         model = self.model
-        found = set(model.borders - model.constants)
+        found = set(model.borders - self.never)
         for node in model.forward:
             value = value_of(node)
             if not isinstance(value, Tensor) or (node in model.views and not model.is_item(node)):
                 continue
             maker = node.args[0] if model.is_item(node) else node
-            is_read = node not in model.constants and any(user not in model.small for user in node.users)
+            is_read = node not in self.never and any(user not in model.small for user in node.users)
             if (node in model.small and is_read) or maker in model.random or node in must_save:
                 found.add(node)
         return frozenset(found)
@@ -164,7 +194,7 @@ class _Planner:
 
     def _is_worth_saving(self, node: Node) -> bool:
         model, value = self.model, value_of(node)
-        if any(node in group for group in (self.always, model.small, model.constants)) or not isinstance(value, Tensor):
+        if node in self.always or node in self.never or node in model.small or not isinstance(value, Tensor):
             return False
         if (node in model.views and not model.is_item(node)) or node in model.containers:
             return False
@@ -286,9 +316,10 @@ class _Planner:
             tuple(segments),
             simulated.peak + margin,
             room,
-            self.plain_peak + margin,
+            self.plain.peak + margin,
             sum(one.seconds for one in segments),
             simulated,
+            self.plain,
         )
 
 

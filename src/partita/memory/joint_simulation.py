@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -31,6 +31,8 @@ class Simulated:
     at: Node | None
     #: Bytes after every node that allocates: forward, then backward.
     series: tuple[tuple[Node, int], ...]
+    #: For each of these whether it is "forward", "recompute" or "backward", and of which segment.
+    phases: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -59,7 +61,18 @@ def simulate(model: JointModel, saved: Collection[Node]) -> Simulated:
             *((model.forward[at], size) for at, size in forward.series),
             *((order[at], size) for at, size in backward.series),
         ),
+        tuple(_phases(model, forward.series, order, backward.series)),
     )
+
+
+def _phases(
+    model: JointModel, forward: Sequence[tuple[int, int]], order: Sequence[Node], backward: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, int]]:
+    for at, _ in forward:
+        yield "forward", model.segment[model.forward[at]]
+    where = _segments_in_backward(model, order)
+    for at, _ in backward:
+        yield "recompute" if order[at] in model.is_forward else "backward", where[at]
 
 
 def _forward_by_segment(model: JointModel, series: Sequence[tuple[int, int]]) -> dict[int, int]:
@@ -72,6 +85,15 @@ def _forward_by_segment(model: JointModel, series: Sequence[tuple[int, int]]) ->
 
 def _backward_by_segment(model: JointModel, order: Sequence[Node], series: Sequence[tuple[int, int]]) -> dict[int, int]:
     """The highest point of the backward of each segment: of all nodes from its first reader on."""
+    where = _segments_in_backward(model, order)
+    highest: dict[int, int] = {}
+    for place, size in series:
+        highest[where[place]] = max(highest.get(where[place], 0), size)
+    return highest
+
+
+def _segments_in_backward(model: JointModel, order: Sequence[Node]) -> list[int]:
+    """For each node of the backward the segment whose backward it belongs to."""
     where, current = [], model.last_segment
     for node in order:
         for read in (node, *node.all_input_nodes):
@@ -80,10 +102,7 @@ def _backward_by_segment(model: JointModel, order: Sequence[Node], series: Seque
                 current = min(current, model.segment[base] + (base in model.borders))
         current = min(current, model.last_segment)
         where.append(current)
-    highest: dict[int, int] = {}
-    for place, size in series:
-        highest[where[place]] = max(highest.get(where[place], 0), size)
-    return highest
+    return where
 
 
 class _Run:

@@ -16,10 +16,12 @@ from torch.fx import GraphModule
 from partita.analysis.nodes import value_of
 from partita.capture import capture
 from partita.errors import BudgetError, OptionError
-from partita.memory.budget import MemoryBudget, check_device_has, shown_bytes
+from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.chain import Chain, StepOptions, Way, chain_of, states_of, user_outputs
+from partita.memory.communication import is_wrapped_for_ddp
+from partita.memory.picture import Picture
 from partita.memory.rates import Rates, measure_rates
-from partita.memory.segments import segments_of
+from partita.memory.segments import Checkpoints, checked_checkpoints, checkpoints_of, segments_of
 from partita.memory.timeline import Timeline, timeline_of
 from partita.memory.trials import Input, Segment, trial_of
 from partita.plans import Plan
@@ -119,6 +121,10 @@ class MemoryPlan:
         plain = [link.ways[0] for link in self.chain.links]
         return timeline_of(self.chain, plain, extra_bytes=self.extra_bytes)
 
+    def picture(self) -> Picture:
+        """The bytes over the step, planned and without recomputation, with the budget; prints as a chart."""
+        return Picture(self.timeline, self.plain_timeline, self.budget_bytes)
+
     @cached_property
     def plan(self) -> Plan:
         """The plan that recomputes the chosen segments."""
@@ -190,15 +196,26 @@ def fit(
     *,
     peak: str | int | float,
     optimizer: torch.optim.Optimizer | int = 0,
+    communication: str | int = 0,
     rates: Rates | None = None,
     keeps_outputs: bool = True,
+    checkpoints: Checkpoints = "replan",
 ) -> GraphModule:
     """A module like `model` whose training step, forward and backward, takes at most `peak` bytes.
 
     It is the fastest that `step_memory(...).plan(peak)` finds; its plan is in the attribute `memory_plan`.
     """
     MemoryBudget(peak)
-    step = step_memory(model, args, kwargs, optimizer=optimizer, rates=rates, keeps_outputs=keeps_outputs)
+    step = step_memory(
+        model,
+        args,
+        kwargs,
+        optimizer=optimizer,
+        communication=communication,
+        rates=rates,
+        keeps_outputs=keeps_outputs,
+        checkpoints=checkpoints,
+    )
     found = step.plan(peak)
     log.info("%s", found)
     module = found.module()
@@ -212,22 +229,33 @@ def step_memory(
     kwargs: Mapping[str, Any] | None = None,
     *,
     optimizer: torch.optim.Optimizer | int = 0,
+    communication: str | int = 0,
     rates: Rates | None = None,
     keeps_outputs: bool = True,
+    checkpoints: Checkpoints = "replan",
 ) -> StepMemory:
     """The memory of a training step of `model` with these arguments, run eagerly, and ways to recompute parts of it.
 
     The model returns its loss, alone or beside other results, which count as allocated during the backward unless
-    `keeps_outputs` is false. The state of the `optimizer` is allocated throughout; it can be given in bytes. `rates`
-    are those of the device, measured if omitted. Nothing else is run but on fake tensors.
+    `keeps_outputs` is false. The state of the `optimizer` is allocated throughout; it can be given in bytes. So is
+    what `communication` takes under data parallelism, in bytes (`communication_bytes` estimates it). `rates` are those
+    of the device, measured if omitted. Nothing else is run but on fake tensors. Calls of `torch.utils.checkpoint` are
+    planned like all else, or, with `checkpoints="respect"`, recomputed from their inputs in every plan.
     """
     if not torch.is_grad_enabled():
         raise BudgetError("gradients are disabled here, so there is no training step to fit; call this outside no_grad")
-    extra = _optimizer_bytes(optimizer)
+    if is_wrapped_for_ddp(model):
+        raise OptionError(
+            "the step of a model is fitted before it is wrapped: DistributedDataParallel(partita.fit(...))"
+        )
+    extra = _optimizer_bytes(optimizer) + bytes_said(communication, "communication")
+    respects = checked_checkpoints(checkpoints) == "respect"
     program = capture(model, tuple(args), dict(kwargs or {}))
     device, dtype = _device_and_dtype(model)
     options = StepOptions(rates or measure_rates(device, dtype), keeps_outputs, 512 if device.type == "cuda" else 1)
-    return StepMemory(chain_of(program, segments_of(program), options), options, extra, device)
+    fixed = checkpoints_of(program) if respects else ()
+    names = [region.name for region in fixed]
+    return StepMemory(chain_of(program, segments_of(program, fixed), options, recomputed=names), options, extra, device)
 
 
 @final
@@ -242,7 +270,7 @@ class StepMemory:
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters, buffers, constants, arguments and the state of the optimizer: allocated throughout."""
+        """Parameters, buffers, constants, arguments, the optimizer's state, communication: allocated throughout."""
         return self.chain.resident_bytes + self.extra_bytes
 
     @cached_property
@@ -262,7 +290,7 @@ class StepMemory:
         check_device_has(allowed, self.device)
         if allowed <= self.resident_bytes:
             raise BudgetError(
-                f"the parameters, buffers, arguments and the state of the optimizer alone take "
+                f"the parameters, buffers, arguments, the state of the optimizer and communication alone take "
                 f"{shown_bytes(self.resident_bytes)}, and the budget is {shown_bytes(allowed)}; shard the model, or "
                 f"use a smaller dtype. The smallest peak is {shown_bytes(self.smallest_peak_bytes)}",
                 smallest=self.smallest_peak_bytes,
@@ -316,10 +344,15 @@ def budget_curve(
     *,
     points: int = 8,
     optimizer: torch.optim.Optimizer | int = 0,
+    communication: str | int = 0,
     rates: Rates | None = None,
+    checkpoints: Checkpoints = "replan",
 ) -> tuple[MemoryPlan, ...]:
     """What less memory costs: plans from the smallest peak to that of the plain step."""
-    return step_memory(model, args, kwargs, optimizer=optimizer, rates=rates).curve(points)
+    step = step_memory(
+        model, args, kwargs, optimizer=optimizer, communication=communication, rates=rates, checkpoints=checkpoints
+    )
+    return step.curve(points)
 
 
 #: How often a plan is made anew if it does not fit as a whole, although its segments do.

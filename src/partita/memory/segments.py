@@ -2,29 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
+from typing import Literal, TypeAlias, get_args
 
 from torch.fx import Node
 
 from partita._torch.operators.schemas import viewed_node
 from partita.analysis.nodes import bytes_of_value, value_of
+from partita.errors import OptionError
+from partita.policies.by_label import ByAnnotation
 from partita.policies.repeats import Repeats
 from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.solvers.narrow_cuts import narrow_cuts
 
+#: What is done with the calls of `torch.utils.checkpoint` in a model: they are planned like all else, or recomputed.
+Checkpoints: TypeAlias = Literal["replan", "respect"]
 
-def segments_of(program: Program) -> Partition:
+
+def checked_checkpoints(value: object) -> Checkpoints:
+    """The value of the option `checkpoints`, or an `OptionError`."""
+    for known in get_args(Checkpoints):
+        if value == known:
+            return known  # type: ignore[no-any-return]
+    raise OptionError(
+        f"`checkpoints` is 'replan', which plans calls of torch.utils.checkpoint like all else, or 'respect', which "
+        f"recomputes them as the model says, not {value!r}"
+    )
+
+
+def segments_of(program: Program, checkpoints: Sequence[Region] = ()) -> Partition:
     """Regions in the order in which they run: the blocks that a model repeats, and pieces of what lies between.
 
-    What does not repeat is cut where few bytes cross, into pieces of at most `_MOST_OPERATORS` operators.
+    What does not repeat is cut where few bytes cross, into pieces of at most `_MOST_OPERATORS` operators. Regions of
+    `checkpoints` are segments of their own.
     """
     repeats = Repeats(min_size=_FEWEST_OPERATORS)(program)
-    regions: list[Region] = []
+    taken = {node for region in checkpoints for node in region.nodes}
+    regions: list[Region] = list(checkpoints)
     for region in repeats:
-        regions += [region] if _is_block(region) else _pieces(program, region)
+        for left in _without(program, region, taken):
+            regions += [left] if _is_block(left) else _pieces(program, left)
     return Partition(program, regions).returning_in_graph_order()
+
+
+def checkpoints_of(program: Program) -> tuple[Region, ...]:
+    """The calls of `torch.utils.checkpoint` that a captured program has annotated."""
+    return ByAnnotation("checkpoint", allow_empty=True)(program).regions
+
+
+def _without(program: Program, region: Region, taken: Collection[Node]) -> list[Region]:
+    """What is left of a region: its nodes in graph order, cut where others of `taken` lie between."""
+    if not taken:
+        return [region]
+    number = program.index.number
+    nodes = sorted((node for node in region.nodes if node not in taken), key=number.__getitem__)
+    if len(nodes) == len(region):
+        return [region]
+    others = sorted(number[node] for node in taken)
+    runs: dict[int, list[Node]] = {}
+    for node in nodes:
+        runs.setdefault(bisect(others, number[node]), []).append(node)
+    return [
+        Region(f"{region.name}_rest_{at}", tuple(run), f"{region.label}_rest_{at}")
+        for at, run in enumerate(runs.values())
+    ]
 
 
 #: Pieces have so many operators, unless a block that repeats has more.
@@ -32,7 +76,8 @@ _FEWEST_OPERATORS, _MOST_OPERATORS = 4, 16
 
 
 def _is_block(region: Region) -> bool:
-    return str(region.label).startswith("repeat") or len(region) <= _MOST_OPERATORS
+    is_whole = str(region.label).startswith("repeat") and "_rest_" not in str(region.label)
+    return is_whole or len(region) <= _MOST_OPERATORS
 
 
 def _pieces(program: Program, region: Region) -> list[Region]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import asdict, dataclass
 from typing import final
 
 from partita.memory._torch.recorder import Allocation, Ran
@@ -35,7 +34,7 @@ class Occupant:
 
     bytes: int
     count: int
-    #: The segment, or the first and the last one.
+    #: The segment, or the first and the last one; in compiled steps the first and the last node.
     segment: str
     node: str
     path: str
@@ -45,7 +44,8 @@ class Occupant:
         times = f" ({self.count} times)" if self.count > 1 else ""
         where = f" in {self.path}" if self.path else ""
         what = self.node or self.operator or "an input"
-        return f"{shown_bytes(self.bytes)}{times}: {what}{where}, {self.segment}"
+        segment = f", {self.segment}" if self.segment else ""
+        return f"{shown_bytes(self.bytes)}{times}: {what}{where}{segment}"
 
 
 @final
@@ -68,39 +68,87 @@ class Timeline:
     @property
     def peak_bytes(self) -> int:
         """The bytes that are allocated then."""
-        return self.peak.bytes
+        return max((moment.bytes for moment in self.moments), default=self.resident_bytes)
+
+    def rows(self) -> list[dict[str, str | int]]:
+        """A row of plain values for each operator, as data frames and JSON take them."""
+        return [asdict(moment) for moment in self.moments]
 
 
 def timeline_of(chain: Chain, ways: Sequence[Way], *, extra_bytes: int = 0) -> Timeline:
     """The timeline of the step in which each segment runs in the given way."""
     base = chain.resident_bytes + extra_bytes
-    starts = list(accumulate((way.trial.held for way in ways), initial=base))
-    around = list(zip(chain.links, ways, starts, strict=False))
-    forward = [moment for link, way, start in around for moment in _forward(link, way, start)]
-    backward = [moment for link, way, start in reversed(around) for moment in _backward(link, way, start)]
-    moments = (*forward, *backward)
-    peak = max(range(len(moments)), key=lambda at: moments[at].bytes)
-    at = next(place for place, link in enumerate(chain.links) if link.region.name == moments[peak].segment)
-    trial = ways[at].trial
-    local = trial.forward_allocations if peak < len(forward) else trial.backward_allocations
-    gradients = 0 if peak < len(forward) else chain.links[at].before_backward
-    allocated = [
-        (link, one) for link, way in zip(chain.links[:at], ways, strict=False) for one in way.trial.held_allocations
-    ]
-    allocated += [(chain.links[at], one) for one in local]
-    return Timeline(moments, base, gradients, tuple(_occupants(allocated)))
+    runs = list(_runs(chain, ways, base))
+    forward = [(at, moment) for at, run in enumerate(runs) for moment in run.forward()]
+    backward = [(at, moment) for at, run in reversed(list(enumerate(runs))) for moment in run.backward()]
+    moments = [*forward, *backward]
+    peak = max(range(len(moments)), key=lambda number: moments[number][1].bytes)
+    at = moments[peak][0]
+    trial, is_forward = runs[at].way.trial, peak < len(forward)
+    local = trial.forward_allocations if is_forward else trial.backward_allocations
+    gradients = 0 if is_forward else chain.links[at].before_backward
+    allocated = [*_held_before(runs, at, local, is_forward=is_forward), *((chain.links[at], one) for one in local)]
+    return Timeline(tuple(moment for _, moment in moments), base, gradients, tuple(_occupants(allocated)))
 
 
-def _forward(link: Link, way: Way, start: int) -> Iterator[Moment]:
-    for ran in way.trial.ran[: way.trial.backward_at]:
-        yield _moment("forward", link, ran, start)
+@final
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One segment in a step: what is allocated before its forward, and which shared values are saved by then."""
+
+    link: Link
+    way: Way
+    start: int
+    saved: frozenset[int]
+
+    def forward(self) -> Iterator[Moment]:
+        kept = self._kept()
+        for number, ran in enumerate(self.way.trial.ran[: self.way.trial.backward_at]):
+            yield _moment("forward", self.link, ran, self.start + _freed_by(kept, number))
+
+    def backward(self) -> Iterator[Moment]:
+        kept, first = self._kept(), self.way.trial.backward_at
+        start = self.start + self.link.before_backward - self.link.stage().passed(self.saved)
+        for number, ran in enumerate(self.way.trial.ran[first:], first):
+            phase = "recompute" if ran.phase == "recompute" else "backward"
+            yield _moment(phase, self.link, ran, start + _freed_by(kept, number))
+
+    def _kept(self) -> list[Allocation]:
+        """Inputs that stay allocated since an earlier segment has saved them."""
+        inputs = zip(self.link.shared.inputs, self.way.trial.input_allocations, strict=True)
+        return [one for value, allocations in inputs if value in self.saved for one in allocations]
 
 
-def _backward(link: Link, way: Way, start: int) -> Iterator[Moment]:
-    start += link.before_backward
-    for ran in way.trial.ran[way.trial.backward_at :]:
-        phase = "recompute" if ran.phase == "recompute" else "backward"
-        yield _moment(phase, link, ran, start)
+def _runs(chain: Chain, ways: Sequence[Way], base: int) -> Iterator[_Run]:
+    start, saved = base, frozenset[int]()
+    for link, way in zip(chain.links, ways, strict=True):
+        yield _Run(link, way, start, saved)
+        held, _, saved = link.stage().run(link.choice(way), saved)
+        start += held
+
+
+def _freed_by(allocations: Sequence[Allocation], number: int) -> int:
+    return sum(one.bytes for one in allocations if one.died is not None and one.died <= number)
+
+
+def _held_before(
+    runs: Sequence[_Run], at: int, local: Sequence[Allocation], *, is_forward: bool
+) -> list[tuple[Link, Allocation]]:
+    """What segments before `at` have left allocated while its forward or backward runs; `local` is what it has."""
+    now = runs[at]
+    inputs = list(zip(now.link.shared.inputs, now.way.trial.input_allocations, strict=True))
+    alive = {value for value, allocations in inputs if any(one is here for one in allocations for here in local)}
+    if is_forward:
+        alive |= {value for value, _ in now.link.shared.passing}
+    for run in runs[:at]:
+        alive |= run.link.shared.saved_by(run.way.trial)
+    held = []
+    for run in runs[:at]:
+        made = zip(run.link.shared.outputs, run.way.trial.output_allocations, strict=True)
+        freed = [one for value, one in made if value is not None and value not in alive]
+        kept = (one for one in run.way.trial.held_allocations if not any(one is gone for gone in freed))
+        held += [(run.link, one) for one in kept]
+    return held
 
 
 def _moment(phase: str, link: Link, ran: Ran, start: int) -> Moment:

@@ -70,6 +70,24 @@ class Trial:
     #: Which inputs and which outputs are saved for backward.
     saves_input: tuple[bool, ...]
     saves_output: tuple[bool, ...]
+    #: For each input the storages that it is in and that no input before is in, if it is not resident.
+    input_allocations: tuple[tuple[Allocation, ...], ...]
+    #: For each output its storage, if it is one that counts.
+    output_allocations: tuple[Allocation | None, ...]
+
+    def if_saved(self, number: int) -> tuple[int, int, int]:
+        """What more is held, and needed in forward and backward, if an earlier segment has saved this input."""
+        found = [0, 0, 0]
+        for one in self.input_allocations[number]:
+            if one.died is None:
+                continue
+            found[0] += 0 if any(held is one for held in self.held_allocations) else one.bytes
+            halves = ((0, self.backward_at, self.forward), (self.backward_at, len(self.ran), self.backward))
+            for half, (start, stop, highest) in enumerate(halves, 1):
+                freed = self.ran[max(start, one.died) : stop]
+                most = max((ran.allocated for ran in freed), default=highest - one.bytes)
+                found[half] += max(most + one.bytes - highest, 0)
+        return found[0], found[1], found[2]
 
 
 def trial_of(
@@ -98,10 +116,11 @@ def trial_of(
             recorder.start_again()
             last = leave(given) if given else None
             watched = [recorder.watch(value) for value in outputs]
+            returned = tuple(recorder.storage_of(value) for value in outputs)
             outputs.clear()
             given.clear()
-            saves_output = tuple(is_allocated() for is_allocated in watched)
             saves_input = inputs.are_saved()
+            saves_output = tuple(is_allocated() for is_allocated in watched)
             if last is not None:
                 last.backward()
             gets_gradient = inputs.have_gradients()
@@ -113,7 +132,7 @@ def trial_of(
         forward_ends,
         held_now,
         rates,
-        _Flags(requires_grad, gets_gradient, saves_input, saves_output),
+        _Flags(requires_grad, gets_gradient, saves_input, saves_output, tuple(inputs.allocations), returned),
     )
 
 
@@ -124,6 +143,8 @@ class _Flags(NamedTuple):
     gets_gradient: tuple[bool, ...]
     saves_input: tuple[bool, ...]
     saves_output: tuple[bool, ...]
+    input_allocations: tuple[tuple[Allocation, ...], ...]
+    output_allocations: tuple[Allocation | None, ...]
 
 
 class _Inputs:
@@ -135,13 +156,16 @@ class _Inputs:
         self._leaves: list[Tensor | None] = []
         self._shared: list[Any] = []
         self._watched: list[Callable[[], bool]] = []
+        self.allocations: list[tuple[Allocation, ...]] = []
         for one in segment.inputs:
             traced = value_of(one.node)
             copied = _without_history(fakes, traced)
+            counted: tuple[Allocation, ...] = ()
             if one.is_resident:
                 recorder.ignore(tensors_in(copied))
             else:
-                recorder.count(tensors_in(copied), one.node.name, "")
+                counted = recorder.count(tensors_in(copied), one.node.name, "")
+            self.allocations.append(counted)
             taken: list[Tensor] = []
             leaf: Tensor | None = None
             if one.requires_grad and isinstance(copied, Tensor):
@@ -280,6 +304,8 @@ def _summary(
         gets_gradient=flags.gets_gradient,
         saves_input=flags.saves_input,
         saves_output=flags.saves_output,
+        input_allocations=flags.input_allocations,
+        output_allocations=flags.output_allocations,
     )
 
 

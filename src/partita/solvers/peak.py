@@ -1,16 +1,27 @@
 """The fastest choices for a chain of segments whose memory peak fits: a dynamic program over numbers.
 
 A chain runs forward, segment by segment, and backward in reverse. For each segment one choice is made: what it leaves
-allocated until its backward, what it needs while it runs, and how long it takes.
+allocated until its backward, what it needs while it runs, and how long it takes. A value that several segments share
+stays allocated if one of them saves it, so a choice also says what it saves, and what it needs more if others did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
 from typing import final
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IfSaved:
+    """What a choice takes more, after its forward and at the most, if an earlier segment has saved a value it reads."""
+
+    value: int
+    held: int
+    forward: int
+    backward: int
 
 
 @final
@@ -25,6 +36,9 @@ class Choice:
     forward: int
     #: The most that is allocated while its backward runs, without what later segments leave.
     backward: int
+    #: The values that it saves until its backward, of those that segments share.
+    saves: frozenset[int] = frozenset()
+    if_saved: tuple[IfSaved, ...] = ()
 
 
 @final
@@ -35,14 +49,30 @@ class Stage:
     choices: tuple[Choice, ...]
     #: Gradients that later segments have left, and other bytes that are allocated while this one runs backward.
     before_backward: int = 0
+    #: The values that no later segment reads.
+    ends: frozenset[int] = frozenset()
+    #: Values of earlier segments that later ones read and this one does not, with their bytes: free in the backward of
+    #: this one unless they are saved by then.
+    passing: tuple[tuple[int, int], ...] = ()
 
-    def needs(self, choice: Choice) -> int:
-        """The most that is allocated while the segment runs, forward or backward."""
-        return max(choice.forward, choice.backward + self.before_backward)
+    def run(self, choice: Choice, saved: frozenset[int]) -> tuple[int, int, frozenset[int]]:
+        """What it leaves allocated, the most that it takes, and what is saved after it, if `saved` is before it."""
+        held, forward, backward = choice.held, choice.forward, choice.backward
+        for more in choice.if_saved:
+            if more.value in saved:
+                held, forward, backward = held + more.held, forward + more.forward, backward + more.backward
+        backward -= self.passed(saved)
+        return held, max(forward, backward + self.before_backward), (saved | choice.saves) - self.ends
+
+    def passed(self, saved: frozenset[int]) -> int:
+        """The bytes that are allocated before its forward, but not in its backward."""
+        return sum(size for value, size in self.passing if value not in saved)
 
 
-#: What the first segments leave allocated, a number to minimize, the state before the last of them, and its choice.
-_State = tuple[int, float, int, int]
+#: What the first segments leave allocated, a number to minimize, the state before the last of them, its choice, and
+#: what is saved that later segments read.
+_State = tuple[int, float, int, int, frozenset[int]]
+_NOTHING: frozenset[int] = frozenset()
 
 
 def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
@@ -52,58 +82,89 @@ def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
     gives a plan with a higher peak. Exact for up to `_MOST_STATES` undominated states; of more than these, some are
     dropped, so that a plan that fits may be slower than need be.
     """
-    layers: list[list[_State]] = [[(0, 0.0, 0, 0)]]
+    layers: list[list[_State]] = [[(0, 0.0, 0, 0, _NOTHING)]]
     for stage in stages:
-        choices = [
-            (choice.held, choice.seconds, room - stage.needs(choice), number)
-            for number, choice in enumerate(stage.choices)
-        ]
+        runs = _Runs(stage)
         grown = [
-            (held + more, cost + seconds, at, number)
-            for at, (held, cost, _, _) in enumerate(layers[-1])
-            for more, seconds, most_before, number in choices
-            if held <= most_before
+            (held + more, cost + stage.choices[number].seconds, at, number, after)
+            for at, (held, cost, _, _, saved) in enumerate(layers[-1])
+            for number, (more, needs, after) in enumerate(runs[saved])
+            if held + needs <= room
         ]
         if not grown:
             return None
-        layers.append(_undominated(grown))
+        layers.append(_best(grown))
     return _path(layers)
 
 
 def least_peak(stages: Sequence[Stage]) -> tuple[int, tuple[int, ...]]:
     """The smallest peak of any plan, and the choices of such a plan."""
-    layers: list[list[_State]] = [[(0, -inf, 0, 0)]]
+    layers: list[list[_State]] = [[(0, -inf, 0, 0, _NOTHING)]]
     for stage in stages:
-        choices = [(choice.held, stage.needs(choice), number) for number, choice in enumerate(stage.choices)]
+        runs = _Runs(stage)
         grown = [
-            (held + more, max(highest, held + needs), at, number)
-            for at, (held, highest, _, _) in enumerate(layers[-1])
-            for more, needs, number in choices
+            (held + more, max(highest, held + needs), at, number, after)
+            for at, (held, highest, _, _, saved) in enumerate(layers[-1])
+            for number, (more, needs, after) in enumerate(runs[saved])
         ]
-        layers.append(_undominated(grown))
-    return int(min(layers[-1], key=_by_cost)[1]) if stages else 0, _path(layers)
+        layers.append(_best(grown))
+    chosen = _path(layers)
+    return peak_of(stages, chosen), chosen
 
 
 def peak_of(stages: Sequence[Stage], chosen: Sequence[int]) -> int:
     """The peak of one plan."""
-    choices = [stage.choices[number] for stage, number in zip(stages, chosen, strict=True)]
-    held = accumulate((choice.held for choice in choices), initial=0)
-    return max(before + stage.needs(choice) for before, stage, choice in zip(held, stages, choices, strict=False))
+    held, highest, saved = 0, list[int](), _NOTHING
+    for stage, number in zip(stages, chosen, strict=True):
+        more, needs, saved = stage.run(stage.choices[number], saved)
+        highest.append(held + needs)
+        held += more
+    return max(highest, default=0)
+
+
+class _Runs(dict[frozenset[int], list[tuple[int, int, frozenset[int]]]]):
+    """How each choice of a stage runs, by what is saved before it."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def __missing__(self, saved: frozenset[int]) -> list[tuple[int, int, frozenset[int]]]:
+        found = self[saved] = [self._stage.run(choice, saved) for choice in self._stage.choices]
+        return found
 
 
 #: More states than this are thinned out.
 _MOST_STATES = 20_000
+#: If states differ in more ways in what is saved, all count as if they had saved everything that any of them has.
+_MOST_KINDS = 32
 
 
-def _undominated(states: list[_State]) -> list[_State]:
+def _best(states: list[_State]) -> list[_State]:
+    """The undominated states among those with the same saved values."""
+    kinds: dict[frozenset[int], list[_State]] = {}
+    for state in states:
+        kinds.setdefault(state[4], []).append(state)
+    if len(kinds) > _MOST_KINDS:
+        everything = _NOTHING.union(*kinds)
+        kinds = {everything: [(*state[:4], everything) for state in states]}
+    most = max(_MOST_STATES // len(kinds), 2)
+    return [state for kind in sorted(kinds, key=sorted) for state in _undominated(kinds[kind], most)]
+
+
+def _undominated(states: list[_State], most: int) -> list[_State]:
     """The states that no other one equals or beats in both numbers; of equals the first in the order of choices."""
-    states.sort()
+    states.sort(key=_in_order)
     kept: list[_State] = []
     for state in states:
         if not kept or state[1] < kept[-1][1]:
             kept.append(state)
     # An even choice, with the one that holds least: whatever fits at all still does.
-    return kept if len(kept) <= _MOST_STATES else [*kept[:: 2 * len(kept) // _MOST_STATES + 1], kept[-1]]
+    return kept if len(kept) <= most else [*kept[:: 2 * len(kept) // most + 1], kept[-1]]
+
+
+def _in_order(state: _State) -> tuple[int, float, int, int]:
+    return state[:4]
 
 
 def _by_cost(state: _State) -> tuple[float, int]:
@@ -115,6 +176,6 @@ def _path(layers: Sequence[Sequence[_State]]) -> tuple[int, ...]:
     path: list[int] = []
     at = layers[-1].index(min(layers[-1], key=_by_cost))
     for layer in reversed(layers[1:]):
-        _, _, at, number = layer[at]
+        _, _, at, number, _ = layer[at]
         path.append(number)
     return tuple(reversed(path))

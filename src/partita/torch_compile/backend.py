@@ -49,14 +49,22 @@ def backend(
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
     and some are equal. With `peak`, the bytes that a training step may take, it compiles the whole graph so that it
     fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
-    device.
+    device, `communication` the bytes that data parallelism takes during a step, and `checkpoints="respect"` recomputes
+    what `torch.utils.checkpoint` marks in every plan.
     """
     chosen, numbers = BackendOptions.read(options), take_numbers_out(gm)
     if chosen.peak is not None:
         if chosen.inner == "inductor":
             specialize_floats(gm)
         function = compile_to_fit(
-            gm, example_inputs, peak=chosen.peak, inner=chosen.inner, rates=chosen.rates, on_plan=chosen.on_plan
+            gm,
+            example_inputs,
+            peak=chosen.peak,
+            inner=chosen.inner,
+            rates=chosen.rates,
+            communication=chosen.communication,
+            checkpoints=chosen.checkpoints,
+            on_plan=chosen.on_plan,
         )
     else:
         function = _compiled(gm, example_inputs, chosen)

@@ -11,6 +11,8 @@ from torch.fx import GraphModule
 
 from partita.errors import OptionError
 from partita.memory import MemoryBudget, Rates
+from partita.memory.budget import bytes_said
+from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.plans.plan import Policy
 from partita.plans.treatment import Treatment, is_treatment
 from partita.policies.repeats import Repeats
@@ -54,12 +56,18 @@ class BackendOptions:
     share: bool | None = None
     #: The bytes that a training step may take at its peak: "11GB", a number, or a part of what the plain step takes.
     peak: str | int | float | None = None
+    #: The bytes that communication between ranks takes during a step with `peak`, beside what is allocated before it.
+    communication: str | int = 0
+    #: Whether calls of `torch.utils.checkpoint` are planned for `peak` like all else, or recomputed as the model says.
+    checkpoints: Checkpoints = "replan"
     #: The speed of the device, by which recomputation for `peak` is chosen; measured if omitted.
     rates: Rates | None = None
 
     def __post_init__(self) -> None:
         if self.peak is not None:
             MemoryBudget(self.peak)
+        bytes_said(self.communication, "communication")
+        checked_checkpoints(self.checkpoints)
         if not callable(self.policy):
             raise OptionError(f"the option 'policy' takes a policy such as ByLabel(...), not {self.policy!r}")
         if not (is_treatment(self.treatment) or isinstance(self.treatment, Mapping) or callable(self.treatment)):
@@ -93,6 +101,10 @@ class BackendOptions:
                     raise OptionError(
                         f"the option 'peak' finds itself what is recomputed, so it does not go with {name!r}; omit one"
                     )
+        else:
+            for name in ("communication", "checkpoints"):
+                if name in passed:
+                    raise OptionError(f"the option {name!r} is for steps that fit a 'peak'; pass that too, or omit it")
         return cls(**passed)
 
     def inner_backend(self) -> Inner:

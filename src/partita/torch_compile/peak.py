@@ -7,7 +7,7 @@ peak of the first steps is measured; where it is over the budget, the step is pl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, final
@@ -21,9 +21,10 @@ from partita.analysis.nodes import value_of
 from partita.analysis.projections import with_items
 from partita.backends._torch.compile import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
-from partita.memory.budget import MemoryBudget, check_device_has, shown_bytes
+from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.joint_plan import JointMemoryPlan, JointStep, plan_joint
 from partita.memory.rates import Rates, measure_rates
+from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.program.program import Program
 from partita.torch_compile._torch.backends import own_tracing_context
 from partita.torch_compile._torch.peak import compile_with_partitioner, copied_graph, fake_mode_of_inputs
@@ -33,15 +34,26 @@ log = logging.getLogger(__name__)
 
 
 def memory_partition(
-    peak: str | int | float, *, fuses: bool = True, rates: Rates | None = None, resident_bytes: int | None = None
+    peak: str | int | float,
+    *,
+    fuses: bool = True,
+    rates: Rates | None = None,
+    resident_bytes: int | None = None,
+    communication: str | int = 0,
+    checkpoints: Checkpoints = "replan",
 ) -> MemoryPartition:
     """A `partition_fn` for AOTAutograd that saves what makes the fastest step whose peak is at most `peak`.
 
     Inductor takes it as `torch._inductor.config.custom_partitioner_fn`; `fuses` is false for compilers that run every
     operator by itself. `resident_bytes` is what is allocated throughout; by default, on a GPU what is allocated when
-    the graph is compiled, elsewhere the inputs of the graph.
+    the graph is compiled, elsewhere the inputs of the graph. `communication` is what data parallelism takes more. What
+    `torch.utils.checkpoint` marks is planned like all else, or, with `checkpoints="respect"`, recomputed in every plan.
     """
-    partition = MemoryPartition(MemoryBudget(peak), fuses, rates, resident_bytes)
+    more = bytes_said(communication, "communication")
+    respects = checked_checkpoints(checkpoints) == "respect"
+    partition = MemoryPartition(
+        MemoryBudget(peak), fuses, rates, resident_bytes, communication_bytes=more, respects_checkpoints=respects
+    )
     let_inductor_take(MemoryPartition)
     return partition
 
@@ -57,6 +69,10 @@ class MemoryPartition:
     resident_bytes: int | None = None
     #: By how much an earlier plan was measured to be over its prediction.
     margin: int = 0
+    #: What communication between ranks takes during a step.
+    communication_bytes: int = 0
+    #: Whether what `torch.utils.checkpoint` marks is recomputed in every plan.
+    respects_checkpoints: bool = False
     #: The plans of the graphs that were partitioned, in order.
     plans: Plans = field(default_factory=lambda: Plans(), compare=False, repr=False)
 
@@ -96,25 +112,30 @@ class MemoryPartition:
         resident = self.resident_bytes
         if resident is None:
             resident = torch.cuda.memory_allocated(device) if is_gpu else _input_bytes(program)
-        room = self._room(program, step, must_save, resident)
+        resident += self.communication_bytes
+        never_save = _checkpointed(program) if self.respects_checkpoints else ()
+        room = self._room(program, step, must_save, never_save, resident)
         check_device_has(room + resident, device)
         if room <= 0:
             raise BudgetError(
                 f"parameters and all else that is allocated before the step take {shown_bytes(resident)}, and the "
                 f"budget is {shown_bytes(room + resident)}; shard the model, or use a smaller dtype"
             )
-        return plan_joint(program, room, step, must_save=must_save, margin=self.margin)
+        return plan_joint(program, room, step, must_save=must_save, never_save=never_save, margin=self.margin)
 
-    def _room(self, program: Program, step: JointStep, must_save: set[Node], resident: int) -> int:
+    def _room(
+        self, program: Program, step: JointStep, must_save: set[Node], never_save: Collection[Node], resident: int
+    ) -> int:
         if isinstance(self.budget.peak, float) and self.budget.peak <= 1:
             # A part of what the step takes if everything is saved.
-            plain = plan_joint(program, 2**62, step, must_save=must_save).plain_peak_bytes
+            plain = plan_joint(program, 2**62, step, must_save=must_save, never_save=never_save).plain_peak_bytes
             return self.budget.bytes(plain + resident) - resident
         return self.budget.bytes(0) - resident
 
     def uuid(self) -> str:
         """The key of this partitioner in caches of compiled code."""
-        fields = (self.budget, self.fuses, self.rates, self.resident_bytes, self.margin)
+        own = (self.margin, self.communication_bytes, self.respects_checkpoints)
+        fields = (self.budget, self.fuses, self.rates, self.resident_bytes, *own)
         return f"partita-peak-{sha256(repr(fields).encode()).hexdigest()}"
 
 
@@ -140,6 +161,21 @@ def _must_be_saved(node: Node) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
+def _checkpointed(program: Program) -> set[Node]:
+    """What `torch.utils.checkpoint` marks for recomputation, without the results of each call, which others read."""
+    joint = program.joint
+    forward = set() if joint is None else set(joint.forward)
+    returned = set() if joint is None else {*joint.forward_outputs}
+    wanted = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    marked = [node for node in program.index.nodes if node in forward and node.meta.get("recompute") in wanted]
+    call = {node: node.meta.get("ac_graph_id") for node in marked}
+    return {
+        node
+        for node in marked
+        if node not in returned and all(call.get(user) == call[node] for user in node.users if user in forward)
+    }
+
+
 def _device_and_dtype(program: Program) -> tuple[torch.device, torch.dtype]:
     for node in program.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
@@ -162,6 +198,8 @@ def compile_to_fit(
     peak: str | int | float,
     inner: object,
     rates: Rates | None = None,
+    communication: str | int = 0,
+    checkpoints: Checkpoints = "replan",
     on_plan: Callable[[Any], object] | None = None,
 ) -> Callable[..., Any]:
     """A compiled function like `gm` whose training step fits; the graph is compiled as a whole by `inner`.
@@ -176,7 +214,9 @@ def compile_to_fit(
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
         return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
-    partition = memory_partition(peak, fuses=inner == "inductor", rates=rates)
+    partition = memory_partition(
+        peak, fuses=inner == "inductor", rates=rates, communication=communication, checkpoints=checkpoints
+    )
     return FittedGraph(gm, example_inputs, partition, inner=str(inner), on_plan=on_plan)
 
 
@@ -241,7 +281,15 @@ class FittedGraph:
             return
         log.warning("the step is over its budget by %s; it is planned once more", shown_bytes(measured - asked))
         margin = max(measured - plan.peak_bytes - resident, 0)
-        again = MemoryPartition(budget, self.partition.fuses, self.partition.rates, resident, margin)
+        # Communication is part of what was measured, so of the difference.
+        again = MemoryPartition(
+            budget,
+            self.partition.fuses,
+            self.partition.rates,
+            resident,
+            margin,
+            respects_checkpoints=self.partition.respects_checkpoints,
+        )
         try:
             self._compile_again(again)
         except BudgetError as error:

@@ -84,6 +84,7 @@ class Recorder(TorchDispatchMode):
         self._script, self._next = script, 0
         self._rounding = rounding
         self._known: dict[int, weakref.ref[Any]] = {}
+        self._entries: dict[int, Allocation] = {}
         self._never_counted: dict[int, Any] = {}
         #: The node whose operators each autograd function belongs to, by the sequence number of the function.
         self._named: dict[int, tuple[str, str]] = {}
@@ -94,10 +95,16 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._never_counted[storage._cdata] = storage
 
-    def count(self, tensors: Iterable[Tensor], node: str = "", path: str = "") -> None:
-        """Counts the storages of these tensors as allocated."""
+    def count(self, tensors: Iterable[Tensor], node: str = "", path: str = "") -> tuple[Allocation, ...]:
+        """Counts the storages of these tensors as allocated, those that are not yet."""
+        known = len(self.record.allocations)
         for tensor in tensors:
             self._allocate(tensor, "", node, path)
+        return tuple(self.record.allocations[known:])
+
+    def storage_of(self, value: object) -> Allocation | None:
+        """The storage of a tensor, if it counts."""
+        return self._entries.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 
     def watch(self, value: object) -> Callable[[], bool]:
         """A function that says whether the storage of a tensor is still allocated."""
@@ -170,14 +177,16 @@ class Recorder(TorchDispatchMode):
             return False
         size = -(-int(hint_of(storage.nbytes())) // self._rounding) * self._rounding
         entry = Allocation(size, operator, node, path, len(self.record.ran))
-        record, known = self.record, self._known
+        record, known, entries = self.record, self._known, self._entries
 
         def freed(_: object) -> None:
             entry.died = len(record.ran)
             record.allocated -= size
             known.pop(key, None)
+            entries.pop(key, None)
 
         known[key] = weakref.ref(storage, freed)
+        entries[key] = entry
         record.allocations.append(entry)
         record.allocated += size
         record.peak = max(record.peak, record.allocated)
