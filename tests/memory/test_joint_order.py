@@ -12,7 +12,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Node
 from torch.nn import functional
 
-from partita.memory import Rates
+from partita.memory import Rates, joint_simulation
+from partita.memory.joint_order import Lifetimes, Order, last_uses
 from partita.torch_compile import memory_partition
 
 _RATES = Rates(matmul_flops=1e12, attention_flops=1e12, bytes=1e11, call=5e-6)
@@ -27,6 +28,12 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fed: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return x + fed
+
+
+class Product(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        fed: Tensor = self.down(self.gate(x) * self.up(x))
         return x + fed
 
 
@@ -70,11 +77,31 @@ def _is_large(node: Node) -> bool:
 
 
 def test_values_that_read_the_same_are_written_by_one_kernel() -> None:
-    """The gradients of gate and up: both outputs are allocated before an input is freed."""
+    """The gradients of gate and up."""
     order = [node for node, _ in _backward_of(Gated())]
     written = [at for at, node in enumerate(order) if _is_large(node) and "mm" not in node.name]
     assert len(written) == 6
     assert all(second == first + 1 for first, second in zip(written[::2], written[1::2], strict=True))
+
+
+def test_a_kernel_frees_no_input_before_its_last_output_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Order, Lifetimes]] = []
+
+    def recorded(model: Any, order: Order, *rest: Any) -> Lifetimes:
+        seen.append((order, last_uses(model, order, *rest)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(joint_simulation, "last_uses", recorded)
+    _backward_of(Product())
+    order, lifetimes = seen[-1]
+    place = {node: at for at, node in enumerate(order.nodes)}
+    assert len(order.last_of_kernel) == 6
+    early = 0
+    for node, last in order.last_of_kernel.items():
+        for base in lifetimes.sources[node]:
+            early += lifetimes.last[base] < place[last]
+            assert lifetimes.freed[base] >= place[last]
+    assert early  # One of two gradients reads the gate, the other one does not.
 
 
 def test_of_two_products_the_one_that_frees_more_runs_first() -> None:

@@ -207,6 +207,23 @@ def test_a_step_whose_budget_no_plan_holds_takes_the_smallest_peak(caplog: pytes
     assert second.peak_bytes > budget - resident  # The measured excess is part of what is predicted now.
 
 
+def test_a_part_of_the_step_and_communication_are_compared_alike() -> None:
+    """A step that takes what was predicted, beside what communication takes, is not over its budget."""
+    model, fitted, plans = _decoder(layers=2), list[FittedGraph](), list[Any]()
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        found = compile_to_fit(
+            gm, inputs, peak=0.8, inner="aot_eager", rates=RATES, communication="500kB", on_plan=plans.append
+        )
+        assert isinstance(found, FittedGraph)
+        fitted.append(found)
+        return found
+
+    torch.compile(model, backend=backend)(_IDS).backward()
+    fitted[0].compare(measured=plans[0].peak_bytes + 500_000 + 10_000, resident=10_000)
+    assert len(plans) == 1
+
+
 def test_constants_are_written_into_kernels_and_never_saved() -> None:
     """Inductor materializes large values that read saved numbers, which it would compute with otherwise."""
     from torch._dynamo.backends.common import aot_autograd
@@ -232,8 +249,12 @@ def test_a_budget_that_cannot_be_met_is_refused() -> None:
         _compiled(model, [], peak="400kB")(_IDS)
     assert isinstance(refused.value.__cause__ or refused.value, Exception)
     torch.compiler.reset()
-    with pytest.raises(Exception, match="shard the model"):
+    with pytest.raises(Exception, match="shard the model") as refused:
         _compiled(model, [], peak="1kB")(_IDS)
+    error = refused.value
+    while not isinstance(error, BudgetError):
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    assert error.smallest
 
 
 def test_options_that_do_not_go_with_a_peak_are_refused() -> None:

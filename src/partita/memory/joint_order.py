@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import final
@@ -13,18 +13,29 @@ from torch.fx import Node
 from partita.memory.joint_model import JointModel
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Nodes as they run; the members of a kernel with several outputs follow each other, and are mapped to its last."""
+
+    nodes: list[Node]
+    last_of_kernel: dict[Node, Node] = field(default_factory=dict)
+
+
 def backward_order(
     model: JointModel, saved: Collection[Node], *, initially: Collection[Node], kept: Collection[Node]
-) -> list[Node]:
+) -> Order:
     """The nodes of the backward with those that it recomputes.
 
     `initially` is allocated when it begins, `kept` is not freed.
     """
     order = list(_with_recomputed(model, {*saved, *(model.base[node] for node in saved)}))
     if not model.fuses:
-        return order
-    order = _scheduled(order, _Kernels(model, order, saved))
-    return _freeing_first(model, order, saved, initially=initially, kept=kept)
+        return Order(order)
+    kernels = _Kernels(model, order, saved)
+    order = _freeing_first(model, _scheduled(order, kernels), saved, initially=initially, kept=kept)
+    last = {node: members[-1] for members in kernels.members.values() for node in members if len(members) > 1}
+    return Order(order, last)
 
 
 def _with_recomputed(model: JointModel, available: set[Node]) -> Iterator[Node]:
@@ -174,7 +185,7 @@ def _freeing_first(
 ) -> list[Node]:
     """Of two products that do not need each other, first the one that frees more, as `reorder_for_peak_memory` does."""
     is_written = {node: model.is_materialized(node, saved) for node in order}
-    lifetimes = last_uses(model, order, is_written, initially)
+    lifetimes = last_uses(model, Order(order), is_written, initially)
     places = [at for at, node in enumerate(order) if is_written[node] or node in model.containers]
     behind: dict[Node, Node] = {}
     moved: set[Node] = set()
@@ -198,22 +209,22 @@ def _freeing_first(
 @final
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """Which values in memory each node reads, where each is read last, and by how many kernels."""
+    """Which values in memory each node reads, where each is read last and can be freed, and how many nodes read it."""
 
     sources: dict[Node, set[Node]]
     last: dict[Node, int]
+    #: A kernel allocates all of its outputs before it frees an input.
+    freed: dict[Node, int]
     uses: dict[Node, int]
 
 
-def last_uses(
-    model: JointModel, order: Sequence[Node], written: dict[Node, bool], initially: Iterable[Node]
-) -> Lifetimes:
+def last_uses(model: JointModel, order: Order, written: dict[Node, bool], initially: Iterable[Node]) -> Lifetimes:
     """The lifetimes of the values in memory for one order."""
     allocated = set(initially)
     sources: dict[Node, set[Node]] = {}
     last: dict[Node, int] = dict.fromkeys(allocated, 0)
     uses: dict[Node, int] = {}
-    for place, node in enumerate(order):
+    for place, node in enumerate(order.nodes):
         found: set[Node] = set()
         for read in node.all_input_nodes:
             base = model.base.get(read, read)
@@ -226,4 +237,6 @@ def last_uses(
             for base in found:
                 last[base] = place
                 uses[base] = uses.get(base, 0) + 1
-    return Lifetimes(sources, last, uses)
+    places = {node: place for place, node in enumerate(order.nodes)}
+    end = [places[order.last_of_kernel.get(node, node)] for node in order.nodes]
+    return Lifetimes(sources, last, {base: end[place] for base, place in last.items()} if end else {}, uses)

@@ -213,6 +213,7 @@ class _Planner:
                 _shape(node),
                 tuple(local.get(read, -1) for read in node.all_input_nodes),
                 node in wanted,
+                node in self.always,
             )
             for node in nodes
         )

@@ -13,7 +13,7 @@ from torch.fx import Node
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.memory.joint_model import JointModel
-from partita.memory.joint_order import backward_order, last_uses
+from partita.memory.joint_order import Order, backward_order, last_uses
 
 
 @final
@@ -45,7 +45,7 @@ def simulate(model: JointModel, saved: Collection[Node]) -> Simulated:
     held = {base[node] for node in reached if base[node] not in model.inputs}
     results = {base[node] for node in model.results if base[node] not in model.inputs}
     gradients = {base[node] for node in model.gradients if base[node] not in model.inputs}
-    forward = _Run(model, model.forward, frozenset(), held | results, reached)
+    forward = _Run(model, Order(model.forward), frozenset(), held | results, reached)
     kept = gradients | (results - held)
     order = backward_order(model, reached, initially=held | results, kept=kept)
     backward = _Run(model, order, held | results, kept, reached)
@@ -54,14 +54,14 @@ def simulate(model: JointModel, saved: Collection[Node]) -> Simulated:
         forward.peak,
         backward.peak,
         _forward_by_segment(model, forward.series),
-        _backward_by_segment(model, order, backward.series),
+        _backward_by_segment(model, order.nodes, backward.series),
         higher.at_peak,
         higher.peak_node,
         (
             *((model.forward[at], size) for at, size in forward.series),
-            *((order[at], size) for at, size in backward.series),
+            *((order.nodes[at], size) for at, size in backward.series),
         ),
-        tuple(_phases(model, forward.series, order, backward.series)),
+        tuple(_phases(model, forward.series, order.nodes, backward.series)),
     )
 
 
@@ -111,23 +111,22 @@ class _Run:
     def __init__(
         self,
         model: JointModel,
-        order: Sequence[Node],
+        order: Order,
         initially: Collection[Node],
         kept: Collection[Node],
         saved: Collection[Node],
     ) -> None:
-        self.model, self.order, self.kept = model, order, kept
-        self.written = {node: model.is_materialized(node, saved) for node in order}
+        self.model, self.kept = model, kept
+        self.written = {node: model.is_materialized(node, saved) for node in order.nodes}
         self.live = {node: model.size[node] for node in initially}
         self.allocated = model.fixed_bytes + sum(self.live.values())
-        self.peak, self.at_peak, self.peak_node = self.allocated, dict(self.live), None if not order else order[0]
+        self.peak, self.at_peak, self.peak_node = self.allocated, dict(self.live), next(iter(order.nodes), None)
         self.series: list[tuple[int, int]] = []
-        lifetimes = last_uses(model, order, self.written, initially)
-        self.uses = lifetimes.uses
-        self.dies: dict[int, list[Node]] = {}
-        for base, place in lifetimes.last.items():
-            self.dies.setdefault(place, []).append(base)
-        for place, node in enumerate(order):
+        self.lifetimes = last_uses(model, order, self.written, initially)
+        self.freed: dict[int, list[Node]] = {}
+        for base, place in self.lifetimes.freed.items():
+            self.freed.setdefault(place, []).append(base)
+        for place, node in enumerate(order.nodes):
             self._step(place, node)
 
     def _step(self, place: int, node: Node) -> None:
@@ -138,13 +137,17 @@ class _Run:
                     self._allocate(user)
             self._note(place, node, _workspace(node))
         elif self.written[node] and node not in self.live:
-            reused = self._reused(place, node) if node in model.fusible else 0
+            if node in model.fusible:
+                self._overwrite_input(place, node)
             self._allocate(node)
-            self._note(place, node, _workspace(node) - reused)
-        for dead in self.dies.get(place, ()):
-            if dead in self.live and dead not in self.kept:
-                self.allocated -= self.live.pop(dead)
-        if node in self.live and not self.uses.get(node) and node not in self.kept:
+            self._note(place, node, _workspace(node))
+        for dead in self.freed.get(place, ()):
+            self._free(dead)
+        if not self.lifetimes.uses.get(node):
+            self._free(node)
+
+    def _free(self, node: Node) -> None:
+        if node in self.live and node not in self.kept:
             self.allocated -= self.live.pop(node)
 
     def _allocate(self, node: Node) -> None:
@@ -152,13 +155,14 @@ class _Run:
             self.live[node] = self.model.size[node]
             self.allocated += self.live[node]
 
-    def _reused(self, place: int, node: Node) -> int:
-        """The bytes of an input that dies here and that the kernel overwrites in place."""
-        for dead in self.dies.get(place, ()):
-            fits = self.live.get(dead) == self.model.size[node] and self.uses.get(dead) == 1
-            if fits and dead not in self.kept:
-                return self.model.size[node]
-        return 0
+    def _overwrite_input(self, place: int, node: Node) -> None:
+        """Frees an input of the same size that nothing else reads, since the kernel writes its result there."""
+        last, uses = self.lifetimes.last, self.lifetimes.uses
+        for read in sorted(self.lifetimes.sources[node], key=self.model.place.__getitem__):
+            is_last = last.get(read) == place and uses.get(read) == 1
+            if is_last and self.live.get(read) == self.model.size[node] and read not in self.kept:
+                self._free(read)
+                return
 
     def _note(self, place: int, node: Node, extra: int) -> None:
         now = self.allocated + extra
@@ -172,15 +176,17 @@ def _workspace(node: Node) -> int:
     name = str(node.target)
     if "attention" in name and "backward" in name:
         return _attention_workspace(node)
-    if "convolution_backward" in name:
+    # Joint graphs of AOTAutograd pass these arguments by place.
+    if node.target is _aten.convolution_backward.default:
         return _convolution_workspace(node.args[2], node.args[0], node.args[1])
-    return _convolution_workspace(node.args[1], node.args[0], node) if "convolution" in name else 0
+    return _convolution_workspace(node.args[1], node.args[0], node) if node.target is _aten.convolution.default else 0
 
 
 def _attention_workspace(node: Node) -> int:
     """Flash attention's backward sums in float32."""
     made: Any = value_of(node)
-    largest = max((one for one in made if isinstance(one, Tensor)), key=_count, default=None)
+    values = made if isinstance(made, tuple | list) else (made,)
+    largest = max((one for one in values if isinstance(one, Tensor)), key=_count, default=None)
     return 4 * _count(largest) if largest is not None and largest.device.type == "cuda" else 0
 
 
@@ -195,6 +201,7 @@ def _convolution_workspace(weight: Any, *images: Any) -> int:
     return 0 if is_last or is_product else sum(_count(one) * one.element_size() for one in values)
 
 
+_aten: Any = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

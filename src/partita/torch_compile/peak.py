@@ -117,9 +117,11 @@ class MemoryPartition:
         room = self._room(program, step, must_save, never_save, resident)
         check_device_has(room + resident, device)
         if room <= 0:
+            smallest = _smallest_peak(program, step, must_save, never_save, self.margin)
             raise BudgetError(
                 f"parameters and all else that is allocated before the step take {shown_bytes(resident)}, and the "
-                f"budget is {shown_bytes(room + resident)}; shard the model, or use a smaller dtype"
+                f"budget is {shown_bytes(room + resident)}; shard the model, or use a smaller dtype",
+                smallest=smallest,
             )
         return plan_joint(program, room, step, must_save=must_save, never_save=never_save, margin=self.margin)
 
@@ -151,6 +153,16 @@ class Plans:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plans, ()  # The partitioner is pickled into a cache key, which must not depend on what it has done.
+
+
+def _smallest_peak(
+    program: Program, step: JointStep, must_save: Collection[Node], never_save: Collection[Node], margin: int
+) -> int | None:
+    """The smallest peak beside what is allocated throughout."""
+    try:
+        return plan_joint(program, 1, step, must_save=must_save, never_save=never_save, margin=margin).peak_bytes
+    except BudgetError as error:
+        return error.smallest
 
 
 #: cuBLAS workspaces of the threads of forward and backward, which are made at the first step.
@@ -274,7 +286,9 @@ class FittedGraph:
         """
         plan, budget = self.partition.plans.found[-1], self.partition.budget
         is_part = isinstance(budget.peak, float) and budget.peak <= 1
-        asked = plan.allowed_bytes + resident if is_part else budget.bytes(0)
+        asked = budget.bytes(0)
+        if is_part:
+            asked = plan.allowed_bytes + self.partition.communication_bytes + resident
         shown = [shown_bytes(number) for number in (measured, plan.peak_bytes + resident, asked)]
         log.info("the step takes %s at its peak, predicted %s, allowed %s", *shown)
         if measured <= asked:
