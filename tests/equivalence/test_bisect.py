@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import partita
+from partita.equivalence.reproduction import write_reproduction
 from partita.errors import OptionError
 from partita.policies import ByLabel, BySize
 from partita.treatments import Call, Lower
@@ -212,6 +213,35 @@ def test_a_region_that_kills_the_process_is_found_in_processes_of_their_own() ->
     assert "SIGKILL" in str(found)
 
 
+def test_an_exception_that_only_parts_raise_is_not_the_fault() -> None:
+    """The treatment is wrong for `exp`, and does not take small regions."""
+
+    @dataclass(frozen=True)
+    class WrongWhereWhole:
+        def treat(self, body: GraphModule) -> nn.Module:
+            if sum(node.op == "call_function" for node in body.graph.nodes) < 4:
+                raise ValueError("a part of the region")
+            return WrongExp().treat(body)
+
+    found = partita.bisect(partita.plan(_chain(6, 3), BySize(parts=1), WrongWhereWhole()), (X,))
+    assert found.blame == "region"
+    assert len(found.nodes) >= 4 and "exp" in {node.name for node in found.nodes}
+    assert {difference.kind for difference in found.comparison.differences} <= {"value", "gradient"}
+
+
+def test_parts_put_modes_back_as_the_plan_does() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    graph.output(graph.call_function(torch.exp, (graph.call_function(torch.sin, (x,)),)))
+    program = partita.Program.of(GraphModule({}, graph))
+    plan = partita.plan(program, BySize(parts=2), Call())
+    options: Any = {"gradients": False, "second_call": False, "no_grad_call": False}
+    found = partita.bisect(partita.Plan(plan.partition, plan.treatments, True), (X,), **options)
+    assert found.blame == "cut"
+    assert {difference.kind for difference in found.comparison.differences} == {"mode"}
+
+
 def test_a_plan_that_differs_in_nothing() -> None:
     found = partita.bisect(partita.plan(_chain(), BySize(parts=4), Call()), (X,))
     assert (found.blame, found.regions, found.runs) == ("nothing", (), 1)
@@ -263,13 +293,49 @@ class _Shifted(nn.Module):
         return torch.utils._pytree.tree_map(lambda x: x + 1, self.body(*args))
 
 
-def test_the_script_compiles_by_a_backend_of_torch(tmp_path: Path) -> None:
-    """Eager mode has no fault to show: the script ends with status 0, and does what the treatment does."""
-    plan = partita.plan(_chain(), BySize(parts=3), Lower("eager"))
-    part = partita.plan(plan.program, partita.Partition(plan.program, [plan.partition.regions[1]]), Lower("eager"))
-    from partita.equivalence.reproduction import write_reproduction
+def _run(part: partita.Plan, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = write_reproduction(part, (X,), {}, folder, summary="a case")
+    return subprocess.run([sys.executable, "-I", script], capture_output=True, text=True, check=False)
 
-    script = write_reproduction(part, (X,), {}, tmp_path, summary="a case")
-    assert 'backend="eager"' in Path(script).read_text()
-    run = subprocess.run([sys.executable, "-I", script], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (0, ""), run.stderr
+
+def _part(treatment: Any) -> partita.Plan:
+    plan = partita.plan(_chain(), BySize(parts=3), treatment)
+    return partita.plan(plan.program, partita.Partition(plan.program, [plan.partition.regions[1]]), treatment)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_script_of_a_region_without_a_fault_ends_well(tmp_path: Path, backend: str) -> None:
+    run = _run(_part(Lower(backend)), tmp_path)
+    assert f'backend="{backend}"' in (tmp_path / "reproduce.py").read_text()
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
+def test_the_script_shows_a_wrong_mutation(tmp_path: Path) -> None:
+    class Mutates(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.add(x, 0).add_(1).mul_(2)
+
+    @dataclass(frozen=True)
+    class AddsTwice:
+        """The result is that of the body; what is left in the input is not."""
+
+        def treat(self, body: GraphModule) -> nn.Module:
+            return _AddsTwice(body)
+
+    program = partita.Program.of(torch.fx.symbolic_trace(Mutates()))
+    nodes = [node for node in program.graph.nodes if node.name == "add_"]
+    region = partita.Partition(program, [partita.Region("one", tuple(nodes))])
+    run = _run(partita.plan(program, region, AddsTwice()), tmp_path)
+    assert run.returncode == 1, run.stderr
+    assert "input 1: differs by up to 1" in run.stdout
+
+
+class _AddsTwice(nn.Module):
+    def __init__(self, body: GraphModule) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        found = torch.utils._pytree.tree_map(torch.clone, self.body(x))
+        x.add_(1)
+        return found

@@ -146,9 +146,10 @@ def _bisected(plan: Plan, trials: _Trials) -> Bisection:
     differs = parts.get(tuple(chosen), whole)
     if len(chosen) > 1:
         return Bisection("combination", part.partition.regions, (), differs, trials.runs, part)
-    untreated = trials.of(Plan(part.partition, (Call(),)))
+    cut = replace(part, treatments=(Call(),))
+    untreated = trials.of(cut)
     blame: Blame = "region" if untreated.equal else "cut"
-    part = part if untreated.equal else Plan(part.partition, (Call(),))
+    part, differs = (part, differs) if untreated.equal else (cut, untreated)
     (region,) = part.partition
     inner, differs = _narrowed(part, trials) or (part, differs)
     return Bisection(blame, (region,), inner.partition.regions[0].nodes, differs, trials.runs, inner)
@@ -174,24 +175,27 @@ def _part(plan: Plan, chosen: Sequence[int]) -> Plan:
     """The plan of some regions; what is in the others is not cut."""
     kept = sorted(chosen)
     partition = Partition(plan.program, [plan.partition.regions[at] for at in kept])
-    return Plan(partition, tuple(plan.treatments[at] for at in kept))
+    return Plan(partition, tuple(plan.treatments[at] for at in kept), plan.puts_back_modes)
 
 
 def _within(part: Plan, start: int, end: int) -> Plan:
     """The plan of a run of the nodes of its one region. In graph order a run of a region is one, too."""
     (region,) = part.partition
     inner = replace(region, nodes=region.nodes[start:end], program=None)
-    return Plan(Partition(part.program, [inner]), part.treatments)
+    return Plan(Partition(part.program, [inner]), part.treatments, part.puts_back_modes)
 
 
 class _Trials:
-    """Compares the results of plans with the program, and counts."""
+    """Compares the results of plans with the program, and counts.
+
+    What differs in the whole plan decides what is looked for: other kinds of differences, such as the exception of a
+    treatment that does not take a part of its region, are not the fault that is searched.
+    """
 
     def __init__(self, plan: Plan, compared: Callable[[Program, Program], Comparison], *, isolate: bool) -> None:
         self._program, self._compared, self._isolate = plan.program, compared, isolate
         self.runs = 0
-        #: Failed compilations count where nothing else differs in the result of the whole plan.
-        self._counts_failures = True
+        self._wanted: set[str] | None = None
 
     def of_program(self) -> Comparison:
         return self._run(lambda: self._compared(self._program, self._program))
@@ -200,17 +204,16 @@ class _Trials:
         """What differs in the result of a plan."""
         fresh = Plan(plan.partition, plan.treatments, plan.puts_back_modes)
         found = self._run(lambda: self._of(fresh))
-        if self.runs == 1:
-            kinds = {difference.kind for difference in found.differences}
-            self._counts_failures = kinds == {_FAILED}
-        return found
+        if self._wanted is None:
+            self._wanted = set(map(_kind, found.differences))
+        return replace(found, differences=tuple(one for one in found.differences if _kind(one) in self._wanted))
 
     def _of(self, plan: Plan) -> Comparison:
         try:
             found = self._compared(self._program, plan.apply())
         except Exception as error:
-            found = Comparison((Difference("exception", "the treatment", f"{type(error).__name__}: {error}"),), calls=1)
-        failed = _failed(plan.failures) if self._counts_failures and found.equal else ()
+            found = Comparison((Difference("exception", _TREATMENT, f"{type(error).__name__}: {error}"),), calls=1)
+        failed = _failed(plan.failures) if found.equal else ()
         return replace(found, differences=(*found.differences, *failed))
 
     def _run(self, trial: Callable[[], Comparison]) -> Comparison:
@@ -219,6 +222,15 @@ class _Trials:
 
 
 _FAILED = "compilation"
+
+
+def _kind(difference: Difference) -> str:
+    """What makes two differences the same fault: their kind, and the type of an exception."""
+    is_raised = difference.kind == "exception" and difference.where == _TREATMENT
+    return f"{difference.kind} {difference.detail.partition(':')[0]}" if is_raised else difference.kind
+
+
+_TREATMENT = "the treatment"
 
 
 def _failed(failures: Failures) -> tuple[Difference, ...]:

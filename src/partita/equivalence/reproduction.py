@@ -34,13 +34,13 @@ def write_reproduction(
     backend = _torch_backend(treatment)
     stored: dict[str, Any] = {"inputs": inputs, "attributes": dict(_attributes(body))}
     if backend is None:
-        stored["found"] = _treated_result(body, treatment, inputs)
-    script = _script(body, backend, treatment, summary)
+        stored["found"], stored["found_inputs"] = _treated_result(body, treatment, inputs)
+    script = _script(body, backend, plan, summary)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     torch.save(stored, place / "inputs.pt")
     path = place / "reproduce.py"
-    path.write_text(script)
+    path.write_text(script, encoding="utf-8")
     return str(path)
 
 
@@ -90,15 +90,18 @@ def _torch_backend(treatment: Treatment) -> str | None:
     return backend if isinstance(backend, str) and backend in _OF_TORCH else None
 
 
-def _treated_result(body: GraphModule, treatment: Treatment, inputs: tuple[Any, ...]) -> Any:
-    """What the treated body returns for these inputs; the error as a text if it raises."""
-    program = Program.of(body)
+def _treated_result(body: GraphModule, treatment: Treatment, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    """What the treated body returns for these inputs, and leaves in them; the error as a text if it raises."""
+    program, given = Program.of(body), _copies(inputs)
     nodes = tuple(node for node in body.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
     try:
         module = Plan(Partition(program, [Region("region", nodes)]), (treatment,)).apply().module()
-        return map_tensors(Tensor.detach, module(*_copies(inputs)))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            found = module(*given)
+        return map_tensors(Tensor.detach, found), map_tensors(Tensor.detach, given)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}", given
 
 
 def _attributes(body: GraphModule) -> Iterator[tuple[str, Any]]:
@@ -109,7 +112,7 @@ def _attributes(body: GraphModule) -> Iterator[tuple[str, Any]]:
         yield name, tensor.detach()
 
 
-def _script(body: GraphModule, backend: str | None, treatment: Treatment, summary: str) -> str:
+def _script(body: GraphModule, backend: str | None, plan: Plan, summary: str) -> str:
     code = body.graph.python_code("self")
     imports = [_import_of(name, value) for name, value in sorted(code.globals.items())]
     if "partita" in code.src:
@@ -119,7 +122,9 @@ def _script(body: GraphModule, backend: str | None, treatment: Treatment, summar
         summary=indent(summary.replace('"""', "'''").replace("\\", "/"), "    ").strip(),
         imports="\n".join(dict.fromkeys(line for line in imports if line)),
         forward=indent(code.src.strip(), "    "),
-        treatment=repr(treatment),
+        treatment=" ".join(repr(plan.treatments[0]).split()),
+        relative=plan.tolerance.relative,
+        absolute=plan.tolerance.absolute,
         found=found,
         gradients="True" if backend else "False",
     )
@@ -141,7 +146,8 @@ def _import_of(name: str, value: object) -> str:
 
 _TEMPLATE = '''"""{summary}
 
-Run it in the folder of `inputs.pt`, which it loads as a pickle. It ends with status 1 if something differs.
+It loads `inputs.pt`, a pickle, from its own folder: the inputs of the first call. Outputs, mutated inputs and gradients
+are compared; it ends with status 1 if something differs.
 """
 
 from pathlib import Path
@@ -173,28 +179,39 @@ def gradients(outputs, inputs):
     return torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
 
 
+def differs(one, other):
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{{one.dtype}} {{tuple(one.shape)}} != {{other.dtype}} {{tuple(other.shape)}}"
+    one, other = one.detach(), other.detach()
+    if not (one.is_floating_point() or one.is_complex()):
+        wrong = int((one != other).sum())
+        return f"{{wrong}} elements differ" if wrong else ""
+    if torch.allclose(one, other, rtol={relative}, atol={absolute}, equal_nan=True):
+        return ""
+    error = (one - other).abs().nan_to_num(nan=float("inf")).max()
+    return f"differs by up to {{error:.3g}}, largest element {{one.abs().max():.3g}}"
+
+
 stored = torch.load(Path(__file__).with_name("inputs.pt"), weights_only=False)
 body = Body()
 for name, value in stored["attributes"].items():
     setattr(body, name, value)
 expected_inputs, found_inputs = copied(stored["inputs"]), copied(stored["inputs"])
+torch.manual_seed(0)
 expected = body(*expected_inputs)
+torch.manual_seed(0)
 # As the treatment did: {treatment}
 found = {found}
 if isinstance(found, str):
     raise SystemExit(found)
+found_inputs = stored.get("found_inputs", found_inputs)
 pairs = [("output", *pair) for pair in zip(tensors(expected), tensors(found), strict=True)]
+pairs += [("input", *pair) for pair in zip(tensors(expected_inputs), tensors(found_inputs), strict=True)]
 if {gradients}:
     ones, others = gradients(expected, expected_inputs), gradients(found, found_inputs)
     pairs += [("gradient", *pair) for pair in zip(ones, others, strict=True)]
-differs = False
-for number, (kind, one, other) in enumerate(pairs):
-    if one.shape != other.shape or one.dtype != other.dtype:
-        differs = True
-        print(f"{{kind}} {{number}}: {{one.dtype}} {{tuple(one.shape)}} != {{other.dtype}} {{tuple(other.shape)}}")
-    elif not torch.equal(one, other):
-        differs = True
-        error = (one.detach().double() - other.detach().double()).abs().max()
-        print(f"{{kind}} {{number}}: differs by up to {{error:.3g}}, largest element {{one.detach().abs().max():.3g}}")
-raise SystemExit(1 if differs else 0)
+found = [(kind, number, differs(one, other)) for number, (kind, one, other) in enumerate(pairs)]
+lines = [f"{{kind}} {{number}}: {{how}}" for kind, number, how in found if how]
+print(*lines, sep="\\n")
+raise SystemExit(1 if lines else 0)
 '''
