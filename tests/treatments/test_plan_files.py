@@ -145,6 +145,12 @@ def _spoilt(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, A
         (_spoilt(lambda data: data.update(version=True)), "'version' of"),
         (_spoilt(lambda data: data["regions"][0].update(treatment=7)), "has treatment 7"),
         (_spoilt(lambda data: data["regions"][0].update(treatment=-1)), "has treatment -1"),
+        (_spoilt(lambda data: data["regions"][0].update(nodes=[])), "is empty"),
+        (_spoilt(lambda data: data["regions"][0].update(nodes=["x"])), "belong to no region"),
+        (_spoilt(lambda data: data["regions"][0].update(name='a"b')), "has a quote"),
+        (_spoilt(lambda data: data["regions"].append(data["regions"][0])), "two regions are called"),
+        (_spoilt(lambda data: data["regions"][0].update(label={"set": [{"list": []}]})), "has a list in it"),
+        (_spoilt(lambda data: data["regions"][0].update(label={"tuple": [{"list": []}]})), "has a list in it"),
         (_spoilt(lambda data: data["regions"][0]["nodes"].append("linaer")), "did you mean 'linear'"),
         (_spoilt(lambda data: data["regions"][0]["nodes"].append(3)), "which is no name"),
     ],
@@ -185,6 +191,29 @@ def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
         partita.load_plan(tmp_path / "plan.json", _program())
 
 
+def test_a_plan_is_not_for_a_program_whose_nodes_have_other_names(tmp_path: Path) -> None:
+    """Both compute the same, so that their fingerprints are equal; `linear` is another layer in each."""
+
+    class Swapped(nn.Module):
+        def __init__(self, *, swapped: bool) -> None:
+            super().__init__()
+            self.one, self.two, self.swapped = nn.Linear(4, 4), nn.Linear(4, 4), swapped
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.swapped:
+                two = self.two(x)
+                return self.one(x) - two  # type: ignore[no-any-return]
+            return self.one(x) - self.two(x)  # type: ignore[no-any-return]
+
+    one, other = (partita.Program.of(torch.fx.symbolic_trace(Swapped(swapped=is_))) for is_ in (False, True))
+    one, other = (partita.capture(program.module(), (X,)) for program in (one, other))
+    plan = partita.plan(one, BySize(parts=2), Call())
+    partita.save_plan(plan, tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match="for another program"):
+        partita.load_plan(tmp_path / "plan.json", other)
+    assert "for different programs" in str(plan.diff(partita.plan(other, BySize(parts=2), Call())))
+
+
 def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
     plan = partita.plan(_program(), BySize(parts=1), Call())
     with pytest.raises(OptionError, match="two classes are called 'Call'"):
@@ -196,6 +225,7 @@ def test_what_another_plan_changes() -> None:
     two = partita.plan(program, BySize(parts=2), Call())
     assert not two.diff(copy.copy(two))
     lowered = partita.plan(program, BySize(parts=2), {"part_0": Call(), "part_1": Lower("eager")})
+    assert "puts_back_modes: False -> True" in str(two.diff(partita.Plan(two.partition, two.treatments, True)))
     assert str(two.diff(lowered)) == "  region 'part_1': Call() -> Lower('eager')"
     three = str(two.diff(partita.plan(program, BySize(parts=3), Call())))
     assert "+ region 'part_2', 1 nodes" in three

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from partita._plain_help import PlainHelp
+from partita.program.fingerprint import program_digest
 
 if TYPE_CHECKING:
     from partita.plans.plan import Plan
@@ -32,7 +33,14 @@ def plan_diff(one: Plan, other: Plan) -> PlanDiff:
         {region.name: (region, treatment) for region, treatment in zip(plan.partition, plan.treatments, strict=True)}
         for plan in (one, other)
     )
-    lines = [f"- region {name!r}, {len(ones[name][0])} nodes" for name in ones if name not in others]
+    lines = []
+    if one.program.graph_module is not other.program.graph_module and program_digest(one.program) != program_digest(
+        other.program
+    ):
+        lines.append("  the plans are for different programs, so nodes of one name may be different ones")
+    if one.puts_back_modes != other.puts_back_modes:
+        lines.append(f"  puts_back_modes: {one.puts_back_modes} -> {other.puts_back_modes}")
+    lines += [f"- region {name!r}, {len(ones[name][0])} nodes" for name in ones if name not in others]
     lines += [f"+ region {name!r}, {len(others[name][0])} nodes" for name in others if name not in ones]
     for name in (name for name in ones if name in others):
         (before, treatment), (after, changed) = ones[name], others[name]
@@ -40,6 +48,8 @@ def plan_diff(one: Plan, other: Plan) -> PlanDiff:
         for sign, names in (("-", _without(old, new)), ("+", _without(new, old))):
             lines += [f"  region {name!r}: {sign} {_some(names)}"] if names else []
         lines += [f"  region {name!r}: {treatment!r} -> {changed!r}"] if treatment != changed else []
+        if before.label != after.label:
+            lines.append(f"  region {name!r}: label {before.label!r} -> {after.label!r}")
     return PlanDiff(tuple(lines))
 
 

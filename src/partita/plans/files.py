@@ -1,4 +1,4 @@
-"""Plans as data: JSON that names regions, nodes and treatments, and is tied to its program by a fingerprint.
+"""Plans as data: JSON that names regions, nodes and treatments, and is tied to its program by a digest of its graph.
 
 Nothing in a file is imported or run. Classes are found among those that the caller knows, by name, and built from plain
 values; every value is checked.
@@ -19,7 +19,7 @@ from torch.fx import Node
 from partita.errors import PartitaError, PlanFileError
 from partita.plans.plan import Plan
 from partita.plans.treatment import Treatment, is_treatment
-from partita.program.fingerprint import fingerprint
+from partita.program.fingerprint import program_digest
 from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.regions.region import Reason
@@ -55,7 +55,7 @@ def as_data(plan: Plan, known: Known) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "fingerprint": fingerprint(plan.program),
+        "program": program_digest(plan.program),
         "restores_modes": plan.puts_back_modes,
         "treatments": treatments,
         "regions": regions,
@@ -107,23 +107,33 @@ def from_data(data: Any, program: Program, known: Known, *, where: str = "the pl
             f"{where} has the format {found['format']!r}, version {found['version']!r}; this version of Partita reads "
             f"{FORMAT!r}, version {VERSION}"
         )
-    if found["fingerprint"] != fingerprint(program):
+    if found["program"] != program_digest(program):
         raise PlanFileError(
-            f"{where} is a plan for another program: the fingerprints differ. A plan fits the program that it was made "
-            "for, or the same model captured again; make a new one for this program"
+            f"{where} is a plan for another program. A plan fits the program that it was made for, or the same model "
+            "captured again; make a new one for this program"
         )
     treatments = [reader.value(one, f"treatment {at}") for at, one in enumerate(found["treatments"])]
     for at, one in enumerate(treatments):
         if not is_treatment(one):
             raise PlanFileError(f"{where}: treatment {at} is {one!r}, which is no treatment")
+    try:
+        return _assembled(found, treatments, program, reader)
+    except PlanFileError:
+        raise
+    except PartitaError as error:
+        raise PlanFileError(f"{where} is no plan of this program: {error}") from None
+
+
+def _assembled(found: dict[str, Any], treatments: Sequence[Any], program: Program, reader: _Reader) -> Plan:
+    where = reader.where
     regions, chosen = [], list[Treatment]()
     for at, one in enumerate(found["regions"]):
         row = reader.record(one, _REGION, f"region {at}")
         if not 0 <= row["treatment"] < len(treatments):
             raise PlanFileError(f"{where}: region {row['name']!r} has treatment {row['treatment']}, and there is none")
         nodes = reader.nodes(row["nodes"], program, f"region {row['name']!r}")
-        label = reader.value(row["label"], f"the label of region {row['name']!r}")
-        regions.append(Region(row["name"], nodes, label if isinstance(label, Hashable) else None))
+        label = reader.hashable(row["label"], f"the label of region {row['name']!r}")
+        regions.append(Region(row["name"], nodes, label))
         chosen.append(treatments[row["treatment"]])
     reasons: dict[Node, str] = {}
     for at, one in enumerate(found["reasons"]):
@@ -134,7 +144,7 @@ def from_data(data: Any, program: Program, known: Known, *, where: str = "the pl
 
 
 _PLAN = {
-    "format": str, "version": int, "fingerprint": str, "restores_modes": bool, "treatments": list, "regions": list,
+    "format": str, "version": int, "program": str, "restores_modes": bool, "treatments": list, "regions": list,
     "reasons": list,
 }  # fmt: skip
 _REGION = {"name": str, "label": object, "nodes": list, "treatment": int}
@@ -148,34 +158,38 @@ class _Writer:
     def __init__(self, known: Known) -> None:
         self._names = {cls: name for name, cls in known.items()}
 
-    def value(self, value: object, where: str) -> Any:
-        if isinstance(value, _PLAIN):
+    def value(self, value: object, where: str, depth: int = 0) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
             return value
-        if isinstance(value, list | tuple):
-            kind = "list" if isinstance(value, list) else "tuple"
-            return {kind: [self.value(one, where) for one in value]}
+        if depth == _DEEPEST:
+            raise PlanFileError(f"{where} holds containers that are nested more than {_DEEPEST} deep")
+        if kind in (list, tuple):
+            return {kind.__name__: [self.value(one, where, depth + 1) for one in value]}  # type: ignore[attr-defined]
         if isinstance(value, set | frozenset):
-            return {"set": sorted((self.value(one, where) for one in value), key=repr)}
-        name = self._names.get(type(value))
+            return {"set": sorted((self.value(one, where, depth + 1) for one in value), key=repr)}
+        name = self._names.get(kind)
         if name is None or not is_dataclass(value):
             raise PlanFileError(
-                f"{where} holds {value!r}, which a file cannot hold: it takes numbers, texts, containers of these, and "
-                f"options of the classes {', '.join(sorted(self._names.values()))}"
+                f"{where} holds {value!r}, which a file cannot hold: it takes numbers, texts, lists, tuples and sets "
+                f"of these, and options of the classes {', '.join(sorted(self._names.values()))}"
             )
-        return {"class": name, "options": self._options(value, where)}
+        return {"class": name, "options": self._options(value, where, depth)}
 
-    def _options(self, value: Any, where: str) -> dict[str, Any]:
+    def _options(self, value: Any, where: str, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for one in fields(value):
             held = getattr(value, one.name)
-            if one.name.startswith("_") or (one.default is not MISSING and held == one.default):
+            if one.name.startswith("_"):
                 continue
             if one.name in unsaved_options(type(value)):
+                if one.default is not MISSING and held == one.default:
+                    continue
                 raise PlanFileError(
                     f"{where}: a file does not hold the option {one.name!r}, which decides what code is run; save the "
                     "plan without it, and set it after loading"
                 )
-            found[one.name] = self.value(held, where)
+            found[one.name] = self.value(held, where, depth + 1)
         return found
 
 
@@ -188,25 +202,33 @@ class _Reader:
     """Reads what a `_Writer` wrote, and refuses everything else."""
 
     def __init__(self, known: Known, where: str) -> None:
-        self._known, self._where = known, where
+        self._known, self.where = known, where
 
     def record(self, data: Any, expected: Mapping[str, type], what: str) -> dict[str, Any]:
         if not isinstance(data, dict) or set(data) != set(expected):
             keys = ", ".join(map(repr, expected))
-            raise PlanFileError(f"{self._where}: {what} is not an object with the keys {keys}")
+            raise PlanFileError(f"{self.where}: {what} is not an object with the keys {keys}")
         for key, kind in expected.items():
             if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
-                raise PlanFileError(f"{self._where}: {key!r} of {what} is not of the type {kind.__name__}")
+                raise PlanFileError(f"{self.where}: {key!r} of {what} is not of the type {kind.__name__}")
         return data
 
     def nodes(self, names: Sequence[Any], program: Program, what: str) -> tuple[Node, ...]:
         for name in names:
             if not isinstance(name, str):
-                raise PlanFileError(f"{self._where}: {what} has {name!r} among its nodes, which is no name")
+                raise PlanFileError(f"{self.where}: {what} has {name!r} among its nodes, which is no name")
         try:
             return tuple(program.node(name) for name in names)
         except PartitaError as error:
-            raise PlanFileError(f"{self._where}: {what} has a node that this program has not: {error}") from None
+            raise PlanFileError(f"{self.where}: {what} has a node that this program has not: {error}") from None
+
+    def hashable(self, data: Any, what: str, depth: int = 0) -> Hashable:
+        found = self.value(data, what, depth)
+        try:
+            hash(found)
+        except TypeError:
+            raise PlanFileError(f"{self.where}: {what} has a list in it, which no label and no set has") from None
+        return found  # type: ignore[no-any-return]
 
     def value(self, data: Any, what: str, depth: int = 0) -> Any:
         if isinstance(data, _PLAIN):
@@ -218,22 +240,22 @@ class _Reader:
                 case {"tuple": list(items)} if len(data) == 1:
                     return tuple(self.value(one, what, depth + 1) for one in items)
                 case {"set": list(items)} if len(data) == 1:
-                    return frozenset(self.value(one, what, depth + 1) for one in items)
+                    return frozenset(self.hashable(one, what, depth + 1) for one in items)
                 case {"class": str(name), "options": dict(options)} if len(data) == 2:
                     return self._instance(name, options, what, depth)
-        raise PlanFileError(f"{self._where}: {what} has a value that no plan has: {str(data)[:80]}")
+        raise PlanFileError(f"{self.where}: {what} has a value that no plan has: {str(data)[:80]}")
 
     def _instance(self, name: str, options: dict[str, Any], what: str, depth: int) -> Any:
         cls = self._known.get(name)
         if cls is None:
             raise PlanFileError(
-                f"{self._where}: {what} is of the class {name!r}, which is not known; there are "
+                f"{self.where}: {what} is of the class {name!r}, which is not known; there are "
                 f"{', '.join(sorted(self._known))}, and those that you pass as `classes`"
             )
         taken = {one.name for one in fields(cls) if not one.name.startswith("_")} - unsaved_options(cls)
         unknown = sorted(set(options) - taken)
         if unknown:
-            raise PlanFileError(f"{self._where}: {what} of the class {name!r} has no option {unknown[0]!r} in a file")
+            raise PlanFileError(f"{self.where}: {what} of the class {name!r} has no option {unknown[0]!r} in a file")
         values = {key: self.value(one, what, depth + 1) for key, one in options.items()}
         positional = [
             parameter.name
@@ -244,7 +266,7 @@ class _Reader:
         try:
             return cls(*rest, **values)
         except (PartitaError, TypeError, ValueError) as error:
-            raise PlanFileError(f"{self._where}: {what}: {name} does not take these options: {error}") from None
+            raise PlanFileError(f"{self.where}: {what}: {name} does not take these options: {error}") from None
 
 
 _DEEPEST = 20

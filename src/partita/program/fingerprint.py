@@ -30,6 +30,20 @@ def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
     return _Hasher(Program.of(program)).fingerprint()
 
 
+def program_digest(program: Program) -> str:
+    """The same for graphs whose nodes have the same names, operators and inputs in the same order.
+
+    Unlike a fingerprint, which is equal for programs that compute the same by nodes of other names.
+    """
+    digest = blake2b(fingerprint(program).encode(), digest_size=16)
+    for node in program.index.nodes:
+        target: Any = node.target
+        name = target if isinstance(target, str) else getattr(target, "__qualname__", None) or type(target).__name__
+        reads = ",".join(read.name for read in node.all_input_nodes)
+        digest.update(f"{node.name}\0{node.op}\0{name}\0{reads}\0".encode())
+    return digest.hexdigest()
+
+
 class _Hasher:
     """Hashes the nodes of a program in graph order."""
 
