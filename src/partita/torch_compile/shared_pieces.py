@@ -21,7 +21,7 @@ from partita._torch.fake_sandbox import fake_mode_of
 from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
 from partita._torch.operators.schemas import storage_key
-from partita._torch.symbolic_shapes import renamed_expression
+from partita._torch.symbolic_shapes import has_symbolic_sizes, renamed_expression
 from partita.torch_compile.piece_borders import PieceCall
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -123,7 +123,7 @@ def outputs_like(outputs: Sequence[Any]) -> list[Any] | None:
     """New fake tensors that look like these; None if one has a dynamic size, or is a part of a larger memory."""
     made: list[Any] = []
     for value in outputs:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or value._has_symbolic_sizes_strides:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or has_symbolic_sizes(value):
             return None
         new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         if new.requires_grad or _described_tensor(new, 0, 0) != _described_tensor(value, 0, 0):

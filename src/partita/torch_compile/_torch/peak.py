@@ -20,8 +20,8 @@ def compile_with_partitioner(
     peak higher with it, and run no faster. So it is switched off.
     """
     if inner == "aot_eager":
+        from functorch.compile import nop
         from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch.compilers import nop
 
         extra = {} if partition is None else {"partition_fn": partition}
         eager: Callable[..., Any] = aot_autograd(
@@ -29,7 +29,7 @@ def compile_with_partitioner(
         )
         compiled: Callable[..., Any] = eager(gm, inputs)
         return compiled
-    import torch._functorch.config as functorch_config
+    from functorch.compile import config as settings
     from torch._inductor.compile_fx import compile_fx
 
     if partition is None:
@@ -37,7 +37,7 @@ def compile_with_partitioner(
         return plain  # type: ignore[no-any-return]
     patches: dict[str, Any] = {"custom_partitioner_fn": partition, "allow_buffer_reuse": False}
     # AOTAutograd's cache would skip the partitioner, and the step would have no plan; Inductor's cache still serves.
-    with functorch_config.patch(enable_autograd_cache=False):
+    with settings.patch(enable_autograd_cache=False):
         function: Any = compile_fx(gm, list(inputs), config_patches=patches)
         return function  # type: ignore[no-any-return]
 
