@@ -26,7 +26,7 @@ import torch
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import digest_of_body, foreign_code
-from partita.backends._torch.compile import compiler_settings, instructions, kernels_in, vectors
+from partita.backends._torch.settings import compiler_settings, instructions, kernels_in, vectors
 from partita.errors import OptionError
 
 log = logging.getLogger(__name__)
