@@ -175,7 +175,7 @@ def keepable(region: Region) -> list[Node]:
 
 
 def gives_tensors(node: Node) -> bool:
-    """Whether the result of a node holds a tensor, as far as its traced value or schema tells."""
+    """Whether the result of a node holds a tensor, according to its traced value or schema."""
     value = value_of(node)
     if value is not None:
         return any(isinstance(item, Tensor) for item in (value if isinstance(value, tuple | list) else (value,)))

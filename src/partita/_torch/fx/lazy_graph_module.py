@@ -22,7 +22,6 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.graph_module import _WrappedCall
 from torch.utils import _pytree as pytree
 
 from partita._torch.functorch import Entered, close_dual_level, entered_by, entered_by_any, is_dual_level_open
@@ -113,8 +112,8 @@ class LazyModule(_LazyGraphModule):
 
     def _real_recompile(self) -> Any:
         cls: Any = type(self)
-        # The `__call__` that is installed below would otherwise look up the inherited one, which is the property here.
-        cls._wrapped_call = _WrappedCall(cls, _call_as_module)
+        # What torch installs calls the `__call__` of the class, or else the inherited one, which is the property here.
+        cls.__call__ = _call_as_module
         code = super()._real_recompile()
         # The code calls the parts, which need theirs; parts that were compiled are no longer lazy modules.
         for child in self.children():

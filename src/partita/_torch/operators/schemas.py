@@ -126,7 +126,7 @@ def is_higher_order(target: Any) -> bool:
 @cache
 def is_composite(target: Any) -> bool:
     """Whether an operator is composed of others, which autograd records in its place."""
-    if not isinstance(target, OpOverload) or not torch._C._dispatch_has_kernel(target.name()):
+    if not isinstance(target, OpOverload) or not _is_dispatched(target):
         return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"))
 
@@ -179,8 +179,17 @@ def storage_key(tensor: Tensor) -> int:
 def _signatures_named(name: str) -> tuple[Signature, ...]:
     overloads = _overloads(_packet_named(name))
     # TorchScript adds overloads for Python numbers and lists, under names that mean something else for tensors.
-    dispatched = [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
+    dispatched = [overload for overload in overloads if _is_dispatched(overload)]
     return tuple(_signature(overload._schema, overload.tags) for overload in dispatched or overloads)
+
+
+def _is_dispatched(overload: OpOverload) -> bool:
+    """Whether the dispatcher knows an overload."""
+    try:
+        overload.has_kernel_for_dispatch_key(torch.DispatchKey.CPU)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _packet_named(name: str) -> OpOverloadPacket | None:

@@ -35,7 +35,7 @@ def partition_saving(
     """A forward and a backward between which exactly the values that `choose` returns are saved, and needed inputs.
 
     `choose` gets the joint graph as torch's partitioner has prepared it. torch has no public way to set saved values
-    (2.13): its min-cut partitioner asks a function of its own, which is replaced meanwhile.
+    (2.13): its min-cut partitioner calls a function of its own, which is replaced meanwhile.
     """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch import partitioners

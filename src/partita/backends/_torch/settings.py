@@ -34,24 +34,24 @@ def vectors_of_inductor(options: Mapping[str, Any]) -> str:
 
 def tested_instructions() -> str | None:
     """The vector instructions that Inductor has found to work here; None if it has not looked for them."""
-    from torch._inductor.cpu_vec_isa import pick_vec_isa, valid_vec_isa_list
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-    return str(pick_vec_isa()) if valid_vec_isa_list.cache_info().currsize else None
+    return ", ".join(map(str, valid_vec_isa_list())) if valid_vec_isa_list.cache_info().currsize else None
 
 
 def skip_tests_of(instructions: str | None) -> None:
-    """Lets Inductor do without compiling and running a test program, if it would choose these vector instructions.
+    """Lets Inductor do without compiling and running a test program, if it would find these vector instructions.
 
     That takes longer than loading the functions of a model. The processor must have all that was used to build them.
     """
     from torch._inductor import config
-    from torch._inductor.cpu_vec_isa import pick_vec_isa, valid_vec_isa_list
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
     if instructions is None or valid_vec_isa_list.cache_info().currsize:
         return
     with config.patch({"cpp.vec_isa_ok": True}):
-        chosen = str(pick_vec_isa())
-    if chosen != instructions:
+        valid_vec_isa_list()
+    if tested_instructions() != instructions:
         valid_vec_isa_list.cache_clear()
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from partita.torch_compile._torch.backends import adopt_origin, sources_of
@@ -20,15 +21,13 @@ def compile_with_partitioner(
     peak higher with it, and run no faster. So it is switched off.
     """
     if inner == "aot_eager":
-        from functorch.compile import nop
-        from torch._dynamo.backends.common import aot_autograd
+        from functorch.compile import aot_module_simplified, default_partition, nop
 
-        extra = {} if partition is None else {"partition_fn": partition}
-        eager: Callable[..., Any] = aot_autograd(
-            fw_compiler=nop, bw_compiler=nop, keep_inference_input_mutations=True, **extra
+        cut = default_partition if partition is None else partition
+        eager: Callable[..., Any] = torch.compiler.disable(
+            aot_module_simplified(gm, list(inputs), nop, nop, cut, keep_inference_input_mutations=True)
         )
-        compiled: Callable[..., Any] = eager(gm, inputs)
-        return compiled
+        return eager
     from functorch.compile import config as settings
     from torch._inductor.compile_fx import compile_fx
 
