@@ -60,8 +60,8 @@ class ByCapability(metaclass=PlainHelp):
 
     `capabilities` is one capability or several in order of preference: a node goes to the first that accepts it. A
     capability is a function from a node to the reason to refuse it (None to accept it), torch's `OperatorSupport`, a
-    backend or its name. For a single one, in one mode, no partition has fewer regions; otherwise there are few. Then nodes move so
-    that fewer bytes cross between regions. All of it takes linear time.
+    backend or its name. For a single one, in one mode, no partition has fewer regions; otherwise there are few. Then
+    nodes move so that fewer bytes cross between regions. All of it takes linear time.
 
     With `connected`, a region holds only nodes that data connects. Regions of fewer than `min_size` operators or
     `min_flops` floating-point operations are excluded, those of more than `max_size` operators are cut.

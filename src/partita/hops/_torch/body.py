@@ -32,6 +32,7 @@ from torch.utils._thunk import Thunk
 from partita._torch.fake_sandbox import active_fake_mode
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
+from partita._torch.nn_modules import call_overrides
 from partita._torch.operators.schemas import nodes_by_target
 from partita._torch.pytrees import leaves_of, map_leaves
 from partita.hops._torch.node_tags import TaggedInterpreter
@@ -266,9 +267,4 @@ def _is_plain(target: Any) -> bool:
 
 
 def _is_plain_graph(body: Any) -> bool:
-    return (
-        isinstance(body, GraphModule)
-        and "forward" not in vars(body)
-        and body._compiled_call_impl is None
-        and not (body._forward_hooks or body._forward_pre_hooks)
-    )
+    return isinstance(body, GraphModule) and call_overrides(body) is None
