@@ -20,8 +20,8 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita import Tolerance
 from partita.backends import AotEager, AotInductor, Eager, Inductor, backend_names, find_backend
-from partita.backends._torch import compile as backend_inductor
-from partita.backends._torch.compile import vectors
+from partita.backends._torch import settings
+from partita.backends._torch.settings import vectors
 from partita.backends.adapting import CallingConvention
 from partita.backends.backend import is_backend, takes_symbols, tolerance_of, trains
 from partita.backends.inductor import stored
@@ -172,7 +172,7 @@ def test_inductor_takes_nothing_from_a_cache_that_another_processor_filled(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     hits = []
     for processor in ("one", "another", "one"):
-        monkeypatch.setattr(backend_inductor, "vectors", lambda processor=processor: processor)
+        monkeypatch.setattr(settings, "vectors", lambda processor=processor: processor)
         counters.clear()
         x = torch.ones(3, 2, requires_grad=True)
         compiled(Inductor(), _waves, (x,))(x)[0].sum().backward()

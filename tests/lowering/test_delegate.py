@@ -466,7 +466,7 @@ def test_a_derived_size_beside_its_symbol_is_delegated(tmp_path: Path) -> None:
 
 def test_a_derived_size_alone_is_refused_in_words() -> None:
     program = partita.capture(lambda x: x.relu().sin(), (torch.randn(8, 4),), dynamic_shapes=({0: 2 * ROWS},))
-    with pytest.raises(LoweringError, match=r"only 'x' tells s\d+, by 2\*s\d+, .* a Dim of its own"):
+    with pytest.raises(LoweringError, match=r"only 'x' has s\d+, in 2\*s\d+, .* a Dim of its own"):
         partita.plan(program, ByCapability("pickling"), Delegate("pickling")).apply()
 
 

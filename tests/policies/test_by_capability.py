@@ -226,10 +226,10 @@ def test_an_index_that_is_computed_is_not_pulled_before_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"takers": 3}, "is no capability"),
-        ({"takers": ()}, "at least one"),
-        ({"takers": "inductr"}, "'inductor'"),
-        ({"takers": OperatorSupport}, "is no capability"),
+        ({"capabilities": 3}, "is no capability"),
+        ({"capabilities": ()}, "at least one"),
+        ({"capabilities": "inductr"}, "'inductor'"),
+        ({"capabilities": OperatorSupport}, "is no capability"),
         ({"min_size": 0}, "min_size is a number from 1 on"),
         ({"max_size": True}, "max_size is a number from 1 on"),
         ({"min_size": 3, "max_size": 2}, "at least 3 and at most 2"),
@@ -239,7 +239,7 @@ def test_an_index_that_is_computed_is_not_pulled_before_itself() -> None:
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        ByCapability(**{"takers": refuses("cos"), **options})  # type: ignore[arg-type]
+        ByCapability(**{"capabilities": refuses("cos"), **options})  # type: ignore[arg-type]
 
 
 def test_a_predicate_in_place_of_a_refusal_function_is_told_apart() -> None:

@@ -50,8 +50,8 @@ class Layers(nn.Module):
 PROGRAM = partita.capture(Layers(), (torch.randn(32, 64),))
 
 
-def names(takers: Any, cost: Any) -> list[str]:
-    return [region.label or "" for region in ByCapability(takers, switch_cost=cost)(PROGRAM)]
+def names(capabilities: Any, cost: Any) -> list[str]:
+    return [region.label or "" for region in ByCapability(capabilities, switch_cost=cost)(PROGRAM)]
 
 
 def test_a_later_backend_takes_what_would_only_cause_a_switch() -> None:
@@ -60,8 +60,8 @@ def test_a_later_backend_takes_what_would_only_cause_a_switch() -> None:
 
 
 def test_the_caller_takes_what_no_other_backend_takes() -> None:
-    for takers in ((first,), (first, relus)):
-        plan = partita.plan(PROGRAM, ByCapability(takers, switch_cost=1_000), Call())
+    for capabilities in ((first,), (first, relus)):
+        plan = partita.plan(PROGRAM, ByCapability(capabilities, switch_cost=1_000), Call())
         assert [region.label for region in plan.partition].count("first") == 4
         assert "computes 128 bytes, and a switch to first costs 1000" in plan.explain("sin")
 

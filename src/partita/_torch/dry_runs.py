@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita._torch.operators.schemas import is_composite
 from partita._torch.pytrees import leaves_of
 from partita._torch.symbolic_shapes import hint_of
 
@@ -52,12 +53,8 @@ def has_kernel_for_fakes(target: Any) -> bool:
     """Whether a call on fake tensors runs no code of another library but its fake or meta kernel."""
     if not isinstance(target, OpOverload) or target.namespace in _NAMESPACES:
         return True
-    from torch._library.simple_registry import singleton
-
-    if is_composite(target):
-        return False
-    is_registered = singleton.find(target.name()).fake_impl.kernel is not None
-    return is_registered or torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "Meta")
+    # A fake function is registered as a Meta kernel, too.
+    return not is_composite(target) and target.has_kernel_for_dispatch_key(torch.DispatchKey.Meta)
 
 
 def _module_of(target: Any) -> str:
@@ -104,12 +101,6 @@ def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mappin
     if not _takes_device(func) or any(isinstance(value, Tensor) for value in args):
         return kwargs
     return {**kwargs, "device": torch.device("meta")}
-
-
-@cache
-def is_composite(func: OpOverload) -> bool:
-    """Whether an operator is composed of others, which autograd records in its place."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def views_in_result(target: Any, in_arguments: int, in_bodies: int) -> int:

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import _TorchDispatchModeKey
 from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch._ops import _get_current_dispatch_mode_pre_dispatch
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from partita._torch.modes import fresh_modes, read_ambient, restore_after_error, restore_autocast
 from partita._torch.pytrees import map_leaves, map_tensors, tensors_in
-from partita._torch.symbolic_shapes import hint_of
+from partita._torch.symbolic_shapes import has_symbolic_sizes, hint_of
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
@@ -201,7 +200,7 @@ def _mode_of_trace(values: Iterable[Any]) -> Any:
     modes = []
     for tensor in (tensor for value in values for tensor in tensors_in(value)):
         mode = fake_mode_of(tensor)
-        if mode is not None and tensor._has_symbolic_sizes_strides:
+        if mode is not None and has_symbolic_sizes(tensor):
             return mode
         modes.append(mode)
     return next((mode for mode in modes if mode is not None), None) or FakeTensorMode()
@@ -314,19 +313,37 @@ def tracing_now() -> Tracing:
     """Whether torch.export, `make_fx` or AOTAutograd traces this."""
     if torch.compiler.is_exporting():
         return Tracing.OPEN
-    if torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)):
+    if any(_tracers()):
         return Tracing.OPEN
     before_dispatch = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch)
-    return Tracing.OPEN if before_dispatch and _len_torch_dispatch_stack_pre_dispatch() > 0 else Tracing.NOT
+    is_traced = before_dispatch and _get_current_dispatch_mode_pre_dispatch() is not None
+    return Tracing.OPEN if is_traced else Tracing.NOT
 
 
 def traces_after_dispatch() -> bool:
     """Whether `make_fx` traces below dispatch, without functionalization."""
-    if torch.compiler.is_exporting() or torch._C._len_torch_dispatch_stack() == 0:
+    if torch.compiler.is_exporting():
         return False
-    proxies, functional = map(torch._C._get_dispatch_mode, _TRACERS)
+    writes_nodes, functionalizes = _tracers()
     is_functionalized = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.Functionalize)
-    return proxies is not None and functional is None and not is_functionalized
+    return writes_nodes and not functionalizes and not is_functionalized
 
 
-_TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)
+def _tracers() -> tuple[bool, bool]:
+    """Whether a dispatch mode writes a graph, and whether one functionalizes."""
+    modes = _get_current_dispatch_mode_stack()
+    if not modes:
+        return False, False
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    kinds = (ProxyTorchDispatchMode, FunctionalTensorMode)
+    writes_nodes, functionalizes = (any(isinstance(mode, kind) for mode in modes) for kind in kinds)
+    return writes_nodes, functionalizes
+
+
+def active_fake_mode() -> Any:
+    """The fake mode that operators are dispatched to; None if there is none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)), None)

@@ -23,9 +23,10 @@ _enter_dual_level = torch._C._enter_dual_level
 _exit_dual_level = torch._C._exit_dual_level
 
 
-def count_levels() -> int:
-    """How many levels are open in this thread."""
-    return len(torch._C._functorch.get_interpreter_stack() or ())
+def count_levels(*, wrapping: bool = False) -> int:
+    """How many levels are open in this thread; with `wrapping`, without functionalization, which wraps no tensors."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return sum(level.key().name != "Functionalize" for level in levels) if wrapping else len(levels)
 
 
 def close_levels(count: int) -> None:

@@ -61,7 +61,8 @@ def would_autocast(device: str, dtype: torch.dtype | None) -> bool:
     """Whether a block for this device and dtype casts here; torch disables a block that the device does not support."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return bool(torch.autocast(device, dtype)._enabled)
+        with torch.autocast(device, dtype):
+            return _is_autocast_enabled(device)
 
 
 #: Bound at import: while a model is captured, these functions of torch are patched.
@@ -100,6 +101,11 @@ def read_ambient() -> Ambient:
         autocast_depth=_autocast_depth(),
         levels=count_levels(),
     )
+
+
+def enabled_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The device types for which autocast is on, each with its dtype."""
+    return tuple((device, _get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if _is_autocast_enabled(device))
 
 
 @cache

@@ -9,6 +9,9 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.modules import module as torch_module
 
+#: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
+DYNAMO_SKIPS = True
+
 
 def has_only_export_hooks(module: nn.Module) -> bool:
     """Whether the only call overrides of a module are the hooks by which torch.export checks its inputs."""

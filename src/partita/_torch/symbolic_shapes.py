@@ -33,6 +33,13 @@ def symbols_in(value: Any) -> tuple[Any, ...]:
     return tuple(sorted(free_symbols(value), key=str))
 
 
+def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
+    """Whether sizes, strides or the offset of a tensor are symbolic."""
+    from torch.fx.experimental.symbolic_shapes import has_symbolic_sizes_strides
+
+    return bool(has_symbolic_sizes_strides(tensor))
+
+
 def symbol_of(value: Any) -> Any:
     """The symbol, if `value` is exactly one symbol; else None."""
     if not isinstance(value, torch.SymInt | torch.SymFloat):
@@ -62,7 +69,7 @@ def is_known(condition: Any) -> bool:
 
 def _is_symbolic(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return bool(value._has_symbolic_sizes_strides)
+        return has_symbolic_sizes(value)
     if isinstance(value, tuple | list):
         return any(map(_is_symbolic, value))
     return isinstance(value, _SYMBOLIC)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from partita._torch.operators.schemas import storage_key
 from partita.errors import RecomputeError
@@ -144,7 +143,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """The tensors inside a wrapper such as DTensor, by attribute; none for other tensors, nested ones included."""
     wrapper: Any = tensor
-    if tensor.is_nested or not is_traceable_wrapper_subclass(tensor):
+    if tensor.is_nested or not hasattr(wrapper, "__tensor_flatten__"):
         return {}
     if hasattr(wrapper, "trigger_wait"):  # The result of a collective, which may not be there yet.
         wrapper.trigger_wait()

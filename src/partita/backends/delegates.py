@@ -281,18 +281,18 @@ def _load(spec: DelegateSpec, blob: Tensor) -> Compiled:
         found = backend.load(data)
     except Exception as error:
         raise BackendError(
-            f"region {spec.region!r}{_told_file(blob)}: {spec.backend} cannot load what it has stored (version "
+            f"region {spec.region!r}{_of_file(blob)}: {spec.backend} cannot load what it has stored (version "
             f"{spec.version!r}; here {version_of(backend)!r}): {error}"
         ) from error
     if not callable(found):
         raise BackendError(
-            f"region {spec.region!r}{_told_file(blob)}: `load` of {spec.backend} returned {found!r}, which is not "
+            f"region {spec.region!r}{_of_file(blob)}: `load` of {spec.backend} returned {found!r}, which is not "
             "callable"
         )
     return found  # type: ignore[no-any-return]
 
 
-def _told_file(blob: Tensor) -> str:
+def _of_file(blob: Tensor) -> str:
     file = file_of(blob)
     return "" if file is None else f" of the file {file!r}"
 

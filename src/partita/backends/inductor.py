@@ -21,9 +21,11 @@ from partita.backends._torch.compile import (
     function_from_bytes,
     function_of_package,
     function_to_bytes,
+    package_of,
+)
+from partita.backends._torch.settings import (
     inductor_options,
     instructions,
-    package_of,
     skip_tests_of,
     tested_instructions,
     vectors,

@@ -421,7 +421,7 @@ class NamedOperators:
             return False
         key = id(node.target)
         if key not in self._known:
-            self._known[key] = not self.names.isdisjoint(qualified_names(node.target))
+            self._known[key] = not self.names.isdisjoint(qualified_names(node))
         return self._known[key]
 
     def names_call(self, node: Node) -> bool:

@@ -22,7 +22,7 @@ _VALUES = (
     *(*_FUNCTIONS, *_TORCH_VALUES, *_SYMBOLIC),
 )
 
-#: None where two values can be neither told apart nor called equal.
+#: None where two values can be neither distinguished nor called equal.
 Verdict: TypeAlias = bool | None
 
 

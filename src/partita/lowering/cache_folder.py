@@ -2,7 +2,7 @@
 
 An entry is found by the code of the body, the backend with its options, and the versions and settings of everything
 that has a say in it; which calls it serves, it says itself. Entries are written whole or not at all, and checked when
-they are read. They hold code: whoever can write to the folder decides what runs.
+they are read. They hold code: users who can write to the folder decide what runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import digest_of_body, foreign_code, packages_behind
-from partita.backends._torch.compile import compiler_settings, instructions, kernels_in, vectors
+from partita.backends._torch.settings import compiler_settings, instructions, kernels_in, vectors
 from partita.errors import OptionError
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class CacheFolder:
         return kernels_in(self.root / "kernels")
 
     def entries(self) -> Iterator[Any]:
-        """What was stored, in any order; an entry that cannot be read is reported and left out."""
+        """What was stored, in any order; an entry that cannot be read is reported and skipped."""
         folder = self.folder
         for path in sorted(folder.glob("*.function")):
             try:
@@ -106,7 +106,7 @@ def checked_root(root: object) -> None:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that whoever reads at the same time finds all of it or nothing."""
+    """Writes a file so that a concurrent reader finds all of it or nothing."""
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
         try:
             file.write(data)

@@ -25,7 +25,6 @@ from torch.fx import GraphModule, Node
 
 from partita.analysis.effects.terms import Effects
 from partita.errors import OptionError
-from partita.lowering._torch.copies import copy_all
 from partita.lowering.config import Lowering
 from partita.lowering.constants import is_state
 from partita.lowering.dry_run import has_distinct_elements
@@ -338,13 +337,19 @@ class Recording:
     def replay(self, inputs: Sequence[Any]) -> list[Any]:
         """The outputs for these inputs, in memory of their own."""
         self.memory.wait_for_others(self.device)
-        copy_all(self.inputs, [_distinct(inputs[place]) for place in self.places])
+        _copy_all(self.inputs, [_distinct(inputs[place]) for place in self.places])
         self.graph.replay()
         tensors = [output for output in self.outputs if isinstance(output, Tensor)]
         copies = [_like(tensor) for tensor in tensors]
-        copy_all([_distinct(copy) for copy in copies], [_distinct(tensor) for tensor in tensors])
+        _copy_all([_distinct(copy) for copy in copies], [_distinct(tensor) for tensor in tensors])
         left = iter(copies)
         return [next(left) if isinstance(output, Tensor) else output for output in self.outputs]
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, in one kernel where torch can."""
+    if targets:
+        torch.ops.aten._foreach_copy_.default(list(targets), list(sources))
 
 
 @contextmanager

@@ -283,7 +283,7 @@ class _Region:
         for node, _, number in self._numbers():
             if not unread.isdisjoint(map(str, symbols_in(number))):
                 self._fail(
-                    f"of its inputs only {node.name!r} tells {names}, by {number}, and a size is read where it is one "
+                    f"of its inputs only {node.name!r} has {names}, in {number}, and a size is read where it is one "
                     "symbol; capture that input with a Dim of its own in place of a derived one, or take in the "
                     "operators that the size comes from"
                 )
@@ -378,8 +378,8 @@ def _with(number: Any, symbols: Mapping[str, Any]) -> Any:
 
 def _texts(conditions: Iterable[Expression]) -> tuple[str, ...]:
     """The conditions as text, each once, without those that say that a size is itself."""
-    told = (one for one in conditions if not isinstance(one, Operation) or one.operands[:1] != one.operands[1:])
-    return tuple(dict.fromkeys(map(printed, told)))
+    kept = (one for one in conditions if not isinstance(one, Operation) or one.operands[:1] != one.operands[1:])
+    return tuple(dict.fromkeys(map(printed, kept)))
 
 
 def _on_symbols(condition: Expression, forms: Sequence[TensorForm | Number]) -> Expression:

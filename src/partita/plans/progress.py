@@ -48,5 +48,5 @@ class Progress:
 
 
 def _is_shown() -> bool:
-    asked = os.environ.get(_SWITCH)
-    return sys.stderr.isatty() if asked is None else asked != "0"
+    switch = os.environ.get(_SWITCH)
+    return sys.stderr.isatty() if switch is None else switch != "0"

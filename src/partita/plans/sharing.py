@@ -20,7 +20,7 @@ class SharesBodies(Protocol):
 
 def shared_bodies(partition: Partition, treatments: Sequence[Treatment], sites: Sequence[Site]) -> list[int]:
     """For each region the first one whose treated body it calls; itself if it has its own."""
-    # The values of a shared body are those of one of its calls, and a joint graph is asked for the storages of all.
+    # The values of a shared body are those of one of its calls; of a joint graph, the storages of all are counted.
     if partition.program.joint is not None or not any(isinstance(treatment, SharesBodies) for treatment in treatments):
         return list(range(len(partition)))
     first: dict[Hashable, list[int]] = {}

@@ -58,10 +58,10 @@ _MANY_FREE = 250_000
 class ByCapability(metaclass=PlainHelp):
     """All that is accepted, in the fewest regions that data, effects and modes allow.
 
-    `takers` is one capability or several in order of preference: a node goes to the first that accepts it. A capability
-    is a function from a node to the reason to refuse it (None to accept it), torch's `OperatorSupport`, a backend or
-    its name. For a single one, in one mode, no partition has fewer regions; otherwise there are few. Then nodes move so
-    that fewer bytes cross between regions. All of it takes linear time.
+    `capabilities` is one capability or several in order of preference: a node goes to the first that accepts it. A
+    capability is a function from a node to the reason to refuse it (None to accept it), torch's `OperatorSupport`, a
+    backend or its name. For a single one, in one mode, no partition has fewer regions; otherwise there are few. Then
+    nodes move so that fewer bytes cross between regions. All of it takes linear time.
 
     With `connected`, a region holds only nodes that data connects. Regions of fewer than `min_size` operators or
     `min_flops` floating-point operations are excluded, those of more than `max_size` operators are cut.
@@ -75,7 +75,7 @@ class ByCapability(metaclass=PlainHelp):
     that computes fewer bytes of results goes to the next capability that accepts all of it, and else to the caller.
     """
 
-    takers: Capability | tuple[Capability, ...]
+    capabilities: Capability | tuple[Capability, ...]
     _: KW_ONLY
     connected: bool = False
     min_size: int = 1
@@ -89,7 +89,7 @@ class ByCapability(metaclass=PlainHelp):
     switch_cost: SwitchCost = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "takers", checked_capabilities(self.takers))
+        object.__setattr__(self, "capabilities", checked_capabilities(self.capabilities))
         check_flags(self, "modes_apart", "devices_apart", "connected")
         check_switch_cost(self.switch_cost)
         if self.apart is not None and not callable(self.apart):
@@ -106,10 +106,10 @@ class ByCapability(metaclass=PlainHelp):
 
     @gc_paused()
     def __call__(self, program: Program) -> Partition:
-        assert isinstance(self.takers, tuple)
+        assert isinstance(self.capabilities, tuple)
         units = units_of(
             program,
-            self.takers,
+            self.capabilities,
             together=self.together,
             modes_apart=self.modes_apart,
             devices_apart=self.devices_apart,
@@ -121,9 +121,9 @@ class ByCapability(metaclass=PlainHelp):
             return self._partition(program, waiting_for_symbols(program, units))
 
     def _partition(self, program: Program, units: Units) -> Partition:
-        assert isinstance(self.takers, tuple)
+        assert isinstance(self.capabilities, tuple)
         if self.switch_cost:
-            switching = Switching(program, self.takers, self.switch_cost)
+            switching = Switching(program, self.capabilities, self.switch_cost)
             units = switching.handed_over(units, lambda found: self._units_of_parts(program, found))
         parts, reasons = self._parts(program, units), units.reasons
         if self.max_size is not None or self.worthwhile is not None or self.min_size > 1 or self.min_flops:
@@ -139,9 +139,9 @@ class ByCapability(metaclass=PlainHelp):
 
     def _parts(self, program: Program, units: Units) -> list[Part]:
         """All that is accepted, in parts that are named by the capability, in the order of the calls."""
-        assert isinstance(self.takers, tuple)
+        assert isinstance(self.capabilities, tuple)
         found = self._units_of_parts(program, units)
-        names = [name_of(capability) for capability in self.takers]
+        names = [name_of(capability) for capability in self.capabilities]
         by = [names[units.kind_keys[units.kinds[part[0]]][0]] for part in found]
         return [Part(Piece(f"{name}_{at}", name), part) for at, (name, part) in enumerate(zip(by, found, strict=True))]
 

@@ -58,7 +58,7 @@ class ByMode(metaclass=PlainHelp):
     def _caller(self, program: Program) -> Mode:
         if self.caller_grad != "traced":
             return replace(program.caller, grad=self.caller_grad)
-        # In a graph traced without gradients, a block that disables them cannot be told from the code around it.
+        # In a graph traced without gradients, a block that disables them looks like the code around it.
         return Mode(grad=True) if program.caller == AMBIENT and traced_grad(program.graph_module) else program.caller
 
 

@@ -36,7 +36,7 @@ class Repeats(metaclass=PlainHelp):
     Two bodies are equal if they have the same operators and constants in the same order, with the same dtypes, shapes,
     strides and modes, wired in the same way; names and values of weights do not count, and symbols only up to renaming.
     The repeats are chosen that save most work, if every distinct body is compiled once; they have at least `min_size`
-    operators, and those that save less than `min_saved`, a part of all operators, are left out, since each region costs
+    operators, and those that save less than `min_saved`, a part of all operators, are excluded, since each region costs
     a call and the fusion across its borders. Regions with equal bodies have the same label, "repeat_0" say. What lies
     between repeats forms regions too, which have labels of their own, unless `between` is false. With `modes_apart`,
     regions are cut where the mode changes too; by default where the treatment takes one mode a region. Regions of a

@@ -231,7 +231,7 @@ class Program(metaclass=PublicHelp):
 
     @property
     def graph(self) -> Graph:
-        """The graph, which nobody may change."""
+        """The graph, which must not be changed."""
         return self._graph_module.graph
 
     @property

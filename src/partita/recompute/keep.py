@@ -6,18 +6,19 @@ Any function will do, if it can be imported; these are frozen, so that plans can
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from partita._plain_help import PlainHelp
 from partita._torch.dry_runs import Allowance
-from partita._torch.operators.schemas import OPERATORS, operator_names, signatures_of
+from partita._torch.operators.schemas import OPERATORS, signatures_of
 from partita._torch.symbolic_shapes import hint_of
 from partita._torch.toggles import TOGGLES
 from partita.analysis.nodes import imported, value_of
@@ -174,7 +175,7 @@ def keepable(region: Region) -> list[Node]:
 
 
 def gives_tensors(node: Node) -> bool:
-    """Whether the result of a node holds a tensor, as far as its traced value or schema tells."""
+    """Whether the result of a node holds a tensor, according to its traced value or schema."""
     value = value_of(node)
     if value is not None:
         return any(isinstance(item, Tensor) for item in (value if isinstance(value, tuple | list) else (value,)))
@@ -195,11 +196,17 @@ def _check_operator_names(names: Iterable[str]) -> None:
     for name in names:
         plain = name.replace("::", ".").removeprefix("torch.ops.")
         if plain.startswith("aten.") and imported(f"torch.ops.{plain}") is None:
-            raise OptionError(f"torch has no operator {name!r}, so it cannot be kept{_hint(plain, operator_names())}")
+            raise OptionError(f"torch has no operator {name!r}, so it cannot be kept{_hint(plain, _aten_names())}")
         module, _, function = plain.rpartition(".")
         if module.split(".")[0] == "torch" and module in sys.modules and imported(plain) is None:
             near = (f"{module}.{known}" for known in dir(sys.modules[module]))
             raise OptionError(f"{module!r} has no {function!r}, so it cannot be kept{_hint(plain, near)}")
+
+
+def _aten_names() -> Iterator[str]:
+    """The names of ATen's operators that were used before, or that functions and methods of torch have."""
+    found = {*dir(torch.ops.aten), *dir(torch), *dir(torch.nn.functional), *dir(torch.Tensor)}
+    return (f"aten.{name}" for name in sorted(found) if isinstance(getattr(torch.ops.aten, name, None), OPERATORS))
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

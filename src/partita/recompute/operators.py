@@ -181,7 +181,7 @@ def _warn_of_reentrance() -> None:
 
 
 def restore_rng_in_checkpoints(module: nn.Module) -> None:
-    """Replaces torch's checkpoint operators in the graphs of a module that runs eagerly, where they draw new numbers.
+    """Replaces torch's checkpoint operators in the graphs of a module that runs eagerly, where they do not replay.
 
     Dynamo writes them for `torch.utils.checkpoint`, for compilers; called as they are, they do not restore the RNG
     state for the backward (torch 2.13).

@@ -20,7 +20,7 @@ from partita.errors import OptionError
 from partita.program.program import StateKeys
 
 StateNaming = Literal["split", "original"]
-_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hook" in name)
 _OWN_KEYS = frozenset(nn.Module().__dict__) | {
     "_graph",
     "_code",
@@ -54,9 +54,7 @@ def module_like(root: GraphModule, graph: Graph, *, restores_modes: bool = False
     copy_meta(root.meta, module.meta, {})
     module.shape_env = getattr(root, "shape_env", None)
     type(module).__name__ = type(root).__name__
-    for name in _HOOKS:
-        getattr(module, name).update(getattr(root, name))
-    module._is_full_backward_hook = root._is_full_backward_hook
+    module.__dict__.update({name: copy.copy(value) for name, value in vars(root).items() if name in _HOOKS})
     share_plain_attributes(root, module)
     return module
 

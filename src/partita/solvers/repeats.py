@@ -41,7 +41,7 @@ class Run(NamedTuple):
 def cover(items: Items, *, min_size: int, min_saved: float = 0) -> list[Run]:
     """Runs that cover all items, with the repeats that save most work if each group is processed once.
 
-    A run of a group has at least `min_size` of work; groups that save less than `min_saved` are left out.
+    A run of a group has at least `min_size` of work; groups that save less than `min_saved` are excluded.
     """
     if not len(items):
         return []

@@ -52,8 +52,8 @@ class FramePlan(metaclass=PlainHelp):
         where = repr(self.path) if self.path else "the model"
         nodes, regions = len(self.plan.program.operators()), len(self.plan.partition)
         counts = ((nodes, "operator", "operators"), (regions, "region", "regions"), (self.bodies, "body", "bodies"))
-        told = ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in counts)
-        return f"FramePlan({where}: {told}, {self.seconds:.1f} s)"
+        shown = ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in counts)
+        return f"FramePlan({where}: {shown}, {self.seconds:.1f} s)"
 
 
 def plans(model: nn.Module) -> tuple[FramePlan, ...]:

@@ -17,7 +17,7 @@ InputKind: TypeAlias = Literal["parameter", "buffer", "static", "dynamic", "numb
 def input_kinds(body: GraphModule) -> tuple[InputKind, ...]:
     """The kind of each input of a graph that the backend `partita` gives to an inner backend, in order.
 
-    Modules hold parameters and buffers: they are the same tensors in every call unless somebody replaces them. The
+    Modules hold parameters and buffers: they are the same tensors in every call unless the user replaces them. The
     other tensors are new ones.
     """
     return tuple(map(_kind, body.graph.find_nodes(op="placeholder")))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from partita._torch.operators.schemas import OPERATORS
 from partita.analysis.projections import with_items
-from partita.backends._torch.compile import (
+from partita.backends._torch.partitioners import (
     drop_forward_effects,
     is_any_recomputed,
     let_inductor_take,

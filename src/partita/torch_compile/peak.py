@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from partita.analysis.nodes import value_of
 from partita.analysis.projections import with_items
-from partita.backends._torch.compile import drop_forward_effects, let_inductor_take, partition_saving
+from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.joint_plan import JointMemoryPlan, JointStep, plan_joint

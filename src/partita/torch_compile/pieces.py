@@ -240,7 +240,7 @@ class _PieceCompiler(Interpreter):
         return call
 
     def _run_piece(self, node: Node, piece: Piece, args: list[Any]) -> PieceCall:
-        # Dynamo has imported it by now; this module is imported before, by whoever only names the backend.
+        # Dynamo has imported it by now; this module is imported before, where the backend is only named.
         from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
         before, edges, mutated = snapshots_of(args), edges_before(args), piece.mutated_args()

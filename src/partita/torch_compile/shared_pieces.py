@@ -16,13 +16,12 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from partita._torch.fake_sandbox import fake_mode_of
 from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
 from partita._torch.operators.schemas import storage_key
-from partita._torch.symbolic_shapes import renamed_expression
+from partita._torch.symbolic_shapes import is_unbacked, renamed_expression, symbols_in
 from partita.torch_compile.piece_borders import PieceCall
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -188,7 +187,7 @@ class KnownResults(NamedTuple):
 
 def _is_unbacked(value: Any) -> bool:
     """Whether a result is no tensor, or has sizes that a run creates."""
-    return not isinstance(value, Tensor) or bool(free_unbacked_symbols(value))
+    return not isinstance(value, Tensor) or any(map(is_unbacked, symbols_in(value)))
 
 
 def _requiring(outputs: Sequence[Any]) -> list[bool]:

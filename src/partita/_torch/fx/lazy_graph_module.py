@@ -22,7 +22,6 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.graph_module import _WrappedCall
 from torch.utils import _pytree as pytree
 
 from partita._torch.functorch import Entered, close_dual_level, entered_by, entered_by_any, is_dual_level_open
@@ -53,7 +52,7 @@ class _ListOrInputs(_BoxedCodeGen or torch.fx.graph.CodeGen):  # type: ignore[mi
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [text.partition(":")[0].partition("=")[0].strip() for text in free_vars if text != "self"]
-        lines = [f"def {self._func_name}(self, *given_){maybe_return_annotation}:"]
+        lines = [f"def forward(self, *given_){maybe_return_annotation}:"]
         if names:
             lines += [
                 "    given_ = given_[0] if len(given_) == 1 and type(given_[0]) is list else list(given_)",
@@ -113,8 +112,8 @@ class LazyModule(_LazyGraphModule):
 
     def _real_recompile(self) -> Any:
         cls: Any = type(self)
-        # The `__call__` that is installed below would otherwise look up the inherited one, which is the property here.
-        cls._wrapped_call = _WrappedCall(cls, _call_as_module)
+        # What torch installs calls the `__call__` of the class, or else the inherited one, which is the property here.
+        cls.__call__ = _call_as_module
         code = super()._real_recompile()
         # The code calls the parts, which need theirs; parts that were compiled are no longer lazy modules.
         for child in self.children():
@@ -157,7 +156,7 @@ class LazyModule(_LazyGraphModule):
         graph.set_codegen(copy.copy(self._graph._codegen))
         if is_exempt_from_dce(self._graph):
             exempt_from_dce(graph)
-        shared = {"meta": copy.copy(self.meta), "shape_env": self.shape_env, "_tracer_extras": self._tracer_extras}
+        shared = {"meta": copy.copy(self.meta), "shape_env": self.shape_env}
         state = {key: value for key, value in self.__dict__.items() if key != "_graph" and key not in shared}
         copied.__dict__.update(copy.deepcopy(state, memo), **shared)
         _adopt(copied, graph)
@@ -200,7 +199,6 @@ def lazy_module(
         meta={},
         shape_env=None,
         _tracer_cls=_lasting(graph._tracer_cls),
-        _tracer_extras=graph._tracer_extras or {},
         _replace_hooks=[],
         _create_node_hooks=[],
         _erase_node_hooks=[],

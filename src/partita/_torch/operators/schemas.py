@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 from torch.fx.graph import CodeGen
-from torch.fx.node import _get_qualified_name, _side_effectful_functions, has_side_effect
+from torch.fx.node import _side_effectful_functions, has_side_effect
 from torch.jit._builtins import _find_builtin
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
@@ -44,13 +44,9 @@ def _returns_container(target: Any) -> bool:
 def _schemas(target: Any) -> list[Any]:
     if isinstance(target, OpOverload):
         return [target._schema]
-    if isinstance(target, OpOverloadPacket):
-        schemas = [getattr(target, name)._schema for name in target.overloads()]
-    elif isinstance(target, str):
-        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{target}")
-    else:
-        name = _find_builtin(target)
-        schemas = torch._C._jit_get_schemas_for_operator(name) if name else []
+    name = f"aten::{target}" if isinstance(target, str) else _find_builtin(target)
+    packet = target if isinstance(target, OpOverloadPacket) else _packet_named(name) if name else None
+    schemas = [overload._schema for overload in _overloads(packet)]
     return [schema for schema in schemas if not any(argument.is_out for argument in schema.arguments)]
 
 
@@ -98,8 +94,7 @@ def signatures_of(target: Any) -> tuple[Signature, ...]:
     if isinstance(target, OpOverload):
         return (_signature(target._schema, target.tags),)
     if isinstance(target, OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads()]
-        return tuple(_signature(overload._schema, overload.tags) for overload in overloads)
+        return tuple(_signature(overload._schema, overload.tags) for overload in _overloads(target))
     if isinstance(target, HigherOrderOperator):
         return ()
     # An operator of another dialect, such as ExecuTorch's, wraps one of torch's and carries its schema.
@@ -126,6 +121,14 @@ _TORCH_NAMESPACES = frozenset(("aten", "prim", "prims", "_c10d_functional", "_c1
 def is_higher_order(target: Any) -> bool:
     """Whether `target` is an operator that runs bodies."""
     return isinstance(target, HigherOrderOperator)
+
+
+@cache
+def is_composite(target: Any) -> bool:
+    """Whether an operator is composed of others, which autograd records in its place."""
+    if not isinstance(target, OpOverload) or not _is_dispatched(target):
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"))
 
 
 def registers_hook(target: Any) -> bool:
@@ -174,20 +177,33 @@ def storage_key(tensor: Tensor) -> int:
 
 @cache
 def _signatures_named(name: str) -> tuple[Signature, ...]:
-    schemas = torch._C._jit_get_schemas_for_operator(name)
+    overloads = _overloads(_packet_named(name))
     # TorchScript adds overloads for Python numbers and lists, under names that mean something else for tensors.
-    dispatched = [schema for schema in schemas if torch._C._dispatch_has_kernel(_full_name(schema))]
-    return tuple(_signature(schema, _tags(schema)) for schema in dispatched or schemas)
+    dispatched = [overload for overload in overloads if _is_dispatched(overload)]
+    return tuple(_signature(overload._schema, overload.tags) for overload in dispatched or overloads)
 
 
-def _full_name(schema: Any) -> str:
-    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+def _is_dispatched(overload: OpOverload) -> bool:
+    """Whether the dispatcher knows an overload."""
+    try:
+        overload.has_kernel_for_dispatch_key(torch.DispatchKey.CPU)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _packet_named(name: str) -> OpOverloadPacket | None:
+    namespace, _, base = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    return packet if isinstance(packet, OpOverloadPacket) else None
+
+
+def _overloads(packet: OpOverloadPacket | None) -> list[OpOverload]:
+    return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
 def _tags(schema: Any) -> Collection[Any]:
-    namespace, _, name = schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    overload = getattr(packet, schema.overload_name or "default", None)
+    overload = getattr(_packet_named(schema.name), schema.overload_name or "default", None)
     return getattr(overload, "tags", ())
 
 
@@ -273,19 +289,15 @@ OPERATORS = (OpOverload, OpOverloadPacket)
 SYM_SIZE = torch.ops.aten.sym_size.int
 
 
-def operator_names() -> list[str]:
-    """The names of all operators that are registered now, as `torch.ops` spells them, without overloads."""
-    names = (name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
-    return sorted(set(names))
+def qualified_names(call: Node) -> tuple[str, ...]:
+    """The names by which users refer to a called function in torch's passes; for an overload also its packet's."""
+    from torch.fx.passes.tools_common import get_node_target
 
-
-def qualified_names(function: Any) -> tuple[str, ...]:
-    """The names by which users refer to `function` in torch's passes; for an overload also that of its packet."""
     try:
-        name = _get_qualified_name(function)
+        name = get_node_target({}, call)
     except (RuntimeError, AttributeError, TypeError):  # A lambda or a callable object may have none.
         return ()
-    return (name, name.rpartition(".")[0]) if isinstance(function, OpOverload) else (name,)
+    return (name, name.rpartition(".")[0]) if isinstance(call.target, OpOverload) else (name,)
 
 
 # torch's own operators that run a body as one unit, or under a mode.

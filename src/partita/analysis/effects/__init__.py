@@ -1,4 +1,4 @@
-"""Effects: what a call mutates, aliases, draws from the RNG and does besides, and the order of nodes that follows.
+"""Effects: what a call mutates, aliases, takes from the RNG and does besides, and the order of nodes that follows.
 
 `Effects` (`terms`) answers for one call, and for one body that is called. They come from the schemas of operators
 (`operators`), from the names and signatures of functions and methods without one (`functions`) and from modules of

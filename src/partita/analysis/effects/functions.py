@@ -360,8 +360,8 @@ def _generators(signatures: Sequence[Signature]) -> tuple[Slot, ...]:
 def _out_keywords(signatures: Sequence[Signature]) -> tuple[str, ...]:
     """`out`, and the names that `out` overloads have for single results, such as `values` and `indices`."""
     plain = {a.name for signature in signatures if not signature.is_out for a in signature.arguments}
-    written = [a.name for signature in signatures if signature.is_out for a in signature.arguments if a.mutated]
-    return tuple(dict.fromkeys(("out", *(name for name in written if name not in plain))))
+    mutated = [a.name for signature in signatures if signature.is_out for a in signature.arguments if a.mutated]
+    return tuple(dict.fromkeys(("out", *(name for name in mutated if name not in plain))))
 
 
 def _effects_of(signature: Signature) -> Effects:

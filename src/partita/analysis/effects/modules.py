@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from partita._torch.nn_modules import hooks_of
 from partita.analysis.effects.terms import ALIASING, EVERY, FIRST, PURE, UNKNOWN, Effects, merged
 
 
@@ -40,7 +41,7 @@ def _is_torch_own(module: nn.Module) -> bool:
     """Whether only torch's own code runs when `module` is called."""
     if not type(module).__module__.startswith("torch.nn.modules.") or "forward" in vars(module):
         return False
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+    if any(hooks_of(module)) or getattr(module, "parametrizations", None):
         return False
     activation = vars(module).get("activation")
     return activation is None or activation in (functional.relu, functional.gelu) or isinstance(activation, str)
@@ -105,7 +106,6 @@ _USES_RNG = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "parametrizations")
 
 #: Files of torch.nn.modules whose modules always return new tensors (unless in-place).
 _FRESH = frozenset(

@@ -106,11 +106,14 @@ def name_of_operator(target: Any) -> tuple[str, str]:
 
 def has_meta_kernel(target: OpOverload) -> bool:
     """Whether the result shapes of `target` can be computed from shapes alone, or by its decomposition."""
-    name = target.name()
-    if _lacks_fake_function(target, name):
-        return False
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(has_kernel(name, key) for key in _KEYS) or _is_known_otherwise(target, name)
+    from torch._library.utils import has_fake_kernel
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    if has_fake_kernel(target) or target in op_implementations_dict:
+        return True
+    # Beside those of the dispatcher, torch registers kernels in Python.
+    is_composite = target.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeExplicitAutogradNonFunctional)
+    return is_composite or torch.DispatchKey.Meta in target.py_kernels
 
 
 def size_depends_on_data(target: OpOverload) -> bool:
@@ -121,25 +124,3 @@ def size_depends_on_data(target: OpOverload) -> bool:
 def value_depends_on_data(target: OpOverload) -> bool:
     """Whether `target` returns a Python value that no trace can know."""
     return torch.Tag.data_dependent_output in target.tags
-
-
-def _lacks_fake_function(target: OpOverload, name: str) -> bool:
-    """Whether it comes from `torch.library.custom_op`, whose Meta kernel raises without a fake function."""
-    from torch._library.custom_ops import OPDEFS
-    from torch._library.utils import can_generate_trivial_fake_impl
-
-    definition = OPDEFS.get(name)
-    return definition is not None and definition._abstract_fn is None and not can_generate_trivial_fake_impl(target)
-
-
-def _is_known_otherwise(target: OpOverload, name: str) -> bool:
-    from torch._decomp import decomposition_table
-    from torch._library.simple_registry import singleton
-    from torch._subclasses.fake_impls import op_implementations_dict
-
-    if target in op_implementations_dict or target in decomposition_table:
-        return True
-    return singleton.find(name).fake_impl.kernel is not None
-
-
-_KEYS = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")

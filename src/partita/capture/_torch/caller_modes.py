@@ -75,8 +75,8 @@ def _intercepted(original: Callable[..., Any], answer: _Answer) -> Callable[...,
         return actual if recorder is None else answer(recorder, actual, *args, **kwargs)
 
     # Dynamo, which traces the bodies of some operators, then evaluates the query at once, as it does torch's own.
-    query._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return query
+    marked: Callable[..., Any] = torch.compiler.assume_constant_result(query)
+    return marked
 
 
 def _recorder_for(calling_module: object) -> Recorder | None:

@@ -67,8 +67,9 @@ class _Blocks:
         device = _device_type(block.device)
         before = self.dtypes.get(device)
         arguments = self.arguments.get(block)
-        if arguments is None:  # Constructed before the trace, with the state that it found then.
-            arguments = _BlockArguments(block.fast_dtype, block._enabled, block._cache_enabled, before)
+        if arguments is None:  # Constructed before the trace, with the state that it found then and has set now.
+            enabled, cache = torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled()
+            arguments = _BlockArguments(block.fast_dtype, enabled, cache, before)
         dtype = arguments.dtype
         if dtype is None and arguments.outer_dtype != before:
             dtype = arguments.outer_dtype

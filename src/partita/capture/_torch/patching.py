@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.modes import read_ambient
+from partita._torch.modes import enabled_autocast
 from partita.capture._torch.recorder import Recorder, Seen, current_recorder, listening_recorder
 from partita.errors import CaptureError
 
@@ -127,10 +127,7 @@ def _overload_name(target: OpOverload) -> str:
 
 
 def _seen() -> Seen:
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
-    if torch._C._is_any_autocast_enabled():
-        autocast = tuple((device, dtype) for device, enabled, dtype in read_ambient().autocast if enabled)
-    return Seen(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+    return Seen(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), enabled_autocast())
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"

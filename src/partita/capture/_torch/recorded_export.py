@@ -181,4 +181,5 @@ def _restore_module_hierarchy(model: torch.nn.Module) -> None:
     """
     trace: Any = importlib.import_module("torch.export._trace")
     if getattr(trace, "_EXPORT_MODULE_HIERARCHY", model) is None:
-        trace._EXPORT_MODULE_HIERARCHY = trace._get_module_hierarchy(model)
+        named = model.named_modules(remove_duplicate=False)
+        trace._EXPORT_MODULE_HIERARCHY = {name: type(module).__name__ for name, module in named}

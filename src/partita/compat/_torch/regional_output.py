@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from partita._torch.modes import read_ambient
+from partita._torch.modes import enabled_autocast
 
 
 def is_cached() -> bool:
@@ -29,7 +29,7 @@ def cacheable(gm: GraphModule) -> Any:
 @contextmanager
 def modes_of_compiled_graphs() -> Iterator[None]:
     """Runs the block in the modes in which AOTAutograd calls compiled graphs: no gradients, no autocast."""
-    devices = [device for device, enabled, _ in read_ambient().autocast if enabled]
+    devices = [device for device, _ in enabled_autocast()]
     with torch.no_grad():
         for device in devices:
             torch.set_autocast_enabled(device, False)

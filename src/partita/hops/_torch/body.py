@@ -29,8 +29,10 @@ from torch.fx.traceback import has_preserved_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._thunk import Thunk
 
+from partita._torch.fake_sandbox import active_fake_mode
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
+from partita._torch.nn_modules import call_overrides
 from partita._torch.operators.schemas import nodes_by_target
 from partita._torch.pytrees import leaves_of, map_leaves
 from partita.hops._torch.node_tags import TaggedInterpreter
@@ -139,7 +141,7 @@ def _bind_unbacked_symbols(traced: GraphModule, outputs: Any) -> None:
     """Lets the call bind the unbacked symbols in the outputs of its body, as their first owner in this graph."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode = active_fake_mode()
     env = None if mode is None else mode.shape_env
     if env is None:
         return
@@ -214,7 +216,7 @@ def _describe(placeholder: Node, attribute: Node, held: Tensor, outer: Any) -> N
 
 
 def _fake(tensor: Tensor) -> Tensor | None:
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode = active_fake_mode()
     if mode is None or isinstance(tensor, FakeTensor):
         return tensor if isinstance(tensor, FakeTensor) else None
     fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
@@ -265,9 +267,4 @@ def _is_plain(target: Any) -> bool:
 
 
 def _is_plain_graph(body: Any) -> bool:
-    return (
-        isinstance(body, GraphModule)
-        and "forward" not in vars(body)
-        and body._compiled_call_impl is None
-        and not (body._forward_hooks or body._forward_pre_hooks)
-    )
+    return isinstance(body, GraphModule) and call_overrides(body) is None

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita._torch.fake_sandbox import Tracing, tracing_now
-from partita._torch.modes import read_ambient
+from partita._torch.functorch import count_levels
+from partita._torch.modes import enabled_autocast, in_forward_mode
 from partita.lowering._torch.gradients import hides_history
 
 try:
@@ -92,7 +93,7 @@ class Guard:
             or _len_torch_dispatch_stack()
             or _len_torch_function_stack() != self._depth
             or forward_ad._current_level >= 0
-            or _is_tracing()
+            or _get_tracing_state() is not None
             or not self._state.check()
         ):
             return False
@@ -154,11 +155,10 @@ class GlobalState(NamedTuple):
 
 def read_global_state() -> GlobalState:
     """The current global state."""
-    found = read_ambient()
     return GlobalState(
-        found.grad,
-        found.inference,
-        tuple((device, dtype) for device, enabled, dtype in found.autocast if enabled),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        enabled_autocast(),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
@@ -171,9 +171,9 @@ def is_intercepted() -> bool:
         return True
     if _len_torch_function_stack() > 0 and default_device() is None:
         return True
-    if torch._C._is_tracing() or forward_ad._current_level >= 0:
+    if _get_tracing_state() is not None or in_forward_mode() or count_levels():
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None or tracing_now() is not Tracing.NOT
+    return tracing_now() is not Tracing.NOT
 
 
 def _is_custom_op_analysis(mode: object) -> bool:

@@ -72,7 +72,7 @@ def argument_of(node: Node, name: str) -> Any:
 
 def flops_of(node: Node) -> int:
     """The FLOPs of a node by torch's formulas, half of them if attention is causal; 0 where there is none."""
-    formula: Any = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    formula: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)

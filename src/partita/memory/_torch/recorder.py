@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    formula = flop_registry.get(getattr(func, "_overloadpacket", None)) or _LIKE.get(str(func))
+    formula = flop_registry.get(getattr(func, "overloadpacket", None)) or _LIKE.get(str(func))
     if formula is None:
         return 0
     try:

@@ -167,7 +167,7 @@ def _leaf_paths(spec: pytree.TreeSpec) -> list[_Path]:
 
 
 def _paths_in_spec(spec: pytree.TreeSpec) -> Iterator[_Path]:
-    """The paths of the leaves as far as the specification tells: by the names of fields, or by number."""
+    """The paths of the leaves as far as the specification has them: by the names of fields, or by number."""
     if spec.is_leaf():
         yield ()
         return

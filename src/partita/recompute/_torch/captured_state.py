@@ -169,9 +169,8 @@ class BodyState:
                 for key, tensor in table.items():
                     if isinstance(tensor, Tensor):
                         self.slots.append(Slot(start + key, table, key, tensor))
-            if isinstance(module, _NORMS):
-                keys = (key for key in _statistics(module) if getattr(module, key) is not None)
-                self.statistics.extend(start + key for key in keys)
+            keys = (key for key in _statistics(module) if getattr(module, key, None) is not None)
+            self.statistics.extend(start + key for key in keys)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, by name."""
@@ -276,11 +275,8 @@ def snapshot_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _statistics(module: Any) -> tuple[str, ...]:
-    """The buffers that a norm updates with its current flags."""
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        return ("running_mean", "running_var") if module.training or not module.track_running_stats else ()
-    updates = module.training and module.track_running_stats
-    return ("running_mean", "running_var", "num_batches_tracked") if updates else ()
-
-
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    """The buffers that a norm updates with its current flags: any module that tracks running statistics is one."""
+    tracks = getattr(module, "track_running_stats", None)
+    if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
+        return ("running_mean", "running_var") if module.training or not tracks else ()
+    return ("running_mean", "running_var", "num_batches_tracked") if module.training and tracks else ()

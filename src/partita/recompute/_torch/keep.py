@@ -8,14 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita._torch.operators.schemas import is_composite
 from partita._torch.pytrees import tensors_in
 from partita.errors import RecomputeError
 from partita.recompute._torch.keep_records import (
@@ -167,7 +167,7 @@ class _KeepMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Autograd decomposes composite operators, but inference tensors bypass it, unlike the copies of a later run.
-        if _is_composite(func) and any(tensor.is_inference() for tensor in tensors_in((args, kwargs))):
+        if is_composite(func) and any(tensor.is_inference() for tensor in tensors_in((args, kwargs))):
             with self:  # By torch's own kernel: Python decompositions generate other random numbers.
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         return self.on_operator(func, args, kwargs)
@@ -248,10 +248,3 @@ def _check_foreach(func: Any, mutated: Iterable[Tensor]) -> None:
             f"{func} mutates a view in a kept segment, and torch loses its gradients there; do not keep it, or mutate "
             "the tensors one by one"
         )
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)

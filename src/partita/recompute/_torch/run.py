@@ -11,11 +11,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+from partita._torch.functorch import count_levels
 from partita._torch.modes import variable_set
 from partita._torch.pytrees import leaves_of
 from partita._torch.tensors import version_of
@@ -220,18 +220,18 @@ def _cannot_recompute() -> bool:
     """
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():
         return True
-    # Before torch 2.13, a checkpoint saved its arguments by an autograd function, for which no transform has a rule.
-    if hasattr(torch.utils.checkpoint, "_NoopSaveInputs") and torch._C._functorch.peek_interpreter_stack() is not None:
+    if _SAVES_BY_FUNCTION and count_levels():
         return True
     return _levels_now() != _LEVELS.get()
 
 
 def _levels_now() -> tuple[int, int]:
     """How many active torch.func transforms wrap tensors, and the level of forward-mode AD."""
-    stack = () if torch._C._functorch.peek_interpreter_stack() is None else torch._C._functorch.get_interpreter_stack()
-    wrapping = [level for level in stack or () if level.key() != TransformType.Functionalize]
-    return len(wrapping), forward_ad._current_level
+    return count_levels(wrapping=True), forward_ad._current_level
 
+
+#: Before torch 2.13, a checkpoint saved its arguments by an autograd function, for which no transform has a rule.
+_SAVES_BY_FUNCTION = torch.__version__ < "2.13"
 
 #: The levels around a backward that recomputes a body: the first run of the body was outside of them.
 _LEVELS: ContextVar[tuple[int, int]] = ContextVar("levels around a backward", default=(0, -1))

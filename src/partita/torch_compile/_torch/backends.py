@@ -60,7 +60,7 @@ def no_recompute_without_backward(root: GraphModule) -> AbstractContextManager[N
     Its pass for these serves graphs in which Dynamo has traced the backward too, and refuses marked random operators in
     all others (torch 2.13).
     """
-    import torch._functorch.config as settings
+    from functorch.compile import config as settings
 
     option = "remat_using_tags_for_fwd_loss_bwd_graph"
     traces_backward = any(

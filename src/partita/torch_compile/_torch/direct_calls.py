@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 #: Takes its arguments in a list, which it clears.
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -33,7 +31,9 @@ def behind_wrappers(function: Callable[..., Any], *, output_count: int) -> Calla
     function that returns the code; ask it after the first call, at which torch checks operators of users. The code
     lives as long as `function`.
     """
-    if torch._functorch.config.functionalize_rng_ops:
+    from functorch.compile import config as settings
+
+    if settings.functionalize_rng_ops:
         return None
     wrapped: Any = function
     while (code := getattr(wrapped, "__code__", None)) is not None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from partita.torch_compile._torch.backends import adopt_origin, sources_of
@@ -20,16 +21,14 @@ def compile_with_partitioner(
     peak higher with it, and run no faster. So it is switched off.
     """
     if inner == "aot_eager":
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch.compilers import nop
+        from functorch.compile import aot_module_simplified, default_partition, nop
 
-        extra = {} if partition is None else {"partition_fn": partition}
-        eager: Callable[..., Any] = aot_autograd(
-            fw_compiler=nop, bw_compiler=nop, keep_inference_input_mutations=True, **extra
+        cut = default_partition if partition is None else partition
+        eager: Callable[..., Any] = torch.compiler.disable(
+            aot_module_simplified(gm, list(inputs), nop, nop, cut, keep_inference_input_mutations=True)
         )
-        compiled: Callable[..., Any] = eager(gm, inputs)
-        return compiled
-    import torch._functorch.config as functorch_config
+        return eager
+    from functorch.compile import config as settings
     from torch._inductor.compile_fx import compile_fx
 
     if partition is None:
@@ -37,7 +36,7 @@ def compile_with_partitioner(
         return plain  # type: ignore[no-any-return]
     patches: dict[str, Any] = {"custom_partitioner_fn": partition, "allow_buffer_reuse": False}
     # AOTAutograd's cache would skip the partitioner, and the step would have no plan; Inductor's cache still serves.
-    with functorch_config.patch(enable_autograd_cache=False):
+    with settings.patch(enable_autograd_cache=False):
         function: Any = compile_fx(gm, list(inputs), config_patches=patches)
         return function  # type: ignore[no-any-return]
 
