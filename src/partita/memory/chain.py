@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
 
-from torch import Tensor, nn
-from torch.export.graph_signature import InputKind, OutputKind
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.operators.schemas import storage_key
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import bytes_of_value, value_of
 from partita.errors import BudgetError, PartitaError
+from partita.memory.program_state import resident_bytes, state_identity, states_of, user_outputs
 from partita.memory.rates import Rates
 from partita.memory.trials import Input, Segment, Trial, trial_of
 from partita.plans import plan
@@ -166,6 +166,10 @@ class _Walk:
         recomputed: frozenset[str],
     ) -> None:
         self.recomputed = recomputed
+        #: The places of the nodes of each region that can be kept: other regions may mutate some of them.
+        self._keepable = {
+            name: _places(region, set(keepable(region))) for name, region in zip(bodies, partition.regions, strict=True)
+        }
         self.program, self.partition, self.outer, self.bodies, self.options = program, partition, outer, bodies, options
         self.regions = dict(zip(bodies, partition.regions, strict=True))
         self.numbers = dict(zip(bodies, body_numbers(partition), strict=True))
@@ -243,7 +247,8 @@ class _Walk:
 
     def _key(self, name: str, segment: Segment) -> Hashable:
         roles = tuple((one.is_resident, one.requires_grad, one.is_dying) for one in segment.inputs)
-        return self.numbers[name], roles, segment.gets_gradient, segment.is_kept, self._is_recomputed(name)
+        kept = self._keepable[name]
+        return self.numbers[name], roles, segment.gets_gradient, segment.is_kept, self._is_recomputed(name), kept
 
     def _is_recomputed(self, name: str) -> bool:
         return self.regions[name].name in self.recomputed
@@ -277,12 +282,11 @@ class _Walk:
             yield Way(True, (), self._recomputed(body, region, (), segment))
             return
         yield Way(False, (), plain)
-        # The body switches modes as well, by nodes that are in no region.
-        places = {node.name: place for place, node in enumerate(self.regions[name].nodes)}
+        # A body may have nodes of its own, such as those that set a mode.
+        places = {self.regions[name].nodes[place].name: place for place in self._keepable[name]}
         known = [plain]
         repeats = list(self.numbers.values()).count(self.numbers[name]) > 1
-        names = [node.name for node in keepable(region) if node.name in places]
-        for kept in self._menu(names, plain, most=self.options.most_ways[not repeats]):
+        for kept in self._menu(region, places, plain, most=self.options.most_ways[not repeats]):
             try:
                 trial = self._recomputed(body, region, kept, segment)
             except PartitaError:  # What cannot be recomputed runs as it is.
@@ -296,8 +300,9 @@ class _Walk:
         module = plan(body, Partition(body, [region]), treatment).apply().graph_module
         return self._trial(segment, module, self._plain_trial(region.name, segment))
 
-    def _menu(self, names: Sequence[str], plain: Trial, *, most: int) -> list[tuple[str, ...]]:
-        """Which of the nodes with these names to keep, for each way to try; first none."""
+    def _menu(self, region: Region, known: Collection[str], plain: Trial, *, most: int) -> list[tuple[str, ...]]:
+        """The names of the nodes to keep, of those that are known, for each way to try; first nothing."""
+        names = [node.name for node in keepable(region) if node.name in known]
         sizes, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
         for one in plain.made:
             if one.node in sizes:
@@ -324,7 +329,7 @@ class _Walk:
             gradients += sum(bytes_of_value(value_of(item)) or 0 for item in kept if item is not None)
             gets = ways[0].trial.gets_gradient
             for one, gets_gradient in zip(segment.inputs, gets, strict=True):
-                if gets_gradient and one.is_resident and (key := _identity(one.node, self.program)) not in seen:
+                if gets_gradient and one.is_resident and (key := state_identity(one.node, self.program)) not in seen:
                     seen.add(key)
                     gradients += bytes_of_value(value_of(one.node)) or 0
         for call, segment, ways, bytes_before in zip(
@@ -403,6 +408,10 @@ def _storage_bytes(node: Node) -> int:
     return int(hint_of(value.untyped_storage().nbytes())) if isinstance(value, Tensor) else 0
 
 
+def _places(region: Region, nodes: Collection[Node]) -> tuple[int, ...]:
+    return tuple(place for place, node in enumerate(region.nodes) if node in nodes)
+
+
 def _makers(node: Node) -> tuple[Node, ...]:
     """The call that an item is taken of, if it is one."""
     return tuple(node.all_input_nodes[:1]) if node.target is operator.getitem else ()
@@ -414,60 +423,6 @@ def _items_of(call: Node) -> list[Node | None]:
     places: dict[Any, Node] = {item.args[1]: item for item in call.users if item.target is operator.getitem}
     count = len(value) if isinstance(value, tuple | list) else max(places, default=-1) + 1
     return [places.get(place) for place in range(count)]
-
-
-def user_outputs(program: Program, output: Node) -> list[Node]:
-    """The results of the program, without new values of mutated state."""
-    returned = list(output.args[0]) if isinstance(output.args[0], tuple | list) else [output.args[0]]
-    if program.export is None:
-        return [node for node in returned if isinstance(node, Node)]
-    specs = program.export.signature.output_specs
-    return [
-        node
-        for node, spec in zip(returned, specs, strict=True)
-        if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, Node)
-    ]
-
-
-def states_of(program: Program) -> dict[str, Any]:
-    """The parameters, buffers and constants of an exported program by the names of its inputs."""
-    if program.export is None:
-        return {}
-    held = {**program.export.constants, **program.export.state}
-    specs = program.export.signature.input_specs
-    inputs = program.graph.find_nodes(op="placeholder")
-    return {
-        node.name: held[str(spec.target)]
-        for node, spec in zip(inputs, specs, strict=True)
-        if spec.kind in _STATE_KINDS and str(spec.target) in held
-    }
-
-
-_STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-
-
-def _identity(node: Node, program: Program) -> int:
-    value = program.once(states_of).get(node.name)
-    return storage_key(value) if isinstance(value, Tensor) else id(node)
-
-
-def resident_bytes(program: Program, *, rounding: int = 1) -> int:
-    """The bytes of all parameters, buffers, constants and arguments; every storage counts once."""
-    states = program.once(states_of)
-    traced = (states.get(node.name, value_of(node)) for node in program.graph.find_nodes(op="placeholder"))
-    tensors = [value for value in traced if isinstance(value, Tensor)]
-    tensors += [value for value in _attributes(program.graph_module) if isinstance(value, Tensor)]
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        size = int(storage.nbytes())
-        sizes[storage_key(tensor)] = -(-size // rounding) * rounding
-    return sum(sizes.values())
-
-
-def _attributes(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _is_number(node: Node) -> bool:

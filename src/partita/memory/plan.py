@@ -17,9 +17,10 @@ from partita.analysis.nodes import value_of
 from partita.capture import capture
 from partita.errors import BudgetError, OptionError
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
-from partita.memory.chain import Chain, StepOptions, Way, chain_of, states_of, user_outputs
+from partita.memory.chain import Chain, StepOptions, Way, chain_of
 from partita.memory.communication import is_wrapped_for_ddp
 from partita.memory.picture import Picture
+from partita.memory.program_state import states_of, user_outputs
 from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import Checkpoints, checked_checkpoints, checkpoints_of, segments_of
 from partita.memory.timeline import Timeline, timeline_of
@@ -281,7 +282,7 @@ class StepMemory:
     @cached_property
     def smallest_peak_bytes(self) -> int:
         """The peak of the plan that takes least."""
-        return self._peak_bytes(least_peak(self._stages)[1])
+        return self._smallest[0]
 
     def plan(self, peak: str | int | float) -> MemoryPlan:
         """The fastest plan whose peak is at most `peak`; a `BudgetError` with the smallest peak if there is none."""
@@ -307,7 +308,7 @@ class StepMemory:
                 return self._planned(chosen, budget, allowed, found)
             target -= found - allowed
         # What follows from segments may be a little too high.
-        smallest = self._planned(least_peak(self._stages)[1], budget, allowed, self.smallest_peak_bytes)
+        smallest = self._planned(self._smallest[1], budget, allowed, self.smallest_peak_bytes)
         if smallest.peak_bytes <= allowed:
             return smallest
         raise _infeasible(smallest)
@@ -324,6 +325,13 @@ class StepMemory:
     @cached_property
     def _stages(self) -> list[Stage]:
         return self.chain.stages()
+
+    @cached_property
+    def _smallest(self) -> tuple[int, tuple[int, ...]]:
+        """The least peak and its choices, the fastest of these; in small steps recomputation may take more."""
+        least, chosen = least_peak(self._stages)
+        chosen, plain = fastest(self._stages, least) or chosen, (0,) * len(self._stages)
+        return min((self.plain_peak_bytes, plain), (self._peak_bytes(chosen), chosen))
 
     def _planned(self, chosen: Sequence[int], budget: MemoryBudget, allowed: int, found: int) -> MemoryPlan:
         return MemoryPlan(self.chain, tuple(chosen), budget, allowed, found, self.plain_peak_bytes, self.extra_bytes)

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import CustomObjArgument
 from torch.fx import GraphModule, Node
 
 from partita._torch.fake_sandbox import FakeCopies
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.pytrees import map_leaves, tensors_in
 from partita.analysis.nodes import attribute_of, value_of
+from partita.errors import BudgetError, PartitaError
 from partita.memory._torch.recorder import Allocation, Ran, Record, Recorder, enter, leave, on_one_thread
 from partita.memory.rates import Rates
 from partita.policies.by_module import calls_around
@@ -93,7 +96,23 @@ class Trial:
 def trial_of(
     segment: Segment, module: GraphModule, rates: Rates, *, script: Sequence[Ran] = (), rounding: int = 1
 ) -> Trial:
-    """Runs `module`, which computes what the body of `segment` does, forward and backward on fake tensors."""
+    """Runs `module`, which computes what the body of `segment` does, forward and backward on fake tensors.
+
+    Raises a `BudgetError` where that fails.
+    """
+    try:
+        return _tried(segment, module, rates, script=script, rounding=rounding)
+    except PartitaError:
+        raise
+    except Exception as error:  # An operator may reject fake tensors with any error.
+        first = next((node.name for node in module.graph.nodes if node.op == "call_function"), "nothing")
+        raise BudgetError(
+            f"the part of the model that begins with {first!r} cannot be tried on fake tensors, so what it allocates "
+            f"is not known: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _tried(segment: Segment, module: GraphModule, rates: Rates, *, script: Sequence[Ran], rounding: int) -> Trial:
     fakes = FakeCopies()
     recorder = Recorder(script=script, rounding=rounding)
     with isolated_from_caller(grad=True), fakes.mode, on_one_thread():
@@ -210,6 +229,8 @@ class _Once:
 
 def _without_history(fakes: FakeCopies, traced: Any) -> Any:
     def copied(leaf: Any) -> Any:
+        if isinstance(leaf, CustomObjArgument) and leaf.class_fqn == "torch._C.Generator":
+            return torch.Generator()  # What export keeps of a generator of the model is its name.
         return fakes.tensor(leaf).detach() if isinstance(leaf, Tensor) else fakes.value(leaf)
 
     return map_leaves(copied, traced)

@@ -25,6 +25,7 @@ from partita.testing.generator.near_repeats import near_repeats
 from partita.testing.generator.recipe import ALL, Features
 from partita.testing.generator.regions import random_labels
 from partita.testing.laws.core import check_laws
+from partita.testing.laws.fit import check_compiled_fit_law, check_fit_law, random_step
 from partita.testing.laws.mode_oracle import leaves_modes
 from partita.testing.laws.modes import EXPORTABLE, check_export_laws, check_mode_laws
 from partita.testing.laws.repeats import (
@@ -80,6 +81,7 @@ def fuzz(
     recompute: str | None = None,
     mixed: str | None = None,
     repeats: str | None = None,
+    fit: str | None = None,
 ) -> Tally:
     """Checks the laws for `graphs` programs from `first_seed` on.
 
@@ -87,7 +89,8 @@ def fuzz(
     with `recompute`, the laws for recomputed ones, run eagerly (`"eager"`) or compiled by a backend of `torch.compile`;
     with `mixed`, the name of a backend, the law for plans with several treatments; with `repeats`, the laws for blocks
     that are nearly equal and share a body (`"call"`), or functions of aot_eager (`"lower"`, or `"compile"` inside
-    torch.compile).
+    torch.compile); with `fit`, the laws for training steps that fit a memory budget, run eagerly (`"eager"`) or
+    compiled.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -96,6 +99,7 @@ def fuzz(
     check = check if recompute is None else partial(_check_recomputed, recompute)
     check = check if mixed is None else partial(_check_mixed, mixed)
     check = check if repeats is None else partial(_check_repeats, repeats)
+    check = check if fit is None else partial(_check_fit, fit)
     return sum((_tried(check, seed) for seed in range(first_seed, first_seed + graphs)), Tally())
 
 
@@ -161,6 +165,12 @@ def _check_repeats(shared: str, seed: int) -> Tally:
     return Tally(1, 1)
 
 
+def _check_fit(compiler: str, seed: int) -> Tally:
+    step = random_step(seed)
+    refusal = check_fit_law(step) if compiler == _EAGER else check_compiled_fit_law(step, compiler)
+    return Tally(1, int(refusal is None), refused=() if refusal is None else (f"seed {seed}: {refusal}",))
+
+
 def _failures(seed: int, applied: Plan) -> tuple[str, ...]:
     return tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in applied.failures)
 
@@ -171,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start, total = time.perf_counter(), Tally()
     starts = range(options.seed, options.seed + options.graphs, _CHUNK)
     sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
-    chosen = {name: getattr(options, name) for name in ("modes", "lower", "recompute", "mixed", "repeats")}
+    chosen = {name: getattr(options, name) for name in ("modes", "lower", "recompute", "mixed", "repeats", "fit")}
     check = partial(fuzz, **chosen)
     quiet = partial(logging.disable, logging.WARNING)
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
@@ -186,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "recompute": "recomputed",
         "mixed": "with several treatments",
         "repeats": "with equal blocks",
+        "fit": "fitted",
     }
     legal = next((title for option, title in titles.items() if getattr(options, option)), "legal partitions")
     what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
@@ -217,6 +228,13 @@ def _parser() -> argparse.ArgumentParser:
         const=_CALL,
         choices=_SHARED,
         help="blocks that are nearly equal, and share a body, or compiled functions if that is said",
+    )
+    kinds.add_argument(
+        "--fit",
+        nargs="?",
+        const=_EAGER,
+        choices=_COMPILERS[:2],
+        help="training steps that fit memory budgets, compiled if a compiler is named",
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
