@@ -7,7 +7,7 @@ they were.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Mutations:
     """
 
     graph_size: int
-    mutators: Mapping[int, _Mutators] = field(default_factory=dict)
+    mutators: Mapping[int, Mutators] = field(default_factory=dict)
     classes: Mapping[str, int] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
     #: All nodes that mutate.
@@ -100,8 +100,18 @@ class Mutations:
                 if source in mutated:
                     first[source] = min(first.get(source, self.graph_size), self.places[reader.name])
         inside = {node.name for node in readers}
-        later = {source: mutated[source].first_after(place, inside) for source, place in first.items()}
-        return {source: name for source, name in later.items() if name is not None}
+        found: dict[Node, str | None] = {}
+        searches: dict[int, _Search] = {}
+        for source in sorted(first, key=first.__getitem__, reverse=True):
+            search = searches.setdefault(self.classes[source.name], _Search(mutated[source], inside))
+            found[source] = search.first_after(first[source])
+        return {source: name for source in first if (name := found[source]) is not None}
+
+    def mutators_in(self, memory: Iterable[int]) -> Mutators:
+        """The nodes that may mutate one of these storage classes, in order."""
+        held = (self.mutators[one] for one in memory if one in self.mutators)
+        found = dict(sorted((place, name) for one in held for name, place in zip(one.names, one.places, strict=True)))
+        return Mutators(tuple(found.values()), tuple(found))
 
     def reads_of_mutated_inputs(self, nodes: Iterable[Node]) -> list[Node]:
         """Those of these nodes that compute something from an input or attribute which is mutated later.
@@ -125,12 +135,9 @@ class Mutations:
         """
         if not self.updates:
             return []
-        inside = {node.name for node in nodes}
-        return [
-            node
-            for node in nodes
-            if not self._mutators_of(node).names and any(self._readers_behind(node, without=inside))
-        ]
+        inside, last = {node.name for node in nodes}, dict[int, int]()
+        own = (node for node in nodes if node.name in self.updates and not self._mutators_of(node).names)
+        return [node for node in own if self._last_reader(node, last, without=inside) > self.places[node.name]]
 
     def later_uses(self, call: Node, sources: Mapping[str, Collection[Node]]) -> LaterUses:
         """How the inputs of a graph are used after this call of it; `sources` are the arguments for each input."""
@@ -170,28 +177,26 @@ class Mutations:
             return False
         return not _only_views(node, memory, self.classes, mutating=self.mutating)
 
-    def _readers_behind(self, node: Node, *, without: Container[str]) -> Iterator[str]:
-        """The names of the later nodes that compute something from the statistics that a node updates."""
-        place = self.places[node.name]
-        for memory in self.updates.get(node.name, ()):
-            for reader in self.readers.get(memory, ()):
-                if self.places[reader] > place and reader not in without:
-                    yield reader
+    def _last_reader(self, node: Node, last: dict[int, int], *, without: Container[str]) -> int:
+        """The place of the last node that computes something from the statistics that a node updates, or -1.
 
-    def _mutators_of(self, node: Node) -> _Mutators:
+        `last` has those of the statistics that were looked up before.
+        """
+        for memory in self.updates[node.name]:
+            if memory not in last:
+                readers = (name for name in reversed(self.readers.get(memory, ())) if name not in without)
+                last[memory] = next((self.places[name] for name in readers), -1)
+        return max(last[memory] for memory in self.updates[node.name])
+
+    def _mutators_of(self, node: Node) -> Mutators:
         return self.mutators.get(self.classes.get(node.name, -1), _NO_MUTATORS)
 
 
-class _Mutators(NamedTuple):
+class Mutators(NamedTuple):
     """The nodes that may mutate one storage class, by name and by place, in order."""
 
     names: tuple[str, ...] = ()
     places: tuple[int, ...] = ()
-
-    def first_after(self, place: int, without: Container[str]) -> str | None:
-        """The name of the first one after a place."""
-        behind = range(bisect_right(self.places, place), len(self.places))
-        return next((self.names[at] for at in behind if self.names[at] not in without), None)
 
     def last_place(self, without: Container[str]) -> int | None:
         """The place of the last one."""
@@ -199,7 +204,26 @@ class _Mutators(NamedTuple):
         return next((place for name, place in behind if name not in without), None)
 
 
-_NO_MUTATORS = _Mutators()
+_NO_MUTATORS = Mutators()
+
+
+class _Search:
+    """Looks for mutators of one storage class that are not in a region, from the last place to the first.
+
+    What one search has passed by, the next one does not pass by again.
+    """
+
+    def __init__(self, mutators: Mutators, without: Container[str]) -> None:
+        self._mutators, self._without = mutators, without
+        self._begin = len(mutators.places)
+        self._found: str | None = None
+
+    def first_after(self, place: int) -> str | None:
+        """The name of the first one after a place, which is none behind that of the last search."""
+        names, begin = self._mutators.names, bisect_right(self._mutators.places, place)
+        passed = (names[at] for at in range(begin, self._begin) if names[at] not in self._without)
+        self._found, self._begin = next(passed, self._found), begin
+        return self._found
 
 
 def _analysed(calls: CallEffects) -> Mutations:
@@ -210,7 +234,7 @@ def _analysed(calls: CallEffects) -> Mutations:
             numbers.setdefault(memory, []).append(number)
     names = [node.name for node in index.nodes]
     mutators = {
-        memory: _Mutators(tuple(map(names.__getitem__, places)), tuple(places)) for memory, places in numbers.items()
+        memory: Mutators(tuple(map(names.__getitem__, places)), tuple(places)) for memory, places in numbers.items()
     }
     classes_of = {name: storages.find(number) for number, name in enumerate(names)}
     held = {classes_of[node.name] for node in index.nodes if node.op in ("placeholder", "get_attr")}

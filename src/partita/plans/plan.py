@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import reduce
+from itertools import chain
 from operator import or_
 from typing import final
 
@@ -163,8 +165,14 @@ class Plan(metaclass=PlainHelp):
         for treatment, region in treated_regions:
             for_all = marks_of(treatment, region)
             marks.update({node: dict(for_all) for node in region.nodes})
+        done: dict[int, object] = {}
         for treatment, region in treated_regions:
-            for node, own in node_marks_of(treatment, region).items():
+            found = node_marks_of(treatment, region)
+            # Regions may share a part of their marks.
+            parts = reversed(found.maps) if isinstance(found, ChainMap) else [found]
+            parts = [part for part in parts if id(part) not in done]
+            done.update((id(part), part) for part in parts)
+            for node, own in chain.from_iterable(part.items() for part in parts):
                 marks.setdefault(node, {}).update(own)
         return marks
 

@@ -15,6 +15,7 @@ from partita.policies.legalize import Piece, assignable, distinct_names, legal_p
 from partita.policies.matching import Names, check_match
 from partita.program.program import Program
 from partita.regions import Partition, Region
+from partita.regions.equal_bodies import plain_key
 from partita.regions.joint_forward import forward_part
 
 
@@ -37,7 +38,8 @@ class ByAnnotation(metaclass=PlainHelp):
         check_flags(self, "allow_empty")
 
     def __call__(self, program: Program) -> Partition:
-        assignment, reasons, found = unassigned(program), dict[Node, str](), dict[Hashable, int]()
+        assignment, reasons = unassigned(program), dict[Node, str]()
+        found: dict[tuple[Hashable, Hashable], int] = {}
         for number in assignable(program):
             node = program.index.nodes[number]
             # `annotate` writes below "custom", passes write beside it.
@@ -47,10 +49,11 @@ class ByAnnotation(metaclass=PlainHelp):
             if value is None:
                 reasons[node] = f"it has no annotation {self.key!r}"
             else:
-                assignment[number] = found.setdefault(_frozen(value), len(found))
+                # Python's hashes of many values are equal, those of their plain keys are not.
+                assignment[number] = found.setdefault((plain_key(value), _frozen(value)), len(found))
         if not found:
             check_match(self, program)
-        pieces = [Piece(_name(self.key, value), value) for value in found]
+        pieces = [Piece(_name(self.key, value), value) for _, value in found]
         return legal_partition(program, assignment, pieces, reasons)
 
     def names(self, program: Program) -> Names:

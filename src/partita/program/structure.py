@@ -136,7 +136,8 @@ class _Reader:
         if any(type(size) is not int for size in sizes):
             shown = [self._described(size) for size in sizes]
             sizes, symbols = tuple([one for one, _ in shown]), tuple([symbol for _, found in shown for symbol in found])
-        kind: Hashable = (value.dtype, str(value.device), value.layout, sizes)
+        # The text of the sizes, since a file can have any number of sizes with the same hash.
+        kind: Hashable = (value.dtype, str(value.device), value.layout, repr(sizes) if not symbols else sizes)
         inner = inner_tensors(value)
         if inner:
             parts = [self._described(tensor) for tensor in inner.values()]

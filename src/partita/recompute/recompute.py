@@ -5,8 +5,10 @@ It decides what is kept, which inputs and state need copies because they are mut
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar, final
 
 import torch
@@ -22,7 +24,7 @@ from partita._torch.toggles import ENTER_INFERENCE
 from partita.analysis.effects.calls import CallEffects
 from partita.analysis.effects.terms import Effects
 from partita.analysis.modes import Autocast
-from partita.analysis.mutation import Mutations
+from partita.analysis.mutation import Mutations, Mutators
 from partita.analysis.nodes import find, value_of
 from partita.analysis.projections import takes_item, with_items
 from partita.errors import OptionError, RecomputeError
@@ -120,13 +122,9 @@ class Recompute(metaclass=PlainHelp):
 
         The last may be nodes outside: a partitioner that recomputes a region chooses more nodes itself.
         """
-        inside, everything = set(region.nodes), dict.fromkeys(region.nodes[0].graph.nodes)
-        names = region.surroundings().mutations.saved_when_compiled
-        must_save = [node for node in everything if node.name in names]
-        saved = (*self.kept(region), *region.outputs(), *(node for node in must_save if node in inside))
-        outside = [node for node in must_save if node not in inside]
-        mark = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE}
-        return dict.fromkeys((*with_items(saved, inside), *with_items(outside, everything)), mark)
+        saved = with_items((*self.kept(region), *region.outputs()), set(region.nodes))
+        # One mapping for all regions of a program: there may be as many regions as nodes.
+        return ChainMap(dict.fromkeys(saved, _MUST_SAVE), region.surroundings().once(_marks_of_mutated))
 
     def saved_bytes(self, region: Region, saved: SavedTensors) -> SavedBytes | None:
         """The bytes saved for backward with and without recomputation, and its cost; printed with the plan."""
@@ -154,6 +152,15 @@ class Recompute(metaclass=PlainHelp):
         )
         annotate_plan(module, plan)
         return Called(module, _CHECKPOINT)
+
+
+_MUST_SAVE: Mapping[str, object] = MappingProxyType({"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE})
+
+
+def _marks_of_mutated(program: Program) -> dict[Node, Mapping[str, object]]:
+    """Marks for the reads of memory that is mutated afterwards, in the whole program."""
+    names, everything = program.mutations.saved_when_compiled, dict.fromkeys(program.graph.nodes)
+    return dict.fromkeys(with_items([node for node in everything if node.name in names], everything), _MUST_SAVE)
 
 
 def _named(keep: Keep) -> str:
@@ -254,15 +261,17 @@ def _possible_aliases_mutated_later(
     memory = frozenset[int]() if program is None else program.once(_caller_memory)
     if program is None or not memory:
         return
-    inside, places, classes = set(region.nodes), program.mutations.places, program.mutations.classes
-    names = {node.name for node in inside}
-    mutators = [found for one in memory if (found := program.mutations.mutators.get(one))]
-    last = max((place for found in mutators if (place := found.last_place(without=names)) is not None), default=-1)
-    for source in sources:
-        if classes[source.name] in memory:
-            readers = (places[node.name] for node in source.users if node in inside)
-            if min(readers) < last:
-                yield source
+    places, classes = program.mutations.places, program.mutations.classes
+    last = program.once(_caller_mutators).last_place(without={node.name for node in region.nodes})
+    if last is None:
+        return
+    read_before = {source for node in region.nodes if places[node.name] < last for source in node.all_input_nodes}
+    yield from (source for source in sources if classes[source.name] in memory and source in read_before)
+
+
+def _caller_mutators(program: Program) -> Mutators:
+    """The nodes that may mutate one of the caller's tensors."""
+    return program.mutations.mutators_in(program.once(_caller_memory))
 
 
 def _caller_memory(program: Program) -> frozenset[int]:

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from partita.analysis.index import Index
 from partita.analysis.nodes import container_items, crossing_places, find, value_of
 from partita.analysis.symbols import Dimension, Symbols
+from partita.errors import RegionError
 from partita.program.program import Program
 from partita.solvers.quotient import ALONE, NOWHERE
 
@@ -107,6 +108,7 @@ def settle_scalars(owner: list[int], program: Program) -> Copies:
     index = program.index
     read_in: dict[int, frozenset[int]] = {}
     copies: dict[int, frozenset[int]] = {}
+    allowed = _MOST_COPIES + _COPIES_OF_NODE * len(index)
     # The last one first, since the inputs of a scalar go where the scalar goes.
     for number in sorted(program.symbolic_scalars, reverse=True):
         readers = [index.number[user] for user in index.nodes[number].users] or [number]
@@ -117,7 +119,18 @@ def settle_scalars(owner: list[int], program: Program) -> Copies:
         else:
             owner[number] = ALONE if ALONE in owners else NOWHERE
             copies[number] = owners - {ALONE}
+            allowed -= len(owners)
+            if allowed < 0:
+                raise RegionError(
+                    f"{len(owners)} regions would compute {index.nodes[number].name!r} and what it depends on for "
+                    "themselves, too often in all: symbolic floats and truth values do not cross between regions of an "
+                    "exported program; make fewer regions"
+                )
     return copies
+
+
+#: How many copies of scalars a partition may have, and how many more for each node.
+_MOST_COPIES, _COPIES_OF_NODE = 20_000, 8
 
 
 def borders_of(

@@ -154,7 +154,7 @@ def _marks_key(nodes: Iterable[Node], root: nn.Module, in_bodies: dict[GraphModu
     """Equal for nodes that are marked alike; so a region is compared with few others, however many are equal to it."""
     found = list[Hashable]()
     for node in nodes:
-        found.append(_key_of(_marks(node)))
+        found.append(plain_key(_marks(node)))
         for body in [find(root, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"]:
             if isinstance(body, GraphModule):
                 if body not in in_bodies:
@@ -163,7 +163,7 @@ def _marks_key(nodes: Iterable[Node], root: nn.Module, in_bodies: dict[GraphModu
     return tuple(found)
 
 
-def _key_of(value: Any) -> Hashable:
+def plain_key(value: Any) -> Hashable:
     """Equal for equal values, and for all that are no plain data."""
     match value:
         case str() | None:
@@ -173,9 +173,9 @@ def _key_of(value: Any) -> Hashable:
         case int() | float():
             return hex(int(value))  # Python's hashes of many integers are equal.
         case dict():
-            return frozenset((key, _key_of(item)) for key, item in value.items())
+            return frozenset((key, plain_key(item)) for key, item in value.items())
         case list() | tuple():
-            return isinstance(value, list), tuple([_key_of(item) for item in value])
+            return isinstance(value, list), tuple([plain_key(item) for item in value])
     return ""
 
 

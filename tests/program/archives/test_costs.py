@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import math
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.helpers.work import calls_during
+from tests.helpers.work import calls_during, steps_during
 from tests.program.archives.helpers import Spoilt, X
 from tests.program.archives.test_names import graph, sine, value
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 from partita import Program, plan
-from partita.errors import ArchiveError, UntrustedArchiveError
-from partita.policies import BySize, Repeats
+from partita.errors import ArchiveError, RegionError, UntrustedArchiveError
+from partita.plans import Site
+from partita.policies import ByAnnotation, BySize, Repeats
+from partita.program import structure
 from partita.program.archives import inspect_archive, load_exported
+from partita.regions import borders
 from partita.regions.equal_bodies import shareable_bodies
 from partita.treatments import Call, Recompute
 
@@ -187,3 +192,216 @@ def test_a_long_name_is_shortened_in_messages(small: Path, tmp_path: Path) -> No
     with pytest.raises(UntrustedArchiveError, match=r"aaa\.\.\.") as caught:
         load_exported(path)
     assert len(str(caught.value)) < 3_000
+
+
+# Values of a file that have the same hash in Python, so that a table of them takes quadratic time.
+
+
+def same_hash(count: int) -> list[tuple[int, ...]]:
+    """Tuples of integers below 2**61 with the same hash: the second number is solved for."""
+    first, second, seed, size = 11400714785074694791, 14029467366897019727, 2870177450012600261, 1 << 64
+
+    def mixed(state: int, lane: int) -> int:
+        added = (state + lane * second) % size
+        return ((added << 31 | added >> 33) % size) * first % size
+
+    begin = mixed(seed, 0)
+    inverse, wanted, found, tried = pow(second, -1, size), mixed(begin, 1) + 7 * second, list[tuple[int, ...]](), 0
+    while len(found) < count:
+        tried += 1
+        solved = (wanted - mixed(begin, tried)) * inverse % size
+        found += [(0, tried, solved)] if solved < 2**61 - 1 else []
+    assert len(set(map(hash, found))) == 1
+    return found
+
+
+def test_keys_of_dicts_have_64_bits(small: Path, tmp_path: Path) -> None:
+    """The hashes of all multiples of 2**61 - 1 are equal."""
+    spoilt = Spoilt(small)
+
+    def change(program: Any) -> None:
+        leaf = {"type": None, "context": None, "children_spec": []}
+        keys = json.dumps([at * (2**61 - 1) for at in range(10)])
+        tree = {"type": "builtins.dict", "context": keys, "children_spec": [leaf] * 10}
+        program["graph_module"]["module_call_graph"][0]["signature"]["out_spec"] = json.dumps([1, tree])
+
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="is no integer of 64 bits"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_layouts_of_weights_are_not_compared_with_each_other(small: Path, tmp_path: Path) -> None:
+    def work(count: int) -> int:
+        spoilt = Spoilt(small)
+        spoilt.members["data/weights/weight_0"] = bytes(16)
+        meta = {**graph(["x"], [], [])["tensor_values"]["x"], "strides": [{"as_int": 1}] * 3}
+        entries = {
+            f"w{at}": {
+                "path_name": "weight_0",
+                "is_param": False,
+                "use_pickle": False,
+                "tensor_meta": {**meta, "sizes": [{"as_int": size} for size in sizes]},
+            }
+            for at, sizes in enumerate(same_hash(count))
+        }
+        spoilt.json("data/weights/model_weights_config.json", lambda config: config.update(config=entries))
+        return calls_during(load_exported, spoilt.write(tmp_path / "m.pt2"))
+
+    work(1)
+    assert work(240) - work(120) < 3 * (work(120) - work(60))
+
+
+def test_sizes_with_the_same_hash_have_keys_with_different_ones() -> None:
+    traced = Graph()
+    for at, sizes in enumerate(same_hash(20)):
+        traced.placeholder(f"x{at}").meta["val"] = torch.empty_strided(sizes, (1, 1, 1), device="meta")
+    traced.output(())
+    reader = structure._Reader(Program.of(GraphModule(nn.Module(), traced)))
+    assert len(set(reader.structure().letters)) == 21
+    assert len(set(map(hash, reader._known))) == 20
+
+
+class Number(int):
+    """Counts how often one is compared; all have the same hash, as the multiples of 2**61 - 1 have."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Number.compared += 1
+        return isinstance(other, int) and int(self) == int(other)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_annotations_with_the_same_hash_are_not_compared_with_each_other() -> None:
+    module = chain(["x"], [(SIN, (f"a{at - 1}" if at else "x",)) for at in range(60)])
+    for at, node in enumerate(module.graph.find_nodes(op="call_function", target=SIN)):
+        node.meta["custom"] = {"stage": Number(at // 2)}
+    Number.compared = 0
+    assert len(ByAnnotation("stage")(Program.of(module))) == 30
+    assert Number.compared < 200
+
+
+# Many regions, and many values that each of them may have to do with.
+
+
+def chain(inputs: list[str], calls: list[tuple[Any, tuple[str, ...]]]) -> GraphModule:
+    """A graph of these calls on inputs and on results, which are called `a0`, `a1` and so on."""
+    made = Graph()
+    known = {name: made.placeholder(name) for name in inputs}
+    for at, (target, names) in enumerate(calls):
+        known[f"a{at}"] = made.call_function(target, tuple(known[name] for name in names))
+    made.output(known[f"a{len(calls) - 1}"])
+    return GraphModule(nn.Module(), made)
+
+
+def grows_in_proportion(work: Callable[[int], int]) -> bool:
+    """Whether four times as much takes about four times as long, apart from what every call takes."""
+    work(20)
+    few, more, many = work(20), work(40), work(160)
+    return many - more < 8 * (more - few)
+
+
+ADD, SIN, SIN_ = torch.ops.aten.add.Tensor, torch.ops.aten.sin.default, torch.ops.aten.sin_.default
+
+
+def mutated_views(count: int) -> Program:
+    """Many views of one input, each of which is mutated."""
+    views = [(torch.ops.aten.view_as.default, ("x", "x"))] * count
+    return Program.of(chain(["x"], [*views, *((SIN_, (f"a{at}",)) for at in range(count))]))
+
+
+def test_marks_of_many_regions_take_time_in_proportion() -> None:
+    def work(count: int) -> int:
+        return calls_during(plan(mutated_views(count), BySize(operators=1), Recompute()).annotate)
+
+    assert grows_in_proportion(work)
+
+
+def test_many_inputs_of_which_one_is_mutated_take_time_in_proportion() -> None:
+    """Another input may be the same tensor."""
+
+    def work(count: int) -> int:
+        names = [f"x{at}" for at in range(count)]
+        sums = [(ADD, ("x1", name)) for name in names]
+        program = Program.of(chain(names, [(SIN_, ("x0",)), *sums, (SIN_, ("x0",))]))
+        regions = BySize(operators=1)(program).regions
+        assert [Recompute().sharing_key(Site(region, program)) for region in regions[1:3]] == [None, None]
+        return steps_during(lambda: [Recompute().sharing_key(Site(region, program)) for region in regions])
+
+    assert grows_in_proportion(work)
+
+
+def test_mutations_inside_of_a_region_are_looked_up_once() -> None:
+    def work(count: int) -> int:
+        program = mutated_views(count)
+        views, writes = program.operators()[:count], program.operators()[count:]
+        assert len(program.mutations.later_mutators(views, writes[:-1])) == count - 1
+        return steps_during(program.mutations.later_mutators, views, writes)
+
+    assert grows_in_proportion(work)
+
+
+def test_statistics_that_many_nodes_read_are_looked_up_once() -> None:
+    norm = torch.ops.aten.batch_norm.default
+
+    def work(count: int) -> int:
+        made = Graph()
+        x, mean = made.placeholder("x"), made.placeholder("mean")
+        for _ in range(count):
+            last = made.call_function(ADD, (x, mean))
+        for _ in range(count):
+            last = made.call_function(norm, (x, None, None, mean, mean, True, 0.1, 1e-5, False))
+        made.output(last)
+        program = Program.of(GraphModule(nn.Module(), made))
+        norms = program.operators()[count:]
+        assert not program.mutations.statistics_read_outside(norms)
+        return steps_during(program.mutations.statistics_read_outside, norms)
+
+    assert grows_in_proportion(work)
+
+
+def scalars(small: Path, path: Path, count: int) -> Path:
+    """A chain of symbolic floats, and a chain of sums that all read the last of them."""
+    size = {"as_expr": {"expr_str": "Symbol('s0', positive=True, integer=True)", "hint": {"as_int": 6}}}
+    number = {"as_expr": {"expr_str": "ToFloat(Symbol('s0', positive=True, integer=True))", "hint": None}}
+    rows = {**call("sym_size.int", "rows", self=value("x"), dim={"as_int": 0}), "outputs": [named("int", "rows")]}
+    floats = [
+        {
+            **sine("x", f"f{at}"),
+            "target": "_operator.add" if at else "torch.sym_float",
+            "inputs": [
+                {"name": "", "arg": given, "kind": 1}
+                for given in ([named("float", f"f{at - 1}"), {"as_float": 0.0}] if at else [named("int", "rows")])
+            ],
+            "outputs": [named("float", f"f{at}")],
+        }
+        for at in range(count)
+    ]
+    sums = [
+        call("add.Scalar", f"a{at + 1}", self=value(f"a{at}" if at else "x"), other=named("float", f"f{count - 1}"))
+        for at in range(count)
+    ]
+    content = graph(["x"], sums, [f"a{count}"])
+    content["nodes"] = [rows, *floats, *sums]
+    content["sym_int_values"] = {"rows": size}
+    content["sym_float_values"] = {f"f{at}": number for at in range(count)}
+    for meta in content["tensor_values"].values():
+        meta["sizes"] = [size, {"as_int": 4}]
+    return written(small, path, content)
+
+
+def named(kind: str, name: str) -> Any:
+    return {f"as_sym_{kind}": {"as_name": name}}
+
+
+def test_regions_compute_a_bounded_number_of_scalars_for_themselves(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program.of(scalars(small, tmp_path / "m.pt2", 5))
+    assert plan(program, BySize(operators=1), Call()).apply().exported()
+    monkeypatch.setattr(borders, "_MOST_COPIES", 10)
+    monkeypatch.setattr(borders, "_COPIES_OF_NODE", 0)
+    with pytest.raises(RegionError, match=r"5 regions would compute 'f2'.* make fewer regions"):
+        plan(program, BySize(operators=1), Call())

@@ -15,7 +15,7 @@ import torch
 from tests.program.archives.helpers import Spoilt, X
 from torch import Tensor, nn
 
-from partita import Program, capture, plan
+from partita import Program, capture, inline, plan
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.policies import ByModule
 from partita.program.archives import load_exported
@@ -616,14 +616,14 @@ def test_bodies_that_share_others_stand_for_a_bounded_number_of_nodes(small: Pat
     empty = graph([], [], [])
     sine = node("torch.ops.aten.sin.default", [value("x")], "y")
     sine["inputs"][0]["name"] = "self"
-    body = graph(["x"], [sine], ["y"])
+    body = {**graph(["x"], [sine], ["y"]), "is_single_tensor_return": True}
     for _ in range(30):
         wrap, grad = "torch.ops.higher_order.wrap_with_set_grad_enabled", {"as_bool": True}
         calls = [
             node(wrap, [grad, called(empty), value("x")], "y", hop=True),
             node(wrap, [grad, called(body), value("y")], "z", hop=True),
         ]
-        body = graph(["x"], calls, ["z"])
+        body = {**graph(["x"], calls, ["z"]), "is_single_tensor_return": True}
 
     def change(program: Any) -> None:
         program["graph_module"]["graph"] = {**program["graph_module"]["graph"], **_renamed(body, program)}
@@ -631,6 +631,76 @@ def test_bodies_that_share_others_stand_for_a_bounded_number_of_nodes(small: Pat
     spoilt = Spoilt(small)
     spoilt.program(change)
     with pytest.raises(ArchiveError, match="stand for more than 200000 nodes"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def wrapped(inner: Any, result: dict[str, Any]) -> Any:
+    """A program that returns the result of a body."""
+    call = node(
+        "torch.ops.higher_order.wrap_with_set_grad_enabled", [{"as_bool": False}, body("b", inner), value("x")], "y"
+    )
+    return {**graph(["x"], [{**call, **result}], ["y"]), "is_single_tensor_return": False}
+
+
+def sine_in_body(*, is_single: bool) -> Any:
+    return {**graph(["a"], [sine("a", "b")], ["b"]), "is_single_tensor_return": is_single}
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_call_gives_what_its_graph_gives(is_single: bool, said: bool | None, small: Path, tmp_path: Path) -> None:
+    """If the file says nothing, the graph decides; a call of another kind would be a program that nobody can export."""
+    spoilt, content = Spoilt(small), wrapped(sine_in_body(is_single=is_single), {"is_hop_single_tensor_return": said})
+
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"] = content
+        outputs = [{"user_output": {"arg": given}} for given in content["outputs"]]
+        program["graph_module"]["signature"]["output_specs"] = outputs
+
+    spoilt.program(change)
+    path = spoilt.write(tmp_path / "m.pt2")
+    if said is not None and said != is_single:
+        with pytest.raises(ArchiveError, match="the graph that it runs has other results"):
+            load_exported(path)
+    else:
+        torch.testing.assert_close(inline(Program.of(path)).exported().module()(X), X.sin())
+
+
+@pytest.mark.parametrize("returned", [{"as_int": 1}, {"as_none": True}])
+def test_a_call_gives_no_tensor_if_its_graph_gives_none(returned: Any, small: Path, tmp_path: Path) -> None:
+    inner = {**graph(["a"], [sine("a", "b")], ["b"]), "outputs": [returned], "is_single_tensor_return": False}
+    spoilt = Spoilt(small)
+    spoilt.program(
+        lambda program: program["graph_module"].update(graph=wrapped(inner, {"is_hop_single_tensor_return": False}))
+    )
+    with pytest.raises(ArchiveError, match="the graph that it runs has other results"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_a_call_without_a_result_has_a_name_of_python(small: Path, tmp_path: Path) -> None:
+    """It is loaded again once it was saved."""
+    spoilt = Spoilt(small)
+    check = {
+        **node("torch.ops.aten._assert_tensor_metadata.default", [value("x")], "c"),
+        "outputs": [{"as_none": True}],
+    }
+    check["inputs"][0]["name"] = "a"
+    spoilt.program(lambda program: program["graph_module"]["graph"]["nodes"].insert(0, check))
+    program = Program.of(spoilt.write(tmp_path / "m.pt2"))
+    assert all(one.name.isidentifier() for one in program.graph.nodes)
+    program.save(tmp_path / "again.pt2")
+    assert len(load_exported(tmp_path / "again.pt2").graph.nodes) == 4
+
+
+def test_a_long_place_is_shortened_in_messages(small: Path, tmp_path: Path) -> None:
+    inner = sine_in_body(is_single=True)
+    for _ in range(30):
+        content = wrapped(inner, {"is_hop_single_tensor_return": True})
+        inner = {**content, "is_single_tensor_return": True}
+    text = json.dumps(content).replace("torch.ops.aten.sin.default", "torch.ops.aten.from_file.default")
+    spoilt = Spoilt(small)
+    spoilt.program(lambda program: program["graph_module"].update(graph=json.loads(text)))
+    with pytest.raises(UntrustedArchiveError, match=r"nodes\[0\].target: 'torch.ops.aten.from_file.default' does more"):
         load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 

@@ -22,6 +22,8 @@ _MOST_LETTERS = 100_000
 LONGEST_NAME = 1_000
 #: How deep containers in annotations may be nested: what copies or compares them recurses.
 _DEEPEST = 40
+#: How much of the place of a value a message says.
+_LONGEST_PLACE = 300
 #: The most dots in the path of a module, which bounds the nesting of modules.
 MOST_DOTS = 100
 
@@ -76,7 +78,9 @@ class Data:
         while here._owner is not None:
             keys.append(f"[{here._key}]" if isinstance(here._key, int) else f".{here._key[:60]}")
             here = here._owner
-        return "".join(reversed(keys)).removeprefix(".") + ": " if keys else ""
+        where = "".join(reversed(keys)).removeprefix(".")
+        shown = where if len(where) <= _LONGEST_PLACE else f"...{where[-_LONGEST_PLACE:]}"
+        return f"{shown}: " if keys else ""
 
     def _as(self, kind: str, *, fits: bool) -> Any:
         """The value if it `fits`; else raises an error that it is not of this kind."""

@@ -276,16 +276,13 @@ class GraphReader:
     # Results -----------------------------------------------------------------------------------------------------
 
     def _add_values(self, node: Node, data: Data, metadata: Mapping[str, Any]) -> None:
-        outputs = list(data["outputs"])
-        if returns_results_of_body(node.target) and any(len(outputs) > results for results in self._results_of(node)):
-            data["outputs"].malformed("the graph that it runs has fewer results")
-        kinds = [given.choice()[0] for given in outputs]
-        is_tuple = data.value.get("is_hop_single_tensor_return") is False and isinstance(
-            node.target, HigherOrderOperator
-        )
+        outputs, is_hop = list(data["outputs"]), isinstance(node.target, HigherOrderOperator)
+        returned = self._returned_by_bodies(node) if returns_results_of_body(node.target) else []
+        kinds, is_single = [given.choice()[0] for given in outputs], data.value.get("is_hop_single_tensor_return")
+        is_tuple = is_hop and (is_single is False or (is_single is None and any(map(_is_list, returned))))
         if kinds == ["as_none"]:
             node.meta["val"] = None
-            self._wanted[node] = f"{self._graph._target_to_str(node.target)}_unused"
+            self._wanted[node] = f"{self._usual_name(node.target)}_unused"
         elif len(kinds) == 1 and kinds[0] in NAMED and not is_tuple:
             self._define(outputs[0], node)
         elif kinds:
@@ -293,12 +290,14 @@ class GraphReader:
                 outputs = _listed(outputs[0])
             node.meta["val"] = tuple(self._items(node, outputs, metadata, _DEEPEST))
             self._nodes.setdefault(self._wanted[node], node)
+        value = node.meta.get("val")
+        if value is not None and not all(_may_be(value, one) for one in returned):
+            data["outputs"].malformed("the graph that it runs has other results")
 
-    def _results_of(self, node: Node) -> list[int]:
-        """How many results the graphs have that an operator runs."""
+    def _returned_by_bodies(self, node: Node) -> list[Any]:
+        """What the graphs return that an operator runs."""
         bodies = [self._root.get_submodule(str(value.target)) for value in node.args if _is_body(value)]
-        returned = [body.graph.output_node().args[0] for body in bodies if isinstance(body, GraphModule)]
-        return [len(results) if isinstance(results, tuple | list) else 1 for results in returned]
+        return [body.graph.output_node().meta["val"] for body in bodies if isinstance(body, GraphModule)]
 
     def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
         """The values of the items of a result, each with a node that takes it."""
@@ -328,8 +327,11 @@ class GraphReader:
     ) -> Node:
         """A node that is named at the end: a file could make the search of torch.fx for free names take very long."""
         node = self._graph.create_node(op, target, args, kwargs, "node")
-        self._wanted[node] = wanted or self._graph._target_to_str(target)
+        self._wanted[node] = wanted or self._usual_name(target)
         return node
+
+    def _usual_name(self, target: Any) -> str:
+        return self._graph._target_to_str(target).replace(".", "_")
 
     def _name_nodes(self) -> None:
         """Names the nodes that the file refers to as in the file, and the others by free names."""
@@ -442,6 +444,17 @@ def _is_empty(graph: Data) -> bool:
 
 def _is_body(value: Any) -> TypeGuard[Node]:
     return isinstance(value, Node) and value.op == "get_attr"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _may_be(value: Any, returned: Any) -> bool:
+    """Whether a value of a call is of the kind that its graph returns; of several results, the last may be unnamed."""
+    if _is_list(value) and _is_list(returned):
+        return len(value) <= len(returned) and all(map(_may_be, value, returned))
+    return any(isinstance(value, kind) and isinstance(returned, kind) for kind in (Tensor, _NUMBERS, type(None)))
 
 
 def value_name(given: Data) -> str:

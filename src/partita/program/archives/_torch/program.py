@@ -6,7 +6,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch._export import verifier
@@ -354,8 +354,10 @@ def _key(key: Data) -> Any:
     """A string, a number, or a member of an Enum that is already imported; nothing is called."""
     if isinstance(key.value, str):
         return key.plain_text()
-    if key.value is None or isinstance(key.value, bool | int | float):
+    if key.value is None or isinstance(key.value, bool | float):
         return key.value
+    if isinstance(key.value, int):
+        return key.integer()  # Of larger ones, any number have the same hash.
     named, member = key["fqn"].text(), key["name"].text()
     try:
         return _enum(named).__members__[member]
@@ -363,7 +365,7 @@ def _key(key: Data) -> Any:
         return key.refuse(f"{named[:100]!r} is no Enum that is imported here")
 
 
-@lru_cache(maxsize=64)
+@cache
 def _enum(named: str) -> type[Enum]:
     """The imported Enum of this name; a KeyError, which the cache forgets, if none is imported yet."""
     waiting, seen = [Enum], set[type[Enum]]()

@@ -54,7 +54,8 @@ class Weights:
         self._archive = archive
         self._is_read = is_read
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
-        self._made: dict[_Tensor, Tensor] = {}
+        #: By the text of a layout: a file can have any number of layouts with the same hash.
+        self._made: dict[str, Tensor] = {}
         self._bytes_left = _MOST_TIMES * sum(archive.sizes.values()) + _MOST_BYTES_BEYOND
 
     def of(self, folder: str, program: str) -> dict[str, Tensor]:
@@ -85,13 +86,14 @@ class Weights:
             data["is_param"].boolean(),
             meta["requires_grad"].boolean(),
         )
-        if found not in self._made:
+        layout = repr(found)
+        if layout not in self._made:
             found.check(self._archive.sizes[member])
             self._bytes_left -= math.prod(found.sizes) * found.dtype.itemsize
             if self._bytes_left < 0:
                 raise MalformedError(f"with sizes {found.sizes}, the tensors look far larger than the file", member)
-            self._made[found] = self._made_of(found)
-        return self._made[found]
+            self._made[layout] = self._made_of(found)
+        return self._made[layout]
 
     def _made_of(self, found: _Tensor) -> Tensor:
         if not self._is_read or 0 in found.sizes:
