@@ -43,9 +43,12 @@ def test_importing_the_backend_of_torch_compile_brings_nothing_heavy() -> None:
 
 
 def test_names_that_are_imported_at_their_first_use_are_listed_and_found() -> None:
-    assert {*partita.__all__, "policies", "treatments"} <= {*dir(partita)}
+    packages = ["equivalence", "policies", "recompute", "treatments"]
+    assert {*partita.__all__, *packages} <= {*dir(partita)}
     printed = _run("import partita\nprint(partita.compare.__module__, partita.policies.__name__)")
     assert printed.split() == ["partita.equivalence.compare", "partita.policies"]
+    for package in packages:
+        assert _run(f"import partita\nprint(partita.{package}.__name__)").split() == [f"partita.{package}"]
 
 
 @pytest.mark.parametrize("package", [partita, compat])

@@ -68,7 +68,18 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy_attributes(
         __name__,
-        modules=("backends", "compat", "errors", "memory", "policies", "testing", "torch_compile", "treatments"),
+        modules=(
+            "backends",
+            "compat",
+            "equivalence",
+            "errors",
+            "memory",
+            "policies",
+            "recompute",
+            "testing",
+            "torch_compile",
+            "treatments",
+        ),
         names={
             "Bisection": "partita.equivalence",
             "Comparison": "partita.equivalence",

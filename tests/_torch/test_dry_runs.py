@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -369,48 +369,3 @@ def test_kernels_that_loop_over_a_long_axis_are_not_tried(operator: Any, shapes:
     short = [torch.empty([min(size, 3) for size in shape], device="meta") for shape in shapes]
     assert "with an axis of 100000000, over which it loops" in str(refusal_of_call(operator, long, {}))
     assert refusal_of_call(operator, short, {}) is None
-
-
-def _chain(targets: list[Any]) -> Callable[[Graph, Node], Any]:
-    def write(graph: Graph, x: Node) -> None:
-        for target in targets:
-            x = traced(graph, x.meta["val"], target, x)
-
-    return write
-
-
-@pytest.mark.parametrize(
-    ("targets", "is_run"),
-    [
-        ([aten.alias.default] * 100, True),
-        ([aten.alias.default] * 101, False),
-        ([aten.atleast_2d.default] * 101, False),
-        ([*[aten.alias.default] * 60, aten.sin_.default] * 2, False),
-        ([*[aten.alias.default] * 60, aten.sin.default] * 2, True),
-    ],
-)
-def test_views_of_many_views_are_not_tried(targets: list[Any], is_run: bool) -> None:
-    reason = saved_tensors_of(program_with(_chain(targets))).reason
-    assert reason is None if is_run else "is not tried: it is a view of more than 100 views" in str(reason)
-
-
-def test_views_of_views_in_bodies_are_counted() -> None:
-    """Two bodies of 60 views each, one after the other."""
-    graph = Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = fake(4, 4)
-    last = x
-    for _ in range(60):
-        last = traced(graph, x.meta["val"], aten.alias.default, last)
-    graph.output(last)
-    root = nn.Module()
-    root.add_module("body", GraphModule(nn.Module(), graph))
-    calls = Graph()
-    x = last = calls.placeholder("x")
-    x.meta["val"] = fake(4, 4)
-    for _ in range(2):
-        wrap: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
-        last = traced(calls, x.meta["val"], wrap, True, calls.get_attr("body"), last)
-    calls.output(last)
-    program = Program.of(GraphModule(root, calls))
-    assert "a view of more than 100 views" in str(saved_tensors_of(program).reason)

@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -286,7 +286,8 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     (package / "__init__.py").write_text(_PACKAGE)
     monkeypatch.syspath_prepend(root)
 
-    def install(version: str, **info: object) -> Any:
+    def install(version: str, *, recorded: Sequence[str] = ("__init__.py",), **info: object) -> Any:
+        (about / "RECORD").write_text("".join(f"partita_test_ops/{file},,\n" for file in recorded))
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: partita_test_ops\nVersion: {version}\n")
         (about / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": info}))
         importlib.invalidate_caches()
@@ -333,9 +334,26 @@ def test_operators_of_an_installed_package_are_cached_for_its_version(
 def test_operators_whose_code_may_change_are_not_cached(packaged: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert _entries_of_operator(packaged("1.0", editable=True), folder) == 0
+    assert _entries_of_operator(packaged("1.0", recorded=()), folder) == 0
+    assert _entries_of_operator(packaged("1.0", recorded=["other/__init__.py"]), folder) == 0
     op = packaged("1.0")
     torch.library.register_fake("partita_test_ops::double", lambda x: torch.empty_like(x))
     assert _entries_of_operator(op, folder) == 0
+
+
+def test_operators_in_a_folder_of_sources_are_not_cached(packaged: Callable[..., Any], tmp_path: Path) -> None:
+    """setuptools leaves metadata beside the sources, which say a version but may be edited at any time."""
+    about = tmp_path / "installed" / "partita_test_ops-1.dist-info"
+    op = packaged("1.0")
+    about.rename(about.with_name("partita_test_ops.egg-info"))
+    sources = about.with_name("partita_test_ops.egg-info")
+    (sources / "METADATA").rename(sources / "PKG-INFO")
+    (sources / "RECORD").unlink()
+    (sources / "direct_url.json").unlink()
+    (sources / "SOURCES.txt").write_text("partita_test_ops/__init__.py\n")
+    importlib.invalidate_caches()
+    origins._installed_version.cache_clear()
+    assert _entries_of_operator(op, tmp_path / "cache") == 0
 
 
 def test_a_folder_that_cannot_be_written_is_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

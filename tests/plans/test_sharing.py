@@ -138,6 +138,31 @@ def test_marks_with_the_name_of_the_region_keep_bodies_apart() -> None:
     assert {node.meta["stage"] for node in operators} == {"repeat_0_3"}
 
 
+def _holding_itself(times: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["same"] = [value] * times
+    return value
+
+
+def _nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("value", [_holding_itself(1), _holding_itself(2), _nested(400)], ids=["once", "twice", "deep"])
+def test_marks_may_hold_themselves(value: Any) -> None:
+    program = _captured(_stack(3))
+    for node in program.graph.nodes:
+        node.meta["mine"] = value
+    applied = partita.plan(program, Repeats(), Call()).apply()
+    assert _bodies(applied.graph_module) == _bodies(
+        partita.plan(_captured(_stack(3)), Repeats(), Call()).apply().graph_module
+    )
+    assert torch.equal(applied.module()(*ARGS), _stack(3)(*ARGS))
+
+
 def test_blocks_with_other_treatments_have_their_own_bodies() -> None:
     plan = partita.plan(
         _captured(_stack(4)),

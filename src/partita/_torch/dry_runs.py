@@ -103,17 +103,51 @@ def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mappin
     return {**kwargs, "device": torch.device("meta")}
 
 
-def views_in_result(target: Any, in_arguments: int, in_bodies: int) -> int:
-    """How many views the result of a call may be a view of, one of the other, if its arguments are of so many."""
-    if isinstance(target, HigherOrderOperator):
-        return in_arguments + in_bodies
+def views_added(target: Any) -> int | None:
+    """How many views a call adds to those that its arguments are views of, at most; None if its result is no view.
+
+    That is what the operator says and not what was traced: values from a file have storages of their own.
+    """
     if not isinstance(target, OpOverload):
-        return in_arguments if target is operator.getitem else 0
-    if target._schema.is_mutable:
-        return in_arguments
+        return 0 if target is operator.getitem else None
+    if target._schema.is_mutable or target._schema.name in _RETURNS_ARGUMENT:
+        return 0
+    if any(value.alias_info is not None for value in target._schema.returns):
+        return 1
     # Composite operators may return views that their schemas do not declare.
-    is_view = is_composite(target) or any(value.alias_info is not None for value in target._schema.returns)
-    return in_arguments + 1 if is_view else 0
+    return 1 if is_composite(target) and target._schema.name not in _NEVER_VIEWS else None
+
+
+def may_return_operand(target: Any) -> bool:
+    """Whether a higher-order operator may return an operand that its bodies do not return."""
+    return is_loop(target) or (isinstance(target, HigherOrderOperator) and target.name() == "while_loop")
+
+
+#: Composite operators that return an argument itself or else a new tensor.
+_RETURNS_ARGUMENT = frozenset(
+    f"aten::{name}" for name in ("alpha_dropout", "dropout", "feature_alpha_dropout", "feature_dropout", "type_as")
+)
+#: Composite operators whose results are new tensors, or views of some, whatever their arguments are (torch 2.13).
+_NEW_TENSORS = """
+    _batch_norm_impl_index _convolution _convolution_mode _fused_rms_norm _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm absolute
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d arccos arccosh arcsin arcsinh arctan
+    arctan2 arctanh avg_pool1d batch_norm bilinear cdist clip column_stack concat concatenate conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d cosine_embedding_loss cosine_similarity cross cross_entropy_loss
+    ctc_loss divide dstack embedding_bag fake_quantize_per_channel_affine fake_quantize_per_tensor_affine fft_fft
+    fft_ifft fft_irfft fft_rfft fix float_power frobenius_norm greater greater_equal grid_sampler group_norm gru_cell
+    hinge_embedding_loss hstack inner instance_norm inverse isclose isfinite kl_div kron l1_loss layer_norm less
+    less_equal linalg_inv linalg_matmul linalg_norm linalg_solve linalg_vecdot linear log_sigmoid log_softmax lstm_cell
+    margin_ranking_loss matmul max max_pool1d max_pool1d_with_indices max_pool2d max_pool3d min multilabel_margin_loss
+    multiply nanmean negative nll_loss nll_loss2d nll_loss_nd not_equal one_hot outer pad pairwise_distance
+    poisson_nll_loss prelu relu6 rms_norm rnn_relu_cell rnn_tanh_cell row_stack rrelu scaled_dot_product_attention selu
+    softmax special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1
+    special_gammaln special_i0 special_log1p special_log_softmax special_logit special_logsumexp special_ndtr
+    special_sinc special_softmax special_xlogy square std std_mean subtract take_along_dim tensordot tile
+    triplet_margin_loss true_divide upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d upsample_trilinear3d var var_mean vstack where
+"""
+_NEVER_VIEWS = frozenset(f"aten::{name}" for name in _NEW_TENSORS.split())
 
 
 def refusal_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:

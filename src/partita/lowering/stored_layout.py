@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import NoReturn
 
 from partita._torch.expressions import Operation, Read
+from partita._torch.fx.lazy_graph_module import RECORDS
 from partita.analysis.effects.terms import Effects
 from partita.errors import BackendError
 from partita.lowering._torch.containers import Container, Leaf
@@ -39,6 +40,7 @@ STORED: tuple[type, ...] = (
     Signature,
     Stored,
     TensorSpec,
+    *RECORDS,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +16,12 @@ from partita._torch.dry_runs import (
     has_kernel_for_fakes,
     is_loop,
     is_of_level,
+    may_return_operand,
     refusal_of_call,
     refusal_of_device,
-    views_in_result,
+    views_added,
 )
+from partita._torch.operators.schemas import is_higher_order
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS
 from partita.analysis.nodes import find, value_of
 
@@ -92,30 +95,86 @@ _GROWING = (operator.mul, operator.imul)
 _MOST_VIEWS = 100
 
 
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """A bound on how many views a value is a view of, one of the other."""
+
+    #: Those of a tensor that is made in the graph or belongs to it.
+    inside: int = 0
+    #: Those that come on top of the views that an input of the graph is of; None for a value that is no view of one.
+    of_input: int | None = None
+
+    @property
+    def most(self) -> int:
+        """The larger of the two, as if inputs were no views."""
+        return max(self.inside, self.of_input or 0)
+
+    def plus(self, count: int) -> _Views:
+        """A view of it."""
+        return _Views(self.inside + count, None if self.of_input is None else self.of_input + count)
+
+    def with_inputs(self, inputs: _Views) -> _Views:
+        """The same in terms of the graph that calls this one with such inputs."""
+        return (
+            _Views(self.inside) if self.of_input is None else _either((_Views(self.inside), inputs.plus(self.of_input)))
+        )
+
+
+def _either(several: Iterable[_Views]) -> _Views:
+    values = list(several)
+    of_inputs = [value.of_input for value in values if value.of_input is not None]
+    return _Views(max((value.inside for value in values), default=0), max(of_inputs, default=None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Depth:
+    """Bounds for the results of a graph, and for all that it computes."""
+
+    results: _Views
+    all: _Views
+
+    def called_with(self, inputs: _Views) -> _Depth:
+        """The same in terms of the graph that calls this one with such inputs."""
+        return _Depth(self.results.with_inputs(inputs), self.all.with_inputs(inputs))
+
+
 class _ViewsOfViews:
     """Bounds how many views a result is a view of, one of the other, in a graph and the bodies that it runs."""
 
     def __init__(self) -> None:
-        self._in_body: dict[GraphModule, int] = {}
+        self._in_body: dict[GraphModule, _Depth] = {}
         self._too_deep: Node | None = None
 
     def first_too_deep(self, root: GraphModule) -> Node | None:
         """A node whose result is a view of too many views."""
-        self._deepest(root)
+        self._depth(root)
         return self._too_deep
 
-    def _deepest(self, module: GraphModule) -> int:
+    def _depth(self, module: GraphModule) -> _Depth:
         if module not in self._in_body:
-            views: dict[Node, int] = {}
+            views: dict[Node, _Views] = {}
+            deepest, results = _Views(), _Views()
             for node in module.graph.nodes:
-                views[node] = self._views(node, views, module)
-                if views[node] > _MOST_VIEWS and self._too_deep is None:
+                depth = self._of_node(node, views, module)
+                views[node], deepest = depth.results, _either((deepest, depth.all))
+                results = depth.results if node.op == "output" else results
+                if depth.all.most > _MOST_VIEWS and self._too_deep is None:
                     self._too_deep = node
-            self._in_body[module] = max(views.values(), default=0)
+            self._in_body[module] = _Depth(results, deepest)
         return self._in_body[module]
 
-    def _views(self, node: Node, views: Mapping[Node, int], root: nn.Module) -> int:
-        before = max((views[read] for read in node.all_input_nodes), default=0)
-        read = [find(root, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"]
-        in_bodies = max((self._deepest(body) for body in read if isinstance(body, GraphModule)), default=0)
-        return views_in_result(node.target, before, in_bodies)
+    def _of_node(self, node: Node, views: Mapping[Node, _Views], root: nn.Module) -> _Depth:
+        read = _either(views[one] for one in node.all_input_nodes)
+        if node.op == "placeholder":
+            read = _Views(of_input=0)
+        found = [find(root, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"]
+        bodies = [self._depth(body).called_with(read) for body in found if isinstance(body, GraphModule)]
+        if node.op in ("placeholder", "output"):
+            results = read
+        elif is_higher_order(node.target):
+            returns_operand = not bodies or may_return_operand(node.target)
+            results = _either((*(body.results for body in bodies), *((read,) if returns_operand else ())))
+        else:
+            added = views_added(node.target)
+            results = _Views() if added is None else read.plus(added)
+        return _Depth(results, _either((results, *(body.all for body in bodies))))

@@ -163,8 +163,8 @@ def _marks_key(nodes: Iterable[Node], root: nn.Module, in_bodies: dict[GraphModu
     return tuple(found)
 
 
-def plain_key(value: Any) -> Hashable:
-    """Equal for equal values, and for all that are no plain data."""
+def plain_key(value: Any, levels: int = 100, known: dict[tuple[int, int], int] | None = None) -> Hashable:
+    """Equal for equal values, for all that are no plain data, and below so many levels: a value may hold itself."""
     match value:
         case str() | None:
             return value
@@ -172,11 +172,19 @@ def plain_key(value: Any) -> Hashable:
             return repr(value) if value == value else id(value)  # A NaN equals itself alone.
         case int() | float():
             return hex(int(value))  # Python's hashes of many integers are equal.
-        case dict():
-            return frozenset((key, plain_key(item)) for key, item in value.items())
-        case list() | tuple():
-            return isinstance(value, list), tuple([plain_key(item) for item in value])
+        case dict() | list() | tuple() if levels:
+            known = {} if known is None else known
+            place = id(value), levels  # What is held often is visited once.
+            if place not in known:
+                known[place] = _hash_of_items(value, levels - 1, known)
+            return known[place]
     return ""
+
+
+def _hash_of_items(value: Any, levels: int, known: dict[tuple[int, int], int]) -> int:
+    if isinstance(value, dict):
+        return hash(frozenset((key, plain_key(item, levels, known)) for key, item in value.items()))
+    return hash((isinstance(value, list), *(plain_key(item, levels, known) for item in value)))
 
 
 def _marks(node: Node) -> dict[str, Any]:

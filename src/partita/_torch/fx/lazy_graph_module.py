@@ -395,6 +395,10 @@ class _Builtin:
     name: str
 
 
+#: The classes that a pickled graph consists of.
+RECORDS: tuple[type, ...] = (GraphRecord, _Reference, _Operator, _Builtin)
+
+
 def record_of_graph(graph: Graph) -> GraphRecord:
     """`graph` as data; only plain values of the metadata are kept, since traced tensors do not pickle."""
     references: dict[Node, _Reference] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import FunctionType
 from typing import Any
 
@@ -24,11 +25,10 @@ def version_behind(op: OpOverload) -> str | None:
     name = f"{op.namespace}::{op.name().partition('::')[2].partition('.')[0]}"
     definition = OPDEFS.get(name)
     functions = [] if definition is None else list(_functions(vars(definition).values()))
-    packages = {_package(function) for function in functions}
-    if len(packages) != 1 or None in packages:
-        return None
-    (package,) = packages
-    return None if package is None else _installed_version(package)
+    modules = {_module(function) for function in functions}
+    named = frozenset(module for module in modules if module is not None)
+    packages = {module.partition(".")[0] for module in named}
+    return _installed_version(*packages, named) if len(packages) == 1 and None not in modules else None
 
 
 def _functions(values: Any) -> Iterator[FunctionType]:
@@ -40,23 +40,29 @@ def _functions(values: Any) -> Iterator[FunctionType]:
             yield value
 
 
-def _package(function: FunctionType) -> str | None:
-    """The package of a function; None for a closure or a lambda, which is another one in each process."""
-    return None if "<" in function.__qualname__ else function.__module__.split(".")[0]
+def _module(function: FunctionType) -> str | None:
+    """The module of a function; None for a closure or a lambda, which is another one in each process."""
+    return None if "<" in function.__qualname__ else function.__module__
 
 
 @cache
-def _installed_version(package: str) -> str | None:
-    """The name and version of a package, if what is imported is what was installed."""
+def _installed_version(package: str, modules: frozenset[str]) -> str | None:
+    """The name and version of a package, if these modules were imported from files that were installed with it."""
     try:
         found = distribution(package)
     except (PackageNotFoundError, ValueError):
         return None
-    imported = getattr(sys.modules.get(package), "__file__", None)
-    installed = Path(str(found.locate_file(package))).resolve()
-    if imported is None or installed not in Path(imported).resolve().parents or _is_editable(found):
+    files = [getattr(sys.modules.get(module), "__file__", None) for module in modules]
+    if _is_editable(found) or not all(file is not None and _is_recorded(Path(file), found) for file in files):
         return None
     return f"{package} {found.version}"
+
+
+def _is_recorded(file: Path, found: Distribution) -> bool:
+    """Whether an installer has written a file; one in a folder of sources changes while the version there stays."""
+    rows = csv.reader((found.read_text("RECORD") or "").splitlines())
+    alike = (row[0] for row in rows if row and PurePosixPath(row[0]).name == file.name)
+    return any(Path(str(found.locate_file(path))).resolve() == file.resolve() for path in alike)
 
 
 def _is_editable(found: Distribution) -> bool:
