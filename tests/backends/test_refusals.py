@@ -327,3 +327,32 @@ def test_a_swap_of_two_inputs_is_not_left_to_inductor() -> None:
     assert torch.equal(a, torch.full((3,), 7.0))
     assert torch.equal(b, torch.arange(3.0))
     assert "both are mutated" in decided.failures[0].reason
+
+
+class _VectorTimesBatch(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+
+class _Resized(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.softshrink(functional.interpolate(x, scale_factor=1.7, mode="bicubic"))
+
+
+class _Labelled(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.multilabel_margin_loss(x, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (_VectorTimesBatch(), (torch.randn(5), torch.randn(2, 3, 5, 6))),
+        (_Resized(), (torch.randn(2, 3, 7, 9),)),
+        (_Labelled(), (torch.randn(2, 3), torch.tensor([[0, 2, -1], [1, -1, 0]]))),
+    ],
+)
+def test_what_torch_traces_into_other_operators_keeps_its_bits(model: nn.Module, args: tuple[Tensor, ...]) -> None:
+    program = partita.capture(model, args)
+    after = partita.plan(program, BySize(parts=1), Lower("aot_eager")).apply()
+    partita.verify(program, after, args)

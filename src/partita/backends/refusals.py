@@ -85,6 +85,10 @@ def refusal_of_other_bits(node: Node) -> str | None:
     name, operands = _name_called(node), [node, *node.all_input_nodes]
     if name in _ROUNDING_DIFFERENTLY:
         return OTHER_BITS
+    if name in _PRODUCTS and len(node.args) > 1:
+        # A vector times several matrices is one product of matrices in eager mode, and several in a trace.
+        dims = [value.dim() if isinstance(value := _value(one), Tensor) else None for one in node.args[:2]]
+        return OTHER_BITS if dims[0] == 1 and dims[1] is not None and dims[1] > 2 else None
     if name in ("interpolate", "upsample"):
         mode = node.kwargs.get("mode", node.args[3] if len(node.args) > 3 else "nearest")
         return None if isinstance(mode, str) and mode.startswith("nearest") else OTHER_BITS
@@ -99,6 +103,11 @@ def refusal_of_other_bits(node: Node) -> str | None:
     return None
 
 
+def _value(argument: object) -> object:
+    return value_of(argument) if isinstance(argument, Node) else argument
+
+
+_PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__"))
 _ROUNDING_DIFFERENTLY = frozenset(
     (
         *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),

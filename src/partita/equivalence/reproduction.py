@@ -166,8 +166,8 @@ def observed(
     wanted = {name: x for name, x in wanted.items() if x.requires_grad and x.is_leaf}
     ends = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in results if x.requires_grad]
     if ends and wanted:
-        total = sum((x.double().flatten() * torch.linspace(1, 2, x.numel(), device=x.device)).sum() for x in ends)
-        gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+        totals = [(x.double().flatten() * torch.linspace(1, 2, x.numel(), device=x.device)).sum() for x in ends]
+        gradients = torch.autograd.grad(totals, list(wanted.values()), allow_unused=True)
         found |= {f"gradient of {name}": x for name, x in zip(wanted, gradients, strict=True) if x is not None}
     return {name: x.detach().clone() for name, x in found.items()}
 
@@ -202,7 +202,7 @@ def _script(body: GraphModule, backend: str | None, treatment: Treatment, summar
         forward=indent(code.src.strip(), "    "),
         treatment=repr(treatment),
         found=compiled if backend else 'found = stored["found"]',
-        functions="\n\n".join(map(getsource, (tensors_of, observed, difference))),
+        functions="\n\n".join(getsource(function) for function in (tensors_of, observed, difference)),
     )
 
 
