@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import partita
 from partita.backends import AotEager, AotInductor, Eager, Inductor
-from partita.backends.refusals import ALIASED_FOREACH
+from partita.backends.refusals import ALIASED_FOREACH, MULTILABEL
 from partita.policies import BySize
 from partita.testing import CAPTURES, captured_case, random_case
 from partita.treatments import Lower
@@ -141,6 +141,9 @@ REFUSED: dict[str, tuple[Node, str]] = {
         "dropout that a trace loses",
     ),
     "native dropout": (call(aten.native_dropout.default, "x", 0.5, None), "dropout that a trace loses"),
+    "multilabel loss": (call(functional.multilabel_margin_loss, "x", "x"), MULTILABEL),
+    "multilabel loss as an operator": (call(aten.multilabel_margin_loss.default, "x", "x"), MULTILABEL),
+    "multilabel loss in a module": (call(nn.Sequential(nn.MultiLabelMarginLoss()), "x"), MULTILABEL),
     "views in secret": (call(torch.unsafe_chunk, "x", 2), "its results share memory, which a trace does not see"),
     "views in secret by a method": (
         call("unsafe_split", "x", 2),
@@ -149,6 +152,15 @@ REFUSED: dict[str, tuple[Node, str]] = {
     "shape in place": (call("t_", "x"), "reshapes a tensor in place"),
     "shape in place by an operator": (call(aten.unsqueeze_.default, "x", 0), "reshapes a tensor in place"),
     "graph that prints": (call(_body(lambda x: _printed(x)), "x"), "in its body: side effect"),
+}
+AOT_EAGER_ONLY: dict[str, Node] = {
+    "interpolation": call(functional.interpolate, "x", None, 2, "bilinear"),
+    "interpolation by keyword": call(functional.interpolate, "x", scale_factor=2, mode="bicubic"),
+    "interpolation in a module": call(nn.Sequential(nn.Upsample(scale_factor=2, mode="linear")), "x"),
+    "interpolation operator": call(aten.upsample_trilinear3d.vec, "x", None, True, [2.0, 2.0, 2.0]),
+    "softshrink": call(aten.softshrink.default, "x"),
+    "margin loss": call(nn.MultiMarginLoss(), "x"),
+    "interpolation in a body": call(_body(lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear")), "x"),
 }
 INDUCTOR_ONLY: dict[str, tuple[Node, str]] = {
     "fused adam": (call(aten._fused_adam_.default, ["x"]), "fused adam is not supported yet"),
@@ -180,6 +192,8 @@ TAKEN: dict[str, Node] = {
     "fake quantization": call(torch.fake_quantize_per_tensor_affine, "x", 0.1, 0, 0, 255),
     "check of data": call(aten._assert_async.msg, "x", "message"),
     "layer": call(nn.Linear(2, 2), "x"),
+    "nearest neighbours": call(functional.interpolate, "x", None, 2),
+    "nearest neighbours in a module": call(nn.Upsample(scale_factor=2), "x"),
     "batch norm": call(nn.BatchNorm1d(2), "x"),
     "gru": call(nn.GRU(2, 2), "x"),
     "gru with dropout in evaluation": call(nn.GRU(2, 2, 2, dropout=0.5).eval(), "x"),
@@ -198,6 +212,13 @@ TAKEN: dict[str, Node] = {
 def test_a_node_is_refused_with_its_reason(backend: Any, name: str) -> None:
     node, reason = REFUSED[name]
     assert backend.refusal(node) == reason
+
+
+@pytest.mark.parametrize("name", AOT_EAGER_ONLY)
+def test_aot_eager_refuses_what_would_round_differently(name: str) -> None:
+    node = AOT_EAGER_ONLY[name]
+    assert (AotEager().refusal(node) or "").endswith("round differently")
+    assert Inductor().refusal(node) is None
 
 
 @pytest.mark.parametrize("name", INDUCTOR_ONLY)
@@ -306,3 +327,32 @@ def test_a_swap_of_two_inputs_is_not_left_to_inductor() -> None:
     assert torch.equal(a, torch.full((3,), 7.0))
     assert torch.equal(b, torch.arange(3.0))
     assert "both are mutated" in decided.failures[0].reason
+
+
+class _VectorTimesBatch(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+
+class _Resized(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.softshrink(functional.interpolate(x, scale_factor=1.7, mode="bicubic"))
+
+
+class _Labelled(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.multilabel_margin_loss(x, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (_VectorTimesBatch(), (torch.randn(5), torch.randn(2, 3, 5, 6))),
+        (_Resized(), (torch.randn(2, 3, 7, 9),)),
+        (_Labelled(), (torch.randn(2, 3), torch.tensor([[0, 2, -1], [1, -1, 0]]))),
+    ],
+)
+def test_what_torch_traces_into_other_operators_keeps_its_bits(model: nn.Module, args: tuple[Tensor, ...]) -> None:
+    program = partita.capture(model, args)
+    after = partita.plan(program, BySize(parts=1), Lower("aot_eager")).apply()
+    partita.verify(program, after, args)

@@ -278,8 +278,9 @@ def _twice(model: nn.Module) -> partita.Program:
         (lambda: _twice(Overwrites()), "share memory"),
         (lambda: partita.capture_joint(Stack(), (torch.randn(4, 5),)), "Stack cannot be captured"),
         (lambda: partita.capture_joint(nn.GRU(4, 4, 2, dropout=0.5), (torch.randn(3, 2, 4),)), "would lose"),
+        (lambda: partita.capture_joint(nn.MultiLabelMarginLoss(), _labelled()), "another value when it is traced"),
     ],
-    ids=["function", "frozen", "constant", "overlap", "twice", "shape", "dropout"],
+    ids=["function", "frozen", "constant", "overlap", "twice", "shape", "dropout", "loss"],
 )
 def test_what_has_no_joint_graph_is_refused(attempt: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
@@ -291,3 +292,7 @@ def test_options_are_checked() -> None:
         partita.capture_joint(Stack(), X)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="captured already"):
         partita.capture_joint(partita.capture_joint(Stack(), (X,)), (X,))  # type: ignore[arg-type]
+
+
+def _labelled() -> tuple[Tensor, Tensor]:
+    return torch.randn(1, 3, requires_grad=True), torch.tensor([[0, -1, 2]])

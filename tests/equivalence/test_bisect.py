@@ -308,7 +308,7 @@ def _part(treatment: Any) -> partita.Plan:
 def test_the_script_of_a_region_without_a_fault_ends_well(tmp_path: Path, backend: str) -> None:
     run = _run(_part(Lower(backend)), tmp_path)
     assert f'backend="{backend}"' in (tmp_path / "reproduce.py").read_text()
-    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+    assert (run.returncode, run.stdout.strip()) == (0, "nothing differs"), run.stderr
 
 
 def test_the_script_shows_a_wrong_mutation(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_the_script_shows_a_wrong_mutation(tmp_path: Path) -> None:
     region = partita.Partition(program, [partita.Region("one", tuple(nodes))])
     run = _run(partita.plan(program, region, AddsTwice()), tmp_path)
     assert run.returncode == 1, run.stderr
-    assert "input 1: differs by up to 1" in run.stdout
+    assert "input 0 after the call: differs by up to 1" in run.stdout
 
 
 class _AddsTwice(nn.Module):
@@ -340,3 +340,64 @@ class _AddsTwice(nn.Module):
         found = torch.utils._pytree.tree_map(torch.clone, self.body(x))
         x.add_(1)
         return found
+
+
+@dataclass(frozen=True)
+class _Edited:
+    """Inserts a call of `target` after each tanh."""
+
+    target: Any
+
+    def treat(self, body: GraphModule) -> nn.Module:
+        for node in body.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
+            with body.graph.inserting_after(node):
+                call = body.graph.call_function(self.target, (node,))
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call, delete_user_cb=lambda user, call=call: user is not call)
+        body.recompile()
+        return body
+
+
+class _Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return torch.dropout(torch.tanh(self.layer(x)), 0.5, True) * self.calls
+
+
+def _output_of(script: str) -> tuple[int, str]:
+    run = subprocess.run([sys.executable, "-I", script], capture_output=True, text=True, check=False)
+    return run.returncode, run.stdout
+
+
+def test_the_script_shows_gradients_that_a_treatment_of_ones_own_loses(tmp_path: Path) -> None:
+    program = partita.capture(_Drops(), (X,))
+    plan = partita.plan(program, BySize(parts=2), _Edited(torch.ops.aten.detach.default))
+    found = partita.bisect(plan, (X,))
+    assert [node.name for node in found.nodes] == ["tanh"]
+    assert _output_of(found.reproduce(tmp_path)) == (1, "gradient of input 0: only eager mode has one\n")
+
+
+@pytest.mark.parametrize("source", ["captured", "module"])
+def test_a_script_is_written_without_a_change_of_state_or_random_numbers(tmp_path: Path, source: str) -> None:
+    """Random numbers and mutated state are the same on both sides of the script, so that only the fault shows."""
+    program = partita.capture(_Drops(), (X,))
+    if source == "module":
+        program = partita.Program.of(program.module())
+    plan = partita.plan(program, BySize(parts=1), _Edited(torch.ops.aten.relu.default))
+    generator, state = torch.get_rng_state(), {k: v.clone() for k, v in program.module().state_dict().items()}
+    script = write_reproduction(plan, (X,), {}, tmp_path, summary="a case")
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, state[name]) for name, value in program.module().state_dict().items())
+    status, text = _output_of(script)
+    assert status == 1
+    assert "output 0: differs" in text
+    assert "calls" not in text
+
+    same = partita.plan(program, BySize(parts=1), _Edited(torch.ops.aten.clone.default))
+    script = write_reproduction(same, (X,), {}, tmp_path, summary="a case")
+    assert _output_of(script) == (0, "nothing differs\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,3 +248,16 @@ def test_an_item_is_kept_with_its_container(function: Any, item: str) -> None:
     plan = partita.plan(program, ByLabel(lambda _: "all"), Recompute(KeepNodes(item)))
     partita.verify(program, plan.apply(), (x,))
     assert plan.saved_memory() is not None
+
+
+def test_a_kept_node_that_reads_a_float_of_a_size_can_be_saved(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() / (x.shape[0] * 0.5)
+
+    args = (torch.randn(4, 3, requires_grad=True),)
+    rows = torch.export.Dim("rows", min=2, max=50)
+    program = partita.capture(Scaled(), args, dynamic_shapes=({0: rows},))
+    after = partita.plan(program, BySize(parts=1), Recompute(KeepEverything())).apply()
+    after.save(str(tmp_path / "kept.pt2"))
+    partita.verify(program, partita.Program.of(str(tmp_path / "kept.pt2")), args)

@@ -135,8 +135,12 @@ def drops_all(p: Any) -> bool:
     return isinstance(p, int | float) and p == 1
 
 
-class LostDropout(TorchFunctionMode):
-    """Raises a `BackendError` at a call whose dropout a trace would lose.
+#: Losses whose decomposition (torch 2.13) computes other values than their kernels.
+MISCOMPUTED = frozenset(("multilabel_margin_loss", "multilabel_margin_loss_forward"))
+
+
+class WrongWhenTraced(TorchFunctionMode):
+    """Raises a `BackendError` at a call whose dropout a trace would lose, or that it would compute wrongly.
 
     The decompositions of recurrent networks (torch 2.13) omit the dropout between layers.
     """
@@ -147,6 +151,8 @@ class LostDropout(TorchFunctionMode):
         named = kwargs or {}
         if loses_dropout(func, args, named):
             raise BackendError(f"{_name(func)} drops values in training, and a trace would lose that")
+        if _name(func) in MISCOMPUTED:
+            raise BackendError(f"{_name(func)} has another value when it is traced")
         return func(*args, **named)
 
 

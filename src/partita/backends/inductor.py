@@ -34,7 +34,7 @@ from partita.backends._torch.settings import (
 from partita.backends._torch.support import check_random_operators
 from partita.backends.adapting import CallingConvention, CompiledBody, adapt, adapt_to_tensors
 from partita.backends.backend import Compiled
-from partita.backends.refusals import refusal_by_inductor, refusal_by_tracing
+from partita.backends.refusals import refusal_by_inductor, refusal_by_tracing, refusal_of_other_bits
 from partita.errors import BackendError, OptionError
 
 
@@ -54,8 +54,8 @@ class AotEager(metaclass=PlainHelp):
     picks_kernels: ClassVar[bool] = True
 
     def refusal(self, node: Node) -> str | None:
-        """Why AOTAutograd cannot trace `node`."""
-        return refusal_by_tracing(node)
+        """Why AOTAutograd cannot trace `node`, or has other bits for it."""
+        return refusal_by_tracing(node) or refusal_of_other_bits(node)
 
     def compile(self, body: GraphModule, inputs: Sequence[object]) -> Compiled:
         """The forward and backward graphs of AOTAutograd, as a function."""

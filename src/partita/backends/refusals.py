@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from partita._torch.compile_context import loses_dropout
+from partita._torch.compile_context import MISCOMPUTED, loses_dropout
 from partita._torch.functorch import is_inside_transform
 from partita._torch.operators.schemas import has_registered_effect, is_higher_order, registers_hook
 from partita._torch.toggles import TOGGLES
@@ -56,6 +56,10 @@ IN_PLACE_COLLECTIVE = "in-place collective"
 DROPOUT = "dropout that a trace loses"
 # AOTAutograd (torch 2.13) saves a None for the backward of oneDNN's kernel, and then refuses to run it.
 LSTM = "lstm: its backward fails when traced"
+# The decomposition (torch 2.13) reads classes behind the first -1 of a row too.
+MULTILABEL = "multilabel_margin_loss: a trace computes another value"
+# Decompositions (torch 2.13) into operators that do not round as the kernel of eager mode does.
+OTHER_BITS = "a trace computes it by other operators, which round differently"
 
 FUSED_ADAM = "fused adam is not supported yet"
 FOREACH_ADDITION = "scalar foreach addition is not supported yet"
@@ -74,6 +78,42 @@ def refusal_by_tracing(node: Node) -> str | None:
     by_name = _HIDDEN.get(_name_called(node))
     reason = by_name or _refusal_of_call(node) or refusal_of_values(node)
     return INSIDE_TRANSFORM if reason is None and is_inside_transform(node) else reason
+
+
+def refusal_of_other_bits(node: Node) -> str | None:
+    """Why a trace of `node`, run eagerly, has other bits than eager mode."""
+    name, operands = _name_called(node), [node, *node.all_input_nodes]
+    if name in _ROUNDING_DIFFERENTLY:
+        return OTHER_BITS
+    if name in _PRODUCTS and len(node.args) > 1:
+        # A vector times several matrices is one product of matrices in eager mode, and several in a trace.
+        dims = [value.dim() if isinstance(value := _value(one), Tensor) else None for one in node.args[:2]]
+        return OTHER_BITS if dims[0] == 1 and dims[1] is not None and dims[1] > 2 else None
+    if name in ("interpolate", "upsample"):
+        mode = node.kwargs.get("mode", node.args[3] if len(node.args) > 3 else "nearest")
+        return None if isinstance(mode, str) and mode.startswith("nearest") else OTHER_BITS
+    bodies = [_named(one) for one in operands if one.op in ("call_module", "get_attr")]
+    for module in (module for body in bodies if isinstance(body, nn.Module) for module in body.modules()):
+        if isinstance(module, nn.Softshrink | nn.MultiMarginLoss):
+            return OTHER_BITS
+        if isinstance(module, nn.Upsample) and not module.mode.startswith("nearest"):
+            return OTHER_BITS
+        if isinstance(module, GraphModule) and any(map(refusal_of_other_bits, module.graph.nodes)):
+            return f"in its body: {OTHER_BITS}"
+    return None
+
+
+def _value(argument: object) -> object:
+    return value_of(argument) if isinstance(argument, Node) else argument
+
+
+_PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__"))
+_ROUNDING_DIFFERENTLY = frozenset(
+    (
+        *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+        *("upsample_bilinear", "softshrink", "multi_margin_loss"),
+    )
+)
 
 
 def refusal_by_inductor(node: Node) -> str | None:
@@ -125,11 +165,13 @@ def _name_called(node: Node) -> str:
     return str(getattr(node.target, "__name__", "")).partition(".")[0]
 
 
-#: What functionalization (torch 2.13) loses: aliasing that schemas do not declare, and in-place reshapes.
+#: What functionalization (torch 2.13) loses: aliasing that schemas do not declare, and in-place reshapes. What its
+#: decompositions get wrong.
 _HIDDEN = {
     **dict.fromkeys(("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), SHARES_MEMORY),
     **dict.fromkeys(("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"), RESHAPES),
     "unsqueeze_": RESHAPES,
+    **dict.fromkeys(MISCOMPUTED, MULTILABEL),
 }
 
 
@@ -255,6 +297,8 @@ def _refusal_of_body(module: nn.Module) -> str | None:
             return LSTM
         if any(map(_drops_between_layers, module.modules())):
             return DROPOUT
+        if any(isinstance(part, nn.MultiLabelMarginLoss) for part in module.modules()):
+            return MULTILABEL
         behaviour = effects_of_module(module)
         return UNKNOWN_MODULE if behaviour.unknown else SIDE_EFFECT if behaviour.impure else None
     for node in module.graph.nodes:

@@ -217,7 +217,9 @@ def _wrap_kept(body: Program, kept: Collection[str]) -> GraphModule:
     regions = [region for region in regions if region.outputs()]
     # The calls run in the modes of what they keep: one autocast block around several of them casts a weight once.
     modes = [body.modes.at(body.index.number[region.nodes[0]]) for region in regions]
-    cut = outlined(Partition(body, regions), call_modes=CallModes(modes, modes, body.modes.final))
+    # The body may become part of an exported program, which cannot be saved if a float crosses.
+    partition = Partition(body, regions, passes_scalars=False)
+    cut = outlined(partition, call_modes=CallModes(modes, modes, body.modes.final))
     for name, part in zip(cut.names, cut.bodies, strict=True):
         cut.graph_module._modules[name] = part
     call_through(cut.graph_module, dict.fromkeys(cut.names, _KEEP))

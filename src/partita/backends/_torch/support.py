@@ -12,7 +12,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.compile_context import LostDropout, drops_all
+from partita._torch.compile_context import WrongWhenTraced, drops_all
 from partita._torch.operators.schemas import is_higher_order, is_of_other_library, signatures_of
 from partita.analysis.effects.calls import CallEffects
 from partita.backends._torch.fake_inputs import mode_of
@@ -40,7 +40,7 @@ def check_random_operators(body: GraphModule, inputs: Sequence[Any]) -> None:
             enable_python_dispatcher(),
             torch.no_grad(),
             order,
-            LostDropout(),
+            WrongWhenTraced(),
         ):
             Interpreter(body).run(*own)
     except BackendError:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from partita._torch.compile_context import LostDropout, compiler_scope
+from partita._torch.compile_context import WrongWhenTraced, compiler_scope
 from partita._torch.modes import fresh_modes
 from partita._torch.pytrees import map_tensors
 
@@ -125,7 +125,7 @@ def trace_joint(
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    lost = LostDropout()
+    lost = WrongWhenTraced()
     with fresh_modes(grad=True), compiler_scope(), lost, ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, module, args, dict(kwargs))
     traced, metadata = joint.graph_module, joint._aot_state.fw_metadata
