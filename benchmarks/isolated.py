@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.capability_growth import growing_capability, growing_repeats, repeats_of_llama
+from benchmarks.fitting import memory_plan_of_llama
 from benchmarks.floor import minimal_copy
 from benchmarks.graphs import build
 from benchmarks.lowered_models import call_overhead, lowered_model
@@ -95,6 +96,7 @@ _MEASUREMENTS: dict[str, Callable[..., Any]] = {
         growing_capability,
         growing_repeats,
         repeats_of_llama,
+        memory_plan_of_llama,
         call_overhead,
         lowered_model,
         partitioned,

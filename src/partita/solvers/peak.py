@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import final
 
@@ -84,9 +85,9 @@ def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
     """
     layers: list[list[_State]] = [[(0, 0.0, 0, 0, _NOTHING)]]
     for stage in stages:
-        runs = _Runs(stage)
+        runs, times = _Runs(stage), [choice.seconds for choice in stage.choices]
         grown = [
-            (held + more, cost + stage.choices[number].seconds, at, number, after)
+            (held + more, cost + times[number], at, number, after)
             for at, (held, cost, _, _, saved) in enumerate(layers[-1])
             for number, (more, needs, after) in enumerate(runs[saved])
             if held + needs <= room
@@ -135,7 +136,7 @@ class _Runs(dict[frozenset[int], list[tuple[int, int, frozenset[int]]]]):
 
 
 #: More states than this are thinned out.
-_MOST_STATES = 20_000
+_MOST_STATES = 2_000
 #: If states differ in more ways in what is saved, all count as if they had saved everything that any of them has.
 _MOST_KINDS = 32
 
@@ -159,8 +160,35 @@ def _undominated(states: list[_State], most: int) -> list[_State]:
     for state in states:
         if not kept or state[1] < kept[-1][1]:
             kept.append(state)
-    # An even choice, with the one that holds least: whatever fits at all still does.
-    return kept if len(kept) <= most else [*kept[:: 2 * len(kept) // most + 1], kept[-1]]
+    if len(kept) <= most:
+        return kept
+    # The ones that are nearest to the best price of memory, and an even choice of the others.
+    prices = _above_hull(kept)
+    near = set(sorted(range(len(kept)), key=lambda at: (prices[at], at))[: most // 2])
+    even = {round(at * (len(kept) - 1) / (most // 2)) for at in range(most // 2)}
+    # The first holds least: whatever fits at all still does.
+    return [kept[at] for at in sorted(near | even | {0, len(kept) - 1})]
+
+
+def _above_hull(states: Sequence[_State]) -> list[float]:
+    """How much each state costs more than a mixture of others that holds as much; they hold more and cost less."""
+    hull: list[int] = []
+    for at, state in enumerate(states):
+        while len(hull) > 1 and _is_above(states[hull[-1]], states[hull[-2]], state):
+            hull.pop()
+        hull.append(at)
+    above = [0.0] * len(states)
+    for start, stop in pairwise(hull):
+        first, last = states[start], states[stop]
+        slope = (last[1] - first[1]) / (last[0] - first[0])
+        for at in range(start + 1, stop):
+            above[at] = states[at][1] - first[1] - slope * (states[at][0] - first[0])
+    return above
+
+
+def _is_above(middle: _State, first: _State, last: _State) -> bool:
+    line = (last[1] - first[1]) * (middle[0] - first[0])
+    return (middle[1] - first[1]) * (last[0] - first[0]) >= line
 
 
 def _in_order(state: _State) -> tuple[int, float, int, int]:
