@@ -22,7 +22,7 @@ from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
-from partita.memory.joint_plan import JointMemoryPlan, JointStep, plan_joint
+from partita.memory.joint.plan import JointMemoryPlan, JointStep, plan_joint
 from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.program.program import Program

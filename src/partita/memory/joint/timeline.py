@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from partita.memory.joint_simulation import Simulated
+from partita.memory.joint.simulation import Simulated
 from partita.memory.timeline import Moment, Occupant, Timeline
 from partita.memory.trials import module_path
 

@@ -10,7 +10,7 @@ from typing import final
 
 from torch.fx import Node
 
-from partita.memory.joint_model import JointModel
+from partita.memory.joint.model import JointModel
 
 
 @final

@@ -12,8 +12,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Node
 from torch.nn import functional
 
-from partita.memory import Rates, joint_simulation
-from partita.memory.joint_order import Lifetimes, Order, last_uses
+from partita.memory import Rates
+from partita.memory.joint import simulation
+from partita.memory.joint.order import Lifetimes, Order, last_uses
 from partita.torch_compile import memory_partition
 
 _RATES = Rates(matmul_flops=1e12, attention_flops=1e12, bytes=1e11, call=5e-6)
@@ -91,7 +92,7 @@ def test_a_kernel_frees_no_input_before_its_last_output_is_allocated(monkeypatch
         seen.append((order, last_uses(model, order, *rest)))
         return seen[-1][1]
 
-    monkeypatch.setattr(joint_simulation, "last_uses", recorded)
+    monkeypatch.setattr(simulation, "last_uses", recorded)
     _backward_of(Product())
     order, lifetimes = seen[-1]
     place = {node: at for at, node in enumerate(order.nodes)}

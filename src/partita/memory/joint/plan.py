@@ -14,9 +14,9 @@ from torch.fx import Node
 from partita.analysis.nodes import value_of
 from partita.errors import BudgetError
 from partita.memory.budget import shown_bytes
-from partita.memory.joint_model import JointModel
-from partita.memory.joint_simulation import Simulated, simulate
-from partita.memory.joint_timeline import joint_timeline
+from partita.memory.joint.model import JointModel
+from partita.memory.joint.simulation import Simulated, simulate
+from partita.memory.joint.timeline import joint_timeline
 from partita.memory.picture import Picture
 from partita.memory.rates import Rates
 from partita.memory.timeline import Timeline

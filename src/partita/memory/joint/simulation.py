@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
-from partita.memory.joint_model import JointModel
-from partita.memory.joint_order import Order, backward_order, last_uses
+from partita.memory.joint.model import JointModel
+from partita.memory.joint.order import Order, backward_order, last_uses
 
 
 @final
