@@ -74,7 +74,15 @@ def run_in_new_process(
 def run_on_ranks(function: Callable[..., None], *args: object) -> None:
     """Runs a function of a rank and these arguments in two processes that share one import of torch."""
     multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "partita"])
-    torch.multiprocessing.start_processes(function, args, nprocs=2, start_method="forkserver")
+    torch.multiprocessing.start_processes(_run_and_exit, (function, *args), nprocs=2, start_method="forkserver")
+
+
+def _run_and_exit(rank: int, function: Callable[..., None], *args: object) -> None:
+    function(rank, *args)
+    # gloo's threads (torch 2.13) may still be there when Python ends, which aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from tests.helpers.processes import run_on_ranks
 from tests.memory.models import RATES, CrossAttention
 from torch import Tensor, nn
 
@@ -111,7 +111,7 @@ def _check_bytes(kind: str, model: nn.Module, called: Any, rank: int, allowed: i
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
 def test_two_processes_have_the_losses_of_one_within_their_budgets(tmp_path: Path) -> None:
     kinds = ("eager DDP", "eager FSDP2", "compiled DDP", "compiled FSDP2")
-    torch.multiprocessing.spawn(_process, (str(tmp_path), kinds), nprocs=2)
+    run_on_ranks(_process, str(tmp_path), kinds)
 
 
 def test_communication_counts_as_allocated_throughout() -> None:
