@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -156,8 +158,41 @@ def test_pictures_are_saved(tmp_path: Path) -> None:
     assert (tmp_path / "step.svg").read_text(encoding="utf-8") == picture.svg()
     assert json.loads((tmp_path / "step.json").read_text(encoding="utf-8")) == picture.data()
     assert "forward" in (tmp_path / "step.txt").read_text(encoding="utf-8")
-    with pytest.raises(OptionError, match=r"\.svg, \.txt or \.json"):
-        picture.save(tmp_path / "step.png")
+    with pytest.raises(OptionError, match=r"\.svg, \.png, \.txt or \.json"):
+        picture.save(tmp_path / "step.gif")
+    assert not (tmp_path / "step.gif").exists()
+
+
+def _pixels(image: bytes) -> Any:
+    """The rows of pixels of a PNG, as red, green, blue and opacity from 0 to 1."""
+    return pytest.importorskip("matplotlib.image").imread(BytesIO(image))
+
+
+def test_a_png_shows_the_same_heights() -> None:
+    around = _timeline([10] * 4)
+    low, high = (_pixels(Picture(_timeline([1, size, size, 1]), around).png(800)) for size in (2, 9))
+    assert low.shape == high.shape == (400, 800, 4)
+
+    def share_filled(image: Any) -> float:
+        middle = image[:, 400, :3]
+        return float(((middle[:, 2] - middle[:, 0]) > 0.1).mean())
+
+    assert 0 < 3 * share_filled(low) < share_filled(high)
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [0, 0], list(range(5000))])
+def test_any_step_can_be_a_png(sizes: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = Picture(_timeline(sizes, name="_$x$", resident=3), _timeline(sizes), 4, title="a $ and a _")
+    picture.save(tmp_path / "step.png")
+    assert _pixels((tmp_path / "step.png").read_bytes()).shape == (480, 960, 4)
+
+
+def test_a_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(OptionError, match=r"partita\[pictures\].*\.svg"):
+        Picture(_timeline([1, 2])).save(tmp_path / "step.png")
+    assert not (tmp_path / "step.png").exists()
 
 
 @pytest.mark.parametrize("width", [0, -3, True, 9.5, 39])

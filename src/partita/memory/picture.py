@@ -1,4 +1,4 @@
-"""The timeline of a step before and after planning, to look at: in a terminal, as data, and as SVG."""
+"""The timeline of a step before and after planning, to look at: in a terminal, as data, as SVG and as PNG."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from partita.memory.timeline import Moment, Timeline
 class Picture:
     """Bytes over the operators of a step, planned and without recomputation; prints as a chart in text.
 
-    `svg()` is an image that follows the light or dark scheme of whoever looks, `data()` the numbers, and `save(path)`
-    writes either; a notebook shows the image.
+    `svg()` is an image that follows the light or dark scheme of whoever looks, `png()` one of fixed colours,
+    `data()` the numbers, and `save(path)` writes any of them; a notebook shows the image.
     """
 
     planned: Timeline
@@ -48,6 +48,12 @@ class Picture:
 
         return drawn(self, _checked_size("width", width, 720))
 
+    def png(self, width: int = 960) -> bytes:
+        """The picture as PNG, that many pixels wide; needs matplotlib, the extra `pictures`."""
+        from partita.memory.png import drawn
+
+        return drawn(self, _checked_size("width", width, 720))
+
     def text(self, width: int | None = None, height: int = 12) -> str:
         """The picture in characters; as wide as the terminal, but at most 120 columns, if no width is said."""
         if width is None:
@@ -56,18 +62,20 @@ class Picture:
         return "\n".join(line.rstrip() for line in lines)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes a file of the kind that its name ends in: .svg, .txt or .json."""
+        """Writes a file of the kind that its name ends in: .svg, .png, .txt or .json."""
         target = Path(fspath(path))
         match target.suffix.lower():
             case ".svg":
-                text = self.svg()
+                content = self.svg().encode()
+            case ".png":
+                content = self.png()
             case ".txt":
-                text = self.text(100) + "\n"
+                content = f"{self.text(100)}\n".encode()
             case ".json":
-                text = json.dumps(self.data())
+                content = json.dumps(self.data()).encode()
             case _:
-                raise OptionError(f"a picture is saved as .svg, .txt or .json, not as {target.name!r}")
-        target.write_text(text, encoding="utf-8")
+                raise OptionError(f"a picture is saved as .svg, .png, .txt or .json, not as {target.name!r}")
+        target.write_bytes(content)
 
     def __str__(self) -> str:
         return self.text()

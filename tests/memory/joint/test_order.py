@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.nn import functional
 
 from partita.memory import Rates
@@ -55,13 +55,18 @@ def _forget_compiled() -> Any:
     torch.compiler.reset()
 
 
-def _backward_of(block: nn.Module) -> list[tuple[Node, int]]:
-    """What the backward of three blocks allocates, in order."""
+def _backward_of(block: nn.Module, compiled: list[GraphModule] | None = None) -> list[tuple[Node, int]]:
+    """What the backward of three blocks allocates, in order; `compiled` gets the graph that is compiled."""
     partition = memory_partition(1.0, rates=_RATES)
+
+    def compile_backward(gm: GraphModule, _: object) -> GraphModule:
+        if compiled is not None:
+            compiled.append(gm)
+        return gm
 
     backend = aot_autograd(
         fw_compiler=lambda gm, _: gm,
-        bw_compiler=lambda gm, _: gm,
+        bw_compiler=compile_backward,
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )
@@ -113,3 +118,13 @@ def test_of_two_products_the_one_that_frees_more_runs_first() -> None:
     hidden = [at for at, node in enumerate(products) if _is_large(node)]
     assert len(weights) == len(hidden) == 3
     assert all(weight < large for weight, large in zip(weights, hidden, strict=True))
+
+
+def test_the_compiler_gets_products_in_the_order_that_the_plan_counts_with() -> None:
+    """Inductor keeps it where no other order is lower in all."""
+    compiled: list[GraphModule] = []
+    counted = [node.name for node, _ in _backward_of(Wide(), compiled) if node.name.startswith("mm")]
+    (graph_module,) = compiled
+    ran = [node.name for node in graph_module.graph.nodes if node.name.startswith("mm")]
+    assert ran == counted
+    assert ran != sorted(ran, key=lambda name: int(name.partition("_")[2] or 0))

@@ -20,6 +20,8 @@ class Order:
 
     nodes: list[Node]
     last_of_kernel: dict[Node, Node] = field(default_factory=dict)
+    #: Products that run after a later one, which frees more.
+    delayed: dict[Node, Node] = field(default_factory=dict)
 
 
 def backward_order(
@@ -33,9 +35,12 @@ def backward_order(
     if not model.fuses:
         return Order(order)
     kernels = _Kernels(model, order, saved)
-    order = _freeing_first(model, _scheduled(order, kernels), saved, initially=initially, kept=kept)
+    order = _scheduled(order, kernels)
+    delayed = _delayed_products(model, order, saved, initially=initially, kept=kept)
+    behind = {late: early for early, late in delayed.items()}
+    order = [one for node in order if node not in delayed for one in (node, behind.get(node)) if one is not None]
     last = {node: members[-1] for members in kernels.members.values() for node in members if len(members) > 1}
-    return Order(order, last)
+    return Order(order, last, delayed)
 
 
 def _with_recomputed(model: JointModel, available: set[Node]) -> Iterator[Node]:
@@ -175,19 +180,19 @@ def _run_kernels(order: list[Node], kernels: _Kernels) -> list[Node]:
     return done
 
 
-def _freeing_first(
+def _delayed_products(
     model: JointModel,
     order: list[Node],
     saved: Collection[Node],
     *,
     initially: Collection[Node],
     kept: Collection[Node],
-) -> list[Node]:
-    """Of two products that do not need each other, first the one that frees more, as `reorder_for_peak_memory` does."""
+) -> dict[Node, Node]:
+    """Of two products in a row that do not need each other, where the second frees more: the first, and the second."""
     is_written = {node: model.is_materialized(node, saved) for node in order}
     lifetimes = last_uses(model, Order(order), is_written, initially)
     places = [at for at, node in enumerate(order) if is_written[node] or node in model.containers]
-    behind: dict[Node, Node] = {}
+    delayed: dict[Node, Node] = {}
     moved: set[Node] = set()
     for start, end in pairwise(places):
         one, two = order[start], order[end]
@@ -200,10 +205,9 @@ def _freeing_first(
         first, second = model.size[one], model.size[two]
         is_lower = max(second, second - by_two + first) < max(first, first - by_one + second)
         if is_lower and not any(one in node.all_input_nodes for node in order[start + 1 : end + 1]):
-            behind[two] = one
+            delayed[one] = two
             moved |= {one, two}
-    waits = set(behind.values())
-    return [one for node in order if node not in waits for one in (node, behind.get(node)) if one is not None]
+    return delayed
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -33,6 +33,8 @@ class Simulated:
     series: tuple[tuple[Node, int], ...]
     #: For each of these whether it is "forward", "recompute" or "backward", and of which segment.
     phases: tuple[tuple[str, int], ...] = ()
+    #: Products of the backward that run after a later one, which frees more.
+    delayed: dict[Node, Node] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -62,6 +64,7 @@ def simulate(model: JointModel, saved: Collection[Node]) -> Simulated:
             *((order.nodes[at], size) for at, size in backward.series),
         ),
         tuple(_phases(model, forward.series, order.nodes, backward.series)),
+        order.delayed,
     )
 
 
