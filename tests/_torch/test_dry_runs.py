@@ -164,10 +164,12 @@ def test_a_recurrent_network_over_no_end_of_steps_is_not_run() -> None:
         steps = graph.placeholder("steps")
         steps.meta["val"] = fake(2**31, 1, 4)
         state = traced(graph, fake(1, 1, 4), aten.ones.default, [1, 1, 4])
-        traced(graph, (steps.meta["val"], state.meta["val"]), aten.gru.input, steps, state, [x, x], *_GRU_OPTIONS)
+        gates = traced(graph, fake(12, 4), aten.cat.default, [x, x, x])
+        results = (steps.meta["val"], state.meta["val"])
+        traced(graph, results, aten.gru.input, steps, state, [gates, gates], *_GRU_OPTIONS)
 
     program = program_with(write)
-    assert Flops().of(_calling(program, aten.gru.input)) == 2 * 2**31 * (16 + 16)
+    assert Flops().of(_calling(program, aten.gru.input)) == 2 * 2**31 * (12 * 4 + 12 * 4)
     reason = saved_tensors_of(program).reason
     assert reason is not None
     assert "more operators than a dry run may call" in reason
@@ -257,7 +259,8 @@ def test_autocast_is_not_dissolved_over_no_end_of_steps() -> None:
     def write(graph: Graph, x: Node) -> None:
         value = fake(2**31, 1, 4)
         steps, state = traced(graph, value, aten.alias.default, x), traced(graph, fake(1, 1, 4), aten.alias.default, x)
-        traced(graph, (value, fake(1, 1, 4)), aten.gru.input, steps, state, [x, x], *_GRU_OPTIONS)
+        gates = traced(graph, fake(12, 4), aten.cat.default, [x, x, x])
+        traced(graph, (value, fake(1, 1, 4)), aten.gru.input, steps, state, [gates, gates], *_GRU_OPTIONS)
 
     with pytest.raises(ModeError, match=r"gru_input.* more operators than a dry run may call; switch autocast off"):
         dissolve(_under_autocast(write))

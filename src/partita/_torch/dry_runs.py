@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -154,13 +154,16 @@ def refusal_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Why a call is rejected: torch does not check such arguments and would read past their end; None if it is not."""
     if not isinstance(target, OpOverload):
         return None
-    tensors = 0
+    tensors, given = 0, dict[str, Any]()
     for place, argument in enumerate(target._schema.arguments):
         value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        given[argument.name] = value
         why = None if value is None else _why_rejected(target, argument, value) or _why_long(target, argument, value)
         if why is not None:
             return f"{argument.name} is {why}"
         tensors += len(value) if isinstance(value, tuple | list) else 1
+    if (ends := _ENDS_PROCESS.get(target._schema.name)) is not None and ends(given):
+        return "torch does not check its numbers against each other, and would end the process"
     most = _MOST_COMBINED if target._schema.name in _COMBINES else _MOST_VALUES
     return f"it reads {tensors} values" if tensors > most and is_composite(target) else None
 
@@ -209,6 +212,64 @@ _LOOP_AXES: Mapping[tuple[str, str], slice] = {
     **{("aten::_trilinear", name): slice(None) for name in ("i1", "i2", "i3")},
 }
 _MOST_LOOPED = 2**12
+
+
+def _divides_by_no_heads(given: Mapping[str, Any]) -> bool:
+    """Whether attention repeats the heads of a key or value that has none."""
+    pair = [one for one in (given["key"], given["value"]) if isinstance(one, Tensor)]
+    return bool(given.get("enable_gqa")) and any(
+        hint_of(one.shape[-3]) == 0 for one in pair if one.dim() >= _AXES_WITH_HEADS
+    )
+
+
+def _divides_by_no_step(given: Mapping[str, Any]) -> bool:
+    """Whether the step of a range is zero as an integer, or a bound is so large that their distance overflows."""
+    start, end, step = (hint_of(given.get(name) or 0) for name in ("start", "end", "step"))
+    is_small = all(isinstance(bound, int | float) and abs(bound) < _LARGEST_BOUND for bound in (start, end))
+    return not is_small or (given.get("step") is not None and not 1 <= abs(step) < _LARGEST_BOUND)
+
+
+def _lacks_parameters(gates: int, given: Mapping[str, Any]) -> bool:
+    """Whether a recurrent network has other numbers of weights, states or rows than its layers read."""
+    if "batch_sizes" in given:  # Its values are read, which a fake tensor does not have.
+        return True
+    layers = (hint_of(given["num_layers"]) or 0) * (1 + bool(given["bidirectional"]))
+    each = 2 + 2 * bool(given["has_biases"])
+    states = given["hx"] if isinstance(given["hx"], tuple | list) else (given["hx"],)
+    if layers < 1 or not all(_rows(one) == layers for one in states) or not isinstance(given["params"], tuple | list):
+        return True
+    per_layer, rest = divmod(len(given["params"]), layers)
+    # An LSTM with a projection has one more weight per layer, which is not divided into gates.
+    weights = [one for place, one in enumerate(given["params"]) if place % max(per_layer, 1) < each]
+    return rest > 0 or per_layer not in (each, each + 1) or not all(_has_gates(one, gates) for one in weights)
+
+
+def _lacks_gates(gates: int, given: Mapping[str, Any]) -> bool:
+    return not all(_has_gates(given[name], gates) for name in ("w_ih", "w_hh"))
+
+
+def _has_gates(weight: Any, gates: int) -> bool:
+    """Whether its rows divide into so many gates: kernels read all of them."""
+    rows = _rows(weight)
+    return rows is not None and rows % gates == 0
+
+
+def _rows(value: Any) -> int | None:
+    """The size of the first axis; None if it has none, as a number that torch converts to a tensor."""
+    return int(hint_of(value.shape[0])) if isinstance(value, Tensor) and value.dim() > 0 else None
+
+
+_GATES = {"gru": 3, "lstm": 4, "rnn_relu": 1, "rnn_tanh": 1}
+#: Whether a call ends the process, by the operator: numbers that torch divides by or counts with (torch 2.13).
+_ENDS_PROCESS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "aten::_scaled_dot_product_attention_math": _divides_by_no_heads,
+    "aten::scaled_dot_product_attention": _divides_by_no_heads,
+    "aten::range": _divides_by_no_step,
+    **{f"aten::{name}": partial(_lacks_parameters, gates) for name, gates in _GATES.items()},
+    **{f"aten::{name}_cell": partial(_lacks_gates, gates) for name, gates in _GATES.items()},
+}
+_LARGEST_BOUND = 2**53
+_AXES_WITH_HEADS = 3
 
 
 def refusal_of_device(values: Any) -> str | None:

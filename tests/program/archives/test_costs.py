@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.processes import run_in_new_process
 from tests.helpers.work import calls_during, steps_during
 from tests.program.archives.helpers import Spoilt, X
 from tests.program.archives.test_names import graph, sine, value
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from partita import Program, plan
+from partita._torch.dry_runs import refusal_of_call
 from partita.errors import ArchiveError, RegionError, UntrustedArchiveError
 from partita.plans import Site
 from partita.policies import ByAnnotation, BySize, Repeats
@@ -405,3 +407,122 @@ def test_regions_compute_a_bounded_number_of_scalars_for_themselves(
     monkeypatch.setattr(borders, "_COPIES_OF_NODE", 0)
     with pytest.raises(RegionError, match=r"5 regions would compute 'f2'.* make fewer regions"):
         plan(program, BySize(operators=1), Call())
+
+
+#: Calls by which torch 2.13 ends the process, also on tensors without memory, and what they read.
+ENDING = {
+    "no heads": (
+        torch.ops.aten._scaled_dot_product_attention_math.default,
+        (torch.Size((1, 4, 4, 4)), torch.Size((1, 0, 4, 4)), torch.Size((1, 0, 4, 4))),
+        {"enable_gqa": True},
+    ),
+    "half a step": (torch.ops.aten.range.step, (0, 1.0, 0.5), {"dtype": torch.int64}),
+    "no gates": (torch.ops.aten.gru_cell.default, (*[torch.Size((2, 4))] * 2, *[torch.Size((4, 4))] * 2), {}),
+    "too few gates": (
+        torch.ops.aten.gru.input,
+        (
+            torch.Size((3, 2, 4)),
+            torch.Size((1, 2, 1)),
+            [torch.Size((4, 4)), torch.Size((4, 1))],
+            False,
+            1,
+            0.0,
+            False,
+            False,
+            False,
+        ),
+        {},
+    ),
+    "sizes of batches": (
+        torch.ops.aten.lstm.data,
+        (
+            torch.Size((6, 4)),
+            torch.Size((3,)),
+            [torch.Size((1, 3, 1))] * 2,
+            [torch.Size((4, 4)), torch.Size((4, 1))],
+            False,
+            1,
+            0.0,
+            False,
+            False,
+        ),
+        {},
+    ),
+}
+
+
+def on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Size):
+        return torch.empty(value, device="meta")
+    return list(map(on_meta, value)) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("case", sorted(ENDING))
+def test_calls_by_which_torch_ends_the_process_are_not_tried(case: str) -> None:
+    target, args, kwargs = ENDING[case]
+    assert "would end the process" in str(refusal_of_call(target, list(map(on_meta, args)), kwargs))
+
+
+def test_recurrent_networks_attention_and_ranges_are_tried() -> None:
+    size, layer = torch.Size, [torch.Size((12, 4)), torch.Size((12, 4)), torch.Size((12,)), torch.Size((12,))]
+    gru = [size((3, 2, 4)), size((2, 2, 4)), layer * 2, True, 1, 0.0, False, True, False]
+    assert refusal_of_call(torch.ops.aten.gru.input, list(map(on_meta, gru)), {}) is None
+    heads = [size((1, 4, 4, 4)), size((1, 2, 4, 4)), size((1, 2, 4, 4))]
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    assert refusal_of_call(attention, list(map(on_meta, heads)), {"enable_gqa": True}) is None
+    assert refusal_of_call(torch.ops.aten.range.step, (0, 8, 2), {"dtype": torch.int64}) is None
+
+
+@pytest.mark.parametrize("case", sorted(ENDING))
+@pytest.mark.parametrize("given", [None, 1, 0.5, True])
+def test_numbers_in_place_of_tensors_are_judged_without_an_error(case: str, given: Any) -> None:
+    target, args, kwargs = ENDING[case]
+    replaced = [given if isinstance(one, torch.Size | list) else one for one in args]
+    assert isinstance(refusal_of_call(target, replaced, kwargs), str | None)
+
+
+def test_attention_without_heads_is_planned(small: Path, tmp_path: Path) -> None:
+    """It is the count of its FLOPs that would end the process."""
+    attention = {
+        **call(
+            "_scaled_dot_product_attention_math.default",
+            "r",
+            query=value("q"),
+            key=value("k"),
+            value=value("k"),
+            enable_gqa={"as_bool": True},
+        ),
+        "outputs": [value("r"), value("weights")],
+    }
+    sizes = {"q": [1, 4, 4, 4], "k": [1, 0, 4, 4]}
+    zeros = [call("zeros.default", name, size={"as_ints": size}) for name, size in sizes.items()]
+    content = json.loads(json.dumps(graph(["x"], [*zeros, attention], ["r"])))
+    for name, size in sizes.items():
+        content["tensor_values"][name].update(
+            sizes=[{"as_int": one} for one in size], strides=[{"as_int": one} for one in (16, 16, 4, 1)]
+        )
+    path = written(small, tmp_path / "m.pt2", content)
+    code = (
+        "import sys, partita\n"
+        "from partita.policies import BySize\n"
+        "from partita.treatments import Call\n"
+        "print(len(partita.plan(partita.Program.of(sys.argv[1]), BySize(parts=1), Call()).partition.regions))\n"
+    )
+    assert run_in_new_process(code, path).stdout.split() == ["1"]
+
+
+@pytest.mark.parametrize("target", ["__upsample_bilinear.scale_list", "__interpolate.scale_list"])
+def test_functions_of_torchscript_are_no_operators(target: str, small: Path, tmp_path: Path) -> None:
+    """Their fake kernels read past the end of an empty list."""
+    scaled = call(target, "r", input=value("x"), scale_factor={"as_floats": []})
+    with pytest.raises(UntrustedArchiveError, match="does more than compute on tensors"):
+        load_exported(written(small, tmp_path / "m.pt2", graph(["x"], [scaled], ["r"])))
+
+
+def test_bits_are_combined_by_operators(tmp_path: Path) -> None:
+    class Bits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.aten.__and__.Tensor(x, x)
+
+    torch.export.save(torch.export.export(Bits(), (torch.ones(2, dtype=torch.int64),)), tmp_path / "m.pt2")
+    assert load_exported(tmp_path / "m.pt2")

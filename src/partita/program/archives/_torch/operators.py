@@ -111,7 +111,8 @@ _ON_NUMBERS = _words("aten::_assert_scalar aten::sym_constrain_range aten::sym_c
 #: behind checks that a direct call avoids: torch crashes where sizes or lists do not match (2.13).
 _INTERNAL = _words(
     """
-    __ _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
+    __and__ __iand__ __ilshift__ __ior__ __irshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__
+    _adaptive_avg_pool _add_relu _addmm_ _aminmax _assert_ _autocast_to_ _batch_norm_no_ _batch_norm_with_ _cast_
     _cdist_ _choose_qparams_ _chunk_cat _conj _convolution _ctc_loss _dim_arange _dirichlet_grad _efficientzerotensor
     _embedding_bag _euclidean_dist _fake_quantize_ _fft_ _functional_ _fused_dropout _fused_moving_avg_obs_fq_helper
     _fused_rms_norm _fw_primal _grouped_mm _histogramdd_ _index_put_impl _int_mm _is_all_true _is_any_true _jagged_to_
