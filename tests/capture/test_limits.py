@@ -459,6 +459,13 @@ def test_a_hook_that_a_model_registers_is_refused_by_name(does: Callable[..., Te
     does(Model(does), X)  # Outside of a capture it works as before.
 
 
+def test_a_backward_hook_of_a_module_is_refused_by_the_name_of_the_module() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    model[1].register_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"module '1' \(Tanh\) has a hook of register_backward_hook"):
+        capture(model, (torch.randn(2, 3),))
+
+
 def test_saved_tensors_that_only_move_are_captured() -> None:
     def does(model: Model, x: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():

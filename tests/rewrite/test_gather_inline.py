@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita import Partition, Program, Region, fingerprint, gather, inline, verify
+from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST
 from partita.errors import OptionError
 from partita.testing.generator.build import dump
 
@@ -207,3 +208,24 @@ def test_only_calls_of_graph_modules_can_be_named() -> None:
         inline(program, ["sub"])
     with pytest.raises(OptionError, match="no call of a body is named 'nobody'"):
         inline(program, ["nobody"])
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cuda")])
+def test_autocast_blocks_that_cross_and_are_closed_stay_closed(devices: tuple[str, ...]) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    for device in devices:
+        outer = graph.call_function(ENTER_AUTOCAST, (device, None, False, None))
+        inner = graph.call_function(ENTER_AUTOCAST, (device, None, True, None))
+        graph.call_function(EXIT_AUTOCAST, (outer,))
+        graph.call_function(EXIT_AUTOCAST, (inner,))
+    graph.output(graph.call_function(torch.sin, (x,)))
+    program = program_of(graph)
+    assert program.modes.final.autocast
+    after = cut(program, {"sin": "a"})
+    for written in (after, inline(after), gather(Partition(program, ()))):
+        enters = written.graph.find_nodes(op="call_function", target=ENTER_AUTOCAST)
+        exits = written.graph.find_nodes(op="call_function", target=EXIT_AUTOCAST)
+        assert len(enters) == len(exits) >= 2 * len(devices)
+        verify(program, written, (torch.randn(2),))  # The nesting depth of autocast is a mode that it compares.
+        assert fingerprint(written) == fingerprint(program) or written is after

@@ -142,7 +142,7 @@ def meta_of_crossing(crossing: Item | Dimension, source: Node) -> dict[str, Any]
 def _only_mode(program: Program) -> Mode:
     """The mode of all nontrivial nodes; items of containers and numbers are the same in every mode."""
     modes = program.modes
-    trivial = modes.toggles | program.symbolic_scalars | program.projecting
+    trivial = modes.toggles | program.symbolic_scalars | program.projections.keys()
     first: int | None = None
     for number, node in enumerate(program.index.nodes):
         if number in trivial or node.op in ("placeholder", "get_attr", "output"):

@@ -176,7 +176,8 @@ class _OuterGraph:
                 self._write_node(self.nodes[step], step)
             else:
                 self._write_call(self.owner[step])
-        self.modes.switch(self.program.modes.final)
+        if self.nodes[-1].op != "output":
+            self.modes.end_in(self.program.modes.final)
         graph = self.writer.close()
         self.modes.close()
         # The code generator carries the calling convention.
@@ -205,7 +206,7 @@ class _OuterGraph:
 
     def _write_node(self, node: Node, number: int) -> None:
         if node.op == "output":
-            self.modes.switch(self.program.modes.final)
+            self.modes.end_in(self.program.modes.final)
         elif node.op not in ("placeholder", "get_attr") and number not in self.program.symbolic_scalars:
             self.modes.switch(self.program.modes.at(number))
         self.env[node] = self.writer.copy(node, self.env.__getitem__, name=self.writer.names.fresh(node.name))

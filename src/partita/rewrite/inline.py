@@ -221,7 +221,7 @@ class Inlining:
         self.writer.names.reserve(node.name for node in nodes if not _vanishes(node, self.calls))
         self._write(scope)
         output = nodes[-1]
-        self.modes.switch(self.program.modes.final)
+        self.modes.end_in(self.program.modes.final)
         self.writer.copy(output, scope.env.__getitem__, name=output.name)
         return self._assembled()
 

@@ -102,6 +102,19 @@ class ModeWriter:
         self._switch_grad(wanted)
         self.mode = wanted
 
+    def end_in(self, final: Mode) -> None:
+        """Writes the toggles that lead to the mode in which the program ends; what is closed there is closed here.
+
+        Torch empties its cache of casts when the outermost block is closed: one that stayed open would keep it forever.
+        """
+        self.switch(final)
+        for at, block in enumerate(self.mode.blocks[self._floor :]):
+            if block.is_closed and isinstance(block.sets, Autocast):
+                # Leaving a block restores the setting at its entry, so one that is left last restores the present one.
+                last = self._call(toggles.ENTER_AUTOCAST, block.sets.device, None, False, None)
+                self._call(toggles.EXIT_AUTOCAST, self._handles[at][0])
+                self._call(toggles.EXIT_AUTOCAST, last)
+
     def restore(self, *, grad: bool | None = None) -> None:
         """Writes the toggles that restore the modes of the call; the grad mode is `grad`, or by value if None."""
         self._leave(self._floor)

@@ -127,8 +127,7 @@ def outlined(
         replaced = {target for at in range(len(partition)) if shared[at] != at for target in _bodies_in(partition, at)}
         gone = replaced.union(moved.values())
         _place_state(program.graph_module, base, parts, gone, keeps_unused=style.keeps_unused_state)
-    # The tolerance of a body belongs to the program that runs it.
-    moves_sums = not program.is_body and (uses_autocast(program) or _is_reordered(partition, numbers, order))
+    moves_sums = uses_autocast(program) or _is_reordered(partition, numbers, order)
     tolerance = summation_tolerance(program) if moves_sums else EXACT
     return Outlined(base, tuple(names), tuple(parts.values()), moved, tolerance)
 
@@ -146,7 +145,7 @@ def gather(partition: Partition) -> Program:
         for number in numbers:
             node = index.nodes[number]
             if node.op != "get_attr":  # Reading an attribute is the same in every mode.
-                switching.switch(modes.final if node.op == "output" else modes.at(number))
+                switching.end_in(modes.final) if node.op == "output" else switching.switch(modes.at(number))
             env[node] = writer.copy(node, env.__getitem__, name=node.name)
         graph = writer.close()
         switching.close()
@@ -401,7 +400,7 @@ class OuterGraph:
     def _write_output(self) -> None:
         output = self.nodes[-1]
         args = map_nodes(output.args, self._value)
-        self.modes.switch(self.call_modes.final)
+        self.modes.end_in(self.call_modes.final)
         returns = output.type if self.style.annotates_output else None
         node = self.writer.write("output", "output", args, name=self._name_for(output), type_expr=returns)
         self.writer.copy_meta(output, node)

@@ -88,8 +88,8 @@ class _Wrapper:
             caller = _without_blocks(run.inside).within(_without_blocks(program.caller))
             inside = self.wrapped(program.body(body, caller)).graph_module
             self.finished.add(inside)
-            if self.is_deep:
-                program.look_into(inside)
+            if self.is_deep:  # Innermost first, deep nests need no deep recursion.
+                program.calls.of_module(inside)
             module._modules[name] = inside
             moved.settle(name, body, inside)
         operators = (operator_for(run.sets, self.style.operators) for run in runs)

@@ -54,6 +54,7 @@ def export_recorded(
 
     Constants that the trace has mutated are restored.
     """
+    _check_backward_hooks(model)
     named = None if kwargs is None else dict(kwargs)
     with _LOCK, patched(_all_patches(model, recorder, region_pass)), fresh_modes(grad=grad):
         # A trace with gradients cannot use an inference tensor.
@@ -121,6 +122,16 @@ def hook_patches() -> list[Patch]:
         # Subclasses such as `save_on_cpu`, which only move saved tensors, change no values.
         Patch(saved_tensors_hooks, "__enter__", _refusing(saved_tensors_hooks.__enter__, only=saved_tensors_hooks)),
     ]
+
+
+def _check_backward_hooks(model: torch.nn.Module) -> None:
+    """Raises where a module has a hook of `register_backward_hook`: it is set on an autograd node, and so lost."""
+    for name, module in model.named_modules():
+        if module._backward_hooks and not module._is_full_backward_hook:
+            raise CaptureError(
+                f"module {name!r} ({type(module).__name__}) has a hook of register_backward_hook, and no graph keeps a "
+                "hook; remove it, or register it outside of the model, on an input, a weight or a result"
+            )
 
 
 def _refusing(method: Callable[..., Any], *, only: type | None = None) -> Callable[..., Any]:
