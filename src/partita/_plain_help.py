@@ -15,18 +15,6 @@ class PlainHelp(type):
         return [name for name in super().__dir__() if name not in _GENERATED]
 
 
-class PublicHelp(PlainHelp):
-    """Lists the names in `_PUBLIC` alone, of a class whose other attributes are for Partita's own modules.
-
-    Those are to the class what names outside of `__all__` are to a module.
-    """
-
-    _PUBLIC: frozenset[str]
-
-    def __dir__(cls) -> Iterable[str]:
-        return [name for name in super().__dir__() if name in cls._PUBLIC or name.startswith("__")]
-
-
 _GENERATED = frozenset(
     (
         *("__annotations__", "__dataclass_fields__", "__dataclass_params__", "__final__", "__match_args__"),

@@ -19,6 +19,7 @@ from partita.lowering.lower import names_mutated_later
 from partita.plans.memory import saved_bytes_of
 from partita.policies import ByLabel
 from partita.program.joint import _mutated
+from partita.program.program import mutated_positions, tensors_with_hooks
 from partita.program.saved_tensors import saved_tensors_of
 from partita.treatments import Recompute
 
@@ -61,8 +62,8 @@ def test_order_and_mutations_follow_from_one_analysis_and_may_be_asked_in_any_or
         assert program.mutations.mutators_of(program.node("y")) == ()
         (edge,) = program.effects.edges()
         assert [program.index.nodes[number].name for number in edge] == ["add_", "sin"]
-        assert program.mutated_inputs == (0,)
-        assert program.hooked_tensors == ()
+        assert program.once(mutated_positions) == (0,)
+        assert program.once(tensors_with_hooks) == ()
     assert len(made) == 2
 
 

@@ -91,6 +91,8 @@ class Block:
     sets: Inference | Autocast = field(compare=False)
     #: The grad mode where the block was entered.
     grad: bool | None = field(compare=False)
+    #: Whether it is what blocks that crossed have left in force, all closed: torch's nesting depth does not count it.
+    is_closed: bool = field(default=False, compare=False)
 
     def within(self, outer: Mode, call: Hashable) -> Block:
         """This block in a body that `call` runs under `outer`."""
@@ -490,8 +492,8 @@ class ModeSwitches:
         own = [autocast for autocast in self.active.values() if autocast not in around]
         if own and self.cache is not _cache_of(self.caller):
             own[-1] = replace(own[-1], cache=self.cache)
-        grad = self.shown.grad
-        return (*blocks[:kept], *(Block((node, autocast.device), autocast, grad) for autocast in own))
+        grad, is_closed = self.shown.grad, not self.open_autocasts
+        return (*blocks[:kept], *(Block((node, a.device), a, grad, is_closed) for a in own))
 
 
 _ACTIONS = {

@@ -34,6 +34,8 @@ def mutations_of(calls: CallEffects) -> Mutations:
 
 def mutations_before(calls: CallEffects, later: LaterUses) -> Mutations:
     """The mutations of a graph whose inputs are used after it has run."""
+    if not any(later):
+        return mutations_of(calls)
     found = _analysed(calls)
     mutated = {found.classes[name]: found.graph_size for name in later.mutated}
     read = frozenset(found.classes[name] for name in later.read)

@@ -15,15 +15,15 @@ from partita.analysis.index import Index
 from partita.analysis.nodes import runs_its_graph, value_of
 
 
-def projections_of(index: Index, root: nn.Module) -> tuple[int, ...]:
-    """The projections of a graph by number, in graph order; other nodes are not visited."""
+def projections_of(index: Index, root: nn.Module) -> dict[int, int]:
+    """The projections of a graph, in graph order, and the node of each container; other nodes are not visited."""
     mutated: dict[Node, bool] = {}
     found = []
     for target in (operator.getitem, getattr):
         for node in index.graph.find_nodes(op="call_function", target=target, sort=False):
             if is_projection(node, root, mutated):
                 found.append(index.number[node])
-    return tuple(sorted(found))
+    return {number: index.sources[index.starts[number]] for number in sorted(found)}
 
 
 def is_projection(node: Node, root: nn.Module | None = None, mutated: dict[Node, bool] | None = None) -> bool:

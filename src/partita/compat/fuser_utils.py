@@ -23,7 +23,7 @@ from partita.compat._fused_groups import (
     record_owned,
 )
 from partita.errors import BrokenGraphError, ModeError
-from partita.program.program import EffectSuccessors, effect_successors, program_being_edited
+from partita.program.program import EffectSuccessors, effect_neighbours, effect_successors, program_being_edited
 from partita.rewrite.fuse import FusedStyle, fuse, fused_body, is_trivial, mode_of_call
 from partita.rewrite.in_place import insert_call
 
@@ -140,10 +140,10 @@ def _point_by_effects(gm: GraphModule, sub_gm: GraphModule, inputs: list[Node], 
     program = program_being_edited(gm)
     number, nodes = program.index.number, program.index.nodes
     fused = {at for at, node in enumerate(nodes) if node.name in names}
-    after = {at for each in fused for at in program.effect_neighbours.after.get(each, ())} - fused
+    after = {at for each in fused for at in program.once(effect_neighbours).after.get(each, ())} - fused
     if not after or min(after) > number[last]:
         return last
-    before = {at for each in fused for at in program.effect_neighbours.before.get(each, ())} - fused
+    before = {at for each in fused for at in program.once(effect_neighbours).before.get(each, ())} - fused
     inputs_of_graph = gm.graph.find_nodes(op="placeholder")
     earliest = max((*before, *(number[node] for node in (*inputs, *inputs_of_graph[-1:]))), default=-1)
     if earliest < 0 or earliest >= min(after):

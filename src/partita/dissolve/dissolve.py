@@ -124,7 +124,7 @@ class _BodyReplacement:
             if number in modes.toggles or self._is_gone(node):
                 continue
             if node.op != "get_attr":
-                switching.switch(modes.final if node.op == "output" else modes.at(number))
+                switching.end_in(modes.final) if node.op == "output" else switching.switch(modes.at(number))
             inputs = {read: self._replaced(node, read, env) for read in node.all_input_nodes}
             env[node] = self.writer.copy(node, inputs.__getitem__, name=node.name)
         graph = self.writer.close()

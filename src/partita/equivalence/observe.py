@@ -23,7 +23,7 @@ from partita.equivalence.objects import Containers, Opened, Shape, opened
 from partita.equivalence.state import Alias, Slot, Snapshot, aliases_of, detach_in_place, slots_of, storage_key
 from partita.equivalence.values import is_array
 from partita.errors import OptionError, PartitaError
-from partita.program.program import Program
+from partita.program.program import Program, mutated_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _of_program(program: Program) -> Subject:
         root=module,
         slots=tuple(replace(slot, name=program.state_keys.original(slot.name)) for slot in slots_of(module)),
         mutated=_keys((*(value for value in held if isinstance(value, Tensor)), *effects.mutated_state)),
-        mutated_inputs=frozenset(program.mutated_inputs),
+        mutated_inputs=frozenset(program.once(mutated_positions)),
         tolerance=program.tolerance,
         placeholders=placeholders,
         output_names=tuple(leaf.name if isinstance(leaf, Node) else "" for leaf in flatten(nodes[-1].args[0]).leaves),

@@ -37,7 +37,7 @@ from partita.lowering.variant_cache import Variants, variants_for
 from partita.plans.compilations import Compilations
 from partita.plans.failures import Failure, Failures, report
 from partita.plans.treatment import Site
-from partita.program.program import Program
+from partita.program.program import Program, mutated_positions, tensors_with_hooks
 from partita.regions import Region
 from partita.rewrite.bodies import bare_body
 
@@ -139,7 +139,7 @@ class Lower(metaclass=PlainHelp):
         # A compiled function has one backward for all of its results, which reads all that was saved.
         later = names_mutated_later(body, site.region)
         program, nodes = Program(body, caller=site.caller), set(site.region.nodes)
-        for hooked in () if site.program is None else site.program.hooked_tensors:
+        for hooked in () if site.program is None else site.program.once(tensors_with_hooks):
             if hooked.is_divided_by(nodes):
                 registers = "registers" if hooked.is_certain else "may register (it calls an unknown function)"
                 reason = (
@@ -180,7 +180,7 @@ class Lower(metaclass=PlainHelp):
             picks_kernels=picks_kernels(backend),
             scope=scope_of(bare.mode),
             effects=effects_by_name(body),
-            mutated_inputs=body.mutated_inputs,
+            mutated_inputs=body.once(mutated_positions),
             # An input that the body itself mutates must not be a copy.
             mutated_later=mutated_later.difference(body.index.nodes[at].name for at in body.effects.mutated_inputs),
             modules=modules_key(bare.module),

@@ -228,7 +228,7 @@ def _largest(partition: Partition, found: Sequence[SavedBytes | None]) -> tuple[
 def _inputs(region: Region, saved: SavedTensors) -> Iterator[Memory]:
     """The memory of the inputs of a region; items are taken out of a container where that is made."""
     program, inside = saved.program, set(region.nodes)
-    number, projecting = program.index.number, program.projecting
+    number, projecting = program.index.number, program.projections
 
     def is_inside(node: Node) -> bool:
         while number[node] in projecting:

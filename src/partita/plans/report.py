@@ -16,6 +16,7 @@ from partita.errors import PartitaError, UnknownNodeError
 from partita.plans.memory import ReportsSavedBytes, SavedBytes, SavedMemory, saved_memory, shown_count
 from partita.plans.treatment import Treatment
 from partita.program.flops import Flops
+from partita.program.program import effect_neighbours, neighbours
 from partita.regions import Partition, Region
 from partita.regions.borders import Crossing, Item
 from partita.regions.equal_bodies import body_numbers, has_repeats
@@ -172,7 +173,7 @@ def explanation(partition: Partition, treatments: Sequence[Treatment], node: Nod
     if number is None:
         raise UnknownNodeError(f"{node.name!r} is not a node of this program; take it from `program.graph`")
     region, reason = partition.region_of(node), partition.reasons.get(node)
-    nodes, ordered = program.index.nodes, program.effect_neighbours
+    nodes, ordered = program.index.nodes, program.once(effect_neighbours)
     return Explanation(
         node=node.name,
         where=_where(partition, treatments, node),
@@ -277,7 +278,7 @@ def _excluded_nodes(partition: Partition) -> Iterator[Node]:
     Items of containers, and numbers that are computed wherever they are read, do not count.
     """
     program = partition.program
-    settled = program.projecting | program.symbolic_scalars
+    settled = program.projections.keys() | program.symbolic_scalars
     for number, node in enumerate(program.index.nodes):
         is_switch = number in program.modes.toggles and node in partition.reasons
         is_alone = partition.owner[number] == ALONE and node.op != "get_attr" and number not in settled
@@ -323,16 +324,16 @@ def _path(partition: Partition, start: int, *, backwards: bool) -> tuple[str, ..
 
     Such a path separates the two regions. A breadth-first search.
     """
-    owner, both = partition.owner, partition.program.neighbours
+    owner, both = partition.owner, partition.program.once(neighbours)
     if owner[start] < 0:
         return ()
     label = partition.regions[owner[start]].label
-    neighbours = both.before if backwards else both.after
+    adjacent = both.before if backwards else both.after
     came_from: dict[int, int] = {start: -1}
     queue = deque([start])
     while queue:
         number = queue.popleft()
-        for other in neighbours.get(number, ()):
+        for other in adjacent.get(number, ()):
             if other in came_from or owner[other] == NOWHERE or owner[other] == owner[start]:
                 continue
             came_from[other] = number

@@ -19,7 +19,7 @@ from partita.policies.constraints import TrivialNodes, check_flags, check_modes_
 from partita.policies.legalize import Piece, assignable, legal_partition, partition_of, settled, unassigned
 from partita.policies.matching import Names, check_match
 from partita.program.operator_choice import Chosen, Operator, checked_operators, choosable_name, plain_name
-from partita.program.program import Program
+from partita.program.program import Program, effect_neighbours
 from partita.regions import Partition
 
 
@@ -147,11 +147,11 @@ class _Moves:
     def __init__(
         self, program: Program, assignment: Sequence[int], chosen_runs: Collection[int], trivial: TrivialNodes
     ) -> None:
-        self.assignment, self._items = settled(program, assignment), program.projecting
+        self.assignment, self._items = settled(program, assignment), program.projections
         self._index, self._modes, self._chosen_runs, self._trivial = program.index, program.modes, chosen_runs, trivial
         self._first = {run: number for number, run in reversed(list(enumerate(self.assignment)))}
         self._readers = self._readers_by_run()
-        self._effects = program.effect_neighbours
+        self._effects = program.once(effect_neighbours)
 
     def sink_to_users(self) -> None:
         """Moves trivial nodes down to the one run that uses them, unless more would have to cross for that.

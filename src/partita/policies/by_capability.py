@@ -221,7 +221,7 @@ class _Limiter:
         self.reasons: dict[Node, str] = {}
         self._limits, self._between, self._flops = limits, units.relation, Flops()
         self._all_nodes, self._members = program.index.nodes, units.members()
-        self._items = program.projecting
+        self._items = program.projections
 
     def within_limits(self, part: Part) -> Iterator[Part]:
         for cut in self._cut_to_max_size(part):
@@ -340,7 +340,7 @@ class Switching:
     """Hands over what is not worth a switch, one backend after the other, in the order of preference."""
 
     def __init__(self, program: Program, capabilities: Sequence[Capability], cost: SwitchCost) -> None:
-        self._nodes, self._items = program.index.nodes, program.projecting
+        self._nodes, self._items = program.index.nodes, program.projections
         submodules: dict[str, nn.Module] = dict(program.graph_module.named_modules(remove_duplicate=False))
         self._checks = [Check.of(one, submodules) for one in capabilities]
         self._cost = cost

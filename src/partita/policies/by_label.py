@@ -126,7 +126,7 @@ class InForward(metaclass=PlainHelp):
 
 def _without_regions_of_items(program: Program, nodes: dict[Hashable, list[Node]]) -> dict[Node, str]:
     """Takes away the labels whose nodes only take items out of containers; returns a reason for each of these nodes."""
-    number, items = program.index.number, program.projecting
+    number, items = program.index.number, program.projections
     alone = [label for label, held in nodes.items() if all(number[node] in items for node in held)] if items else []
     taken = [node for label in alone for node in nodes.pop(label)]
     return dict.fromkeys(taken, "it takes an item out of a container, which is done where the container is made")

@@ -51,7 +51,7 @@ class ByMode(metaclass=PlainHelp):
             if node.op not in ("placeholder", "output", "get_attr")
             and node not in owned
             and number not in program.modes.toggles
-            and number not in program.projecting
+            and number not in program.projections
         }
         return Partition(program, regions, reasons)
 

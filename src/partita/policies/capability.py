@@ -145,7 +145,7 @@ def _reasons(nodes: Sequence[Node], refusal: _Refusal) -> dict[Node, str]:
 def _relation(
     program: Program, unit_of: Sequence[int], order: Sequence[int], *, waits: Iterable[tuple[int, int]]
 ) -> Relation:
-    items = program.projecting
+    items = program.projections
     effects = ((a, b) for a, b in program.effects.edges() if a not in items and b not in items)
     return relation(unit_of, order, data=program.index.edges(), effects=chain(effects, waits))
 
@@ -155,7 +155,7 @@ def _waits_for_symbols(program: Program) -> Iterator[tuple[int, int]]:
     symbols = Symbols(program.index)
     for source, target in program.index.edges():
         for definition, _ in symbols.sources(source):
-            if not isinstance(definition, Dimension) and definition != target and target not in program.projecting:
+            if not isinstance(definition, Dimension) and definition != target and target not in program.projections:
                 yield definition, target
 
 

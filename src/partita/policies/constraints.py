@@ -229,7 +229,7 @@ def _labels(program: Program, numbers: Sequence[int], together: Together) -> Cal
     for at, names in enumerate(together):
         for name in names:
             node = program.node(name)
-            while program.index.number[node] in program.projecting:
+            while program.index.number[node] in program.projections:
                 node = node.all_input_nodes[0]
             if node not in can_be_assigned:
                 what = _NO_OPERATORS.get(node.op, "it only switches a mode, or checks the inputs of the program")

@@ -102,7 +102,7 @@ def assignable(program: Program) -> Iterator[int]:
     """
     toggles, is_first = program.modes.toggles, True
     for number, node in enumerate(program.index.nodes):
-        if node.op in _NO_OPERATORS or number in toggles or number in program.projecting:
+        if node.op in _NO_OPERATORS or number in toggles or number in program.projections:
             continue
         if is_first and _is_guards(node):
             continue
@@ -189,7 +189,7 @@ def cut_into_legal_pieces(program: Program, assignment: Sequence[int]) -> Cut:
     Simulates a run of the graph: a group that waits for nothing outside runs whole; where every group waits for
     another, the one with the earliest node that can run is run as far as it goes. Costs O((N + E) log N).
     """
-    items = program.projecting
+    items = program.projections
     effects = ((a, b) for a, b in program.effects.edges() if a not in items and b not in items)
     schedule = _Schedule(settled(program, assignment), chain(program.index.edges(), effects))
     while True:
@@ -204,7 +204,7 @@ def cut_into_runs(program: Program, assignment: Sequence[int]) -> Cut:
     """A piece for each run of one group in graph order: more pieces, but legal whatever crosses."""
     result, groups, current = list(assignment), [], ALONE
     for number, group in enumerate(assignment):
-        if group == NOWHERE or number in program.projecting or program.index.nodes[number].op == "get_attr":
+        if group == NOWHERE or number in program.projections or program.index.nodes[number].op == "get_attr":
             continue
         if group >= 0:
             if group != current:
@@ -300,7 +300,7 @@ def _reason(program: Program, number: int) -> str:
         return ONLY_SWITCHES
     if _is_guards(node):
         return "it checks the inputs of the program"
-    if number in program.projecting:
+    if number in program.projections:
         return "it takes an item out of a container that no region makes"
     return "the policy names no region for it"
 

@@ -15,14 +15,14 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from partita._plain_help import PublicHelp
+from partita._plain_help import PlainHelp
 from partita._torch.fx.structural_hash import propagate_annotations
 from partita.analysis.effects.calls import CallEffects, tensors_of
 from partita.analysis.effects.graph import GraphEffects, HookedTensor, effects_of_graph, hooked_tensors
 from partita.analysis.effects.terms import Effects
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.modes import AMBIENT, Autocast, Mode, Modes, check_bodies, modes_of
-from partita.analysis.mutation import LaterUses, Mutations, mutations_before, mutations_of
+from partita.analysis.mutation import Mutations, mutations_of
 from partita.analysis.nodes import Neighbours, neighbours_of, value_of
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
@@ -81,21 +81,12 @@ UNMOVED = StateKeys()
 
 
 @final
-class Program(metaclass=PublicHelp):
+class Program(metaclass=PlainHelp):
     """A graph with its state and its calling convention; build one with `Program.of`.
 
     A program is immutable: every rewrite returns a new one that shares the parameters and buffers. Its analyses are
     cached, so edit a graph before you make a program of it, not after.
     """
-
-    #: What is promised to users and to authors of policies; docs/policies.md explains it. The rest is Partita's own.
-    _PUBLIC = frozenset(
-        (
-            *("of", "module", "exported", "save", "decomposed", "original_state", "load_original_state"),
-            *("state_keys", "tolerance"),
-            *("operators", "node", "graph", "graph_module", "modes", "joint"),
-        )
-    )
 
     def __init__(
         self,
@@ -115,20 +106,16 @@ class Program(metaclass=PublicHelp):
         self._graph_module = graph_module
         if index is not None:
             self.index = index
-        self.pure = _trusted(pure)
+        self._pure = _trusted(pure)
         self._state_keys = state_keys
         self._tolerance = tolerance
-        #: What is known of the modes that the program is called under; modes of nodes are relative to it.
-        self.caller = caller
-        #: What an exported program holds beside its graph; None for a graph module.
-        self.export = export
+        self._caller = caller
+        self._export = export
         self._forward_outputs = forward_outputs
-        #: Whether it is the forward of a joint graph, taken out of it.
-        self.is_forward = is_forward
-        #: Where the graph is in a model that Dynamo traces frame by frame; None for the graph of a whole model.
-        self.frame = frame
-        #: Whether it is a body of another program, which has checked the modes of its bodies at any depth.
-        self.is_body = body_of is not None
+        self._is_forward = is_forward
+        self._frame = frame
+        #: A program checks the modes of its bodies at any depth, so they need not check theirs again.
+        self._is_body = body_of is not None
         #: The effects of calling each body; a program shares the table with its bodies.
         self._known_modules: dict[nn.Module, Effects] = {} if body_of is None else body_of._known_modules
         self._analyses: dict[Callable[[Program], Any], Any] = {}
@@ -203,7 +190,7 @@ class Program(metaclass=PublicHelp):
             forward_outputs=self._forward_outputs,
             is_forward=self.is_forward,
             frame=self.frame,
-            body_of=self if self.is_body else None,
+            body_of=self if self._is_body else None,
         )
         if knows_bodies and not made.pure - self.pure:
             made._known_modules = self._known_modules
@@ -214,7 +201,7 @@ class Program(metaclass=PublicHelp):
         if caller == self.caller:
             return self
         view = self.rewritten(self._graph_module)
-        view.caller = caller
+        view._caller = caller
         return view
 
     def body(self, graph_module: GraphModule, caller: Mode = AMBIENT) -> Program:
@@ -225,10 +212,6 @@ class Program(metaclass=PublicHelp):
         _ = self.modes  # Raises if a body at any depth does not restore a mode.
         return Program(graph_module, pure=self.pure, caller=caller, body_of=self)
 
-    def look_into(self, body: GraphModule) -> None:
-        """Computes the effects of calling a body; called innermost first, deep nests need no deep recursion."""
-        self.calls.of_module(body)
-
     @property
     def graph(self) -> Graph:
         """The graph, which must not be changed."""
@@ -238,6 +221,31 @@ class Program(metaclass=PublicHelp):
     def graph_module(self) -> GraphModule:
         """The module that owns the graph and its state."""
         return self._graph_module
+
+    @property
+    def export(self) -> ExportRecord | None:
+        """What an exported program holds beside its graph, its signature say; None for a graph module."""
+        return self._export
+
+    @property
+    def pure(self) -> frozenset[Callable[..., Any]]:
+        """What is assumed to have no side effects: functions, modules and classes of modules."""
+        return self._pure
+
+    @property
+    def caller(self) -> Mode:
+        """What is known of the modes that the program is called under; `modes` are relative to it."""
+        return self._caller
+
+    @property
+    def frame(self) -> Frame | None:
+        """Where the graph is in a model that Dynamo traces frame by frame; None for the graph of a whole model."""
+        return self._frame
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is the forward of a joint graph, taken out of it."""
+        return self._is_forward
 
     def module(self) -> GraphModule:
         """The program as a module that is called like the original."""
@@ -276,6 +284,7 @@ class Program(metaclass=PublicHelp):
 
     @cached_property
     def index(self) -> Index:
+        """The nodes by number, their place in graph order, and the data edges between them."""
         return Index(self.graph)
 
     @cached_property
@@ -290,20 +299,14 @@ class Program(metaclass=PublicHelp):
         """The grad, inference and autocast state that each node runs under."""
         index = self.index
         found = modes_of(index, self.caller)
-        if not self.is_body:
+        if not self._is_body:
             check_bodies(index, self._graph_module, found, grad=self.caller.grad)
-        sources = {number: index.sources[index.starts[number]] for number in self.projections}
-        return found.with_projections(sources)
+        return found.with_projections(self.projections)
 
     @cached_property
-    def projections(self) -> tuple[int, ...]:
-        """The nodes that only take an item out of a container, by number."""
+    def projections(self) -> Mapping[int, int]:
+        """The nodes that only take an item out of a container, in graph order, and that container, by number."""
         return projections_of(self.index, self._graph_module)
-
-    @cached_property
-    def projecting(self) -> frozenset[int]:
-        """The same as a set."""
-        return frozenset(self.projections)
 
     @cached_property
     def symbolic_scalars(self) -> frozenset[int]:
@@ -321,41 +324,16 @@ class Program(metaclass=PublicHelp):
         return effects_of_graph(self.calls)
 
     @cached_property
-    def mutated_inputs(self) -> tuple[int, ...]:
-        """The positions of inputs that are mutated; all of them if an unknown function is called."""
-        mutated = {self.index.nodes[number] for number in self.effects.mutated_inputs}
-        return tuple(place for place, node in enumerate(self.graph.find_nodes(op="placeholder")) if node in mutated)
-
-    @cached_property
     def mutations(self) -> Mutations:
         """Which values are mutated, by which nodes."""
         return mutations_of(self.calls)
 
-    def mutations_before(self, later: LaterUses) -> Mutations:
-        """The same for a body whose inputs are used after it has run."""
-        return mutations_before(self.calls, later) if any(later) else self.mutations
-
     def once(self, analysis: Callable[[Program], T]) -> T:
-        """The result of an analysis of this program, computed at the first request."""
+        """What `analysis` returns for this program, computed at the first request and kept with it."""
         if analysis not in self._analyses:
             self._analyses[analysis] = analysis(self)
         found: T = self._analyses[analysis]
         return found
-
-    @cached_property
-    def hooked_tensors(self) -> tuple[HookedTensor, ...]:
-        """The tensors on which nodes register hooks, or may do so."""
-        return hooked_tensors(self.calls)
-
-    @cached_property
-    def neighbours(self) -> Neighbours:
-        """The predecessors and successors of each node, by data or by effects."""
-        return neighbours_of(chain(self.index.edges(), self.effects.edges()))
-
-    @cached_property
-    def effect_neighbours(self) -> Neighbours:
-        """The predecessors and successors of each node by effects alone."""
-        return neighbours_of(self.effects.edges())
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:
@@ -403,9 +381,6 @@ class Program(metaclass=PublicHelp):
             "path), and pickle or copy the module() of one that was made from a graph module"
         )
 
-    def __dir__(self) -> list[str]:
-        return dir(type(self))
-
     def __repr__(self) -> str:
         return f"Program({type(self._graph_module).__name__}, {len(self.index)} nodes)"
 
@@ -440,6 +415,30 @@ class Frame(NamedTuple):
     autocast: tuple[Autocast, ...] = ()
 
 
+# Analyses that features share; ask for them by `Program.once`.
+
+
+def neighbours(program: Program) -> Neighbours:
+    """The predecessors and successors of each node, by data or by effects."""
+    return neighbours_of(chain(program.index.edges(), program.effects.edges()))
+
+
+def effect_neighbours(program: Program) -> Neighbours:
+    """The predecessors and successors of each node by effects alone."""
+    return neighbours_of(program.effects.edges())
+
+
+def mutated_positions(program: Program) -> tuple[int, ...]:
+    """The positions of inputs that are mutated; all of them if an unknown function is called."""
+    mutated = {program.index.nodes[number] for number in program.effects.mutated_inputs}
+    return tuple(place for place, node in enumerate(program.graph.find_nodes(op="placeholder")) if node in mutated)
+
+
+def tensors_with_hooks(program: Program) -> tuple[HookedTensor, ...]:
+    """The tensors on which nodes register hooks, or may do so."""
+    return hooked_tensors(program.calls)
+
+
 #: The effect successors of each node.
 EffectSuccessors: TypeAlias = Mapping[Node, Sequence[Node]]
 
@@ -456,8 +455,11 @@ def effect_successors(program: Program) -> EffectSuccessors:
 def summation_tolerance(program: Program) -> Tolerance:
     """How far sums of gradients may change when operators are reordered, or a weight is cast once more.
 
-    It is the rounding error of the coarsest dtype that the program is known to add.
+    It is the rounding error of the coarsest dtype that the program is known to add. The tolerance of a body belongs to
+    the program that runs it.
     """
+    if program._is_body:
+        return EXACT
     dtypes = {*_cast_dtypes(program), *_known_dtypes(program)}
     # A block may name a dtype that autocast does not support; torch reports that when it runs.
     eps = (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from partita._torch.fake_sandbox import Tracing, tracing_now
-from partita.analysis.mutation import LaterUses
+from partita.analysis.mutation import LaterUses, mutations_before
 from partita.analysis.nodes import find
 from partita.errors import OptionError
 from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, registered
@@ -115,7 +115,7 @@ def _saved(body: Any) -> frozenset[Node]:
     """What a compiler must not recompute, since the inputs of the body are mutated, by itself or after it."""
     if not isinstance(body, GraphModule):
         return frozenset()
-    found = Program(body).mutations_before(body.meta.get(_LATER, LaterUses()))
+    found = mutations_before(Program(body).calls, body.meta.get(_LATER, LaterUses()))
     return frozenset(node for node in body.graph.nodes if node.name in found.saved_when_compiled)
 
 
@@ -124,7 +124,7 @@ def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
 
     The body of a checkpoint is annotated with later uses of its inputs, since it tags its own nodes when it runs.
     """
-    mutations = Program(gm).mutations_before(later)
+    mutations = mutations_before(Program(gm).calls, later)
     for node in gm.graph.nodes:
         if node.name not in mutations.saved_when_compiled:
             continue

@@ -31,7 +31,7 @@ from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.node_tags import next_graph_id
 from partita.plans.memory import SavedBytes, saved_bytes_of
 from partita.plans.treatment import Called, Site
-from partita.program.program import Program
+from partita.program.program import Program, mutated_positions
 from partita.program.saved_tensors import SavedTensors
 from partita.recompute._torch.checkpoint_plan import annotate_plan, checkpoint_plan
 from partita.recompute.keep import Keep, KeepNothing, gives_tensors, keepable
@@ -146,7 +146,7 @@ class Recompute(metaclass=PlainHelp):
         plan = checkpoint_plan(
             module,
             program,
-            mutated_inputs=(*program.mutated_inputs, *_inputs_mutated_later(body, site.region, site.program)),
+            mutated_inputs=(*program.once(mutated_positions), *_inputs_mutated_later(body, site.region, site.program)),
             mutated_state=tuple(_mutated_state(module, program if site.program is None else site.program)),
             is_complete=True,
         )

@@ -12,7 +12,7 @@ from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita.errors import OptionError
 from partita.program.joint import Joint
-from partita.program.program import Program
+from partita.program.program import Program, neighbours
 from partita.regions.partition import Partition
 from partita.regions.region import Region
 
@@ -78,7 +78,7 @@ def _late(program: Program, joint: Joint) -> list[bool]:
     late = [False] * len(index)
     for node in (*joint.tangents, *joint.backward):
         late[index.number[node]] = True
-    before = program.neighbours.before
+    before = program.once(neighbours).before
     for number in range(len(index)):
         late[number] = late[number] or any(late[earlier] for earlier in before.get(number, ()))
     return late

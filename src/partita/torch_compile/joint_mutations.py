@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import viewed_node
 from partita.errors import RecomputeError
-from partita.program.program import Program
+from partita.program.program import Program, effect_neighbours
 
 
 def is_functionalized(program: Program) -> bool:
@@ -168,7 +168,7 @@ def _is_input_update(node: Node, program: Program, writers: Container[Node]) -> 
     if node.target not in _UPDATES or not isinstance(first, Node) or first.op != "placeholder":
         return False
     index = program.index
-    behind = [index.nodes[number] for number in program.effect_neighbours.after.get(index.number[node], ())]
+    behind = [index.nodes[number] for number in program.once(effect_neighbours).after.get(index.number[node], ())]
     return all(
         other.op == "output" or other in writers or viewed_node(other) is not None for other in (*behind, *node.users)
     )

@@ -37,7 +37,7 @@ from partita.plans.treatment import (
     stays_eager,
     tolerance_of,
 )
-from partita.program.program import Program
+from partita.program.program import Program, mutated_positions, tensors_with_hooks
 from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.rewrite.bodies import copy_mutated_inputs
 from partita.torch_compile._torch.backends import (
@@ -167,7 +167,7 @@ class _PieceCompiler(Interpreter):
             self._leave_uncompiled(str(n.target), body, reason or "has inputs made in inference mode")
             return self._run_piece(n, piece, args).outputs
         needs_backward = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if needs_backward and (program := Program(body)).mutated_inputs:
+        if needs_backward and (program := Program(body)).once(mutated_positions):
             return self._run_and_compile(n, piece, program, args).outputs
         return self._compile_and_run(n, piece, args).outputs
 
@@ -220,7 +220,7 @@ class _PieceCompiler(Interpreter):
 
     def _run_and_compile(self, node: Node, piece: Piece, program: Program, args: list[Any]) -> PieceCall:
         """Runs a piece before compiling it, since the arguments it mutates decide how it is compiled."""
-        body, mutated = program.graph_module, program.mutated_inputs
+        body, mutated = program.graph_module, program.once(mutated_positions)
         piece.keep_graph()
         with runs_fake(self._mode):
             before = [arg.clone() if place in mutated else arg for place, arg in enumerate(args)]
@@ -391,7 +391,7 @@ class Piece(nn.Module):
         """The arguments that its operators mutate, as far as their schemas say."""
         if self._mutated_args is None:
             program = Program(self.fresh_body())
-            self._mutated_args = () if program.effects.barriers else program.mutated_inputs
+            self._mutated_args = () if program.effects.barriers else program.once(mutated_positions)
         return self._mutated_args
 
     def fresh_body(self) -> GraphModule:
@@ -447,6 +447,6 @@ def _split_hook(site: Site) -> str | None:
     if site.program is None or len(site.region.nodes) == len(site.program.operators()):
         return None  # One compiled graph has all gradients.
     nodes = set(site.region.nodes)
-    tensors = (one for one in site.program.hooked_tensors if one.is_certain)
+    tensors = (one for one in site.program.once(tensors_with_hooks) if one.is_certain)
     hooked = next((one for one in tensors if one.is_divided_by(nodes)), None)
     return None if hooked is None else f"contributes to the gradients that the hook {hooked.hook.name!r} receives"

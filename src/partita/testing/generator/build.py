@@ -82,7 +82,7 @@ _ALL_STEPS = {**STEPS, **NEST_STEPS, **CROSSING_STEPS}
 
 def _drafted(recipe: Recipe, inputs: Sequence[Input]) -> tuple[Draft, list[str]]:
     # Autocast caches the leaves that it has cast until the outermost block is exited, and does not notice their
-    # mutation. Blocks that cross may never be exited, so in these programs leaves are not mutated.
+    # mutation. Blocks that cross may never be exited, so in these programs leaves are mutated nowhere.
     crosses = any(step.kind in ("nests.cross", "nests.forget") for step in recipe.steps)
     state = State(training=recipe.training)
     draft = Draft(new_graph(pytree=recipe.pytree), state, odd_names=recipe.odd_names, keeps_leaves=crosses)

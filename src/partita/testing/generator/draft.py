@@ -168,7 +168,9 @@ class Draft:
 
     def may_mutate(self, value: Tensor) -> bool:
         """Whether the storage of `value` holds nothing that is saved for backward, and no leaf that must be kept."""
-        return _storage(value) not in self._saved and _storage(value) not in self._leaves
+        # Inside of a block autocast goes on with the cast that a leaf had before: the page on limits has more.
+        keeps_leaves = self._keeps_leaves or any(block.leave is EXIT_AUTOCAST for block in self.open)
+        return _storage(value) not in self._saved and not (keeps_leaves and _storage(value) in self._leaves)
 
     def outlives_call(self, node: Node) -> bool:
         """Whether the tensor belongs to the state, so that no gradient may flow into it from one call to the next."""
@@ -201,7 +203,7 @@ class Draft:
         return node
 
     def _record_leaf(self, value: Tensor) -> None:
-        if self._keeps_leaves and value.requires_grad:
+        if value.requires_grad:
             self._leaves.add(_storage(value))
 
     def _odd_name(self) -> str | None:
