@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz-files lint docs bench fuzz clean
+.PHONY: help demo test test-all fuzz-files lint docs site bench fuzz clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -31,6 +31,9 @@ lint: $(INSTALLED) ## Check style, types and layers only
 
 docs: $(INSTALLED) ## Run the examples of the documentation
 	$(BIN)/python -m pytest tests/test_documentation.py
+
+site: $(INSTALLED) ## Build the documents as a site in build/site, warnings as errors
+	$(BIN)/python -m sphinx --fail-on-warning --quiet docs build/site
 
 bench: $(INSTALLED) ## Measure beside torch
 	$(BIN)/python -m benchmarks

@@ -41,9 +41,9 @@ def _name(page: Path) -> str:
 def _needs(page: Path) -> list[pytest.MarkDecorator]:
     """What a page compares with, or takes its model from, must be there."""
     needs = {
-        "switching-from-split-module": [NEEDS_SPLIT_MODULE_SIMPLE],
+        "switch-from-split-module": [NEEDS_SPLIT_MODULE_SIMPLE],
         "recompute": [_NEEDS_TRANSFORMERS],
-        "serving": [_NEEDS_TRANSFORMERS, pytest.mark.slow],  # It compiles five bodies with Inductor.
+        "serve-a-model": [_NEEDS_TRANSFORMERS, pytest.mark.slow],  # It compiles five bodies with Inductor.
     }
     return needs.get(page.stem, [])
 
