@@ -61,8 +61,9 @@ __all__ = [
 # The other public packages, and what is taken from them: each is imported when it is first used.
 if TYPE_CHECKING:
     from partita.equivalence.bisect import Bisection, bisect
-    from partita.equivalence.compare import compare, verify
+    from partita.equivalence.compare import compare
     from partita.equivalence.differences import Comparison
+    from partita.equivalence.verify import verify
     from partita.memory import fit
     from partita.treatments.plan_files import load_plan, save_plan
 else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from partita.analysis.tolerance import Tolerance
 from partita.equivalence.bisect import Bisection, bisect
-from partita.equivalence.compare import compare, verify
+from partita.equivalence.compare import compare
 from partita.equivalence.differences import Comparison, Difference
+from partita.equivalence.verify import verify
 
 __all__ = ["Bisection", "Comparison", "Difference", "Tolerance", "bisect", "compare", "verify"]

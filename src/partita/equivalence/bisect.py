@@ -25,7 +25,7 @@ from partita.plans.failures import Failures
 from partita.plans.treatment import Treatment
 from partita.program.program import Program
 from partita.regions import Partition, Region
-from partita.solvers.smallest_failing import smallest_failing, smallest_failing_run
+from partita.solvers.smallest_failing import failing_element, smallest_failing, smallest_failing_run
 from partita.treatments.basic import Call
 
 #: Nothing differs; the program differs from itself; the cut differs without any treatment; one region differs by
@@ -123,11 +123,24 @@ def bisect(
             other_shapes=other_shapes,
         )
 
-    trials = _Trials(plan, compared, isolate=isolate)
+    trials = Trials(plan, compared, isolate=isolate)
     return replace(_bisected(plan, trials), _arguments=(args, kwargs))
 
 
-def _bisected(plan: Plan, trials: _Trials) -> Bisection:
+def _bisected(plan: Plan, trials: Trials) -> Bisection:
+    found = region_to_blame(plan, trials, together=True)
+    if found.blame not in ("region", "cut") or found.plan is None:
+        return found
+    inner, differs = _narrowed(found.plan, trials) or (found.plan, found.comparison)
+    return replace(found, nodes=inner.partition.regions[0].nodes, comparison=differs, runs=trials.runs, plan=inner)
+
+
+def region_to_blame(plan: Plan, trials: Trials, *, together: bool = False) -> Bisection:
+    """The region because of which the result of a plan differs; its operators are not looked for.
+
+    Where no region differs by itself, a smallest set of regions that differ `together` takes many more runs; without
+    that it is all of them.
+    """
     whole = trials.of(plan)
     if whole.equal:
         return Bisection("nothing", (), (), whole, trials.runs, None)
@@ -135,27 +148,30 @@ def _bisected(plan: Plan, trials: _Trials) -> Bisection:
     if not itself.equal:
         return Bisection("program", (), (), itself, trials.runs, None)
     order = [vertex for vertex in plan.partition.order if vertex < len(plan.partition)]
-    parts: dict[tuple[int, ...], Comparison] = {}
+    parts: dict[tuple[int, ...], Comparison] = {tuple(range(len(order))): whole}
 
     def fails(places: Sequence[int]) -> bool:
-        parts[tuple(places)] = trials.of(_part(plan, [order[place] for place in places]))
+        if tuple(places) not in parts:
+            parts[tuple(places)] = trials.of(_part(plan, [order[place] for place in places]))
         return not parts[tuple(places)].equal
 
-    chosen = smallest_failing(len(order), fails)
+    if together:
+        chosen = smallest_failing(len(order), fails)
+    else:
+        alone = failing_element(len(order), fails)
+        chosen = list(range(len(order))) if alone is None else [alone]
     part = _part(plan, [order[place] for place in chosen])
-    differs = parts.get(tuple(chosen), whole)
+    differs = parts[tuple(chosen)]
     if len(chosen) > 1:
         return Bisection("combination", part.partition.regions, (), differs, trials.runs, part)
     cut = replace(part, treatments=(Call(),))
     untreated = trials.of(cut)
-    blame: Blame = "region" if untreated.equal else "cut"
-    part, differs = (part, differs) if untreated.equal else (cut, untreated)
-    (region,) = part.partition
-    inner, differs = _narrowed(part, trials) or (part, differs)
-    return Bisection(blame, (region,), inner.partition.regions[0].nodes, differs, trials.runs, inner)
+    if not untreated.equal:
+        return Bisection("cut", part.partition.regions, (), untreated, trials.runs, cut)
+    return Bisection("region", part.partition.regions, (), differs, trials.runs, part)
 
 
-def _narrowed(part: Plan, trials: _Trials) -> tuple[Plan, Comparison] | None:
+def _narrowed(part: Plan, trials: Trials) -> tuple[Plan, Comparison] | None:
     """The plan of the shortest run of operators of its one region that differs; None if it is the whole region."""
     (region,) = part.partition
     found: dict[tuple[int, int], tuple[Plan, Comparison]] = {}
@@ -185,14 +201,18 @@ def _within(part: Plan, start: int, end: int) -> Plan:
     return Plan(Partition(part.program, [inner]), part.treatments, part.puts_back_modes)
 
 
-class _Trials:
+#: Compares two programs.
+Compared: TypeAlias = Callable[[Program, Program], Comparison]
+
+
+class Trials:
     """Compares the results of plans with the program, and counts.
 
     What differs in the whole plan decides what is looked for: other kinds of differences, such as the exception of a
     treatment that does not take a part of its region, are not the fault that is searched.
     """
 
-    def __init__(self, plan: Plan, compared: Callable[[Program, Program], Comparison], *, isolate: bool) -> None:
+    def __init__(self, plan: Plan, compared: Compared, *, isolate: bool = False) -> None:
         self._program, self._compared, self._isolate = plan.program, compared, isolate
         self.runs = 0
         self._wanted: set[str] | None = None

@@ -16,7 +16,7 @@ from partita.equivalence.differences import Comparison, Difference, differences,
 from partita.equivalence.inputs import Arguments, arguments_of, resized
 from partita.equivalence.observe import Call, Comparable, Observation, Start, Subject, Watched, run, subject_of
 from partita.equivalence.state import Pairing, paired, snapshot_of, storage_key
-from partita.errors import OptionError, VerificationError
+from partita.errors import OptionError
 
 
 def compare(
@@ -53,41 +53,6 @@ def compare(
     if other_shapes:
         found.append(_compared_on_other_sizes(pair, Call("", arguments, grad, backward=gradients)))
     return _merged([Comparison((), pair.notes), *found])
-
-
-def verify(
-    before: Comparable,
-    after: Comparable,
-    args: Sequence[object],
-    kwargs: Mapping[str, object] | None = None,
-    *,
-    tolerance: Tolerance | None = None,
-    gradients: bool = True,
-    second_call: bool = True,
-    no_grad_call: bool = True,
-    other_shapes: bool = True,
-) -> Comparison:
-    """The comparison of two programs that mean the same; raises `VerificationError` if they do not.
-
-    It raises as well where the original fails in every call, since then nothing was verified.
-    """
-    comparison = compare(
-        before,
-        after,
-        args,
-        kwargs,
-        tolerance=tolerance,
-        gradients=gradients,
-        second_call=second_call,
-        no_grad_call=no_grad_call,
-        other_shapes=other_shapes,
-    )
-    if not comparison.equal:
-        raise VerificationError(f"the programs do not mean the same: {comparison}")
-    if comparison.calls and comparison.raised == comparison.calls:
-        why = comparison.notes[0] if comparison.notes else "it raises in every call"
-        raise VerificationError(f"nothing could be compared, give arguments that the original accepts: {why}")
-    return comparison
 
 
 def _merged(parts: Sequence[Comparison]) -> Comparison:

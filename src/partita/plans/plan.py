@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import reduce
 from itertools import chain
 from operator import or_
 from typing import final
+from weakref import ref
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -39,7 +40,7 @@ from partita.plans.treatment import (
     tolerance_of,
     treated,
 )
-from partita.program.program import Program
+from partita.program.program import Program, origin_of, set_origin
 from partita.program.saved_tensors import saved_tensors_of
 from partita.regions import Partition, Region
 from partita.regions.joint_forward import forward_alone
@@ -103,6 +104,9 @@ class Plan(metaclass=PlainHelp):
         Regions with equal bodies call one module, which has the names of all of them, with their own inputs; with
         `share_bodies=False` each has a module of its own.
         """
+        return set_origin(self._applied(state_names, share_bodies=share_bodies), Application.of(self))
+
+    def _applied(self, state_names: StateNaming, *, share_bodies: bool) -> Program:
         sites = self._sites()
         shared = shared_bodies(self.partition, self.treatments, sites) if share_bodies else range(len(sites))
         final = AMBIENT if self.puts_back_modes else self.program.modes.final
@@ -230,6 +234,38 @@ class Plan(metaclass=PlainHelp):
 
     def __repr__(self) -> str:
         return f"Plan of {self.program!r}: {self.summary()}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Application:
+    """The plan that made a program, by names, so that the program before it need not stay in memory."""
+
+    program: ref[Program]
+    regions: tuple[tuple[str, Hashable, tuple[str, ...]], ...]
+    treatments: tuple[Treatment, ...]
+    puts_back_modes: bool
+
+    @staticmethod
+    def of(plan: Plan) -> Application:
+        named = tuple(
+            (region.name, region.label, tuple(node.name for node in region.nodes)) for region in plan.partition
+        )
+        return Application(ref(plan.program), named, plan.treatments, plan.puts_back_modes)
+
+    def plan(self) -> Plan | None:
+        """The same plan again; None if its program is gone."""
+        program = self.program()
+        if program is None:
+            return None
+        regions = [Region(name, tuple(map(program.node, nodes)), label=label) for name, label, nodes in self.regions]
+        return Plan(Partition(program, regions), self.treatments, self.puts_back_modes)
+
+
+def plan_applied_to_make(program: Program) -> Plan | None:
+    """The plan whose result a program is; None if it is none, or if the program before it is gone."""
+    origin = origin_of(program)
+    return origin.plan() if isinstance(origin, Application) else None
 
 
 @gc_paused()

@@ -119,6 +119,8 @@ class Program(metaclass=PlainHelp):
         #: The effects of calling each body; a program shares the table with its bodies.
         self._known_modules: dict[nn.Module, Effects] = {} if body_of is None else body_of._known_modules
         self._analyses: dict[Callable[[Program], Any], Any] = {}
+        #: What made this program of another one, if that was recorded.
+        self._origin: object = None
 
     @classmethod
     def of(
@@ -413,6 +415,17 @@ class Frame(NamedTuple):
     paths: tuple[str, ...] = ()
     #: The autocast that it was traced under, and is called under: Dynamo guards on it.
     autocast: tuple[Autocast, ...] = ()
+
+
+def set_origin(program: Program, origin: object) -> Program:
+    """The same program, which knows what it was made by."""
+    program._origin = origin
+    return program
+
+
+def origin_of(program: Program) -> object:
+    """What `set_origin` recorded; None if nothing."""
+    return program._origin
 
 
 # Analyses that features share; ask for them by `Program.once`.

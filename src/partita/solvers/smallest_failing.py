@@ -21,11 +21,17 @@ def smallest_failing(count: int, fails: Fails) -> list[int]:
             known[key] = bool(key) and fails(key)
         return known[key]
 
+    alone = failing_element(count, tried)
+    return _reduced(list(range(count)), tried) if alone is None else [alone]
+
+
+def failing_element(count: int, fails: Fails) -> int | None:
+    """One element of `range(count)` that fails by itself, found by halving; None if halving finds none."""
     suspects = list(range(count))
     while len(suspects) > 1:
         half = suspects[: len(suspects) // 2]
-        suspects = half if tried(half) else suspects[len(half) :]
-    return suspects if count and tried(suspects) else _reduced(list(range(count)), tried)
+        suspects = half if fails(half) else suspects[len(half) :]
+    return suspects[0] if suspects and fails(suspects) else None
 
 
 def _reduced(part: list[int], fails: Fails) -> list[int]:

@@ -1,0 +1,80 @@
+"""Raises where two programs do not mean the same, and names the region that differs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from partita.analysis.tolerance import Tolerance
+from partita.equivalence.bisect import Compared, Trials, region_to_blame
+from partita.equivalence.compare import compare
+from partita.equivalence.differences import Comparison
+from partita.equivalence.observe import Comparable
+from partita.errors import VerificationError
+from partita.plans.plan import plan_applied_to_make
+from partita.program.program import Program
+
+_LOG = logging.getLogger(__name__)
+
+
+def verify(
+    before: Comparable,
+    after: Comparable,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    tolerance: Tolerance | None = None,
+    gradients: bool = True,
+    second_call: bool = True,
+    no_grad_call: bool = True,
+    other_shapes: bool = True,
+    locate: bool = True,
+) -> Comparison:
+    """The comparison of two programs that mean the same; raises `VerificationError` if they do not.
+
+    If `after` is the result of a plan, the error names the region that differs: halves of the plan are applied and
+    compared until one region is left. `locate=False` saves these runs. It raises as well where the original fails in
+    every call, since then nothing was verified.
+    """
+    compared = partial(
+        compare,
+        args=args,
+        kwargs=kwargs,
+        tolerance=tolerance,
+        gradients=gradients,
+        second_call=second_call,
+        no_grad_call=no_grad_call,
+        other_shapes=other_shapes,
+    )
+    comparison = compared(before, after)
+    if not comparison.equal:
+        where = _located(after, compared) if locate and isinstance(after, Program) else None
+        raise VerificationError(f"the programs do not mean the same: {comparison}" + (f"\n{where}" if where else ""))
+    if comparison.calls and comparison.raised == comparison.calls:
+        why = comparison.notes[0] if comparison.notes else "it raises in every call"
+        raise VerificationError(f"nothing could be compared, give arguments that the original accepts: {why}")
+    return comparison
+
+
+def _located(after: Program, compared: Compared) -> str | None:
+    """Which region of the plan that made `after` differs, in words; None if there is no such plan."""
+    try:
+        plan = plan_applied_to_make(after)
+        if plan is None or not len(plan.partition):
+            return None
+        trials = Trials(plan, compared)
+        found = region_to_blame(plan, trials)
+    except Exception as error:  # What differs is known, and must be reported whatever fails here.
+        _LOG.debug("the region that differs was not found: %s", error)
+        return None
+    if found.blame == "nothing":
+        return "the plan changes nothing: the program that it was applied to differs from the original already"
+    if found.blame == "program":
+        return "the program differs from itself when it is called twice, so no region is to blame"
+    names = ", ".join(repr(region.name) for region in found.regions)
+    runs = f"found in {trials.runs} run{'' if trials.runs == 1 else 's'}"
+    if found.blame == "combination":
+        return f"no region differs by itself ({runs})"
+    why = "although it is not treated" if found.blame == "cut" else f"treated by {found.plan_treatment!r}"
+    return f"region {names} differs by itself, {why} ({runs}); partita.bisect(plan, args) names its operators"
