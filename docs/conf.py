@@ -37,6 +37,10 @@ add_module_names = False
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 html_title = f"Partita {version}"
 html_copy_source = False
 html_show_sphinx = False
