@@ -36,6 +36,20 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "index.html").exists()
 
 
+def test_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#([^)\s]+))?\)", text)
+    assert len(links) > 20
+    assert [path for path, _ in links if not (ROOT / path).exists()] == []
+    assert [f"{path}#{anchor}" for path, anchor in links if anchor and anchor not in _anchors(ROOT / path)] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("package", PAGES_OF_NAMES)
 def test_a_page_has_every_public_name_of_its_package(package: str) -> None:
     page = NAMES / f"{package.rpartition('.')[2]}.md"
