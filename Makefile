@@ -30,7 +30,7 @@ lint: $(INSTALLED) ## Check style, types and layers only
 	$(BIN)/lint-imports --no-logo
 
 docs: $(INSTALLED) ## Run the examples of the documentation
-	$(BIN)/python -m pytest tests/test_documentation.py
+	$(BIN)/python -m pytest tests/test_documentation.py tests/test_docstrings.py
 
 site: $(INSTALLED) ## Build the documents as a site in build/site, warnings as errors
 	$(BIN)/python -m sphinx --fail-on-warning --quiet docs build/site

@@ -27,13 +27,20 @@ myst_heading_anchors = 4
 # "Every code block is valid in its language" is what the tests check, by running them.
 suppress_warnings = ["misc.highlighting_failure"]
 
+# A docstring is plain text for help(); in it `name` is code, and a paragraph that ends in :: begins an example.
+default_role = "code"
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
 add_module_names = False
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 html_title = f"Partita {version}"
 html_copy_source = False
 html_show_sphinx = False

@@ -304,6 +304,7 @@ PUBLIC = {
         "NotPicklableError",
         "OptionError",
         "PartitaError",
+        "PlanFileError",
         "RecomputeError",
         "RegionError",
         "SignatureError",
@@ -358,7 +359,9 @@ def test_every_error_is_a_partita_error_and_of_a_builtin_type() -> None:
 
 
 def test_the_public_names_of_partita_are_in_the_documentation() -> None:
-    pages = [PYPROJECT.parent / "README.md", *sorted((PYPROJECT.parent / "docs").rglob("*.md"))]
+    # The pages made of docstrings have every name, and explain none.
+    pages = [page for page in sorted((PYPROJECT.parent / "docs").rglob("*.md")) if page.parent.name != "api"]
+    pages.append(PYPROJECT.parent / "README.md")
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     compat = [name for name in PUBLIC if name.startswith("partita.compat.")]
     shown = (

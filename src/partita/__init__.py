@@ -1,13 +1,25 @@
 """Partita cuts PyTorch graphs into regions, gives each a treatment, and checks that the program means the same.
 
-    program = partita.capture(model, (x,))
-    plan = partita.plan(program, ByModule("blocks.*"), Lower("inductor"))
-    print(plan)
-    fast = plan.apply().module()
-    partita.verify(model, fast, (x,))
+Example::
 
-Policies are in `partita.policies`, treatments in `partita.treatments`, backends in `partita.backends`, the backend of
-torch.compile in `partita.torch_compile`, torch's own names in `partita.compat`, and every error in `partita.errors`.
+    import torch
+    import partita
+    from partita.policies import ByModule
+    from partita.treatments import Lower
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    x = torch.randn(4, 8)
+
+    program = partita.capture(model, (x,))  # a graph; blocks of no_grad and autocast are kept
+    plan = partita.plan(program, ByModule("0"), Lower("aot_eager"))  # or "inductor", to run fast
+    print(plan)  # what will be done; nothing is done yet
+    after = plan.apply()  # a new program, which shares the parameters
+    partita.verify(program, after, (x,))  # raises if values, gradients, state or anything else differs
+    y = after.module()(x)  # called like the model
+
+Examples of other names begin where this one ends. Policies are in `partita.policies`, treatments in
+`partita.treatments`, backends in `partita.backends`, the backend of torch.compile in `partita.torch_compile`, torch's
+own names in `partita.compat`, and every error in `partita.errors`.
 """
 
 from typing import TYPE_CHECKING

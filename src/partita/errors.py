@@ -20,6 +20,7 @@ __all__ = [
     "NotPicklableError",
     "OptionError",
     "PartitaError",
+    "PlanFileError",
     "RecomputeError",
     "RegionError",
     "SignatureError",

@@ -53,6 +53,12 @@ def capture(
 ) -> Program:
     """The program that a model runs for these arguments; `args`, `kwargs`, `dynamic_shapes` are as for torch.export.
 
+    Example::
+
+        rows = torch.export.Dim("rows", min=2, max=64)
+        program = partita.capture(model, (x,), dynamic_shapes=({0: rows},))
+        y = program.module()(torch.randn(7, 8))
+
     The modes that `capture` is called under make no difference. Blocks of the model are kept as they were written, and
     outside of them the program follows the modes of its caller; it leaves no mode switched behind. A model that queries
     the modes of its caller is traced again with another answer. If it only restores or disables them, the program does

@@ -38,7 +38,10 @@ Blame: TypeAlias = Literal["nothing", "program", "cut", "region", "combination"]
 class Bisection(metaclass=PlainHelp):
     """What makes the result of a plan differ: regions of the plan, and the operators of the region that suffice."""
 
+    #: "region"; "combination" if only several regions together differ; "cut" if the region differs without its
+    #: treatment; "program" if the program differs from itself; "nothing".
     blame: Blame
+    #: The region to blame, or those that differ together.
     regions: tuple[Region, ...]
     #: The shortest run of operators of the region that was found to differ; empty if no single region is to blame.
     nodes: tuple[Node, ...]
@@ -104,6 +107,14 @@ def bisect(
     other_shapes: bool = True,
 ) -> Bisection:
     """The region because of which the result of `plan` differs, and the operators in it, found by halving.
+
+    Example::
+
+        found = partita.bisect(plan, (x,))
+        print(found.blame)  # "nothing" here; "region" where one is wrong
+        if found.blame == "region":
+            print(found.regions[0].name, found.nodes)
+            found.reproduce("folder")  # a script that shows the fault, without Partita
 
     Parts of the plan are applied and compared with the program as `compare` does, which has the same options. An
     exception of a treatment counts as a difference; where nothing else differs, so does a failed compilation. With

@@ -33,6 +33,12 @@ def compare(
 ) -> Comparison:
     """Everything that differs between calls of the two programs, bit by bit unless a tolerance is passed or declared.
 
+    Example::
+
+        found = partita.compare(model, lambda x: model(x) * 1.001, (x,))
+        print(found.equal, found.calls)
+        print(found.differences[0])  # what differs, where, how far, and in which call
+
     Both run from the same state, inputs and random state, all of which are afterwards as they were. Memory is copied
     only for state and inputs that may be mutated. The calls: the arguments with gradients; then other data on the
     state that the first call left; the arguments under no_grad; other sizes where the graph has symbols for them.

@@ -47,6 +47,16 @@ from partita.rewrite.bodies import bare_body
 class Lower(metaclass=PlainHelp):
     """Has `backend`, a name or a backend with options, compile the body at the first call.
 
+    Example::
+
+        from partita.backends import Inductor
+
+        treatment = Lower("inductor")
+        treatment = Lower(Inductor({"max_autotune": True}), strict=True)
+        plan = partita.plan(program, ByModule("*"), Lower("aot_eager"))
+        module = plan.apply().module()
+        y = module(x)  # compiled now
+
     Another function is compiled for each new signature (dtypes, devices, sizes, strides, whether gradients are needed,
     modes), and the `max_variants` last used are kept. Sizes that were traced as symbols are symbols for the backend
     too, and so is a size that has changed; `dynamic=True` makes symbols of all sizes, `dynamic=False` of none. Where a

@@ -204,6 +204,24 @@ def fit(
 ) -> GraphModule:
     """A module like `model` whose training step, forward and backward, takes at most `peak` bytes.
 
+    Example::
+
+        class Loss(torch.nn.Module):  # the model returns its loss
+            def __init__(self):
+                super().__init__()
+                self.up = torch.nn.ModuleList(torch.nn.Linear(8, 32) for _ in range(6))
+                self.down = torch.nn.ModuleList(torch.nn.Linear(32, 8) for _ in range(6))
+
+            def forward(self, x):
+                for up, down in zip(self.up, self.down):
+                    x = down(torch.nn.functional.gelu(up(x)))
+                return x.square().mean()
+
+        batch = torch.randn(512, 8)
+        fitted = partita.fit(Loss(), (batch,), peak=0.6)  # or peak="11GB"
+        print(fitted.memory_plan)  # what is recomputed, and the peak that follows
+        fitted(batch).backward()
+
     It is the fastest that `step_memory(...).plan(peak)` finds; its plan is in the attribute `memory_plan`.
     """
     MemoryBudget(peak)

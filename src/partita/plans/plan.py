@@ -60,11 +60,22 @@ _WITHOUT_MODE = ("placeholder", "get_attr", "output")
 class Plan(metaclass=PlainHelp):
     """What will be done to a program; print it, query it, then `apply` it.
 
+    Example::
+
+        plan = partita.plan(program, ByModule("0"), Lower("aot_eager"))
+        print(plan.summary())  # how much is in regions, and why the rest is not
+        print(plan.explain("relu"))  # why this node is where it is
+        module = plan.apply().module()
+        y = module(x)
+        print(plan.compilations, plan.failures)  # what was compiled, and what runs eagerly instead
+
     `failures` and `compilations` grow as the result is called: which regions run eagerly, and why; which functions were
     compiled for which inputs.
     """
 
+    #: The regions, and why other nodes are in none.
     partition: Partition
+    #: One for each region, in the order of `partition`.
     treatments: tuple[Treatment, ...]
     #: Whether the result restores modes that the program leaves switched.
     puts_back_modes: bool = False
@@ -274,7 +285,18 @@ def plan(
     policy: Policy | Partition,
     treatment: Treatment | Mapping[str, Treatment] | Callable[[Region], Treatment],
 ) -> Plan:
-    """The plan with the regions of `policy` and their `treatment`: one for all, by region name, or by a function."""
+    """The plan with the regions of `policy` and their `treatment`: one for all, by region name, or by a function.
+
+    Example::
+
+        from partita.policies import BySize
+        from partita.treatments import Call
+
+        halves = BySize(parts=2)
+        plan = partita.plan(program, halves, Call())
+        plan = partita.plan(program, halves, {"part_0": Call(), "part_1": Lower("aot_eager")})
+        plan = partita.plan(program, halves, lambda region: Call() if len(region) < 2 else Lower("aot_eager"))
+    """
     program = program if isinstance(program, Program) else Program.of(program)
     if isinstance(policy, type):
         raise OptionError(f"{policy.__name__} is a class; pass an instance, for example {policy.__name__}(...)")

@@ -58,6 +58,17 @@ _MANY_FREE = 250_000
 class ByCapability(metaclass=PlainHelp):
     """All that is accepted, in the fewest regions that data, effects and modes allow.
 
+    Example::
+
+        from partita.policies import ByCapability
+
+        def my_chip(node):
+            return "no kernel for it" if "relu" in node.name else None
+
+        plan = partita.plan(program, ByCapability(my_chip), Lower("aot_eager"))
+        plan = partita.plan(program, ByCapability("aot_eager", min_size=2), Lower("aot_eager"))
+        print(plan.summary())
+
     `capabilities` is one capability or several in order of preference: a node goes to the first that accepts it. A
     capability is a function from a node to the reason to refuse it (None to accept it), torch's `OperatorSupport`, a
     backend or its name. For a single one, in one mode, no partition has fewer regions; otherwise there are few. Then

@@ -34,6 +34,13 @@ _ITEM = re.compile(r"\[(?:['\"]([^'\"\]]*)['\"]|([^'\"\[\]]*))\]")
 class ByModule(metaclass=PlainHelp):
     """A region for each call of the selected modules, by the `nn_module_stack` that the tracer recorded.
 
+    Example::
+
+        policy = ByModule("0")  # one module by its path
+        policy = ByModule("*")  # "layers.*" for all of a list
+        policy = ByModule(classes=torch.nn.Linear)
+        print([region.name for region in policy(program)])
+
     `paths` are patterns such as "layers.*" (as in `fnmatch`: a star also matches dots), or a predicate of paths;
     `classes` are module classes or their names; `depth` counts calls from the program inwards. A call must match all
     options that are set; of nested calls that match, the outermost is taken. Where one call cannot run all nodes of a
@@ -174,6 +181,11 @@ def calls_around(node: Node, root: nn.Module) -> tuple[ModuleCall, ...]:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return _calls_by_name(str(node.target), root) if node.op == "call_module" else ()
+    return calls_in(stack)
+
+
+def calls_in(stack: object) -> tuple[ModuleCall, ...]:
+    """The calls of modules that a tracer has recorded in the metadata of a node, outermost first."""
     if not isinstance(stack, Mapping):
         return ()
     return tuple(

@@ -84,6 +84,15 @@ UNMOVED = StateKeys()
 class Program(metaclass=PlainHelp):
     """A graph with its state and its calling convention; build one with `Program.of`.
 
+    Example::
+
+        program = partita.Program.of(torch.fx.symbolic_trace(model))
+        program = partita.Program.of(torch.export.export(model, (x,)))
+        program.save("model.pt2")
+        program = partita.Program.of("model.pt2")  # read as data: nothing in the file is run
+        print([node.name for node in program.operators()])
+        y = program.module()(x)
+
     A program is immutable: every rewrite returns a new one that shares the parameters and buffers. Its analyses are
     cached, so edit a graph before you make a program of it, not after.
     """

@@ -51,6 +51,15 @@ _WRAPPED = WrapStyle(kinds=(Autocast,), in_modules=True)
 class Recompute(metaclass=PlainHelp):
     """Recomputes the region in the backward, except for what `keep` keeps; same values and gradients, bit for bit.
 
+    Example::
+
+        from partita.treatments import KeepExpensive, Recompute
+
+        plan = partita.plan(program, ByModule("*"), Recompute())
+        plan = partita.plan(program, ByModule("*"), Recompute(KeepExpensive()))
+        print(plan)  # with the bytes that are saved for backward, and what is recomputed
+        plan.apply().module()(x).sum().backward()
+
     Regions in series are recomputed one at a time, each just before its backward. Random numbers are the same in both
     runs, and buffers are mutated once. In a graph that is compiled whole, marks tell the compiler to do the same.
     """
