@@ -41,7 +41,7 @@ bench: $(INSTALLED) ## Measure beside torch
 fuzz: $(INSTALLED) ## Check the laws on N=1000 generated graphs (ARGS=--modes: on nests of modes; ARGS='--lower NAME': lowered; ARGS=--recompute: recomputed)
 	$(BIN)/python -m partita.testing.fuzz --graphs $(N) $(ARGS)
 
-fuzz-files: $(INSTALLED) ## Load 10,000 spoilt .pt2 files in a process with limits
+fuzz-files: $(INSTALLED) ## Load 10,000 spoilt .pt2 files and dry run 100,000 odd calls, in processes with limits
 	$(BIN)/python -m pytest -n $(JOBS) -m fuzz tests/program/archives/test_fuzz.py
 
 clean: ## Remove the virtual environment, caches and build outputs

@@ -118,6 +118,7 @@ def test_reasons_of_excluded_nodes_are_kept(tmp_path: Path) -> None:
         (Lower(Inductor(options={"max_autotune": True})), "holds Inductor"),
         (Recompute(KeepOperators(torch.relu)), "which a file cannot hold"),
         (Own(1.0), "which a file cannot hold"),
+        (Mark("stack_trace", "a"), "replaces what torch keeps in the metadata"),
     ],
     ids=repr,
 )
@@ -126,6 +127,11 @@ def test_what_a_file_cannot_hold_is_refused(treatment: Any, message: str, tmp_pa
     with pytest.raises(PlanFileError, match=message):
         partita.save_plan(plan, tmp_path / "plan.json")
     assert not list(tmp_path.iterdir())
+
+
+#: Tuples of equal hashes: that of -1 is that of -2.
+EQUAL_HASHES = [{"tuple": [-1 - (number >> bit & 1) for bit in range(10)]} for number in range(1024)]
+REASON = {"text": "a", "kind": "odd", "by": "", "why": "", "nodes": ["relu"]}
 
 
 def _spoilt(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], Any]:
@@ -153,6 +159,16 @@ def _spoilt(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, A
         (_spoilt(lambda data: data["regions"][0].update(label={"tuple": [{"list": []}]})), "has a list in it"),
         (_spoilt(lambda data: data["regions"][0]["nodes"].append("linaer")), "did you mean 'linear'"),
         (_spoilt(lambda data: data["regions"][0]["nodes"].append(3)), "which is no name"),
+        (_spoilt(lambda data: data["regions"][0].update(label=1 << 64)), "a number beyond 64 bits"),
+        (_spoilt(lambda data: data["regions"][0].update(label={"tuple": ["\x1b[2J"]})), "cannot be printed: '.x1b"),
+        (_spoilt(lambda data: data["regions"][0].update(label="\ud800")), "cannot be printed: '.ud800"),
+        (_spoilt(lambda data: data["regions"][0].update(name="\u202e")), "cannot be printed: '.u202e"),
+        (_spoilt(lambda data: data["regions"][0].update(name="a\xa0b")), "an unprintable character"),
+        (_spoilt(lambda data: data["regions"][0].update(label={"set": EQUAL_HASHES})), "more than 1000 values"),
+        (_spoilt(lambda data: data["regions"][0]["nodes"].extend(data["regions"][0]["nodes"])), "'linear' twice"),
+        (_spoilt(lambda data: data["treatments"].append(data["treatments"][0])), "more treatments than regions"),
+        (_spoilt(lambda data: data.update(reasons=[REASON])), "of the kind 'odd', which no reason has"),
+        (_spoilt(lambda data: data.update(reasons=[{**REASON, "why": "\x1b"}])), "reason 0 has a text that cannot"),
     ],
 )
 def test_a_spoilt_file_is_refused(spoil: Any, message: str, tmp_path: Path) -> None:
@@ -174,6 +190,9 @@ def test_a_spoilt_file_is_refused(spoil: Any, message: str, tmp_path: Path) -> N
         ({"class": "Lower", "options": {"__class__": "Call"}}, "no option '__class__' in a file"),
         ({"class": "Lower", "options": {"backend": "inducter"}}, "does not take these options"),
         ({"class": "Recompute", "options": {"keep": {"tuple": [{"list": [{}]}]}}}, "a value that no plan has"),
+        ({"class": "Mark", "options": {"key": "val", "value": 1}}, "replaces what torch keeps in the metadata"),
+        ({"class": "Mark", "options": {"key": 1, "value": 1}}, "choose another key, a text"),
+        ({"class": "Mark", "options": {"key": "k", "value": {"list": ["\r"]}}}, "a text that cannot be printed"),
     ],
 )
 def test_a_treatment_that_no_plan_has_is_refused(treatment: Any, message: str, tmp_path: Path) -> None:

@@ -96,11 +96,17 @@ class Guard(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keywords of a call; a factory operator gets the meta device."""
-    if not _takes_device(func) or any(isinstance(value, Tensor) for value in args):
-        return kwargs
-    return {**kwargs, "device": torch.device("meta")}
+def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of a call on meta tensors; one that names a device gets the meta device in its place.
+
+    An operator that moves a tensor, or makes one like it elsewhere, would allocate real memory of that size.
+    """
+    place = _place_of_device(func)
+    if place is None:
+        return tuple(args), kwargs
+    if place < len(args):
+        return (*args[:place], torch.device("meta"), *args[place + 1 :]), kwargs
+    return tuple(args), {**kwargs, "device": torch.device("meta")}
 
 
 def views_added(target: Any) -> int | None:
@@ -233,7 +239,8 @@ def _lacks_parameters(gates: int, given: Mapping[str, Any]) -> bool:
     """Whether a recurrent network has other numbers of weights, states or rows than its layers read."""
     if "batch_sizes" in given:  # Its values are read, which a fake tensor does not have.
         return True
-    layers = (hint_of(given["num_layers"]) or 0) * (1 + bool(given["bidirectional"]))
+    count = hint_of(given["num_layers"])
+    layers = count * (1 + bool(given["bidirectional"])) if isinstance(count, int) else 0
     each = 2 + 2 * bool(given["has_biases"])
     states = given["hx"] if isinstance(given["hx"], tuple | list) else (given["hx"],)
     if layers < 1 or not all(_rows(one) == layers for one in states) or not isinstance(given["params"], tuple | list):
@@ -291,8 +298,10 @@ def _has_device(kind: str) -> bool:
 
 
 @cache
-def _takes_device(func: Any) -> bool:
-    return isinstance(func, OpOverload) and any(argument.name == "device" for argument in func._schema.arguments)
+def _place_of_device(func: Any) -> int | None:
+    """Where an operator takes a device; None if it takes none."""
+    arguments = func._schema.arguments if isinstance(func, OpOverload) else ()
+    return next((place for place, argument in enumerate(arguments) if argument.name == "device"), None)
 
 
 def _further_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

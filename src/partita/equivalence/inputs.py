@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,7 +89,8 @@ def input_name(path: str) -> str:
 def resized(arguments: Arguments, placeholders: Sequence[Node]) -> Iterator[tuple[str, Arguments]]:
     """Arguments with every dynamic size changed, in several ways, each with a description such as `s0 = 5`.
 
-    Which sizes the program accepts is not known: the caller tries them in turn.
+    Which sizes the program accepts is not known: the caller tries them in turn. Sizes that cannot be computed, or that
+    make an argument far larger than the caller's, are omitted.
     """
     if not arguments.matches(placeholders):
         return
@@ -96,7 +98,10 @@ def resized(arguments: Arguments, placeholders: Sequence[Node]) -> Iterator[tupl
     sizes = _sizes(values, arguments.tree.leaves)
     for step in _STEPS if sizes else ():
         others = {symbol: max(step(size), 1) for symbol, size in sizes.items()}
-        leaves = [_other(leaf, value, others) for leaf, value in zip(arguments.tree.leaves, values, strict=True)]
+        try:
+            leaves = [_other(leaf, value, others) for leaf, value in zip(arguments.tree.leaves, values, strict=True)]
+        except (ArithmeticError, TypeError, ValueError):  # As for a size of 6 // (s0 - 5), at s0 = 5.
+            continue
         description = ", ".join(f"{symbol} = {size}" for symbol, size in others.items())
         yield description, Arguments(replace(arguments.tree, leaves=tuple(leaves)))
 
@@ -288,9 +293,18 @@ def _sizes(values: Sequence[Any], leaves: Sequence[object]) -> dict[Any, int]:
     return sizes
 
 
+#: How many times as many elements as the caller's an argument may have, and how many it may have in any case.
+_MOST_TIMES, _FEW_ELEMENTS = 64, 2**16
+
+
 def _other(leaf: object, value: Any, sizes: Mapping[Any, int]) -> object:
     if isinstance(value, Tensor) and isinstance(leaf, Tensor) and symbols_in(value):
-        return _stretched(leaf, [_evaluated(size, sizes) for size in value.shape])
+        shape = [_evaluated(size, sizes) for size in value.shape]
+        most = max(_MOST_TIMES * leaf.numel(), _FEW_ELEMENTS)
+        # Each axis is stretched by itself, so the others do not make up for a large one.
+        if len(shape) != leaf.ndim or min(shape, default=0) < 0 or math.prod(max(size, 1) for size in shape) > most:
+            raise ValueError(f"sizes {shape} are no other sizes of an argument with sizes {tuple(leaf.shape)}")
+        return _stretched(leaf, shape)
     return _evaluated(value, sizes) if isinstance(value, torch.SymInt) else leaf
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch.fx import Node
 
@@ -22,7 +23,7 @@ from partita.plans.treatment import Treatment, is_treatment
 from partita.program.fingerprint import program_digest
 from partita.program.program import Program
 from partita.regions import Partition, Region
-from partita.regions.region import Reason
+from partita.regions.region import Reason, ReasonKind
 
 FORMAT, VERSION = "partita plan", 1
 
@@ -95,7 +96,7 @@ def _parsed(path: Path) -> Any:
 
 
 #: A million nodes take about 20 MB.
-_MOST_BYTES = 1 << 30
+_MOST_BYTES = 1 << 28
 
 
 def from_data(data: Any, program: Program, known: Known, *, where: str = "the plan") -> Plan:
@@ -104,18 +105,20 @@ def from_data(data: Any, program: Program, known: Known, *, where: str = "the pl
     found = reader.record(data, _PLAN, where)
     if found["format"] != FORMAT or found["version"] != VERSION:
         raise PlanFileError(
-            f"{where} has the format {found['format']!r}, version {found['version']!r}; this version of Partita reads "
-            f"{FORMAT!r}, version {VERSION}"
+            f"{where} has the format {found['format'][:40]!r}, version {str(found['version'])[:40]}; this version of "
+            f"Partita reads {FORMAT!r}, version {VERSION}"
         )
     if found["program"] != program_digest(program):
         raise PlanFileError(
             f"{where} is a plan for another program. A plan fits the program that it was made for, or the same model "
             "captured again; make a new one for this program"
         )
+    if len(found["treatments"]) > len(found["regions"]):
+        raise PlanFileError(f"{where} has more treatments than regions, which no plan has")
     treatments = [reader.value(one, f"treatment {at}") for at, one in enumerate(found["treatments"])]
     for at, one in enumerate(treatments):
         if not is_treatment(one):
-            raise PlanFileError(f"{where}: treatment {at} is {one!r}, which is no treatment")
+            raise PlanFileError(f"{where}: treatment {at} is {repr(one)[:80]}, which is no treatment")
     try:
         return _assembled(found, treatments, program, reader)
     except PlanFileError:
@@ -138,6 +141,8 @@ def _assembled(found: dict[str, Any], treatments: Sequence[Any], program: Progra
     reasons: dict[Node, str] = {}
     for at, one in enumerate(found["reasons"]):
         row = reader.record(one, _REASON, f"reason {at}")
+        if row["kind"] not in get_args(ReasonKind):
+            raise PlanFileError(f"{where}: reason {at} is of the kind {row['kind'][:40]!r}, which no reason has")
         reason = Reason(row["text"], kind=row["kind"], by=row["by"], why=row["why"])
         reasons.update(dict.fromkeys(reader.nodes(row["nodes"], program, f"reason {at}"), reason))
     return Plan(Partition(program, regions, reasons), tuple(chosen), found["restores_modes"])
@@ -211,7 +216,15 @@ class _Reader:
         for key, kind in expected.items():
             if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
                 raise PlanFileError(f"{self.where}: {key!r} of {what} is not of the type {kind.__name__}")
+            self._check(data[key], what)
         return data
+
+    def _check(self, value: object, what: str) -> None:
+        """Raises for numbers and texts that no plan needs, and that harm where they are compared or printed."""
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # Of larger ones, any number have one hash.
+            raise PlanFileError(f"{self.where}: {what} has a number beyond 64 bits")
+        if isinstance(value, str) and _UNPRINTABLE.search(value):
+            raise PlanFileError(f"{self.where}: {what} has a text that cannot be printed: {ascii(value)[:80]}")
 
     def nodes(self, names: Sequence[Any], program: Program, what: str) -> tuple[Node, ...]:
         for name in names:
@@ -232,6 +245,7 @@ class _Reader:
 
     def value(self, data: Any, what: str, depth: int = 0) -> Any:
         if isinstance(data, _PLAIN):
+            self._check(data, what)
             return data
         if isinstance(data, dict) and depth < _DEEPEST:
             match data:
@@ -240,6 +254,11 @@ class _Reader:
                 case {"tuple": list(items)} if len(data) == 1:
                     return tuple(self.value(one, what, depth + 1) for one in items)
                 case {"set": list(items)} if len(data) == 1:
+                    # The hashes of texts are random, but of tuples of numbers a file can have any number with one hash.
+                    if len(items) > _MOST_IN_SET and not all(isinstance(one, str) for one in items):
+                        raise PlanFileError(
+                            f"{self.where}: {what} has a set of more than {_MOST_IN_SET} values that are no texts"
+                        )
                     return frozenset(self.hashable(one, what, depth + 1) for one in items)
                 case {"class": str(name), "options": dict(options)} if len(data) == 2:
                     return self._instance(name, options, what, depth)
@@ -270,3 +289,6 @@ class _Reader:
 
 
 _DEEPEST = 20
+_MOST_IN_SET = 1_000
+#: Signs that a terminal interprets or that reverse the direction of a text, and halves of characters; no line breaks.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Self, TypeAlias, final
@@ -19,7 +20,7 @@ ONLY_SWITCHES = "it only switches a mode"
 #: Refused by a capability; together with such a node; in a region that was not worthwhile; excluded otherwise.
 ReasonKind: TypeAlias = Literal["refused", "together", "not worthwhile", "excluded"]
 
-_UNQUOTABLE = re.compile(r'["\\\x00-\x1f\x7f]')
+_UNQUOTABLE = re.compile(r'["\\]')
 
 
 @final
@@ -35,7 +36,7 @@ class Region(metaclass=PlainHelp):
 
     def __post_init__(self) -> None:
         # torch.fx writes the name unescaped between quotes into the generated code.
-        if _UNQUOTABLE.search(str(self.name)):
+        if _UNQUOTABLE.search(str(self.name)) or not str(self.name).isprintable():
             raise RegionError(
                 f"the name {self.name!r} of a region has a quote, a backslash or an unprintable character; it becomes "
                 "the name of a module, so change it, or its label or affix"
@@ -129,7 +130,7 @@ def _distinct(name: str, nodes: Iterable[Node]) -> tuple[Node, ...]:
         odd = next(node for node in held if not isinstance(node, Node))
         raise RegionError(f"region {name!r} holds {odd!r}, which is no node; take the nodes from `program.graph`")
     if len(set(held)) != len(held):
-        twice = next(node for at, node in enumerate(held) if node in held[:at])
+        twice = next(node for node, count in Counter(held).items() if count > 1)
         raise RegionError(f"region {name!r} holds {twice.name!r} twice; name it once")
     return held
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from partita.errors import OptionError
+from partita.errors import OptionError, PlanFileError
 from partita.lowering.delegate import Delegate
 from partita.lowering.lower import Lower
 from partita.plans import Plan
@@ -44,6 +44,7 @@ _OURS = (
 
 def save_plan(plan: Plan, path: str | os.PathLike[str], *, classes: Iterable[type] = ()) -> None:
     """Writes a plan as JSON. `classes` are treatments of your own, dataclasses whose options are plain values."""
+    _check_marks(plan)
     write_plan(plan, path, _known(classes))
 
 
@@ -57,7 +58,27 @@ def load_plan(
 
     The file is data: nothing in it is imported or run. A treatment of your own is found among `classes`, by its name.
     """
-    return read_plan(path, program if isinstance(program, Program) else Program.of(program), _known(classes))
+    plan = read_plan(path, program if isinstance(program, Program) else Program.of(program), _known(classes))
+    _check_marks(plan)
+    return plan
+
+
+def _check_marks(plan: Plan) -> None:
+    """Raises if a treatment would replace metadata of torch: compilers read it, and write some of it into code."""
+    for treatment in plan.treatments:
+        if isinstance(treatment, Mark) and (not isinstance(treatment.key, str) or treatment.key in _KEYS_OF_TORCH):
+            raise PlanFileError(
+                f"{str(treatment)[:80]} replaces what torch keeps in the metadata of nodes under this key, and no plan "
+                "of a file does; choose another key, a text"
+            )
+
+
+_KEYS_OF_TORCH = frozenset(
+    (
+        *("custom", "example_value", "from_node", "fwd_nn_module_stack", "nn_module_stack", "original_aten"),
+        *("source_fn_stack", "stack_trace", "tensor_meta", "torch_fn", "unbacked_bindings", "val"),
+    )
+)
 
 
 def _known(classes: Iterable[type]) -> Known:

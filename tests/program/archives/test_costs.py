@@ -16,14 +16,16 @@ from tests.helpers.work import calls_during, steps_during
 from tests.program.archives.helpers import Spoilt, X
 from tests.program.archives.test_names import graph, sine, value
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from partita import Program, plan
-from partita._torch.dry_runs import refusal_of_call
+from partita import Program, compare, plan
+from partita._torch.dry_runs import Allowance, refusal_of_call
 from partita.errors import ArchiveError, RegionError, UntrustedArchiveError
 from partita.plans import Site
 from partita.policies import ByAnnotation, BySize, Repeats
 from partita.program import structure
+from partita.program._torch.saved_tensors import allocated_tensors, flops_until_saved
 from partita.program.archives import inspect_archive, load_exported
 from partita.regions import borders
 from partita.regions.equal_bodies import shareable_bodies
@@ -474,11 +476,13 @@ def test_recurrent_networks_attention_and_ranges_are_tried() -> None:
 
 
 @pytest.mark.parametrize("case", sorted(ENDING))
-@pytest.mark.parametrize("given", [None, 1, 0.5, True])
+@pytest.mark.parametrize("given", [None, 1, 0.5, True, 1j])
 def test_numbers_in_place_of_tensors_are_judged_without_an_error(case: str, given: Any) -> None:
     target, args, kwargs = ENDING[case]
     replaced = [given if isinstance(one, torch.Size | list) else one for one in args]
     assert isinstance(refusal_of_call(target, replaced, kwargs), str | None)
+    others = [on_meta(one) if isinstance(one, torch.Size | list) else given for one in args]
+    assert isinstance(refusal_of_call(target, others, kwargs), str | None)
 
 
 def test_attention_without_heads_is_planned(small: Path, tmp_path: Path) -> None:
@@ -526,3 +530,61 @@ def test_bits_are_combined_by_operators(tmp_path: Path) -> None:
 
     torch.export.save(torch.export.export(Bits(), (torch.ones(2, dtype=torch.int64),)), tmp_path / "m.pt2")
     assert load_exported(tmp_path / "m.pt2")
+
+
+#: More memory than any machine has.
+HUGE = 2**46
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (torch.ops.aten.ones_like.default, ()),
+        (torch.ops.aten.new_ones.default, ([HUGE],)),
+        (torch.ops.aten.to.device, (torch.device("cpu"), torch.float64)),
+        (torch.ops.aten.to.other, (0.0,)),
+        (torch.ops.prims.device_put.default, (torch.device("cpu"),)),
+    ],
+    ids=str,
+)
+def test_a_dry_run_makes_no_tensor_on_the_device_that_a_call_names(target: Any, args: Any) -> None:
+    given = torch.empty(HUGE, device="meta")
+    takes_device = any(one.name == "device" for one in target._schema.arguments) and torch.device("cpu") not in args
+    kwargs = {"device": torch.device("cpu")} if takes_device else {}
+    assert isinstance(
+        flops_until_saved("call_function", target, (given, *args), kwargs, allowance=Allowance(100)), int | None
+    )
+
+
+def test_what_keeping_costs_is_measured_without_a_change_of_traced_values() -> None:
+    """If torch fails while it resizes `out`, using that tensor again ends the process (torch 2.13)."""
+    with FakeTensorMode():
+        out, left, right = torch.empty(3), torch.empty(2, 2**58, 1), torch.empty(2, 1, 64)
+    found = allocated_tensors(torch.ops.aten.linalg_matmul.out, (left, right), {"out": out}, allowance=Allowance(100))
+    assert found is None
+    assert out.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "Mul(Integer(10000000000), Pow(Symbol('s0', positive=True, integer=True), Integer(4)))",
+        "FloorDiv(Integer(6), Add(Symbol('s0', positive=True, integer=True), Integer(-7)))",
+    ],
+)
+def test_programs_are_compared_on_no_sizes_that_take_all_memory_or_are_none(
+    size: str, small: Path, tmp_path: Path
+) -> None:
+    content = json.loads(json.dumps(graph(["x"], [sine("x", "r")], ["r"])))
+    sizes = [
+        {"as_expr": {"expr_str": text, "hint": {"as_int": hint}}}
+        for text, hint in (("Symbol('s0', positive=True, integer=True)", 6), (size, 4))
+    ]
+    for held in content["tensor_values"].values():
+        held["sizes"] = sizes
+    spoilt = Spoilt(written(small, tmp_path / "m.pt2", content))
+    spoilt.program(lambda saved: saved.update(range_constraints={"s0": {"min_val": 2, "max_val": 64}}))
+    program = Program.of(spoilt.write(tmp_path / "m.pt2"))
+    comparison = compare(program, plan(program, BySize(parts=1), Call()).apply(), (X,))
+    assert comparison.equal
+    assert "Guard failed" in comparison.notes[0]

@@ -677,6 +677,44 @@ def test_a_call_gives_no_tensor_if_its_graph_gives_none(returned: Any, small: Pa
         load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 
+@pytest.mark.parametrize(
+    ("target", "outputs"),
+    [
+        ("torch.ops.aten.sin.default", [value("r"), value("other")]),
+        ("torch.ops.aten.sin.default", [{"as_tensors": [{"name": "r"}]}]),
+        ("torch.ops.aten.max.dim", [value("r")]),
+        ("torch.ops.aten.max.dim", [{"as_none": True}]),
+        ("torch.ops.aten.unbind.int", [value("r")]),
+        ("torch.ops.aten.unbind.int", [value("r"), {"as_none": True}]),
+        ("torch.ops.aten.sym_numel.default", [value("r")]),
+        ("torch.ops.aten._assert_tensor_metadata.default", [value("r")]),
+        ("_operator.mul", [value("r")]),
+    ],
+)
+def test_an_operator_has_the_results_of_its_schema(target: str, outputs: Any, small: Path, tmp_path: Path) -> None:
+    """Others load, but cannot be saved again: torch's serializer fails with an error about itself."""
+    call = {**node(target, [], "r"), "outputs": outputs}
+    given = {
+        "sin": {"self": value("x")},
+        "max": {"self": value("x"), "dim": {"as_int": 0}},
+        "unbind": {"self": value("x")},
+    }
+    arguments = given.get(target.split(".")[-2], {"a" if "assert" in target else "self": value("x")})
+    if target == "_operator.mul":
+        arguments = {"a": {"as_int": 2}, "b": {"as_int": 3}}
+    call["inputs"] = [{"name": name, "arg": argument, "kind": 1} for name, argument in arguments.items()]
+    spoilt = Spoilt(small)
+
+    def change(program: Any) -> None:
+        content = graph(["x", "r", "other", "y"], [], ["y"])
+        program["graph_module"]["graph"] = {**content, "inputs": [value("x")], "nodes": [call, sine("x", "y")]}
+        program["graph_module"]["signature"]["output_specs"] = [{"user_output": {"arg": value("y")}}]
+
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="has other results"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
 def test_a_call_without_a_result_has_a_name_of_python(small: Path, tmp_path: Path) -> None:
     """It is loaded again once it was saved."""
     spoilt = Spoilt(small)

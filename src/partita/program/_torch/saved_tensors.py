@@ -26,8 +26,11 @@ DYNAMO_SKIPS = True
 
 
 def allocated_tensors(function: Any, args: Any, kwargs: Any, *, allowance: Allowance) -> list[Tensor] | None:
-    """A tensor for each storage that a call on fake tensors allocates; None if unknown."""
-    if not is_torchs(function) or refusal_of_call(function, args, kwargs) is not None:
+    """A tensor for each storage that a call on fake tensors allocates; None if unknown.
+
+    The tensors are the traced values of a program, so what mutates an argument, or resizes `out`, is not called.
+    """
+    if not is_torchs(function) or refusal_of_call(function, args, kwargs) is not None or _mutates(function):
         return None
     if refusal_of_device((args, kwargs)) is not None:
         return None
@@ -43,6 +46,10 @@ def allocated_tensors(function: Any, args: Any, kwargs: Any, *, allowance: Allow
         return None
     inputs = set(map(storage_key, leaves))
     return [tensor for key, tensor in recorder.found.items() if key not in inputs]
+
+
+def _mutates(function: Any) -> bool:
+    return isinstance(function, OpOverload) and function._schema.is_mutable
 
 
 class _AllocationRecorder(TorchDispatchMode):
@@ -180,7 +187,7 @@ class OperatorMonitor(TorchDispatchMode):
             return func(*args, **kwargs)
         self._allowance.spend(func, args, kwargs)
         if self._makes_meta:
-            kwargs = on_meta(func, args, kwargs)
+            args, kwargs = on_meta(func, args, kwargs)
         formula = _formula_for(func.overloadpacket)
         if formula is None and is_composite(func):
             with self:  # Without autograd, in inference mode, composite operators arrive undecomposed.

@@ -293,6 +293,8 @@ class GraphReader:
         value = node.meta.get("val")
         if value is not None and not all(_may_be(value, one) for one in returned):
             data["outputs"].malformed("the graph that it runs has other results")
+        if not _may_return(node.target, value):
+            data["outputs"].malformed(f"{data['target'].value} has other results")
 
     def _returned_by_bodies(self, node: Node) -> list[Any]:
         """What the graphs return that an operator runs."""
@@ -455,6 +457,27 @@ def _may_be(value: Any, returned: Any) -> bool:
     if _is_list(value) and _is_list(returned):
         return len(value) <= len(returned) and all(map(_may_be, value, returned))
     return any(isinstance(value, kind) and isinstance(returned, kind) for kind in (Tensor, _NUMBERS, type(None)))
+
+
+def _may_return(target: Any, value: Any) -> bool:
+    """Whether an operator returns such a value, by its schema: torch cannot save a graph in which it does not."""
+    if not isinstance(target, OpOverload):
+        return target not in SCALAR_FUNCTIONS.values() or isinstance(value, _NUMBERS)
+    kinds = [_TYPE.fullmatch(str(one.real_type)) for one in target._schema.returns]
+    if len(kinds) > 1:
+        return _is_list(value) and len(value) == len(kinds) and all(map(_is_of_type, value, kinds))
+    return _is_of_type(value, kinds[0]) if kinds else value is None
+
+
+def _is_of_type(value: Any, match: re.Match[str] | None) -> bool:
+    """Whether a value is of a type of a schema; a result that nothing needs may be missing."""
+    if match is None or (value is None and not match[2]):
+        return True
+    _, is_list, of_optionals, name = match.groups()
+    wanted: tuple[type, ...] = (Tensor,) if name == "Tensor" else _NUMBERS
+    if not is_list:
+        return isinstance(value, wanted)
+    return _is_list(value) and all(isinstance(one, wanted) or (of_optionals and one is None) for one in value)
 
 
 def value_name(given: Data) -> str:
