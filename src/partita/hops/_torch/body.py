@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -29,7 +28,7 @@ from torch.fx.traceback import has_preserved_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._thunk import Thunk
 
-from partita._torch.fake_sandbox import active_fake_mode
+from partita._torch.fake_sandbox import active_fake_mode, fake_mode_of
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import call_overrides
@@ -110,7 +109,7 @@ class _FlatBody:
         self.symbols.offer(self._outer)
         remaining = iter(inputs)
         leaves = [next(remaining) if _is_traced(leaf) else leaf for leaf in self._leaves]
-        operands, keywords = pytree.tree_unflatten(leaves, self._structure)
+        operands, keywords = self._structure.unflatten(leaves)
         self.result = run(self._body, operands, keywords)
         self.outputs = self.result
         if not _is_traced(self.result):
@@ -216,9 +215,11 @@ def _describe(placeholder: Node, attribute: Node, held: Tensor, outer: Any) -> N
 
 
 def _fake(tensor: Tensor) -> Tensor | None:
+    if fake_mode_of(tensor) is not None:
+        return tensor
     mode = active_fake_mode()
-    if mode is None or isinstance(tensor, FakeTensor):
-        return tensor if isinstance(tensor, FakeTensor) else None
+    if mode is None:
+        return None
     fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake
 
