@@ -51,6 +51,11 @@ def call_overrides(module: nn.Module) -> str | None:
     return None if module._compiled_call_impl is None else "has a compiled call of its own"
 
 
+def runs_its_graph(module: object) -> bool:
+    """Whether a call runs a graph and nothing else: no hook, no `forward` of the instance, no compiled call."""
+    return isinstance(module, GraphModule) and call_overrides(module) is None
+
+
 class StandsForBody(nn.Module):
     """A module that runs something equivalent to its `body`, which holds the state."""
 

@@ -31,7 +31,7 @@ from torch.utils._thunk import Thunk
 from partita._torch.fake_sandbox import active_fake_mode, fake_mode_of
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
-from partita._torch.nn_modules import call_overrides
+from partita._torch.nn_modules import runs_its_graph
 from partita._torch.operators.schemas import nodes_by_target
 from partita._torch.pytrees import leaves_of, map_leaves
 from partita.hops._torch.node_tags import TaggedInterpreter
@@ -249,14 +249,14 @@ def run_body(
 
 def run(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """The result of `body`; runs it node by node where a tracer copies node metadata, as torch does at top level."""
-    if has_preserved_node_meta() and not keywords and _is_plain_graph(body):
+    if has_preserved_node_meta() and not keywords and runs_its_graph(body):
         return TaggedInterpreter(cast(GraphModule, body)).run(*operands)
     return body(*operands, **keywords)
 
 
 def _switches_nothing(body: Any) -> bool:
     """Whether `body` is a graph in which no node can leave a mode switched."""
-    return _is_plain_graph(body) and all(
+    return runs_its_graph(body) and all(
         op in ("placeholder", "get_attr", "output") or (op == "call_function" and _is_plain(target)) or not nodes
         for (op, target), nodes in nodes_by_target(body.graph).items()
     )
@@ -265,7 +265,3 @@ def _switches_nothing(body: Any) -> bool:
 def _is_plain(target: Any) -> bool:
     """Whether a function is an ATen or Python builtin; any other may run Python code, or a body."""
     return target.namespace in ("aten", "prims") if isinstance(target, OpOverload) else target in _PLAIN_FUNCTIONS
-
-
-def _is_plain_graph(body: Any) -> bool:
-    return isinstance(body, GraphModule) and call_overrides(body) is None
