@@ -220,7 +220,7 @@ def _cannot_recompute() -> bool:
     Some transforms disable saved-tensor hooks. Of others, the levels and tangents are gone when the backward runs.
     """
     try:
-        with saved_tensors_hooks(_unchanged, _unchanged):  # Raises where hooks are disabled.
+        with _IdentityHooks():  # Raises where hooks are disabled.
             pass
     except RuntimeError:
         return True
@@ -229,8 +229,11 @@ def _cannot_recompute() -> bool:
     return _levels_now() != _LEVELS.get()
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
+class _IdentityHooks(saved_tensors_hooks):
+    """Hooks that save tensors as they are; a class of its own, since a capture refuses the hooks of a model."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _levels_now() -> tuple[int, int]:
