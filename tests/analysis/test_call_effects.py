@@ -75,6 +75,7 @@ def test_functions_that_only_compute():
         (len, X),
         (torch.sym_max, X, Y),
         (torch.is_grad_enabled,),
+        (torch._C._get_tracing_state,),
         (torch._C._log_api_usage_once, "name"),
         (torch.compiler.is_compiling,),
         (A.sym_size.int, X, 0),

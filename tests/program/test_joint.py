@@ -255,7 +255,7 @@ def _graph(*inputs: str, outputs: int = 2) -> GraphModule:
         (_graph("primals_1", "tangents_1"), 0, OptionError, "at least 1, not 0"),
         (_graph("primals_1", "tangents_1"), True, OptionError, "at least 1, not True"),
         (_graph("primals_1", "tangents_1"), "1", OptionError, "num_fwd_outputs"),
-        (torch.export.export(nn.ReLU(), (X,)), 1, OptionError, "not a ExportedProgram; leave out forward_outputs"),
+        (torch.export.export(nn.ReLU(), (X,)), 1, OptionError, "not a ExportedProgram; omit forward_outputs"),
         (nn.ReLU(), 1, OptionError, "not a ReLU"),
     ],
 )

@@ -97,8 +97,6 @@ class FakeCopies:
         return copied
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        from torch._subclasses.fake_tensor import FakeTensor
-
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotImplementedError("a tensor is not strided, or is lazily conjugated or negated")
         size, stride = ([hint_of(number) for number in numbers] for numbers in (tensor.shape, tensor.stride()))
@@ -106,7 +104,7 @@ class FakeCopies:
         with _disable_current_modes():
             meta = torch.empty(0, dtype=tensor.dtype, device="meta")
             meta.set_(self._storage(tensor), hint_of(tensor.storage_offset()), size, stride)
-            fake: Tensor = FakeTensor(self.mode, meta, tensor.device)
+            fake: Tensor = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, meta, tensor.device)
         if not tensor.requires_grad:
             return fake
         if tensor.is_leaf:
@@ -187,10 +185,10 @@ class FakeSandbox:
             return torch.empty_strided(metadata.size, metadata.stride, dtype=metadata.dtype, device=metadata.device)
 
 
-def fake_mode_of(tensor: Tensor) -> Any:
-    """The mode that a fake tensor belongs to; None for a real one."""
+def fake_mode_of(value: Any) -> Any:
+    """The mode that a fake tensor belongs to; None for any other value."""
     # Only fake tensors have the attribute; importing their class is slow.
-    return getattr(tensor, "fake_mode", None)
+    return getattr(value, "fake_mode", None) if isinstance(value, Tensor) else None
 
 
 def _mode_of_trace(values: Iterable[Any]) -> Any:
@@ -232,20 +230,36 @@ def _muted(logger: str) -> Iterator[None]:
 
 def shared_fake_mode(example_inputs: Sequence[Any]) -> Any:
     """The fake mode of the active trace or of the inputs; a new one where there is neither."""
-    from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return detect_fake_mode(list(example_inputs)) or FakeTensorMode()
+    context = _tracing_context()
+    of_trace = active_fake_mode() if context is None or context.fake_mode is None else context.fake_mode
+    return of_trace or fake_mode_in(example_inputs) or FakeTensorMode()
+
+
+def fake_mode_in(values: Iterable[Any]) -> Any:
+    """The mode of the first fake among these values or inside wrappers among them; None if there is none."""
+    for value in values:
+        mode = fake_mode_of(value)
+        if mode is None and isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            mode = fake_mode_in([getattr(value, name) for name in names])
+        if mode is not None:
+            return mode
+    return None
+
+
+def _tracing_context() -> Any:
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get()
 
 
 def to_fake(value: Any, mode: Any) -> Any:
     """A tensor as a fake one of `mode`; anything else as it is. Each tensor has one fake."""
-    from torch._guards import TracingContext
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if not isinstance(value, torch.Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
+    if not isinstance(value, torch.Tensor) or fake_mode_of(value) is mode:
         return value
-    context = TracingContext.try_get()
+    context = _tracing_context()
     symbolic = None if context is None else context.tensor_to_context.get(value)
     if symbolic is None:
         return mode.from_tensor(value, static_shapes=True)

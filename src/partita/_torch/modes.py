@@ -108,7 +108,6 @@ def enabled_autocast() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((device, _get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if _is_autocast_enabled(device))
 
 
-@cache
 def can_autocast(device_type: str) -> bool:
     """Whether torch has autocast for a type of devices."""
     try:

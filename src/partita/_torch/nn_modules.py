@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
-from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import _has_any_global_hook
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
@@ -32,13 +32,9 @@ def drop_fleeting_hooks(module: nn.Module) -> None:
         module.__dict__.pop(name, None)
 
 
-#: The hooks that every module runs.
-HOOKS_OF_ALL: tuple[Mapping[Any, Any], ...] = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
+def every_module_has_hooks() -> bool:
+    """Whether hooks are registered that every module runs."""
+    return bool(_has_any_global_hook())
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:
@@ -53,6 +49,11 @@ def call_overrides(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "has a forward of its own"
     return None if module._compiled_call_impl is None else "has a compiled call of its own"
+
+
+def runs_its_graph(module: object) -> bool:
+    """Whether a call runs a graph and nothing else: no hook, no `forward` of the instance, no compiled call."""
+    return isinstance(module, GraphModule) and call_overrides(module) is None
 
 
 class StandsForBody(nn.Module):

@@ -24,7 +24,7 @@ class Tree:
 
     def rebuilt(self, leaves: Iterable[Any]) -> Any:
         """The same containers, new objects, around other leaves."""
-        return pytree.tree_unflatten(list(leaves), self.structure)
+        return self.structure.unflatten(leaves)
 
 
 def flatten(value: Any) -> Tree:
@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """A value with `change(leaf)` in place of everything in it that is no container."""
     leaves, structure = pytree.tree_flatten(value)
-    return pytree.tree_unflatten([change(leaf) for leaf in leaves], structure)
+    return structure.unflatten([change(leaf) for leaf in leaves])
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:

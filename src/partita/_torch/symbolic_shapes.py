@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node, Proxy
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
+
+from partita._torch.expressions import Expression, ExpressionError, Read, Symbol, evaluator, parsed, substituted
 
 #: The functions by which exported programs compute with numbers; applied to numbers, they return numbers.
 NUMBER_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
@@ -82,17 +85,27 @@ def write_number(number: torch.SymInt, by_symbol: Mapping[Any, Node]) -> Node | 
         return int(expression)
     if not by_symbol.keys() >= expression.free_symbols:
         return None
-    # This imports sympy, which takes longer than importing all of Partita.
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
     tracers = {node.graph: GraphAppendingTracer(node.graph) for node in by_symbol.values()}
-    proxies = {symbol: Proxy(node, tracers[node.graph]) for symbol, node in by_symbol.items()}
-    made = sympy_interp(PythonReferenceAnalysis, proxies, expression)
-    if not isinstance(made, Proxy):
-        return int(made)
-    _set_values(made.node)
-    return made.node
+    places = {symbol.name: Read(place) for place, symbol in enumerate(by_symbol)}
+    proxies = [Proxy(node, tracers[node.graph]) for node in by_symbol.values()]
+    made: Node = evaluator(symbolic_expression(expression, places))(proxies).node
+    _set_values(made)
+    return made
+
+
+def symbolic_expression(expression: Any, places: Mapping[str, Expression] | None = None) -> Expression:
+    """A sympy expression as data, with symbols by name, or with the `places` of these names instead."""
+    # This imports sympy, which takes longer than importing all of Partita.
+    from torch.utils._sympy.printers import PythonPrinter
+
+    found = parsed(PythonPrinter().doprint(expression))
+    return found if places is None else substituted(found, partial(_place_of, places))
+
+
+def _place_of(places: Mapping[str, Expression], part: Symbol | Read) -> Expression:
+    if isinstance(part, Symbol) and part.name not in places:
+        raise ExpressionError(f"the symbol {part.name!r} is of no input")
+    return places[part.name] if isinstance(part, Symbol) else part
 
 
 def _set_values(node: Node) -> None:

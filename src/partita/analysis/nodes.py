@@ -13,14 +13,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.nn_modules import call_overrides
 from partita.errors import MissingTargetError
-
-
-def runs_its_graph(module: nn.Module) -> bool:
-    """Whether a call runs the graph and nothing else: no hook, no `forward` of the instance, no compiled call."""
-    return isinstance(module, GraphModule) and call_overrides(module) is None
-
 
 # Looking up a full name among the modules that have been imported, without importing any.
 

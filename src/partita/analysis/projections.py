@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from partita._torch.nn_modules import StandsForBody
+from partita._torch.nn_modules import StandsForBody, runs_its_graph
 from partita._torch.operators.schemas import OPERATORS, has_process_lifetime, returns_container
 from partita.analysis.index import Index
-from partita.analysis.nodes import runs_its_graph, value_of
+from partita.analysis.nodes import value_of
 
 
 def projections_of(index: Index, root: nn.Module) -> dict[int, int]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.fx.graph import CodeGen
 
+from partita._torch.operators.schemas import flattens_inputs
 from partita.analysis.nodes import find
 from partita.errors import CycleError, OptionError, RegionError
 from partita.program.program import Program
@@ -81,7 +81,7 @@ def check_call(body: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node
             f"{len(outputs)} nodes are to be replaced, but the inserted module returns {len(returned)} values"
         )
     placeholders = body.graph.find_nodes(op="placeholder")
-    if type(body.graph._codegen) is not CodeGen or any(str(node.target).startswith("*") for node in placeholders):
+    if flattens_inputs(body.graph) or any(str(node.target).startswith("*") for node in placeholders):
         return
     owned = body.meta.get(_OWNED, ())
     needed = sum(not node.args and node.name not in owned for node in placeholders)

@@ -153,7 +153,7 @@ def _with_opaque_toggles(gm: GraphModule, parts: Mapping[Node, int]) -> tuple[Gr
 
     The argument of an exit is the name of the node that entered its block, so that no handle crosses a border.
     """
-    writer = GraphWriter(gm.graph._tracer_cls)
+    writer = GraphWriter.like(gm.graph)
     writer.names.reserve(node.name for node in gm.graph.nodes)
     copies: dict[Node, Node] = {}
     for node in gm.graph.nodes:

@@ -58,7 +58,7 @@ class _Caster:
 
     def __init__(self, program: Program, sandbox: FakeSandbox, dry_run: AutocastDryRun) -> None:
         self.program, self.sandbox, self.dry_run = program, sandbox, dry_run
-        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.writer = GraphWriter.like(program.graph)
         self.modes = ModeWriter(self.writer)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         #: The casts that were written: autocast may have cached them.

@@ -112,7 +112,7 @@ class _BodyReplacement:
 
     def __init__(self, program: Program, bodies: dict[tuple[Node, Node], GraphModule]) -> None:
         self.program, self.bodies = program, bodies
-        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.writer = GraphWriter.like(program.graph)
         self.paths = self._places()
 
     def replaced(self) -> Program:

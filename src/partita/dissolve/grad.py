@@ -56,7 +56,7 @@ class _Detacher:
         self.program, self.sandbox = program, sandbox
         self.returned = ReturnedArguments(program, sandbox)
         self.carriers = _Carriers(program, self.returned).found()
-        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.writer = GraphWriter.like(program.graph)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.detached: dict[Node, Any] = {}
         #: By node that returns a container: the items that are its own arguments.

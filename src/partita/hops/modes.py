@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from partita._torch.fake_sandbox import Tracing
-from partita._torch.modes import variable_set
+from partita._torch.modes import can_autocast, variable_set
 from partita._torch.operators import schemas as torch_operators
 from partita.errors import OptionError
 from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, SwitchOperator, registered
@@ -141,21 +141,14 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_autocast(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> None:
     """Raises unless torch.autocast can take these arguments."""
-    if not isinstance(device_type, str) or not _is_known(device_type):
-        known = ", ".join(filter(_is_known, _DEVICE_TYPES))
+    if not isinstance(device_type, str) or not can_autocast(device_type):
+        known = ", ".join(filter(can_autocast, _DEVICE_TYPES))
         raise OptionError(f"autocast knows no device type {device_type!r}; it knows {known}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise OptionError(f"dtype must be a torch.dtype, or None for the one set for {device_type!r}, not {dtype!r}")
     check_flag("enabled", enabled)
     if cache_enabled is not None:
         check_flag("cache_enabled", cache_enabled)
-
-
-def _is_known(device_type: str) -> bool:
-    try:
-        return torch.amp.is_autocast_available(device_type)
-    except RuntimeError:
-        return False
 
 
 # The meaning of each operator in plain Python: Dynamo traces these in place of a call.

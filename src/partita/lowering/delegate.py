@@ -18,7 +18,7 @@ from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.operators.schemas import SYM_SIZE
-from partita._torch.symbolic_shapes import hint_of, symbol_of, symbols_in, write_number
+from partita._torch.symbolic_shapes import hint_of, symbol_of, symbolic_expression, symbols_in, write_number
 from partita.analysis.modes import Mode as GraphMode
 from partita.analysis.nodes import common_stack, value_of
 from partita.analysis.tolerance import Tolerance
@@ -44,7 +44,7 @@ from partita.lowering.lower import scope_of, title_of
 from partita.lowering.variant_cache import timed
 from partita.plans.compilations import CompiledBody
 from partita.plans.treatment import Called, Site
-from partita.program._torch.guards import functions_of_conditions, symbolic_expression
+from partita.program._torch.guards import functions_of_conditions
 from partita.program.exported import FOLDED
 from partita.program.program import Program
 from partita.rewrite.bodies import bare_body
@@ -367,12 +367,7 @@ def _with(number: Any, symbols: Mapping[str, Any]) -> Any:
     """The same expression in other symbols."""
     if not isinstance(number, torch.SymInt):
         return number
-    names = list(symbols)
-
-    def place(part: Symbol | Read) -> Expression:
-        return Read(names.index(part.name)) if isinstance(part, Symbol) else part
-
-    placed = substituted(symbolic_expression(number.node.expr), place)
+    placed = symbolic_expression(number.node.expr, {name: Read(place) for place, name in enumerate(symbols)})
     return evaluator(placed, functions_of_conditions())(list(symbols.values()))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import modules_key, settings_of
-from partita._torch.nn_modules import HOOKS_OF_ALL, call_overrides, hooks_of
+from partita._torch.nn_modules import call_overrides, every_module_has_hooks, hooks_of
 from partita._torch.symbolic_shapes import symbol_of
 from partita.analysis.nodes import value_of
 from partita.lowering._torch.containers import Shape, leaf_count
@@ -323,7 +323,7 @@ class ModuleState:
     @cached_property
     def call_overrides(self) -> str | None:
         """Which module overrides its call in a way that a trace would lose, in words; None if none does."""
-        if any(HOOKS_OF_ALL):
+        if every_module_has_hooks():
             return "every module runs hooks"
         found = ((type(module).__name__, call_overrides(module)) for module in self._modules)
         return next((f"a {name} in it {reason}" for name, reason in found if reason is not None), None)
@@ -341,7 +341,8 @@ class _ModuleGuard:
         self._types = list(map(type, self._modules))
         held = [*_places_of(body, modules), *(entry for module in self._modules for entry in _held_by(module))]
         self._held = [(holder.get, name, value) for holder, name, value in held]
-        tables = [*HOOKS_OF_ALL, *(table for module in self._modules for table in _tables_of(module))]
+        self._have_hooks = every_module_has_hooks()
+        tables = [table for module in self._modules for table in _tables_of(module)]
         self._empty = [table for table in tables if not table]
         self._filled = [table for table in tables if table]
         self._counts = list(map(len, self._filled))
@@ -350,6 +351,8 @@ class _ModuleGuard:
 
     def holds(self) -> bool:
         if any(self._empty) or list(map(len, self._filled)) != self._counts:
+            return False
+        if every_module_has_hooks() is not self._have_hooks:
             return False
         for get, name, value in self._held:
             if get(name) is not value:

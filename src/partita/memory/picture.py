@@ -22,7 +22,7 @@ from partita.memory.timeline import Moment, Timeline
 class Picture:
     """Bytes over the operators of a step, planned and without recomputation; prints as a chart in text.
 
-    `svg()` is an image that follows the light or dark scheme of whoever looks, `png()` one of fixed colours,
+    `svg()` is an image that follows the light or dark scheme of the viewer, `png()` one of fixed colours,
     `data()` the numbers, and `save(path)` writes any of them; a notebook shows the image.
     """
 
@@ -234,10 +234,10 @@ def _cell(axis: Axis, rows: int, row: int, planned: Sequence[int], plain: Sequen
 def _mark_of_peak(timeline: Timeline, margin: int, columns: int, operators: int) -> str:
     place = place_of_peak(timeline)
     at = min(columns - 1, place * columns // operators)
-    told = _printable(described(timeline.moments[place]))
-    if at + 2 + len(told) <= columns or len(told) + 1 > at:
-        return f"{'':{margin + 2 + at}}▲ {told}"
-    return f"{'':{margin + 2 + at - len(told) - 1}}{told} ▲"
+    label = _printable(described(timeline.moments[place]))
+    if at + 2 + len(label) <= columns or len(label) + 1 > at:
+        return f"{'':{margin + 2 + at}}▲ {label}"
+    return f"{'':{margin + 2 + at - len(label) - 1}}{label} ▲"
 
 
 def shown_round(number: int) -> str:

@@ -105,9 +105,9 @@ def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> s
 
 
 def _rect(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
-    told = f"<title>{escaped(title)}</title>" if title else ""
+    label = f"<title>{escaped(title)}</title>" if title else ""
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect class="{style}" {place}>{told}</rect>' if told else f'<rect class="{style}" {place}/>'
+    return f'<rect class="{style}" {place}>{label}</rect>' if label else f'<rect class="{style}" {place}/>'
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
@@ -184,8 +184,8 @@ def _peak(frame: _Frame, timeline: Timeline) -> Iterator[str]:
     yield f'<circle class="pm-over" cx="{x:.1f}" cy="{y:.1f}" r="4">{tip}</circle>'
     yield _rule(x, _TOP - 4, x, y, "pm-half")
     is_left = x < (frame.right + _LEFT) / 2
-    told = f"{shown_bytes(moment.bytes)}, {described(moment)}"
-    yield _text(x, _TOP - 8, told, "pm-text", "start" if is_left else "end")
+    label = f"{shown_bytes(moment.bytes)}, {described(moment)}"
+    yield _text(x, _TOP - 8, label, "pm-text", "start" if is_left else "end")
 
 
 def _legend(frame: _Frame, picture: Picture) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _filled(frame: _Frame, timeline: Timeline) -> Iterator[str]:
     """What is allocated at the peak, largest first."""
     y = frame.bottom + 74
     known = {"throughout": timeline.resident_bytes, "of gradients and results": timeline.gradient_bytes}
-    told = "".join(f" {shown_bytes(size)} {what}," for what, size in known.items() if size)
-    yield _text(_LEFT, y, f"at the peak:{told}{' and' if told else ''}", "pm-small")
+    label = "".join(f" {shown_bytes(size)} {what}," for what, size in known.items() if size)
+    yield _text(_LEFT, y, f"at the peak:{label}{' and' if label else ''}", "pm-small")
     for number, occupant in enumerate(timeline.occupants[:_MOST_OCCUPANTS], 1):
         yield _text(_LEFT, y + _LINE * number, str(occupant), "pm-text")

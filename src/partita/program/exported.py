@@ -287,7 +287,7 @@ class _Copying:
 
 def _copy_of(graph: Graph) -> Graph:
     # A deep copy would rename nodes that have the name of a Python builtin, such as `input`.
-    writer = GraphWriter(graph._tracer_cls)
+    writer = GraphWriter.like(graph)
     nodes = list(graph.nodes)
     names = [node.name for node in nodes]
     writer.names.reserve(names)

@@ -24,7 +24,7 @@ from partita.program.program import Program
 def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
     """A short hash of the calls of a program, up to legal reordering and renaming.
 
-    It leaves out the values of parameters, buffers and constants, the containers around the results of an exported
+    It excludes the values of parameters, buffers and constants, the containers around the results of an exported
     program, which of equal results are one tensor, and the options of modules that are called as a whole.
     """
     return _Hasher(Program.of(program)).fingerprint()

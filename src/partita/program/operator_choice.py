@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from partita._torch.operators.schemas import is_higher_order, signatures_of, signatures_of_method
+from partita._torch.operators.schemas import OPERATORS, is_higher_order, signatures_of, signatures_of_method
 from partita.analysis.nodes import find, imported
 from partita.errors import OptionError
 
@@ -125,5 +125,4 @@ def _custom_name(operator: Any) -> tuple[str, ...]:
     return (name.replace("::", "."),) if isinstance(name, str) and "::" in name else ()
 
 
-_OVERLOAD = type(torch.ops.aten.add.Tensor)
-_PACKET = type(torch.ops.aten.add)
+_OVERLOAD, _PACKET = OPERATORS

@@ -170,7 +170,7 @@ class Program(metaclass=PlainHelp):
     def _of_joint(cls, source: object, forward_outputs: int, pure: Iterable[Callable[..., Any]]) -> Program:
         if not isinstance(source, GraphModule):
             raise OptionError(
-                f"a joint graph is a torch.fx.GraphModule, not a {type(source).__name__}; leave out forward_outputs, "
+                f"a joint graph is a torch.fx.GraphModule, not a {type(source).__name__}; omit forward_outputs, "
                 "or trace a model with partita.capture_joint(model, args)"
             )
         program = cls(source, pure=pure, forward_outputs=forward_outputs)

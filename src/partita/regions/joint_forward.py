@@ -61,7 +61,7 @@ def forward_part(program: Program) -> ForwardPart:
     late = _late(program, program.joint)
     kept = [node for number, node in enumerate(program.index.nodes[:-1]) if not late[number]]
     excluded = set(program.index.nodes) - set(kept)
-    writer, env = GraphWriter(program.graph._tracer_cls), dict[Any, Any]()
+    writer, env = GraphWriter.like(program.graph), dict[Any, Any]()
     writer.names.reserve({node.name for node in kept} | {"output"})
     writer.copy_run(kept, env, [node.name for node in kept])
     returned = tuple(env.get(value, value) for value in program.joint.forward_outputs if value not in excluded)

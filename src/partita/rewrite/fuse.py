@@ -158,7 +158,7 @@ class _OuterGraph:
             for number in numbers:
                 self.owner[number] = group
         self.lasts = [numbers[-1] for numbers in held]
-        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.writer = GraphWriter.like(program.graph)
         self.modes = ModeWriter(self.writer, caller=program.caller)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         #: The call of each group.
@@ -303,7 +303,7 @@ class _FusedBodyWriter:
 
     def __init__(self, program: Program, base: Mode) -> None:
         self.program = program
-        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.writer = GraphWriter.like(program.graph)
         self.modes = ModeWriter(self.writer, base, caller=program.caller)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
 

@@ -15,9 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import copy_meta, map_nodes
 from partita._torch.fx.lazy_graph_module import blank_module
+from partita._torch.nn_modules import runs_its_graph
 from partita._torch.operators.schemas import OPERATORS
 from partita.analysis.modes import has_toggles
-from partita.analysis.nodes import attribute_of, find, runs_its_graph
+from partita.analysis.nodes import attribute_of, find
 from partita.errors import BrokenGraphError, ModeError, OptionError
 from partita.program.program import Program, effect_successors, program_being_edited
 from partita.rewrite.fuse import values_of_call

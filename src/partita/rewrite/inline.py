@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.graph import CodeGen
 
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita._torch.gc_pause import gc_paused
-from partita._torch.operators.schemas import SYM_SIZE
+from partita._torch.nn_modules import runs_its_graph
+from partita._torch.operators.schemas import SYM_SIZE, flattens_inputs
 from partita.analysis.index import Index
 from partita.analysis.modes import AMBIENT, Block, Grad, Mode, Setting, has_toggles, modes_of
-from partita.analysis.nodes import attribute_of, find, runs_its_graph
+from partita.analysis.nodes import attribute_of, find
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program
 from partita.rewrite.mode_nodes import ModeWriter, runs_body, setting_of
@@ -161,7 +161,7 @@ def _obstacle(body: object) -> str | None:
         return "it is no graph module"
     if not runs_its_graph(body):
         return "it has hooks, or a `forward` of its own, which would be lost"
-    if type(body.graph._codegen) is not CodeGen:
+    if flattens_inputs(body.graph):
         return "its inputs and outputs are pytrees that its own code flattens"
     return None
 
@@ -210,7 +210,7 @@ class Inlining:
     ) -> None:
         self.program, self.calls, self.calls_in = program, calls, calls_in
         self.root = program.graph_module
-        self.writer = GraphWriter(program.graph._tracer_cls)
+        self.writer = GraphWriter.like(program.graph)
         self.modes = ModeWriter(self.writer, caller=self.program.caller)
         self.placed: dict[str, Any] = {}
         self.non_persistent: set[str] = set()
@@ -344,9 +344,9 @@ def _is_rest_of(container: Any, module: object) -> bool:
 
 def _trees_of(call: Node, graph: Graph) -> Any:
     """The pytree specs by which a graph flattens arguments and unflattens results; None where it does not."""
-    convention = graph._codegen
-    if type(convention) is CodeGen:
+    if not flattens_inputs(graph):
         return None
+    convention = graph._codegen
     if hasattr(convention, "pytree_info"):
         return convention.pytree_info
     raise OptionError(

@@ -137,7 +137,7 @@ def gather(partition: Partition) -> Program:
     program = partition.program
     index, modes, root = program.index, program.modes, program.graph_module
     with gc_paused():
-        writer = GraphWriter(program.graph._tracer_cls)
+        writer = GraphWriter.like(program.graph)
         writer.names.reserve(node.name for node in index.nodes)
         switching = ModeWriter(writer, caller=program.caller)
         env: dict[Node, Node | None] = dict.fromkeys(modes.read)
@@ -262,7 +262,7 @@ class OuterGraph:
         self.program = partition.program
         self.root = partition.program.graph_module
         self.nodes = self.program.index.nodes
-        self.writer = GraphWriter(self.program.graph._tracer_cls)
+        self.writer = GraphWriter.like(self.program.graph)
         self.modes = ModeWriter(self.writer, caller=self.program.caller)
         self.env: dict[Node, Any] = dict.fromkeys(self.program.modes.read)
         self.loose: dict[Item | Dimension, Node] = {}

@@ -9,7 +9,7 @@ Fails = Callable[[Sequence[int]], bool]
 
 
 def smallest_failing(count: int, fails: Fails) -> list[int]:
-    """A part of `range(count)` that fails, and no element of which can be left out; the whole is known to fail.
+    """A part of `range(count)` that fails, and no element of which can be removed; the whole is known to fail.
 
     If one element is to blame, it takes at most `ceil(log2(count)) + 1` trials.
     """
@@ -35,7 +35,7 @@ def failing_element(count: int, fails: Fails) -> int | None:
 
 
 def _reduced(part: list[int], fails: Fails) -> list[int]:
-    """Delta debugging: leaves out ever smaller chunks as long as the rest fails."""
+    """Delta debugging: removes ever smaller chunks as long as the rest fails."""
     chunks = 2
     while len(part) > 1:
         size = -(-len(part) // chunks)

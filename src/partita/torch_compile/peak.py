@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from partita._torch.fake_sandbox import fake_mode_in
 from partita.analysis.nodes import value_of
 from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
@@ -27,7 +28,7 @@ from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.program.program import Program
 from partita.torch_compile._torch.backends import own_tracing_context
-from partita.torch_compile._torch.peak import compile_with_partitioner, copied_graph, fake_mode_of_inputs
+from partita.torch_compile._torch.peak import compile_with_partitioner, copied_graph
 from partita.torch_compile.joint_mutations import check_recomputed_reads, is_functionalized, nodes_before_updates
 
 log = logging.getLogger(__name__)
@@ -332,6 +333,6 @@ class FittedGraph:
                 self._compile_again(replace(again, budget=MemoryBudget(error.smallest + resident)))
 
     def _compile_again(self, partition: MemoryPartition) -> None:
-        with own_tracing_context(fake_mode_of_inputs(self._inputs)):
+        with own_tracing_context(fake_mode_in(self._inputs)):
             self._function = self._compiled(copied_graph(self._gm, self._inputs), self._inputs, partition)
         self.partition = partition

@@ -43,6 +43,11 @@ class GraphWriter:
         self._written: list[Node] = []
         self._metas: dict[int, Any] = {}
 
+    @classmethod
+    def like(cls, graph: Graph) -> GraphWriter:
+        """Writes a graph that has the tracer class of another one."""
+        return cls(graph._tracer_cls)
+
     def write(
         self,
         op: str,

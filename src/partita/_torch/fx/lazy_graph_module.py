@@ -28,7 +28,7 @@ from partita._torch.functorch import Entered, close_dual_level, entered_by, ente
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import read_ambient, restore_after_error
-from partita._torch.operators.schemas import WRAP_WITH_SET_GRAD_ENABLED
+from partita._torch.operators.schemas import WRAP_WITH_SET_GRAD_ENABLED, flattens_inputs
 from partita.errors import CaptureError, MissingTargetError, NotPicklableError
 
 # Boxed calls, as by AOTAutograd: a graph takes its inputs in one list, which it clears, so that each input can be freed
@@ -42,7 +42,7 @@ _BoxedCodeGen: Any = getattr(torch.fx.graph, "_BoxedCodeGen", None)
 def take_inputs_in_a_list(graph: Graph) -> None:
     """Lets a plain graph be called with one list of its inputs, too; other graphs keep their calling convention."""
     inputs = graph.find_nodes(op="placeholder")
-    is_plain = type(graph._codegen) is torch.fx.graph.CodeGen
+    is_plain = not flattens_inputs(graph)
     if _BoxedCodeGen is not None and is_plain and not any(node.args or str(node.target)[0] == "*" for node in inputs):
         graph.set_codegen(_ListOrInputs())
 

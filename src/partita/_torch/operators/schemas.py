@@ -57,14 +57,6 @@ def _returns_several(schema: Any) -> bool:
 
 NO_DEFAULT = object()
 
-#: Functions of torch that graphs contain although they affect no value.
-HARMLESS = (
-    torch._C._get_tracing_state,
-    torch._C._log_api_usage_once,
-    torch.overrides.has_torch_function,
-    torch.overrides.is_tensor_like,
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Argument:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from partita._torch.nn_modules import StandsForBody, has_only_export_hooks
+from partita._torch.nn_modules import StandsForBody, has_only_export_hooks, runs_its_graph
 from partita._torch.operators.schemas import (
     flattens_inputs,
     has_keywords,
@@ -41,7 +41,7 @@ from partita.analysis.effects.terms import (
 )
 from partita.analysis.index import Index
 from partita.analysis.modes import AMBIENT, modes_of
-from partita.analysis.nodes import find, modules_in, runs_its_graph, tensors_in, value_of
+from partita.analysis.nodes import find, modules_in, tensors_in, value_of
 from partita.errors import MissingTargetError
 
 

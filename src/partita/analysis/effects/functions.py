@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from partita._torch.operators.schemas import (
-    HARMLESS,
     NO_DEFAULT,
     Argument,
     Signature,
@@ -231,7 +230,9 @@ def _rule_by_module(module: str, name: str) -> Rule | None:
 
 def _rule_by_name(target: Any, module: str, name: str) -> Rule:
     if module == "torch" or module.startswith(_MODULES_WITH_QUERIES):
-        if name.startswith(("_sym_", "are_", "get_", "is_", "sym_", "typename")):
+        if name.startswith(
+            ("_get_tracing_state", "_log_api_usage", "_sym_", "are_", "get_", "is_", "sym_", "typename")
+        ):
             return QUIET
         if name.startswith(("_assert", "_check")):
             return IMPURE
@@ -324,7 +325,7 @@ _WITHOUT_LEVEL = frozenset(
 
 _KNOWN_FUNCTIONS: dict[Any, Rule] = {
     **PYTHON_RULES,
-    **dict.fromkeys(HARMLESS, QUIET),
+    torch.overrides.has_torch_function: QUIET,
     **dict.fromkeys((torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo, torch.Generator), QUIET),
     **dict.fromkeys((torch.nn.Parameter, torch.asarray, torch.from_numpy, torch.frombuffer), ALIASES),
     torch.autograd.backward: FENCES,

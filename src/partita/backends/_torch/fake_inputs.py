@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from partita._torch.fake_sandbox import fake_mode_of
+
 #: The classes of symbolic numbers.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -60,12 +62,12 @@ def size_carrier(number: int | torch.SymInt, inputs: Sequence[Any] = ()) -> Tens
 
 def mode_of(inputs: Sequence[Any]) -> Any:
     """The fake mode of these inputs, or a new one where none of them is a fake."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    for value in inputs:
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
+    for mode in map(fake_mode_of, inputs):
+        if mode is not None:
+            return mode
     for value in inputs:
         if isinstance(value, SYMBOLIC):
             return FakeTensorMode(shape_env=value.node.shape_env)

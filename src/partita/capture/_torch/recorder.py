@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.nn import Parameter
 
 from partita._torch import toggles
+from partita._torch.fake_sandbox import fake_mode_of
 from partita._torch.modes import variable_set
 from partita._torch.operators.schemas import Argument, signatures_of
 from partita._torch.pytrees import leaves_of
@@ -219,5 +219,5 @@ def _value_of(node: Node, argument: Argument) -> Any:
 def is_only_traced(tensors: Iterable[object]) -> bool:
     """Whether any of these tensors is fake, or belongs to a transform of torch.func that has ended."""
     return any(
-        isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and is_wrapped(tensor)) for tensor in tensors
+        isinstance(tensor, Tensor) and (fake_mode_of(tensor) is not None or is_wrapped(tensor)) for tensor in tensors
     )

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -29,10 +28,10 @@ from torch.fx.traceback import has_preserved_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._thunk import Thunk
 
-from partita._torch.fake_sandbox import active_fake_mode
+from partita._torch.fake_sandbox import active_fake_mode, fake_mode_of
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
-from partita._torch.nn_modules import call_overrides
+from partita._torch.nn_modules import runs_its_graph
 from partita._torch.operators.schemas import nodes_by_target
 from partita._torch.pytrees import leaves_of, map_leaves
 from partita.hops._torch.node_tags import TaggedInterpreter
@@ -110,7 +109,7 @@ class _FlatBody:
         self.symbols.offer(self._outer)
         remaining = iter(inputs)
         leaves = [next(remaining) if _is_traced(leaf) else leaf for leaf in self._leaves]
-        operands, keywords = pytree.tree_unflatten(leaves, self._structure)
+        operands, keywords = self._structure.unflatten(leaves)
         self.result = run(self._body, operands, keywords)
         self.outputs = self.result
         if not _is_traced(self.result):
@@ -216,9 +215,11 @@ def _describe(placeholder: Node, attribute: Node, held: Tensor, outer: Any) -> N
 
 
 def _fake(tensor: Tensor) -> Tensor | None:
+    if fake_mode_of(tensor) is not None:
+        return tensor
     mode = active_fake_mode()
-    if mode is None or isinstance(tensor, FakeTensor):
-        return tensor if isinstance(tensor, FakeTensor) else None
+    if mode is None:
+        return None
     fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake
 
@@ -248,14 +249,14 @@ def run_body(
 
 def run(body: Callable[..., Any], operands: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """The result of `body`; runs it node by node where a tracer copies node metadata, as torch does at top level."""
-    if has_preserved_node_meta() and not keywords and _is_plain_graph(body):
+    if has_preserved_node_meta() and not keywords and runs_its_graph(body):
         return TaggedInterpreter(cast(GraphModule, body)).run(*operands)
     return body(*operands, **keywords)
 
 
 def _switches_nothing(body: Any) -> bool:
     """Whether `body` is a graph in which no node can leave a mode switched."""
-    return _is_plain_graph(body) and all(
+    return runs_its_graph(body) and all(
         op in ("placeholder", "get_attr", "output") or (op == "call_function" and _is_plain(target)) or not nodes
         for (op, target), nodes in nodes_by_target(body.graph).items()
     )
@@ -264,7 +265,3 @@ def _switches_nothing(body: Any) -> bool:
 def _is_plain(target: Any) -> bool:
     """Whether a function is an ATen or Python builtin; any other may run Python code, or a body."""
     return target.namespace in ("aten", "prims") if isinstance(target, OpOverload) else target in _PLAIN_FUNCTIONS
-
-
-def _is_plain_graph(body: Any) -> bool:
-    return isinstance(body, GraphModule) and call_overrides(body) is None

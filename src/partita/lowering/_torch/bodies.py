@@ -234,7 +234,7 @@ class _Bare:
 
 def _list_weights(module: nn.RNNBase) -> None:
     """Sets the weight list of a recurrent module, as the module does itself, with weak references to detect changes."""
-    weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    weights = [weight for layer in module.all_weights for weight in layer]
     references = [None if weight is None else ref(weight) for weight in weights]
     module.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
 

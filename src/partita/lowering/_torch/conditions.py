@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from partita._torch.expressions import Expression, ExpressionError, Operation, Read, Symbol, evaluator, substituted
-from partita.program._torch.guards import functions_of_conditions, symbolic_expression
+from partita._torch.expressions import Expression, ExpressionError, Operation, Read, evaluator
+from partita._torch.symbolic_shapes import symbolic_expression
+from partita.program._torch.guards import functions_of_conditions
 
 #: Whether a compiled function may be used for these inputs.
 Check: TypeAlias = Callable[[Sequence[Any]], bool]
@@ -73,13 +74,7 @@ def _symbolic(numbers: Iterable[Any]) -> Iterator[tuple[int, torch.SymInt]]:
 
 def _on_places(expression: Any, places: dict[str, Read]) -> Expression:
     """A condition on the inputs; raises where a symbol belongs to no input."""
-
-    def found(part: Symbol | Read) -> Expression:
-        if isinstance(part, Symbol) and part.name not in places:
-            raise ExpressionError(f"the symbol {part.name!r} is of no input")
-        return places[part.name] if isinstance(part, Symbol) else part
-
-    placed = substituted(symbolic_expression(expression), found)
+    placed = symbolic_expression(expression, places)
     evaluator(placed, functions_of_conditions())
     return placed
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
+from torch.jit import is_tracing  # type: ignore[attr-defined]  # Documented, but not in `__all__`.
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -93,7 +94,7 @@ class Guard:
             or _len_torch_dispatch_stack()
             or _len_torch_function_stack() != self._depth
             or forward_ad._current_level >= 0
-            or _get_tracing_state() is not None
+            or is_tracing()
             or not self._state.check()
         ):
             return False
@@ -171,7 +172,7 @@ def is_intercepted() -> bool:
         return True
     if _len_torch_function_stack() > 0 and default_device() is None:
         return True
-    if _get_tracing_state() is not None or in_forward_mode() or count_levels():
+    if is_tracing() or in_forward_mode() or count_levels():
         return True
     return tracing_now() is not Tracing.NOT
 

@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         return node, path, "forward" if function is None else "recompute"
 
     def _follow(self, operator: str) -> None:
-        """Goes on to the next operator of this name in the script; a recomputation leaves some out."""
+        """Goes on to the next operator of this name in the script; a recomputation skips some."""
         for place in (*range(self._next, len(self._script)), *range(min(self._next, len(self._script)))):
             if self._script[place].operator == operator:
                 self._next = place + 1

@@ -16,10 +16,9 @@ from partita.errors import BudgetError
 from partita.memory.budget import shown_bytes
 from partita.memory.joint.model import JointModel
 from partita.memory.joint.simulation import Simulated, simulate
-from partita.memory.joint.timeline import joint_timeline
 from partita.memory.picture import Picture
 from partita.memory.rates import Rates
-from partita.memory.timeline import Timeline
+from partita.memory.timeline import Moment, Occupant, Timeline
 from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
 from partita.program.program import Program
@@ -73,12 +72,12 @@ class JointMemoryPlan:
     @property
     def timeline(self) -> Timeline:
         """The bytes after every operator that allocates, beside what is allocated throughout."""
-        return joint_timeline(self.simulated)
+        return _timeline(self.simulated)
 
     @property
     def plain_timeline(self) -> Timeline:
         """The same for the fastest step."""
-        return joint_timeline(self.plain_simulated or self.simulated)
+        return _timeline(self.plain_simulated or self.simulated)
 
     def picture(self) -> Picture:
         """The bytes over the step, as planned and of the fastest step, with what is allowed; prints as a chart."""
@@ -243,7 +242,7 @@ class _Planner:
         return _Entry(size, sum(map(model.seconds, recomputed)), places)
 
     def _shrinking(self, at: int) -> Iterator[_Entry]:
-        """Sets from all candidates to none; each leaves out what costs least time for its bytes."""
+        """Sets from all candidates to none; each excludes what costs least time for its bytes."""
         entry = self._entry(at, tuple(range(len(self.candidates[at]))))
         yield entry
         while entry.places:
@@ -362,3 +361,28 @@ def segments_of_forward(program: Program) -> dict[Node, int]:
 
 #: A repeat has so many operators, and covers so much of the forward.
 _FEWEST_OPERATORS, _LEAST_SAVED = 6, 0.05
+
+
+def _timeline(simulated: Simulated) -> Timeline:
+    """The bytes after every operator that allocates, beside what is allocated throughout."""
+    moments = tuple(
+        Moment(phase, f"segment {segment}", str(node.target), node.name, module_path(node), size)
+        for (node, size), (phase, segment) in zip(simulated.series, simulated.phases, strict=True)
+    )
+    return Timeline(moments, 0, 0, tuple(_occupants(simulated.occupants)))
+
+
+def _occupants(sizes: dict[Node, int]) -> list[Occupant]:
+    """What is allocated at the peak, largest first; results of equal operators and sizes are counted together."""
+    groups: dict[tuple[int, str], list[Node]] = {}
+    for node in sorted(sizes, key=lambda node: node.name):
+        groups.setdefault((sizes[node], str(node.target)), []).append(node)
+    found = [
+        Occupant(size * len(nodes), len(nodes), _between(nodes), nodes[0].name, module_path(nodes[0]), operator)
+        for (size, operator), nodes in groups.items()
+    ]
+    return sorted(found, key=lambda one: -one.bytes)
+
+
+def _between(nodes: list[Node]) -> str:
+    return "" if len(nodes) == 1 else f"{nodes[0].name} to {nodes[-1].name}"

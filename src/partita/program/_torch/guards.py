@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -27,6 +26,7 @@ from partita._torch.expressions import (
     printed,
     substituted,
 )
+from partita._torch.symbolic_shapes import symbolic_expression
 from partita.errors import SignatureError
 
 #: A condition on the inputs, and its text in the error message.
@@ -59,7 +59,8 @@ class InputGuards(nn.Module):
                 tracer.create_proxy("call_module", tracer.path_of_module(self), args, {})
                 return
         for check, message in self._checks:
-            torch._assert(check(args), message)
+            if not check(args):
+                raise AssertionError(message)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_checks"}
@@ -95,13 +96,6 @@ def functions_of_conditions() -> Mapping[str, Callable[..., Any]]:
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     return {**FUNCTIONS, **{name: value for name, value in SYMPY_INTERP.items() if callable(value)}}
-
-
-def symbolic_expression(expression: Any) -> Expression:
-    """A sympy expression as data, with symbols by name."""
-    from torch.utils._sympy.printers import PythonPrinter
-
-    return parsed(PythonPrinter().doprint(expression))
 
 
 def _checks_of(conditions: Sequence[Condition]) -> list[tuple[Callable[[Sequence[Any]], Any], str]]:
@@ -158,7 +152,7 @@ def _leaf_paths(spec: pytree.TreeSpec) -> list[_Path]:
     """The path of each leaf of an argument, by the keys that its classes give their items."""
     count = spec.num_leaves
     try:
-        found = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(count), spec))[0]
+        found = pytree.tree_flatten_with_path(spec.unflatten(range(count)))[0]
     except Exception:  # A registered class may accept nothing but tensors, or give its items no keys.
         found = []
     if len(found) != count:
@@ -258,15 +252,11 @@ def _on_derived_sizes(first: Mapping[Any, Read]) -> Iterator[Expression]:
         unknown = [symbol for symbol in expression.free_symbols if symbol not in known]
         if not unknown:
             by_name = {symbol.name: known[symbol] for symbol in expression.free_symbols}
-            yield Operation("==", (read, substituted(symbolic_expression(expression), partial(_found, by_name))))
+            yield Operation("==", (read, symbolic_expression(expression, by_name)))
         elif len(expression.free_symbols) == 1 and (form := _linear_form(expression)) is not None:
             symbol, factor, rest = form
             left: Expression = Operation("-", (read, rest)) if rest else read
             known[symbol] = Operation("//", (left, factor)) if factor != 1 else left
-
-
-def _found(by_name: Mapping[str, Expression], part: Symbol | Read) -> Expression:
-    return by_name[part.name] if isinstance(part, Symbol) else part
 
 
 def _on_form(place: int, value: Any) -> Iterator[Expression]:

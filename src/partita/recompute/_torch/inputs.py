@@ -113,7 +113,7 @@ class RunInputs:
             self._state.training_restored(),
             holding({slot: tensor for slot, tensor in slots.items() if slot.held() is not tensor}),
         ):
-            yield pytree.tree_unflatten(leaves, self._structure)
+            yield self._structure.unflatten(leaves)
 
     def _hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Holds those of these arguments that have no copy, and watches the state of modules."""

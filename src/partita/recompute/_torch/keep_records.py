@@ -219,7 +219,7 @@ class OperatorRecord:
             leaves, structure = pytree.tree_flatten(result)
             leaves[:count] = [None] * count
             kept = [_without_history(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.result = pytree.tree_unflatten(kept, structure)
+            self.result = structure.unflatten(kept)
         #: Copies of what it mutated, None where that is kept anyway or mutated once more.
         self.mutated = list(mutated)
         self.versions: list[int | None] = []
@@ -256,7 +256,7 @@ class OperatorRecord:
         found = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         count = _returned_arguments(self.operator)
         found[:count] = mutated[:count]
-        return pytree.tree_unflatten(found, structure)
+        return structure.unflatten(found)
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -218,11 +219,21 @@ def _cannot_recompute() -> bool:
 
     Some transforms disable saved-tensor hooks. Of others, the levels and tangents are gone when the backward runs.
     """
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():
+    try:
+        with _IdentityHooks():  # Raises where hooks are disabled.
+            pass
+    except RuntimeError:
         return True
     if _SAVES_BY_FUNCTION and count_levels():
         return True
     return _levels_now() != _LEVELS.get()
+
+
+class _IdentityHooks(saved_tensors_hooks):
+    """Hooks that save tensors as they are; a class of its own, since a capture refuses the hooks of a model."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _levels_now() -> tuple[int, int]:

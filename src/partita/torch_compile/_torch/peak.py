@@ -46,10 +46,3 @@ def copied_graph(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     copied = GraphModule(gm, copy.deepcopy(gm.graph))
     adopt_origin(copied, gm, sources=sources_of(gm), args=inputs)
     return copied
-
-
-def fake_mode_of_inputs(inputs: Sequence[Any]) -> Any:
-    """The mode of the fake inputs of a graph; None if they are real."""
-    from torch._guards import detect_fake_mode
-
-    return detect_fake_mode(list(inputs))

@@ -339,9 +339,8 @@ def _registered(data: Data) -> Any:
     name = data.text()
     if name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         data.refuse("it stands for any container that was registered without a name, and so not to be saved")
-    found = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
-    own_name = pytree.SUPPORTED_SERIALIZED_TYPES[found].serialized_type_name if found is not None else None
-    if name != own_name:
+    found = {entry.serialized_type_name: kind for kind, entry in pytree.SUPPORTED_SERIALIZED_TYPES.items()}.get(name)
+    if found is None:
         data.malformed(f"no container {name[:200]!r} is registered; import the module that registers it first")
     return found
 
