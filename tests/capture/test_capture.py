@@ -16,7 +16,7 @@ from torch import Tensor
 from partita import Program, fingerprint, verify
 from partita._torch import toggles
 from partita.capture._torch.recorder import Constants
-from partita.capture.capture import capture
+from partita.capture.capture import capture, capture_joint
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -593,6 +593,12 @@ def test_a_warning_says_that_a_model_distinguishes_arguments_that_are_one_tensor
     verify(added, capture(added, (X, X)), (X, X))
     verify(doubled_if_one, capture(doubled_if_one, (X, X + 1)), (X, X + 1))
     assert not caplog.messages
+
+
+def test_the_warning_about_one_tensor_is_that_of_joint_graphs_too(caplog: pytest.LogCaptureFixture) -> None:
+    layer = torch.nn.Linear(4, 4)
+    capture_joint(lambda x, y: layer(x) if x is y else layer(x) + y, (X, X))
+    assert sum("one tensor" in message for message in caplog.messages) == 1
 
 
 def test_a_parameter_as_an_argument_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:

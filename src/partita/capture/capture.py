@@ -140,7 +140,7 @@ def capture_joint(
     owner = model if isinstance(model, nn.Module) else FunctionModule(model)
     with fresh_modes(grad=True):
         arguments = Arguments(owner, args, kwargs or {})
-    module = capture(owner, arguments.args, arguments.kwargs).module()
+    module = capture(owner, args, kwargs or {}).module()
     try:
         traced = _traced(module, arguments)
         _check(traced, arguments)
