@@ -16,7 +16,7 @@ from torch import Tensor
 from partita import Program, fingerprint, verify
 from partita._torch import toggles
 from partita.capture._torch.recorder import Constants
-from partita.capture.capture import capture
+from partita.capture.capture import capture, capture_joint
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -575,3 +575,33 @@ def test_a_buffer_that_is_replaced_gets_the_new_value() -> None:
     program.module()(x)
     program.module()(x)
     assert dict(program.module().named_buffers())["calls"] == 3
+
+
+def test_a_warning_says_that_a_model_distinguishes_arguments_that_are_one_tensor(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def doubled_if_one(x: Tensor, y: Tensor) -> Tensor:
+        return x * 2 if x is y else x + y * 3
+
+    def added(x: Tensor, y: Tensor) -> Tensor:
+        return x + y * 3
+
+    program = capture(doubled_if_one, (X, X))
+    assert any("one tensor" in message for message in caplog.messages)
+    verify(doubled_if_one, program, (X, X + 1))
+    caplog.clear()
+    verify(added, capture(added, (X, X)), (X, X))
+    verify(doubled_if_one, capture(doubled_if_one, (X, X + 1)), (X, X + 1))
+    assert not caplog.messages
+
+
+def test_the_warning_about_one_tensor_is_that_of_joint_graphs_too(caplog: pytest.LogCaptureFixture) -> None:
+    layer = torch.nn.Linear(4, 4)
+    capture_joint(lambda x, y: layer(x) if x is y else layer(x) + y, (X, X))
+    assert sum("one tensor" in message for message in caplog.messages) == 1
+
+
+def test_a_parameter_as_an_argument_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    layer = torch.nn.Linear(4, 4)
+    verify(layer, capture(layer, (layer.weight,)), (torch.ones(4, 4),))
+    assert not caplog.messages

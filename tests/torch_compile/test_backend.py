@@ -470,3 +470,20 @@ def test_an_overload_is_found_where_dynamo_writes_its_function() -> None:
     }
     torch.compile(model, backend=backend, options=options)(torch.randn(1, 2, 4, 8))
     assert labels == [["between", "chosen", "between"]]
+
+
+@pytest.mark.parametrize("treatment", [Call(), Recompute(), Lower("aot_eager")])
+def test_parts_of_a_graph_with_nested_tensors_run_uncompiled(treatment: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(5, 4)
+
+    def model(x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 5]))
+        return layer(rows).sin().values().cos()
+
+    options = {"policy": BySize(parts=3), "treatment": treatment, "inner": "aot_eager"}
+    expected, found = model(x), torch.compile(model, backend=backend, options=options)(x)
+    assert torch.equal(found, expected)
+    if not isinstance(treatment, Recompute):  # marks suffice, and the whole graph is compiled
+        assert any("nested tensors" in message for message in caplog.messages)
+    gradients = [torch.autograd.grad(result.sum(), layer.weight)[0] for result in (expected, found)]
+    torch.testing.assert_close(*gradients)

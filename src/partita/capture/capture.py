@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
 from typing import Any, final
@@ -75,7 +75,10 @@ def capture(
         _check_not_sharded(module, (args, kwargs))
         with fresh_modes(grad=True):
             given = Arguments(module, args, kwargs or {})
-        exported = ModelCall(module, given.args, None if kwargs is None else given.kwargs, dynamic_shapes).exported()
+        call = ModelCall(module, given.args, None if kwargs is None else given.kwargs, dynamic_shapes)
+        exported = call.exported()
+        if given.has_copies:
+            call.warn_if_it_differs_from(replace(call, args=args, kwargs=kwargs))
     except CaptureError as error:
         raise CaptureError(f"{name_of(model)} cannot be captured: {error}") from error
     except PartitaError as error:
@@ -143,7 +146,7 @@ def capture_joint(
     owner = model if isinstance(model, nn.Module) else FunctionModule(model)
     with fresh_modes(grad=True):
         arguments = Arguments(owner, args, kwargs or {})
-    module = capture(owner, arguments.args, arguments.kwargs).module()
+    module = capture(owner, args, kwargs or {}).module()
     try:
         traced = _traced(module, arguments)
         _check(traced, arguments)
@@ -264,6 +267,27 @@ class ModelCall:
                 "graph can express that; set the grad mode to a constant, or to the caller's own"
             )
         return tuple(switch for switch, number in on.first_operator.items() if off.grads[number] is False)
+
+    def warn_if_it_differs_from(self, with_one_tensor: ModelCall) -> None:
+        """Warns if the model computes something else where arguments are one tensor, as by `query is key`.
+
+        Captured is what it does with different ones, since a graph takes each argument by itself.
+        """
+        traces = []
+        for call in (self, with_one_tensor):
+            traced = TraceOnlyPass(reports_autocast=False)
+            try:
+                call._run(traced, grad=True)
+            except StopAfterTrace:
+                traces.append(traced.trace)
+            except Exception as error:
+                _LOG.debug("%s cannot be traced with arguments that are one tensor: %s", name_of(self.model), error)
+                return
+        ours, theirs = traces
+        if not ours.calls_the_same(theirs):
+            self._warn(
+                "does something else where two arguments are one tensor; captured is what it does with different ones"
+            )
 
     def _warn(self, what: str, *values: object) -> None:
         _LOG.warning(f"%s {what}", name_of(self.model), *values)

@@ -113,6 +113,10 @@ class Trace:
             return False
         return all(map(_is_same_tensor, self.constants, other.constants))
 
+    def calls_the_same(self, other: Trace) -> bool:
+        """Whether both run the same operators, on any values."""
+        return [operator[:3] for operator in self.operators] == [operator[:3] for operator in other.operators]
+
     def differs_in_grad_only(self, other: Trace) -> bool:
         """Whether this is `other` but for where gradients are on."""
         pairs = zip(self.modes, other.modes, strict=True) if self.computes_the_same(other) else None

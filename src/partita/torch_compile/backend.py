@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita.analysis.modes import Mode
+from partita.analysis.nodes import tensors_in, value_of
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
@@ -31,6 +32,7 @@ from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.peak import compile_to_fit
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
+from partita.torch_compile.shared_memory import checking_shared_memory
 from partita.torch_compile.shared_pieces import piece_key
 
 log = logging.getLogger(__name__)
@@ -56,15 +58,18 @@ def backend(
     if chosen.peak is not None:
         if chosen.inner == "inductor":
             specialize_floats(gm)
-        function = compile_to_fit(
-            gm,
-            example_inputs,
-            peak=chosen.peak,
-            inner=chosen.inner,
-            rates=chosen.rates,
-            communication=chosen.communication,
-            checkpoints=chosen.checkpoints,
-            on_plan=chosen.on_plan,
+        checked = checking_shared_memory(Program(gm), example_inputs)
+        function = checked(
+            compile_to_fit(
+                gm,
+                example_inputs,
+                peak=chosen.peak,
+                inner=chosen.inner,
+                rates=chosen.rates,
+                communication=chosen.communication,
+                checkpoints=chosen.checkpoints,
+                on_plan=chosen.on_plan,
+            )
         )
     else:
         function = _compiled(gm, example_inputs, chosen)
@@ -77,7 +82,7 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpt
     begin = time.perf_counter()
     # Dynamo guards on the grad mode, and records the end of a no_grad block as setting that mode, not as restoring it.
     program = Program(gm, caller=Mode(grad=torch.is_grad_enabled()), frame=model.frame)
-    decided = plan(program, chosen.policy, chosen.treatment)
+    decided, checked = plan(program, chosen.policy, chosen.treatment), checking_shared_memory(program, example_inputs)
     with _annotated(decided, example_inputs):
         compiles_whole = _suffice_annotations(decided, chosen.treatment)
         if compiles_whole and not (chosen.shares and _are_all_in_repeats(decided)):
@@ -92,7 +97,7 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpt
     reset_with_dynamo(backend)
     if chosen.on_plan is not None:
         chosen.on_plan(report)
-    return warning_of_mismatches(function, model, report)
+    return warning_of_mismatches(checked(function), model, report)
 
 
 def _forget_frames() -> None:
@@ -139,6 +144,10 @@ def _compile_in_pieces(
     if decided.program.effects.fences:
         # Between the nodes that enter and leave a transform tensors are wrapped; compilers do not support these.
         log.warning("the graph enters torch.func transforms; its parts run uncompiled")
+        return decided.apply().graph_module
+    if any(one.layout is torch.jagged for node in gm.graph.nodes for one in tensors_in(value_of(node))):
+        # The symbol that stands for the lengths of a nested tensor has no value with which a piece could be traced.
+        log.warning("the graph has nested tensors; its parts run uncompiled")
         return decided.apply().graph_module
     deferred = replace(decided, treatments=tuple(map(DeferredTreatment, decided.treatments)), puts_back_modes=False)
     cut, progress = deferred.apply().graph_module, decided.compilations.progress
