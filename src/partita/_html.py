@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
-#: A notebook shows so many rows, and says how many there are besides.
+#: A notebook shows so many rows, and how many there are besides.
 MOST_ROWS = 200
 
-_CELL = (
-    "padding: 2px 10px; text-align: {}; font-variant-numeric: tabular-nums; white-space: pre-wrap; vertical-align: top"
-)
+_STYLE = "padding: 2px 10px; vertical-align: top; white-space: pre-wrap; text-align:"
 
 
 def html_table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", notes: Sequence[str] = ()
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", notes: Sequence[str] = ()
 ) -> str:
-    """A table of texts and numbers; numbers are aligned right, with separators, and None is a question mark."""
-    found = list(rows)
-    shown = [_row("td", row) for row in found[:MOST_ROWS]]
-    if len(found) > MOST_ROWS:
-        notes = (f"{len(found) - MOST_ROWS:,} more rows", *notes)
-    numeric = [all(isinstance(row[at], int | float | None) for row in found) and bool(found) for at in range(len(head))]
-    heads = "".join(_cell("th", text, is_number=number) for text, number in zip(head, numeric, strict=True))
-    title = f'<caption style="text-align: left; padding: 4px 10px">{escape(caption)}</caption>' if caption else ""
-    lines = "".join(f'<div style="padding: 1px 10px">{escape(note)}</div>' for note in notes)
-    return f"<div><table>{title}<thead><tr>{heads}</tr></thead><tbody>{''.join(shown)}</tbody></table>{lines}</div>"
+    """A table of texts; columns of numbers are aligned right."""
+    shown = rows[:MOST_ROWS]
+    sides = ["right" if shown and all(_is_number(row[at]) for row in shown) else "left" for at in range(len(head))]
+    lines = [_row("td", row, sides) for row in shown]
+    more = [f"{len(rows) - MOST_ROWS:,} more rows"] if len(rows) > MOST_ROWS else []
+    caption = f'<caption style="text-align: left; padding: 4px 10px">{escape(title)}</caption>' if title else ""
+    table = f"<table>{caption}<thead>{_row('th', head, sides)}</thead><tbody>{''.join(lines)}</tbody></table>"
+    return f"<div>{table}{_notes([*more, *notes])}</div>"
 
 
-def facts_table(facts: Mapping[str, object], *, notes: Sequence[str] = ()) -> str:
+def html_facts(facts: Mapping[str, object], *, notes: Sequence[str] = ()) -> str:
     """A table of names and values."""
-    rows = "".join(
-        f"<tr>{_cell('th', name, is_number=False)}{_cell('td', value, is_number=False)}</tr>"
-        for name, value in facts.items()
-    )
-    lines = "".join(f'<div style="padding: 1px 10px">{escape(note)}</div>' for note in notes)
-    return f"<div><table><tbody>{rows}</tbody></table>{lines}</div>"
+    rows = [_row("td", (name, str(value)), ("left", "left")) for name, value in facts.items()]
+    return f"<div><table><tbody>{''.join(rows)}</tbody></table>{_notes(notes)}</div>"
 
 
-def _row(kind: str, row: Sequence[object]) -> str:
-    return f"<tr>{''.join(_cell(kind, cell, is_number=isinstance(cell, int | float | None)) for cell in row)}</tr>"
+def _row(kind: str, cells: Sequence[str], sides: Sequence[str]) -> str:
+    made = (f'<{kind} style="{_STYLE} {side}">{escape(cell)}</{kind}>' for cell, side in zip(cells, sides, strict=True))
+    return f"<tr>{''.join(made)}</tr>"
 
 
-def _cell(kind: str, value: object, *, is_number: bool) -> str:
-    text = "?" if value is None else f"{value:,}" if isinstance(value, int | float) else str(value)
-    return f'<{kind} style="{_CELL.format("right" if is_number else "left")}">{escape(text)}</{kind}>'
+def _notes(lines: Sequence[str]) -> str:
+    return "".join(f'<div style="padding: 1px 10px; white-space: pre-wrap">{escape(line)}</div>' for line in lines)
+
+
+def _is_number(text: str) -> bool:
+    return text in ("", "?") or text.replace(",", "").removeprefix("-").isdecimal()

@@ -9,6 +9,7 @@ from typing import final
 
 from torch.fx import Node
 
+from partita._html import html_table
 from partita._plain_help import PlainHelp
 from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import bytes_of, bytes_of_value, container_items, find, value_of
@@ -129,8 +130,24 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
 
     Where a treatment reports what is saved for backward, three columns show that.
     """
+    rows, remarks = _rows_and_remarks(partition, treatments)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, *remarks])
+
+
+def table_html(partition: Partition, treatments: Sequence[Treatment]) -> str:
+    """The same for notebooks."""
+    (head, *rows), remarks = _rows_and_remarks(partition, treatments)
+    return html_table(head, rows, notes=remarks)
+
+
+def _rows_and_remarks(partition: Partition, treatments: Sequence[Treatment]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The head and the rows of the table, and the lines after it."""
     saved = reported_memory(partition, treatments)
-    rows, counter = [(*_HEAD, *(_SAVED_HEAD if saved else ()), "treatment", "label")], Flops()
+    rows: list[tuple[str, ...]] = [(*_HEAD, *(_SAVED_HEAD if saved else ()), "treatment", "label")]
+    counter = Flops()
     for vertex in partition.order:
         if vertex >= len(partition):
             continue
@@ -149,10 +166,7 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
                 "" if region.label is None else str(region.label),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *(saved.lines() if saved else []), *_bodies(partition), *plan_remarks(partition)])
+    return rows, [*(saved.lines() if saved else []), *_bodies(partition), *plan_remarks(partition)]
 
 
 def excluded(partition: Partition) -> tuple[Excluded, ...]:

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
-from partita._html import facts_table
+from partita._html import html_facts
 from partita._plain_help import PlainHelp
 from partita._torch.gc_pause import gc_paused
 from partita.equivalence import Comparison
@@ -102,7 +102,7 @@ class Report(metaclass=PlainHelp):
         """The page in a frame; of a large report, what it is about."""
         if len(self.text) > _LARGEST_SHOWN:
             facts = {"report": self.title, "size": f"{len(self.text) / 1e6:.0f} MB", "to see it": 'save("report.html")'}
-            return facts_table(facts)
+            return html_facts(facts)
         frame = 'sandbox="allow-scripts" width="100%" height="720" style="border: 1px solid #8884; border-radius: 6px"'
         return f'<iframe {frame} title="Partita report" srcdoc="{escape(self.html())}"></iframe>'
 

@@ -746,7 +746,8 @@ class GraphView {
 }
 
 function secondLine(node) {
-  return text(nodes.value[node]) || (opOf(node) === "output" ? "" : text(nodes.target[node]));
+  const target = text(nodes.target[node]);
+  return text(nodes.value[node]) || (target === nodes.name[node] ? opOf(node) : target);
 }
 
 function hint(item, view) {

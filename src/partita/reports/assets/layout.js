@@ -6,7 +6,8 @@ const MOST_BENDS = 6000;
 function layered(boxes, links, gapX, gapY) {
   const rank = ranksOf(boxes.length, links);
   const vertices = boxes.map((box, at) => ({ width: box.width, rank: rank[at], box: at, x: 0, up: [], down: [], place: 0 }));
-  const chains = links.map(([from, to]) => chainOf(vertices, from, to));
+  const trunks = new Map();
+  const chains = links.map(([from, to]) => chainOf(vertices, trunks, from, to));
   const layers = [];
   for (const vertex of vertices) (layers[vertex.rank] = layers[vertex.rank] || []).push(vertex);
   for (const layer of layers) layer.forEach((vertex, place) => { vertex.place = place; });
@@ -40,23 +41,27 @@ function ranksOf(count, links) {
   return rank;
 }
 
-// The bends of an edge: one in every row between its ends, so that it has a way of its own.
-function chainOf(vertices, from, to) {
-  const chain = [vertices[from]], far = vertices[to].rank - vertices[from].rank;
-  if (far > 1 && (vertices.length < MOST_BENDS || far < 4)) {
-    for (let rank = vertices[from].rank + 1; rank < vertices[to].rank; rank++) {
-      const bend = { width: 8, rank, box: -1, x: 0, up: [], down: [], place: 0 };
-      vertices.push(bend);
-      chain.push(bend);
-    }
+// The bends of an edge, one in every row between its ends, so that it has a way around the boxes. Edges from one box share
+// theirs, as far as they go the same way: a value that every block reads is one line with branches.
+function chainOf(vertices, trunks, from, to) {
+  const first = vertices[from].rank + 1, last = vertices[to].rank - 1;
+  if (!trunks.has(from)) trunks.set(from, [vertices[from]]);
+  const trunk = trunks.get(from);
+  for (let rank = first + trunk.length - 1; rank <= last; rank++) {
+    if (vertices.length > MOST_BENDS && last - first > 3) return [vertices[from], vertices[to]];
+    const bend = { width: 8, rank, box: -1, x: 0, up: [], down: [], place: 0 };
+    vertices.push(bend);
+    joined(trunk[trunk.length - 1], bend);
+    trunk.push(bend);
   }
-  chain.push(vertices[to]);
-  for (let at = 1; at < chain.length; at++) {
-    if (chain[at].rank - chain[at - 1].rank !== 1) continue;
-    chain[at - 1].down.push(chain[at]);
-    chain[at].up.push(chain[at - 1]);
-  }
+  const chain = [...trunk.slice(0, last - first + 2), vertices[to]];
+  joined(chain[chain.length - 2], vertices[to]);
   return chain;
+}
+
+function joined(above, below) {
+  above.down.push(below);
+  below.up.push(above);
 }
 
 function order(layers) {
@@ -100,7 +105,7 @@ function isotonic(layer, sides, gapX) {
     for (const side of sides) {
       for (const other of vertex[side]) {
         // A long edge is straight, and what is directly above each other is so on the page too.
-        const strength = vertex.box < 0 && other.box < 0 ? 16 : vertex.box >= 0 && other.box >= 0 ? 8 : 1;
+        const strength = vertex.box < 0 && other.box < 0 ? 16 : vertex.box >= 0 && other.box >= 0 ? 8 : 0.1;
         pull += strength;
         sum += strength * other.x;
       }
