@@ -335,6 +335,8 @@ class GraphView {
     this.scale = Math.min(Math.max(this.scale, 0.8), 1.2);
     this.left = width / 2 - (place.x + place.width / 2) * this.scale;
     this.top = Math.max(height / 2 - (place.y + Math.min(place.height, height / this.scale) / 2) * this.scale, 60 - place.y * this.scale);
+    const isWhole = this.tree.root.height * this.scale < height - 20;
+    if (isWhole) this.top = Math.max(this.top, 34 - HEADER * this.scale);
     this.draw();
   }
 

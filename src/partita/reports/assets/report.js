@@ -5,8 +5,8 @@ const byId = (id) => document.getElementById(id);
 // Light and dark: as the system has it, until the button is used.
 
 const isDarkSystem = window.matchMedia("(prefers-color-scheme: dark)");
-let chosenScheme = null;
-const scheme = () => chosenScheme || (isDarkSystem.matches ? "dark" : "light");
+let chosenScheme = null, isPrinting = false;
+const scheme = () => (isPrinting ? "light" : chosenScheme || (isDarkSystem.matches ? "dark" : "light"));
 const whenRecoloured = [];
 function applyScheme() {
   document.documentElement.dataset.scheme = scheme();
@@ -15,6 +15,9 @@ function applyScheme() {
 }
 byId("theme").addEventListener("click", () => { chosenScheme = scheme() === "dark" ? "light" : "dark"; applyScheme(); });
 isDarkSystem.addEventListener("change", applyScheme);
+for (const [event, isSo] of [["beforeprint", true], ["afterprint", false]]) {
+  window.addEventListener(event, () => { isPrinting = isSo; applyScheme(); });
+}
 applyScheme();
 
 byId("title").textContent = data.title;
@@ -131,7 +134,7 @@ function overview() {
       fact("verified", checked === null ? "not in this report" : checked.equal ? `nothing differs in ${plural(checked.calls, "call")}` : el("span", { class: "bad" }, plural(checked.differences.length, "difference"))),
       factIf(data.failures.length, "failures", el("span", { class: "bad" }, shownCount(data.failures.length)))),
     data.remarks.length ? section("Remarks", data.remarks.map((remark) => el("p", {}, remark))) : null,
-    section("Keys", el("dl", { class: "keys" }, [["/", "search"], ["↓ ↑", "next, previous"], ["→ ←", "into a group, out of it"], ["Enter", "open, close"], ["Esc", "clear"],
+    el("section", { class: "keys" }, el("h3", {}, "Keys"), el("dl", {}, [["/", "search"], ["↓ ↑", "next, previous"], ["→ ←", "into a group, out of it"], ["Enter", "open, close"], ["Esc", "clear"],
       ["+ − 0", "zoom, show all"]].flatMap(([key, does]) => fact(el("kbd", {}, key), does)))),
   ];
 }
@@ -194,7 +197,7 @@ function afterDraw(drawn) {
 
 let view = null;
 view = new GraphView(byId("graph"), showDetails, afterDraw);
-whenRecoloured.push(() => { view.readColors(); view.draw(); });
+whenRecoloured.push(() => { view.readColors(); view.paint(); });
 buildTools();
 showDetails(null);
 
@@ -400,14 +403,14 @@ function find(query) {
   known.regions.forEach((own, region) => { if (found.length < 12 && words.every((word) => own.includes(word))) found.push({ region }); });
   const exact = nodeByName().get(query);
   if (exact !== undefined) found.unshift({ node: exact });
-  const starts = [], contains = [];
+  const starts = [], contains = [], weights = [];
   for (let node = 0; node < NODE_COUNT && contains.length < 400; node++) {
     if (node === exact) continue;
     const name = known.names[node], path = nodes.module[node] < 0 ? "" : known.paths[nodes.module[node]], target = known.targets[nodes.target[node]];
     if (!words.every((word) => name.includes(word) || target.includes(word) || path.includes(word))) continue;
-    (name.startsWith(words[0]) ? starts : contains).push({ node });
+    (has(node, "state") ? weights : name.startsWith(words[0]) ? starts : contains).push({ node });
   }
-  return found.concat(starts, contains).slice(0, MOST_MATCHES);
+  return found.concat(starts, contains, weights).slice(0, MOST_MATCHES);
 }
 
 function showMatches() {
@@ -417,7 +420,7 @@ function showMatches() {
   results.replaceChildren(...matches.map((match, at) => {
     const [name, told] = match.region !== undefined ? [regions[match.region].name, "region"]
       : [nodes.name[match.node], [text(nodes.target[match.node]), modulePath(match.node)].filter(Boolean).join(" · ")];
-    const option = el("li", { role: "option", id: `match-${at}`, "aria-selected": String(at === chosen) }, el("span", { class: "name" }, name), el("span", { class: "muted clip" }, told));
+    const option = el("li", { role: "option", id: `match-${at}`, "aria-selected": String(at === chosen) }, el("span", { class: "name clip" }, name), el("span", { class: "muted clip" }, told));
     option.addEventListener("pointerdown", (event) => { event.preventDefault(); take(at); });
     return option;
   }));
