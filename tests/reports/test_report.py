@@ -337,3 +337,11 @@ def test_a_gpt2_is_reported() -> None:
     assert [region["label"] for region in data["regions"]] == ["transformer.h.0", "transformer.h.1"]
     paths = {data["texts"][path] for path, _, _ in data["modules"]}
     assert {"transformer.h.0.attn", "transformer.h.1.mlp"} <= paths
+
+
+def test_bodies_that_share_a_label_have_names_of_their_own() -> None:
+    program = program_of(nn.Sequential(nn.ReLU(), nn.Tanh(), nn.ReLU()))
+    one, two, three = program.operators()
+    regions = [partita.Region(f"part_{at}", (node,), "all") for at, node in enumerate((one, two, three))]
+    bodies = partita.report(partita.plan(program, partita.Partition(program, regions), Call())).data()["bodies"]
+    assert [(body["name"], body["regions"]) for body in bodies] == [("part_0", [0, 2]), ("part_1", [1])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -131,7 +132,14 @@ def _bodies(plan: Plan, numbers: list[int]) -> list[dict[str, Any]]:
     calls: dict[int, list[int]] = {}
     for at, body in enumerate(numbers):
         calls.setdefault(body, []).append(at)
-    return [{"name": body.name, "nodes": body.nodes, "regions": calls[at]} for at, body in enumerate(plan.bodies())]
+    bodies = plan.bodies()
+    named = Counter(body.name for body in bodies)
+    # Policies may give one label to regions with different bodies.
+    names = [body.name if named[body.name] == 1 else body.regions[0] for body in bodies]
+    return [
+        {"name": name, "nodes": body.nodes, "regions": calls[at]}
+        for at, (name, body) in enumerate(zip(names, bodies, strict=True))
+    ]
 
 
 def _saved_total(saved: SavedMemory) -> dict[str, Any]:

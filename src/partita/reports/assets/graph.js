@@ -100,6 +100,7 @@ class GraphView extends Painting {
     this.scale = Math.min(1, Math.max(whole, Math.min(0.5, width / (root.width + 20)), 0.06));
     this.left = (width - root.width * this.scale) / 2;
     this.top = 34 - HEADER * this.scale;
+    this.wasMoved = false;
     this.draw();
   }
 
