@@ -301,11 +301,11 @@ def test_dot_has_a_cluster_for_each_region_and_escapes_names() -> None:
 
 def test_model_explorer_gets_a_value_and_a_colour_for_each_node() -> None:
     report = partita.report(recomputed())
-    found = report.model_explorer()["graph"]["results"]
+    found = report.model_explorer()["results"]
     inside = {node.name for region in recomputed().partition for node in region.nodes}
     assert inside <= set(found)
     assert {found[name]["value"] for name in inside} == {f"blocks_{at}" for at in range(4)}
-    flops = report.model_explorer(by="flops")["graph"]
+    flops = report.model_explorer(by="flops")
     assert max(entry["value"] for entry in flops["results"].values()) == 2 * 64 * 32 * 128
     assert [stop["stop"] for stop in flops["gradient"]] == [0, 1]
     with pytest.raises(OptionError, match="by one of region, treatment, body, mode, flops, bytes, not by 'colour'"):

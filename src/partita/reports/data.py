@@ -21,7 +21,7 @@ from partita.program.program import Program
 from partita.regions import Partition
 from partita.regions.borders import Crossing, Item
 from partita.regions.equal_bodies import body_numbers
-from partita.reports.graph_data import Texts, graph_data, value_text
+from partita.reports.graph_data import Texts, class_name, graph_data, value_text
 
 FORMAT, VERSION = "partita report", 1
 
@@ -61,8 +61,7 @@ def _title(program: Program) -> str:
         stack = node.meta.get("nn_module_stack")
         first = next(iter(stack.values()), None) if isinstance(stack, dict) else None
         if isinstance(first, tuple) and len(first) == 2 and first[0] in ("", "L['self']"):
-            kind = first[1]
-            return (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
+            return class_name(first[1])
     return str(type(program.graph_module).__name__)
 
 

@@ -67,7 +67,10 @@ class GraphView extends Painting {
   showRegion(region, isMoved = true) {
     if (this.by !== "region") this.regroup("region", this.showState);
     const item = this.tree.items.find((one) => one.kind === "region" && one.region === region);
-    if (!item) return;
+    if (!item) {  // Nothing of it is drawn: its nodes only switch modes, say.
+      this.select({ kind: "region", region, label: regions[region].name, children: null, isAbsent: true });
+      return;
+    }
     this.openDownTo(item.start, (one) => one === item);
     this.select(item);
     if (isMoved) this.moveTo(item);
