@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from tests.helpers.core import program_of
 from tests.helpers.work import calls_during
 from tests.reports.plans import HOSTILE, X, Y, around_dropout, captured, chain, hostile, memory_plan, recomputed
@@ -22,6 +23,7 @@ import partita
 from partita import Plan, Program
 from partita.errors import OptionError
 from partita.policies import ByLabel, ByModule, BySize
+from partita.testing import Case, programs
 from partita.treatments import Call
 
 
@@ -94,6 +96,24 @@ def test_the_order_has_regions_as_unbroken_runs_and_keeps_dependences() -> None:
     for kind in ("edges", "effect_edges"):
         for before, after in zip(data[kind]["from"], data[kind]["to"], strict=True):
             assert place.get(before, -1) < place.get(after, len(place))
+
+
+@given(programs())
+def test_programs_of_the_generator_are_reported(case: Case) -> None:
+    plan = partita.plan(Program.of(case.graph_module), BySize(parts=3), Call())
+    report = partita.report(plan)
+    data = report.data()
+    assert data["nodes"]["name"] == [node.name for node in plan.program.graph.nodes]
+    assert [len(region["outputs"]) for region in data["regions"]] == [
+        len(border.outputs) for border in plan.partition.borders.of_regions
+    ]
+    assert json.loads(json_in(report.html())) == data
+    assert report.dot().count("subgraph") == len(plan.partition)
+
+
+def json_in(page: str) -> str:
+    """The data of a page, as the browser reads it."""
+    return page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
 
 
 def test_equal_bodies_verification_and_memory_are_told() -> None:
