@@ -12,6 +12,7 @@ from tests.reports.plans import X, Y, around_dropout, chain, hostile, memory_pla
 from torch.fx import Graph
 
 import partita
+from partita import Program
 from partita.memory import Timeline
 from partita.policies import BySize
 from partita.treatments import Call
@@ -322,6 +323,16 @@ def test_hostile_names_are_text_everywhere(open_report: Opener) -> None:
         _settled(page)
     assert page.evaluate("window.hacked") is None
     assert page.locator("img, b[onclick]").count() == 0
+
+
+def test_a_name_as_long_as_a_book_is_cut(open_report: Opener) -> None:
+    plan = chain(10, 2)
+    node = plan.program.operators()[0]
+    node.name = "long " * 50_000
+    page = open_report(partita.report(partita.plan(Program.of(plan.program.graph_module), BySize(parts=1), Call())))
+    page.evaluate("window.partita.goToNode(1)")
+    _settled(page)
+    assert page.evaluate("window.partita.view.selected.width") < 300
 
 
 def test_scripts_that_get_into_the_page_are_not_run(open_report: Opener) -> None:

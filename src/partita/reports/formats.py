@@ -60,8 +60,11 @@ def _dot_node(nodes: Mapping[str, Sequence[Any]], texts: Sequence[str], number: 
 
 
 def _quoted(text: str) -> str:
-    """A text as Graphviz reads it: only quotes and backslashes mean something there, and a backslash before an n."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    """A text as Graphviz reads it: quotes and backslashes mean something there, and unprintable characters end it."""
+    lines = (
+        "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line) for line in text.split("\n")
+    )
+    return '"' + "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines) + '"'
 
 
 def model_explorer(data: Mapping[str, Any], by: str) -> dict[str, Any]:

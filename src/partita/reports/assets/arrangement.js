@@ -1,6 +1,8 @@
 // Which groups are open, and where everything is: each item beside the upper left corner of the group around it.
 
 const NODE_HEIGHT = 36, GROUP_HEIGHT = 50, HEADER = 30, PADDING = 16, GAP_X = 22, GAP_Y = 30;
+// No box is as wide as so many characters.
+const LONGEST_LABEL = 200;
 
 class Arrangement {
   constructor(context) {
@@ -78,10 +80,10 @@ class Arrangement {
   }
 
   widthOf(label, isBold) {
-    const key = (isBold ? "b" : "n") + label;
+    const measured = label.slice(0, LONGEST_LABEL), key = (isBold ? "b" : "n") + measured;
     if (!this.labels.has(key)) {
       this.context.font = isBold ? this.fonts.bold : this.fonts.plain;
-      this.labels.set(key, this.context.measureText(label).width);
+      this.labels.set(key, this.context.measureText(measured).width);
     }
     return this.labels.get(key);
   }

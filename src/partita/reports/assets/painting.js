@@ -195,10 +195,10 @@ class Painting extends Arrangement {
   }
 
   cut(label, width, isBold) {
-    if (this.widthOf(label, isBold) <= width) return label;
+    if (label.length <= LONGEST_LABEL && this.widthOf(label, isBold) <= width) return label;
     const key = `${isBold ? "B" : "N"}${Math.round(width)} ${label}`;
     if (!this.labels.has(key)) {
-      let low = 0, high = label.length;
+      let low = 0, high = Math.min(label.length, LONGEST_LABEL);
       while (low < high) {
         const middle = (low + high + 1) >> 1;
         if (this.widthOf(label.slice(0, middle) + "…", isBold) <= width) low = middle; else high = middle - 1;
