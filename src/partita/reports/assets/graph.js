@@ -5,6 +5,8 @@ class GraphView extends Painting {
     super(canvas);
     this.whenSelected = whenSelected;
     this.whenDrawn = whenDrawn;
+    // How much of the canvas is covered at the top.
+    this.covered = () => 38;
     // Whether the graph has been drawn, and whether somebody has moved it since.
     this.wasShown = this.wasMoved = false;
     this.build();
@@ -88,30 +90,35 @@ class GraphView extends Painting {
     this.scale = Math.min(Math.max(this.scale, 0.8), 1.2);
     this.left = width / 2 - (place.x + place.width / 2) * this.scale;
     const middle = place.y + Math.min(place.height, height / this.scale) / 2;
-    this.top = Math.max(height / 2 - middle * this.scale, 60 - place.y * this.scale);
+    this.top = Math.max(height / 2 - middle * this.scale, this.covered() + 22 - place.y * this.scale);
     const isWhole = this.tree.root.height * this.scale < height - 20;
-    if (isWhole) this.top = Math.max(this.top, 34 - HEADER * this.scale);
+    if (isWhole) this.top = Math.max(this.top, this.highest());
     this.draw();
   }
 
   // What is seen.
 
+  // Where the drawing begins if its first row is right below what is covered.
+  highest() {
+    return this.covered() + 12 - (HEADER + PADDING) * this.scale;
+  }
+
   fit() {
     const { width, height } = this.size(), root = this.tree.root;
-    const whole = Math.min(width / (root.width + 20), (height - 50) / (root.height + 10));
+    const whole = Math.min(width / (root.width + 20), (height - this.covered() - 12) / (root.height + 10));
     // A long chain is read from its beginning; so small that nothing can be read would help nobody.
     this.scale = Math.min(1, Math.max(whole, Math.min(0.5, width / (root.width + 20)), 0.06));
     this.left = (width - root.width * this.scale) / 2;
-    this.top = 34 - HEADER * this.scale;
+    this.top = this.highest();
     this.wasMoved = false;
     this.draw();
   }
 
   showAll() {
     const { width, height } = this.size(), root = this.tree.root;
-    this.scale = Math.min(1, width / (root.width + 20), (height - 50) / root.height);
+    this.scale = Math.min(1, width / (root.width + 20), (height - this.covered() - 12) / root.height);
     this.left = (width - root.width * this.scale) / 2;
-    this.top = Math.max(34 - HEADER * this.scale, (height - root.height * this.scale) / 2);
+    this.top = Math.max(this.highest(), (height - root.height * this.scale) / 2);
     this.draw();
   }
 

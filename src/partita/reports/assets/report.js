@@ -158,6 +158,7 @@ byId("tabs").addEventListener("keydown", (event) => {
 });
 
 buildTools();
+view.covered = () => byId("tools").offsetTop + byId("tools").offsetHeight;
 showDetails(null);
 showTab("graph");
 
