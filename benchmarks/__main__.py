@@ -21,6 +21,7 @@ from benchmarks import (
     lowering,
     memory,
     modes,
+    reporting,
     splitting,
 )
 from benchmarks.report import as_json, from_json, line, merged, put_into_readme
@@ -40,6 +41,7 @@ SECTIONS = {
     "held": held.rows,
     "growth": growth.rows,
     "import": importing.rows,
+    "report": reporting.rows,
     "repeats": growth.repeat_rows,
     "compile-once": compile_once.rows,
     "compile-many": compile_once.many_rows,

@@ -49,6 +49,7 @@ __all__ = [
     "Policy",
     "Program",
     "Region",
+    "Report",
     "Tolerance",
     "TrainEval",
     "Treatment",
@@ -66,6 +67,7 @@ __all__ = [
     "mode_tree",
     "outline",
     "plan",
+    "report",
     "save_plan",
     "verify",
 ]
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from partita.equivalence.differences import Comparison
     from partita.equivalence.verify import verify
     from partita.memory import fit
+    from partita.reports.report import Report, report
     from partita.treatments.plan_files import load_plan, save_plan
 else:
     __getattr__, __dir__ = lazy_attributes(
@@ -89,6 +92,7 @@ else:
             "memory",
             "policies",
             "recompute",
+            "reports",
             "testing",
             "torch_compile",
             "treatments",
@@ -96,10 +100,12 @@ else:
         names={
             "Bisection": "partita.equivalence",
             "Comparison": "partita.equivalence",
+            "Report": "partita.reports",
             "bisect": "partita.equivalence",
             "compare": "partita.equivalence",
             "fit": "partita.memory",
             "load_plan": "partita.treatments.plan_files",
+            "report": "partita.reports",
             "save_plan": "partita.treatments.plan_files",
             "verify": "partita.equivalence",
         },
