@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from partita.errors import BudgetError, OptionError
 from partita.memory import Rates
 from partita.memory._torch.recorder import Recorder
 from partita.torch_compile import memory_partition
-from partita.torch_compile.peak import FittedGraph, compile_to_fit
+from partita.torch_compile.peak import FittedGraph, _delay_products, compile_to_fit
 
 RATES = Rates(matmul_flops=1e12, attention_flops=1e12, bytes=1e11, call=5e-6)
 _WIDTH = 32
@@ -275,3 +276,56 @@ def test_inference_is_compiled_without_a_plan() -> None:
     with torch.no_grad():
         assert torch.equal(_compiled(model, plans, peak=0.5)(_IDS), model(_IDS))
     assert not plans
+
+
+class _Graph(nn.Module):
+    def forward(self, gradient: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        first = gradient @ weight
+        second = gradient.t() @ hidden
+        return first, second
+
+
+class _MutatedBetween(_Graph):
+    def forward(self, gradient: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        first = gradient @ weight
+        weight.view(-1).zero_()
+        second = gradient.t() @ hidden
+        return first, second
+
+
+class _ReadBetween(_Graph):
+    def forward(self, gradient: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        first = gradient @ weight
+        hidden = hidden + first
+        second = gradient.t() @ hidden
+        return first, second
+
+
+class _RandomBetween(_Graph):
+    def forward(self, gradient: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        first = gradient @ weight
+        noise = torch.rand_like(hidden)
+        second = gradient.t() @ hidden
+        return first, second, noise
+
+
+@pytest.mark.parametrize(
+    ("kind", "moves"), [(_Graph, True), (_RandomBetween, True), (_MutatedBetween, False), (_ReadBetween, False)]
+)
+def test_a_product_is_delayed_only_where_that_changes_no_value(kind: type[nn.Module], moves: bool) -> None:
+    """It stays where something between reads it, or mutates what it reads."""
+    tensors = torch.randn(6, 6), torch.randn(6, 6), torch.randn(6, 6)
+
+    def run(function: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        copies = [tensor.clone() for tensor in tensors]
+        return [*function(*copies), *copies]
+
+    graph_module = make_fx(kind())(*(tensor.clone() for tensor in tensors))
+    expected = run(kind())
+    products = [node for node in graph_module.graph.nodes if node.target is torch.ops.aten.mm.default]
+    _delay_products(graph_module, {products[0]: products[1]})
+    graph_module.graph.lint()
+    ran = [node for node in graph_module.graph.nodes if node in products]
+    assert ran == (products[::-1] if moves else products)
+    assert all(map(torch.equal, run(graph_module), expected))
