@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from math import inf
+from math import fsum, inf
 from typing import Any, final
 
 from torch import Tensor
@@ -253,7 +253,7 @@ class JointPlanner:
         size = sum(model.size[node] for node in chosen if node in read or model.readers[node] & recomputed)
         bases = {model.base[node] for node in read if node in saved} - model.inputs
         held = sum(model.size[base] if model.segment[base] == at else self._crossing_bytes(base, at) for base in bases)
-        return _Entry(size, held, sum(map(model.seconds, recomputed)), places)
+        return _Entry(size, held, fsum(map(model.seconds, recomputed)), places)  # The same in any order.
 
     def _crossing_bytes(self, node: Node, at: int) -> int:
         """The bytes of a value of an earlier segment that is held only because a segment is recomputed from it.
@@ -357,7 +357,7 @@ class JointPlanner:
             target += spare
 
     def _seconds(self, chosen: Sequence[int]) -> float:
-        return sum(menu[number].seconds for menu, number in zip(self.menus, chosen, strict=True))
+        return fsum(menu[number].seconds for menu, number in zip(self.menus, chosen, strict=True))
 
     def _infeasible(self, room: int, margin: int, resident: int) -> BudgetError:
         smallest = min((self._simulated(chosen) for chosen in self._known), key=lambda one: one.peak)
@@ -385,7 +385,7 @@ class JointPlanner:
             simulated.peak + margin,
             room,
             self.plain.peak + margin,
-            sum(one.seconds for one in segments),
+            fsum(one.seconds for one in segments),
             simulated,
             self.plain,
             resident,
