@@ -23,6 +23,7 @@ from partita.backends._torch.partitioners import drop_forward_effects, let_induc
 from partita.errors import BudgetError, OptionError, RecomputeError
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.joint.plan import JointMemoryPlan, JointPlanner, JointStep
+from partita.memory.optimizer_state import bytes_to_come
 from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.program.program import Program
@@ -40,19 +41,27 @@ def memory_partition(
     rates: Rates | None = None,
     resident_bytes: int | None = None,
     communication: str | int = 0,
+    optimizer: torch.optim.Optimizer | int = 0,
     checkpoints: Checkpoints = "replan",
 ) -> MemoryPartition:
     """A `partition_fn` for AOTAutograd that saves what makes the fastest step whose peak is at most `peak`.
 
     Inductor takes it as `torch._inductor.config.custom_partitioner_fn`; `fuses` is false for compilers that run every
     operator by itself. `resident_bytes` is what is allocated throughout; by default, on a GPU what is allocated when
-    the graph is compiled, elsewhere the inputs of the graph. `communication` is what data parallelism takes more. What
+    the graph is compiled, elsewhere the inputs of the graph. `communication` is what data parallelism takes more, and
+    the state of the `optimizer`, which can be given in bytes, counts where it is not allocated yet. What
     `torch.utils.checkpoint` marks is planned like all else, or, with `checkpoints="respect"`, recomputed in every plan.
     """
     more = bytes_said(communication, "communication")
     respects = checked_checkpoints(checkpoints) == "respect"
     partition = MemoryPartition(
-        MemoryBudget(peak), fuses, rates, resident_bytes, communication_bytes=more, respects_checkpoints=respects
+        MemoryBudget(peak),
+        fuses,
+        rates,
+        resident_bytes,
+        communication_bytes=more,
+        respects_checkpoints=respects,
+        optimizer_bytes=bytes_to_come(optimizer),
     )
     let_inductor_take(MemoryPartition)
     return partition
@@ -73,6 +82,8 @@ class MemoryPartition:
     communication_bytes: int = 0
     #: Whether what `torch.utils.checkpoint` marks is recomputed in every plan.
     respects_checkpoints: bool = False
+    #: What the optimizer's state will take that is not allocated yet.
+    optimizer_bytes: int = 0
     #: The plans of the graphs that were partitioned, in order.
     plans: Plans = field(default_factory=lambda: Plans(), compare=False, repr=False)
 
@@ -113,7 +124,7 @@ class MemoryPartition:
         resident = self.resident_bytes
         if resident is None:
             resident = torch.cuda.memory_allocated(device) if is_gpu else _input_bytes(program)
-        resident += self.communication_bytes
+        resident += self.communication_bytes + self.optimizer_bytes
         never_save = _checkpointed(program) if self.respects_checkpoints else ()
         planner = JointPlanner(program, step, must_save=must_save, never_save=never_save)
         # A part is one of what the step takes if everything is saved.
@@ -131,7 +142,7 @@ class MemoryPartition:
 
     def uuid(self) -> str:
         """The key of this partitioner in caches of compiled code."""
-        own = (self.margin, self.communication_bytes, self.respects_checkpoints)
+        own = (self.margin, self.communication_bytes, self.respects_checkpoints, self.optimizer_bytes)
         fields = (self.budget, self.fuses, self.rates, self.resident_bytes, *own)
         return f"partita-peak-{sha256(repr(fields).encode()).hexdigest()}"
 
@@ -220,6 +231,7 @@ def compile_to_fit(
     inner: object,
     rates: Rates | None = None,
     communication: str | int = 0,
+    optimizer: torch.optim.Optimizer | int = 0,
     checkpoints: Checkpoints = "replan",
     on_plan: Callable[[Any], object] | None = None,
 ) -> Callable[..., Any]:
@@ -236,7 +248,12 @@ def compile_to_fit(
         log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
         return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
     partition = memory_partition(
-        peak, fuses=inner == "inductor", rates=rates, communication=communication, checkpoints=checkpoints
+        peak,
+        fuses=inner == "inductor",
+        rates=rates,
+        communication=communication,
+        optimizer=optimizer,
+        checkpoints=checkpoints,
     )
     return FittedGraph(gm, example_inputs, partition, inner=str(inner), on_plan=on_plan)
 
