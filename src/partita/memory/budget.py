@@ -55,8 +55,8 @@ class MemoryBudget:
             return int(self.peak * plain_peak)
         if isinstance(self.peak, float) and 1 < self.peak < 1000:
             raise OptionError(
-                f"a peak of {self.peak!r} is neither a part of the plain step, from 0 to 1, nor a likely number of bytes; "
-                f"write '{self.peak:g}GB' or 0.6"
+                f"a peak of {self.peak!r} is neither a part of the plain step, from 0 to 1, nor a likely number of "
+                f"bytes; write '{self.peak:g}GB' or 0.6"
             )
         if self.peak != self.peak or self.peak in (float("inf"), float("-inf")):
             raise OptionError(f"a peak of {self.peak!r} is no number of bytes")
