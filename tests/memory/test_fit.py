@@ -197,7 +197,7 @@ def test_a_budget_is_above_zero(peak: Any) -> None:
         MemoryBudget(peak)
 
 
-@pytest.mark.parametrize("peak", ["11XB", "GB", "", None, True, float("nan"), float("inf"), [1]])
+@pytest.mark.parametrize("peak", ["11XB", "GB", "", None, True, float("nan"), float("inf"), [1], 1.5, 80.0])
 def test_a_budget_is_a_number_of_bytes(peak: Any) -> None:
     with pytest.raises(OptionError):
         MemoryBudget(peak)
@@ -237,6 +237,32 @@ def test_only_training_steps_have_a_budget() -> None:
         partita.fit(model.requires_grad_(requires_grad=False), (_X, _Y), peak=0.5, rates=RATES)
     with pytest.raises(BudgetError, match="let the model return its loss"):
         partita.fit(nn.Linear(32, 8), (_X,), peak=0.5, rates=RATES)
+
+
+def test_a_model_of_few_operators_is_cut_too() -> None:
+    """Blocks of three operators are no repeats, and thirteen operators could be one segment, which frees nothing."""
+
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+            self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer, norm in zip(self.layers, self.norms, strict=True):
+                x = torch.nn.functional.silu(norm(layer(x)))
+            return x.mean()
+
+    torch.manual_seed(0)
+    model, x = Convolutions(), torch.randn(2, 8, 16, 16)
+    step = step_memory(model, (x,), rates=RATES)
+    assert len(step.chain.links) > 2
+    assert step.smallest_peak_bytes < 0.7 * step.plain_peak_bytes
+    expected = _train(model, model, (x,), {})[1]
+    plan = step.plan(step.smallest_peak_bytes)
+    peak, gradients = _train(plan.module(), model, (x,), {})
+    assert peak == pytest.approx(plan.peak_bytes, rel=0.001)
+    assert all(map(torch.equal, gradients, expected))
 
 
 def test_a_model_that_repeats_nothing_is_cut_at_narrow_places() -> None:

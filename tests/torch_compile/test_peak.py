@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from partita.errors import BudgetError, OptionError
 from partita.memory import Rates
 from partita.memory._torch.recorder import Recorder
+from partita.memory.joint.plan import JointPlanner, JointStep
+from partita.program.program import Program
 from partita.torch_compile import memory_partition
-from partita.torch_compile.peak import FittedGraph, compile_to_fit
+from partita.torch_compile.peak import FittedGraph, _delay_products, compile_to_fit
 
 RATES = Rates(matmul_flops=1e12, attention_flops=1e12, bytes=1e11, call=5e-6)
 _WIDTH = 32
@@ -161,7 +165,9 @@ def test_gradients_are_right_under_inductor(dropout: float) -> None:
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_step_that_is_measured_over_its_budget_is_planned_once_more(inner: str) -> None:
+def test_a_step_that_is_measured_over_its_budget_is_planned_once_more(
+    inner: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, fitted, plans = _decoder(), list[FittedGraph](), list[Any]()
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -177,7 +183,9 @@ def test_a_step_that_is_measured_over_its_budget_is_planned_once_more(inner: str
     (first,) = plans
     fitted[0].compare(measured=budget - 1, resident=resident)
     assert len(plans) == 1
+    assert "planned once more" not in caplog.text
     fitted[0].compare(measured=budget + 300_000, resident=resident)
+    assert "the step is over its budget by 300.000 kB; it is planned once more" in caplog.text
     for one, other in zip(_gradients(compiled, model), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert len(plans) == 2
@@ -224,6 +232,19 @@ def test_a_part_of_the_step_and_communication_are_compared_alike() -> None:
     assert len(plans) == 1
 
 
+def test_the_state_of_an_optimizer_counts_until_it_is_allocated_on_a_gpu() -> None:
+    model = _decoder(layers=2)
+    parameter_bytes = sum(one.numel() * one.element_size() for one in model.parameters())
+    plans: list[Any] = []
+    for optimizer in (0, torch.optim.AdamW(model.parameters()), 2 * parameter_bytes):
+        torch.compiler.reset()
+        _compiled(model, plans, peak="9MB", optimizer=optimizer)(_IDS).backward()
+    plain, given, said = plans
+    assert given.resident_bytes == said.resident_bytes == plain.resident_bytes + 2 * parameter_bytes
+    assert given.peak_bytes + given.resident_bytes <= 9_000_000
+    assert f"so in all {(given.peak_bytes + given.resident_bytes) / 1e6:.3f} MB of 9.000 MB" in str(given)
+
+
 def test_constants_are_written_into_kernels_and_never_saved() -> None:
     """Inductor materializes large values that read saved numbers, which it would compute with otherwise."""
     from torch._dynamo.backends.common import aot_autograd
@@ -251,10 +272,67 @@ def test_a_budget_that_cannot_be_met_is_refused() -> None:
     torch.compiler.reset()
     with pytest.raises(Exception, match="shard the model") as refused:
         _compiled(model, [], peak="1kB")(_IDS)
-    error = refused.value
+    smallest = _budget_error(refused.value).smallest
+    assert smallest is not None
+    plans: list[Any] = []
+    torch.compiler.reset()
+    _compiled(model, plans, peak=smallest)(_IDS).backward()
+    assert plans[0].peak_bytes + plans[0].resident_bytes == smallest
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="smallest peak is") as refused:
+        _compiled(model, [], peak=smallest - 1)(_IDS)
+    assert _budget_error(refused.value).smallest == smallest
+
+
+def _budget_error(error: BaseException | None) -> BudgetError:
     while not isinstance(error, BudgetError):
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    assert error.smallest
+        assert error is not None
+        error = error.__cause__ or error.__context__
+    return error
+
+
+class Attending(nn.Module):
+    """Attention with dropout, whose parts are operators of their own on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        found: Tensor = x + self.out(functional.gelu(seen.transpose(1, 2).flatten(2)))
+        return found
+
+
+def test_less_memory_asked_never_means_more_used_nor_less_time() -> None:
+    """What a choice holds is more than what is chosen: inputs of what is recomputed are saved for it."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Attending() for _ in range(4)))
+    found: list[tuple[int, float]] = []
+
+    class Asking:
+        def __call__(self, joint: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+            prepared = Program.of(copy.deepcopy(joint), forward_outputs=options["num_fwd_outputs"])
+            planner = JointPlanner(prepared, JointStep(RATES, fuses=False))
+            least, most = planner.smallest_peak, planner.plain.peak
+            for part in range(20):
+                room = least + (most - least) * part // 19
+                plan = planner.plan(room)
+                assert plan.peak_bytes <= room
+                found.append((plan.peak_bytes, -plan.seconds))
+            with pytest.raises(BudgetError, match="smallest peak"):
+                planner.plan(least - 1)
+            return memory_partition(1.0, fuses=False, rates=RATES)(joint, inputs, **options)
+
+    backend = aot_autograd(fw_compiler=lambda gm, _: gm, bw_compiler=lambda gm, _: gm, partition_fn=Asking())
+    torch.compile(blocks, backend=backend)(torch.randn(4, 64, _WIDTH)).sum().backward()
+    assert found == sorted(found)
+    assert [seconds for _, seconds in found] == sorted(seconds for _, seconds in found)
+    assert found[0][0] < 0.75 * found[-1][0]
 
 
 def test_options_that_do_not_go_with_a_peak_are_refused() -> None:
@@ -265,6 +343,10 @@ def test_options_that_do_not_go_with_a_peak_are_refused() -> None:
         BackendOptions.read({"peak": 0.5, "policy": ByModule("blocks.*")})
     with pytest.raises(BudgetError, match="above zero"):
         BackendOptions.read({"peak": 0})
+    with pytest.raises(OptionError, match="is an optimizer, or the bytes"):
+        BackendOptions.read({"peak": 0.5, "optimizer": "AdamW"})
+    with pytest.raises(OptionError, match="for steps that fit a 'peak'"):
+        BackendOptions.read({"optimizer": 10})
     model = _decoder(layers=2)
     with pytest.raises(Exception, match="'inductor' and 'aot_eager'"):
         _compiled(model, [], peak=0.5, inner="eager")(_IDS)
@@ -275,3 +357,56 @@ def test_inference_is_compiled_without_a_plan() -> None:
     with torch.no_grad():
         assert torch.equal(_compiled(model, plans, peak=0.5)(_IDS), model(_IDS))
     assert not plans
+
+
+class _Graph(nn.Module):
+    def forward(self, gradient: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        first = gradient @ weight
+        second = gradient.t() @ hidden
+        return first, second
+
+
+class _MutatedBetween(_Graph):
+    def forward(self, gradient: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        first = gradient @ weight
+        weight.view(-1).zero_()
+        second = gradient.t() @ hidden
+        return first, second
+
+
+class _ReadBetween(_Graph):
+    def forward(self, gradient: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        first = gradient @ weight
+        hidden = hidden + first
+        second = gradient.t() @ hidden
+        return first, second
+
+
+class _RandomBetween(_Graph):
+    def forward(self, gradient: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        first = gradient @ weight
+        noise = torch.rand_like(hidden)
+        second = gradient.t() @ hidden
+        return first, second, noise
+
+
+@pytest.mark.parametrize(
+    ("kind", "moves"), [(_Graph, True), (_RandomBetween, True), (_MutatedBetween, False), (_ReadBetween, False)]
+)
+def test_a_product_is_delayed_only_where_that_changes_no_value(kind: type[nn.Module], moves: bool) -> None:
+    """It stays where something between reads it, or mutates what it reads."""
+    tensors = torch.randn(6, 6), torch.randn(6, 6), torch.randn(6, 6)
+
+    def run(function: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        copies = [tensor.clone() for tensor in tensors]
+        return [*function(*copies), *copies]
+
+    graph_module = make_fx(kind())(*(tensor.clone() for tensor in tensors))
+    expected = run(kind())
+    products = [node for node in graph_module.graph.nodes if node.target is torch.ops.aten.mm.default]
+    _delay_products(graph_module, {products[0]: products[1]})
+    graph_module.graph.lint()
+    ran = [node for node in graph_module.graph.nodes if node in products]
+    assert ran == (products[::-1] if moves else products)
+    assert all(map(torch.equal, run(graph_module), expected))

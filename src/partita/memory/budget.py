@@ -54,6 +54,11 @@ class MemoryBudget:
             return _read(self.peak)
         if isinstance(self.peak, float) and 0 < self.peak <= 1:
             return int(self.peak * plain_peak)
+        if isinstance(self.peak, float) and 1 < self.peak < 1000:
+            raise OptionError(
+                f"a peak of {self.peak!r} is neither a part of the plain step, from 0 to 1, nor a likely number of "
+                f"bytes; write '{self.peak:g}GB' or 0.6"
+            )
         if self.peak != self.peak or self.peak in (float("inf"), float("-inf")):
             raise OptionError(f"a peak of {self.peak!r} is no number of bytes")
         return int(self.peak)

@@ -20,6 +20,7 @@ from partita.errors import BudgetError, OptionError
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.chain import Chain, StepOptions, Way, chain_of
 from partita.memory.communication import is_wrapped_for_ddp
+from partita.memory.optimizer_state import optimizer_bytes
 from partita.memory.picture import Picture
 from partita.memory.program_state import states_of, user_outputs
 from partita.memory.rates import Rates, measure_rates
@@ -277,7 +278,7 @@ def step_memory(
         raise OptionError(
             "the step of a model is fitted before it is wrapped: DistributedDataParallel(partita.fit(...))"
         )
-    extra = _optimizer_bytes(optimizer) + bytes_said(communication, "communication")
+    extra = optimizer_bytes(optimizer) + bytes_said(communication, "communication")
     respects = checked_checkpoints(checkpoints) == "respect"
     program = capture(model, tuple(args), dict(kwargs or {}))
     device, dtype = _device_and_dtype(model)
@@ -438,35 +439,3 @@ def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
         if parameter.is_floating_point():
             return parameter.device, parameter.dtype
     return torch.device("cpu"), torch.float32
-
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | int) -> int:
-    """The bytes of an optimizer's state; before its first step, what one of torch's would make."""
-    if isinstance(optimizer, bool) or not isinstance(optimizer, int | torch.optim.Optimizer):
-        raise OptionError(f"`optimizer` is an optimizer, or the bytes of its state, not {optimizer!r}")
-    if isinstance(optimizer, int):
-        if optimizer < 0:
-            raise OptionError(f"the state of an optimizer has {optimizer} bytes; pass a number from 0 on")
-        return optimizer
-    made = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    if made:
-        return sum(value.numel() * value.element_size() for value in made)
-    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    parameter_bytes: int = sum(one.numel() * one.element_size() for one in parameters)
-    return _copies(optimizer) * parameter_bytes
-
-
-def _copies(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of the size of a parameter an optimizer of torch keeps for each."""
-    copies = _COPIES.get(type(optimizer).__name__)
-    if copies is None:
-        raise OptionError(
-            f"the size of the state of {type(optimizer).__name__} is not known before its first step; pass it in bytes"
-        )
-    group = optimizer.param_groups[0]
-    if "momentum" in group and type(optimizer).__name__ == "SGD":
-        return int(bool(group["momentum"]))
-    return copies + bool(group.get("amsgrad"))
-
-
-_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1, "SGD": 0, "Rprop": 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
+from math import isqrt
 from typing import Literal, TypeAlias, get_args
 
 from torch.fx import Node
@@ -36,8 +37,9 @@ def checked_checkpoints(value: object) -> Checkpoints:
 def segments_of(program: Program, checkpoints: Sequence[Region] = ()) -> Partition:
     """Regions in the order in which they run: the blocks that a model repeats, and pieces of what lies between.
 
-    What does not repeat is cut where few bytes cross, into pieces of at most `_MOST_OPERATORS` operators. Regions of
-    `checkpoints` are segments of their own.
+    What does not repeat is cut where few bytes cross, into pieces of at most `_MOST_OPERATORS` operators, and fewer
+    where there are few in all, since a step of one piece has nothing to free. Regions of `checkpoints` are segments of
+    their own.
     """
     repeats = Repeats(min_size=_FEWEST_OPERATORS)(program)
     taken = {node for region in checkpoints for node in region.nodes}
@@ -77,14 +79,15 @@ _FEWEST_OPERATORS, _MOST_OPERATORS = 4, 16
 
 def _is_block(region: Region) -> bool:
     is_whole = str(region.label).startswith("repeat") and "_rest_" not in str(region.label)
-    return is_whole or len(region) <= _MOST_OPERATORS
+    return is_whole or len(region) < 2 * _FEWEST_OPERATORS
 
 
 def _pieces(program: Program, region: Region) -> list[Region]:
     """A region cut at narrow places; its nodes are in graph order."""
     number = program.index.number
     nodes = sorted(region.nodes, key=number.__getitem__)
-    cuts = narrow_cuts(_crossing_bytes(nodes), least=_FEWEST_OPERATORS, most=_MOST_OPERATORS)
+    most = min(2 * isqrt(len(nodes)), _MOST_OPERATORS)
+    cuts = narrow_cuts(_crossing_bytes(nodes), least=_FEWEST_OPERATORS, most=most)
     borders = [0, *cuts, len(nodes)]
     return [
         Region(f"{region.name}_{at}", tuple(nodes[start:stop]), f"{region.label}_{at}")

@@ -7,6 +7,7 @@ stays allocated if one of them saves it, so a choice also says what it saves, an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,9 +71,11 @@ class Stage:
         return sum(size for value, size in self.passing if value not in saved)
 
 
-#: What the first segments leave allocated, a number to minimize, the state before the last of them, its choice, and
-#: what is saved that later segments read.
-_State = tuple[int, float, int, int, frozenset[int]]
+#: What the first segments leave allocated, a number to minimize, the state before the last of them, and its choice.
+#: Plain numbers, since Python's garbage collector visits tuples of anything else again and again.
+_State = tuple[int, float, int, int]
+#: States by what is saved that later segments read; they are numbered in order.
+_States = dict[frozenset[int], list[_State]]
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -83,31 +86,47 @@ def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
     gives a plan with a higher peak. Exact for up to `_MOST_STATES` undominated states; of more than these, some are
     dropped, so that a plan that fits may be slower than need be.
     """
-    layers: list[list[_State]] = [[(0, 0.0, 0, 0, _NOTHING)]]
+    layers: list[_States] = [{_NOTHING: [(0, 0.0, 0, 0)]}]
     for stage in stages:
-        runs, times = _Runs(stage), [choice.seconds for choice in stage.choices]
-        grown = [
-            (held + more, cost + times[number], at, number, after)
-            for at, (held, cost, _, _, saved) in enumerate(layers[-1])
-            for number, (more, needs, after) in enumerate(runs[saved])
-            if held + needs <= room
-        ]
+        grown = _grown(layers[-1], stage, room)
         if not grown:
             return None
         layers.append(_best(grown))
     return _path(layers)
 
 
+def _grown(states: _States, stage: Stage, room: int) -> _States:
+    """The states after a stage that fit; those of one choice follow each other, so that they are sorted in runs."""
+    grown: _States = {}
+    first = 0
+    for saved, some in states.items():
+        helds = [state[0] for state in some]
+        for number, choice in enumerate(stage.choices):
+            more, needs, after = stage.run(choice, saved)
+            seconds = choice.seconds
+            fitting = some[: bisect_right(helds, room - needs)]
+            if fitting:
+                grown.setdefault(after, []).extend(
+                    [(held + more, cost + seconds, at, number) for at, (held, cost, _, _) in enumerate(fitting, first)]
+                )
+        first += len(some)
+    return grown
+
+
 def least_peak(stages: Sequence[Stage]) -> tuple[int, tuple[int, ...]]:
     """The smallest peak of any plan, and the choices of such a plan."""
-    layers: list[list[_State]] = [[(0, -inf, 0, 0, _NOTHING)]]
+    layers: list[_States] = [{_NOTHING: [(0, -inf, 0, 0)]}]
     for stage in stages:
-        runs = _Runs(stage)
-        grown = [
-            (held + more, max(highest, held + needs), at, number, after)
-            for at, (held, highest, _, _, saved) in enumerate(layers[-1])
-            for number, (more, needs, after) in enumerate(runs[saved])
-        ]
+        grown: _States = {}
+        first = 0
+        for saved, some in layers[-1].items():
+            for number, choice in enumerate(stage.choices):
+                more, needs, after = stage.run(choice, saved)
+                grown.setdefault(after, []).extend(
+                    (held + more, max(highest, held + needs), at, number)
+                    for at, (held, highest, _, _) in enumerate(some, first)
+                )
+            first += len(some)
         layers.append(_best(grown))
     chosen = _path(layers)
     return peak_of(stages, chosen), chosen
@@ -123,39 +142,23 @@ def peak_of(stages: Sequence[Stage], chosen: Sequence[int]) -> int:
     return max(highest, default=0)
 
 
-class _Runs(dict[frozenset[int], list[tuple[int, int, frozenset[int]]]]):
-    """How each choice of a stage runs, by what is saved before it."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self._stage = stage
-
-    def __missing__(self, saved: frozenset[int]) -> list[tuple[int, int, frozenset[int]]]:
-        found = self[saved] = [self._stage.run(choice, saved) for choice in self._stage.choices]
-        return found
-
-
 #: More states than this are thinned out.
 _MOST_STATES = 2_000
 #: If states differ in more ways in what is saved, all count as if they had saved everything that any of them has.
 _MOST_KINDS = 32
 
 
-def _best(states: list[_State]) -> list[_State]:
+def _best(states: _States) -> _States:
     """The undominated states among those with the same saved values."""
-    kinds: dict[frozenset[int], list[_State]] = {}
-    for state in states:
-        kinds.setdefault(state[4], []).append(state)
-    if len(kinds) > _MOST_KINDS:
-        everything = _NOTHING.union(*kinds)
-        kinds = {everything: [(*state[:4], everything) for state in states]}
-    most = max(_MOST_STATES // len(kinds), 2)
-    return [state for kind in sorted(kinds, key=sorted) for state in _undominated(kinds[kind], most)]
+    if len(states) > _MOST_KINDS:
+        states = {_NOTHING.union(*states): [state for some in states.values() for state in some]}
+    most = max(_MOST_STATES // len(states), 2)
+    return {kind: _undominated(states[kind], most) for kind in sorted(states, key=sorted)}
 
 
 def _undominated(states: list[_State], most: int) -> list[_State]:
     """The states that no other one equals or beats in both numbers; of equals the first in the order of choices."""
-    states.sort(key=_in_order)
+    states.sort()
     kept: list[_State] = []
     for state in states:
         if not kept or state[1] < kept[-1][1]:
@@ -191,19 +194,16 @@ def _is_above(middle: _State, first: _State, last: _State) -> bool:
     return (middle[1] - first[1]) * (last[0] - first[0]) >= line
 
 
-def _in_order(state: _State) -> tuple[int, float, int, int]:
-    return state[:4]
-
-
 def _by_cost(state: _State) -> tuple[float, int]:
     return state[1], state[0]
 
 
-def _path(layers: Sequence[Sequence[_State]]) -> tuple[int, ...]:
+def _path(layers: Sequence[_States]) -> tuple[int, ...]:
     """The choices that lead to the best of the last states."""
+    flat = [[state for some in layer.values() for state in some] for layer in layers]
     path: list[int] = []
-    at = layers[-1].index(min(layers[-1], key=_by_cost))
-    for layer in reversed(layers[1:]):
-        _, _, at, number, _ = layer[at]
+    at = flat[-1].index(min(flat[-1], key=_by_cost))
+    for layer in reversed(flat[1:]):
+        _, _, at, number = layer[at]
         path.append(number)
     return tuple(reversed(path))

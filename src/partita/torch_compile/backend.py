@@ -51,8 +51,8 @@ def backend(
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
     and some are equal. With `peak`, the bytes that a training step may take, it compiles the whole graph so that it
     fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
-    device, `communication` the bytes that data parallelism takes during a step, and `checkpoints="respect"` recomputes
-    what `torch.utils.checkpoint` marks in every plan.
+    device, `communication` the bytes that data parallelism takes during a step, `optimizer` the optimizer or the bytes
+    of its state, and `checkpoints="respect"` recomputes what `torch.utils.checkpoint` marks in every plan.
     """
     chosen, numbers = BackendOptions.read(options), take_numbers_out(gm)
     if chosen.peak is not None:
@@ -67,6 +67,7 @@ def backend(
                 inner=chosen.inner,
                 rates=chosen.rates,
                 communication=chosen.communication,
+                optimizer=chosen.optimizer,
                 checkpoints=chosen.checkpoints,
                 on_plan=chosen.on_plan,
             )

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, TypeAlias, final
 
+import torch
 from torch.fx import GraphModule
 
 from partita.errors import OptionError
 from partita.memory import MemoryBudget, Rates
 from partita.memory.budget import bytes_said
+from partita.memory.optimizer_state import bytes_to_come
 from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.plans.plan import Policy
 from partita.plans.treatment import Treatment, is_treatment
@@ -58,6 +60,8 @@ class BackendOptions:
     peak: str | int | float | None = None
     #: The bytes that communication between ranks takes during a step with `peak`, beside what is allocated before it.
     communication: str | int = 0
+    #: The optimizer, or the bytes of its state, which count for `peak` where they are not allocated yet.
+    optimizer: torch.optim.Optimizer | int = 0
     #: Whether calls of `torch.utils.checkpoint` are planned for `peak` like all else, or recomputed as the model says.
     checkpoints: Checkpoints = "replan"
     #: The speed of the device, by which recomputation for `peak` is chosen; measured if omitted.
@@ -67,6 +71,7 @@ class BackendOptions:
         if self.peak is not None:
             MemoryBudget(self.peak)
         bytes_said(self.communication, "communication")
+        bytes_to_come(self.optimizer)
         checked_checkpoints(self.checkpoints)
         if not callable(self.policy):
             raise OptionError(f"the option 'policy' takes a policy such as ByLabel(...), not {self.policy!r}")
@@ -102,7 +107,7 @@ class BackendOptions:
                         f"the option 'peak' finds itself what is recomputed, so it does not go with {name!r}; omit one"
                     )
         else:
-            for name in ("communication", "checkpoints"):
+            for name in ("communication", "optimizer", "checkpoints"):
                 if name in passed:
                     raise OptionError(f"the option {name!r} is for steps that fit a 'peak'; pass that too, or omit it")
         return cls(**passed)

@@ -7,7 +7,7 @@ peak of the first steps is measured; where it is over the budget, the step is pl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, final
@@ -23,7 +23,8 @@ from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
-from partita.memory.joint.plan import JointMemoryPlan, JointStep, plan_joint
+from partita.memory.joint.plan import JointMemoryPlan, JointPlanner, JointStep
+from partita.memory.optimizer_state import bytes_to_come
 from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.program.program import Program
@@ -41,19 +42,27 @@ def memory_partition(
     rates: Rates | None = None,
     resident_bytes: int | None = None,
     communication: str | int = 0,
+    optimizer: torch.optim.Optimizer | int = 0,
     checkpoints: Checkpoints = "replan",
 ) -> MemoryPartition:
     """A `partition_fn` for AOTAutograd that saves what makes the fastest step whose peak is at most `peak`.
 
     Inductor takes it as `torch._inductor.config.custom_partitioner_fn`; `fuses` is false for compilers that run every
     operator by itself. `resident_bytes` is what is allocated throughout; by default, on a GPU what is allocated when
-    the graph is compiled, elsewhere the inputs of the graph. `communication` is what data parallelism takes more. What
+    the graph is compiled, elsewhere the inputs of the graph. `communication` is what data parallelism takes more, and
+    the state of the `optimizer`, which can be given in bytes, counts where it is not allocated yet. What
     `torch.utils.checkpoint` marks is planned like all else, or, with `checkpoints="respect"`, recomputed in every plan.
     """
     more = bytes_said(communication, "communication")
     respects = checked_checkpoints(checkpoints) == "respect"
     partition = MemoryPartition(
-        MemoryBudget(peak), fuses, rates, resident_bytes, communication_bytes=more, respects_checkpoints=respects
+        MemoryBudget(peak),
+        fuses,
+        rates,
+        resident_bytes,
+        communication_bytes=more,
+        respects_checkpoints=respects,
+        optimizer_bytes=bytes_to_come(optimizer),
     )
     let_inductor_take(MemoryPartition)
     return partition
@@ -74,6 +83,8 @@ class MemoryPartition:
     communication_bytes: int = 0
     #: Whether what `torch.utils.checkpoint` marks is recomputed in every plan.
     respects_checkpoints: bool = False
+    #: What the optimizer's state will take that is not allocated yet.
+    optimizer_bytes: int = 0
     #: The plans of the graphs that were partitioned, in order.
     plans: Plans = field(default_factory=lambda: Plans(), compare=False, repr=False)
 
@@ -114,31 +125,25 @@ class MemoryPartition:
         resident = self.resident_bytes
         if resident is None:
             resident = torch.cuda.memory_allocated(device) if is_gpu else _input_bytes(program)
-        resident += self.communication_bytes
+        resident += self.communication_bytes + self.optimizer_bytes
         never_save = _checkpointed(program) if self.respects_checkpoints else ()
-        room = self._room(program, step, must_save, never_save, resident)
-        check_device_has(room + resident, device)
-        if room <= 0:
-            smallest = _smallest_peak(program, step, must_save, never_save, self.margin)
+        planner = JointPlanner(program, step, must_save=must_save, never_save=never_save)
+        # A part is one of what the step takes if everything is saved.
+        budget = self.budget.bytes(planner.plain.peak + resident)
+        check_device_has(budget, device)
+        if budget <= resident:
+            smallest = planner.smallest_peak + self.margin + resident
             raise BudgetError(
                 f"parameters and all else that is allocated before the step take {shown_bytes(resident)}, and the "
-                f"budget is {shown_bytes(room + resident)}; shard the model, or use a smaller dtype",
+                f"budget is {shown_bytes(budget)}; shard the model, or use a smaller dtype. The smallest peak is "
+                f"{shown_bytes(smallest)} ({smallest} bytes)",
                 smallest=smallest,
             )
-        return plan_joint(program, room, step, must_save=must_save, never_save=never_save, margin=self.margin)
-
-    def _room(
-        self, program: Program, step: JointStep, must_save: set[Node], never_save: Collection[Node], resident: int
-    ) -> int:
-        if isinstance(self.budget.peak, float) and self.budget.peak <= 1:
-            # A part of what the step takes if everything is saved.
-            plain = plan_joint(program, 2**62, step, must_save=must_save, never_save=never_save).plain_peak_bytes
-            return self.budget.bytes(plain + resident) - resident
-        return self.budget.bytes(0) - resident
+        return planner.plan(budget - resident, margin=self.margin, resident=resident)
 
     def uuid(self) -> str:
         """The key of this partitioner in caches of compiled code."""
-        own = (self.margin, self.communication_bytes, self.respects_checkpoints)
+        own = (self.margin, self.communication_bytes, self.respects_checkpoints, self.optimizer_bytes)
         fields = (self.budget, self.fuses, self.rates, self.resident_bytes, *own)
         return f"partita-peak-{sha256(repr(fields).encode()).hexdigest()}"
 
@@ -161,29 +166,24 @@ def _delay_products(backward: GraphModule, delayed: Mapping[Node, Node]) -> None
     """Runs products of the backward in the order that the plan counts with.
 
     Inductor reorders kernels only where its own estimate of the whole step gets lower (2.13), so it may not do so.
+    A product stays where it is if something between reads it, or mutates anything, as FSDP's operators do.
     """
+    if not delayed:
+        return
     nodes = {node.name: node for node in backward.graph.nodes}
+    program = Program.of(backward)
+    mutating = {program.index.nodes[number] for number in program.calls.mutated}
     for early, late in delayed.items():
         one, two = nodes.get(early.name), nodes.get(late.name)
         # Names are those of the joint graph, unless a pass has replaced a node.
         if one is None or two is None or (one.target, two.target) != (early.target, late.target):
             continue
         between = one.next
-        while between is not two and between.op != "output" and one not in between.all_input_nodes:
+        while between is not two and not (between.op == "output" or between in mutating or between in one.users):
             between = between.next
-        if between is two and one not in two.all_input_nodes:
+        if between is two and two not in one.users and not mutating & {one, two}:
             two.append(one)
     backward.recompile()
-
-
-def _smallest_peak(
-    program: Program, step: JointStep, must_save: Collection[Node], never_save: Collection[Node], margin: int
-) -> int | None:
-    """The smallest peak beside what is allocated throughout."""
-    try:
-        return plan_joint(program, 1, step, must_save=must_save, never_save=never_save, margin=margin).peak_bytes
-    except BudgetError as error:
-        return error.smallest
 
 
 #: cuBLAS workspaces of the threads of forward and backward, which are made at the first step.
@@ -232,6 +232,7 @@ def compile_to_fit(
     inner: object,
     rates: Rates | None = None,
     communication: str | int = 0,
+    optimizer: torch.optim.Optimizer | int = 0,
     checkpoints: Checkpoints = "replan",
     on_plan: Callable[[Any], object] | None = None,
 ) -> Callable[..., Any]:
@@ -248,7 +249,12 @@ def compile_to_fit(
         log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
         return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
     partition = memory_partition(
-        peak, fuses=inner == "inductor", rates=rates, communication=communication, checkpoints=checkpoints
+        peak,
+        fuses=inner == "inductor",
+        rates=rates,
+        communication=communication,
+        optimizer=optimizer,
+        checkpoints=checkpoints,
     )
     return FittedGraph(gm, example_inputs, partition, inner=str(inner), on_plan=on_plan)
 
@@ -330,7 +336,7 @@ class FittedGraph:
         except BudgetError as error:
             log.warning("no plan holds the budget: %s", error)
             if error.smallest is not None:
-                self._compile_again(replace(again, budget=MemoryBudget(error.smallest + resident)))
+                self._compile_again(replace(again, budget=MemoryBudget(error.smallest)))
 
     def _compile_again(self, partition: MemoryPartition) -> None:
         with own_tracing_context(fake_mode_in(self._inputs)):

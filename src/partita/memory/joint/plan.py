@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
-from math import inf
+from math import fsum, inf
 from typing import Any, final
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
 from partita.program.program import Program
 from partita.regions.joint_forward import forward_part
-from partita.solvers.peak import Choice, Stage, fastest, least_peak
+from partita.solvers.peak import Choice, Stage, fastest, least_peak, peak_of
 
 
 @final
@@ -69,6 +70,8 @@ class JointMemoryPlan:
     simulated: Simulated = field(repr=False)
     #: The same for the fastest step.
     plain_simulated: Simulated | None = field(default=None, repr=False)
+    #: What is allocated throughout, as far as it is known: parameters, buffers, arguments, communication.
+    resident_bytes: int = 0
 
     @property
     def timeline(self) -> Timeline:
@@ -107,6 +110,12 @@ class JointMemoryPlan:
             f"peak {shown_bytes(self.peak_bytes)} of {shown_bytes(self.allowed_bytes)} allowed beside what is "
             f"allocated throughout; of the fastest step {shown_bytes(self.plain_peak_bytes)}"
         )
+        if self.resident_bytes:
+            peak, allowed = self.peak_bytes + self.resident_bytes, self.allowed_bytes + self.resident_bytes
+            yield (
+                f"  allocated throughout: {shown_bytes(self.resident_bytes)}, so in all {shown_bytes(peak)} of "
+                f"{shown_bytes(allowed)}"
+            )
         yield f"  when: {half}, {at.name if at is not None else '?'}{_in_module(at)}"
         occupants = sorted(self.simulated.occupants.items(), key=lambda pair: (-pair[1], pair[0].name))
         for node, size in occupants[:6]:
@@ -119,34 +128,28 @@ def _in_module(node: Node | None) -> str:
     return f" in {path}" if path else ""
 
 
-def plan_joint(
-    program: Program,
-    room: int,
-    step: JointStep,
-    *,
-    must_save: Collection[Node] = (),
-    never_save: Collection[Node] = (),
-    margin: int = 0,
-) -> JointMemoryPlan:
-    """The fastest choice of saved values of a joint graph whose peak is at most `room` bytes.
-
-    `room` is what is left beside parameters, buffers, arguments and all else that is allocated throughout. `margin` is
-    by how much an earlier plan was measured to be over its prediction. Raises a `BudgetError` with the smallest peak.
-    Of `never_save` only results of random operators are saved, and what `must_save` has.
-    """
-    planner = _Planner(program, step, must_save, never_save)
-    return planner.plan(room, margin)
-
-
 #: The most candidates in a segment, of which all sets are tried.
 _MOST_CANDIDATES = 10
 #: How often a plan is made anew if it does not fit as a whole.
 _TRIES = 12
+#: Into so many parts the bytes from the smallest to the plain peak are divided by the plans that are always tried.
+_PARTS = 8
 
 
-class _Planner:
+@final
+class JointPlanner:
+    """Plans for one joint graph: for any number of bytes the fastest choice of saved values.
+
+    Of `never_save` only results of random operators are saved, and what `must_save` has.
+    """
+
     def __init__(
-        self, program: Program, step: JointStep, must_save: Collection[Node], never_save: Collection[Node]
+        self,
+        program: Program,
+        step: JointStep,
+        *,
+        must_save: Collection[Node] = (),
+        never_save: Collection[Node] = (),
     ) -> None:
         joint = program.joint
         assert joint is not None
@@ -164,6 +167,12 @@ class _Planner:
         self.nodes: list[list[Node]] = [[] for _ in range(self.count)]
         for node in model.forward:
             self.nodes[segment[node]].append(node)
+        self._read_by_backward = {model.base[node] for node in model.read_by_backward}
+        self._first_reader: dict[Node, int] = {}
+        for node in model.forward:
+            later = [segment[reader] for reader in model.readers[node] if segment.get(reader, 0) > segment[node]]
+            if later:
+                self._first_reader[node] = min(later)
         self.candidates = [self._candidates(at) for at in range(self.count)]
         known: dict[Hashable, list[_Entry]] = {}
         self.menus: list[list[_Entry]] = []
@@ -172,7 +181,8 @@ class _Planner:
             if key not in known:
                 known[key] = self._menu(at)
             self.menus.append(known[key])
-        self.plain = simulate(model, self._saved([len(menu) - 1 for menu in self.menus]))
+        self._simulations: dict[tuple[int, ...], Simulated] = {}
+        self.plain = self._simulated(tuple(len(menu) - 1 for menu in self.menus))
 
     def _always(self, must_save: Collection[Node]) -> frozenset[Node]:
         """Saved in every plan: borders of segments, small results, what random operators give, what the caller says.
@@ -214,7 +224,7 @@ class _Planner:
             (
                 str(node.target),
                 _shape(node),
-                tuple(local.get(read, -1) for read in node.all_input_nodes),
+                tuple(local.get(read, -1 - self._crossing_bytes(read, at)) for read in node.all_input_nodes),
                 node in wanted,
                 node in self.always,
             )
@@ -231,7 +241,7 @@ class _Planner:
         else:
             entries = list(self._shrinking(at))
         kept: list[_Entry] = []
-        for entry in sorted(entries, key=lambda entry: (entry.bytes, entry.seconds, len(entry.places), entry.places)):
+        for entry in sorted(entries, key=lambda entry: (entry.held, entry.seconds, len(entry.places), entry.places)):
             if entry.seconds < (kept[-1].seconds if kept else inf) - 1e-9:
                 kept.append(entry)
         return kept
@@ -239,11 +249,23 @@ class _Planner:
     def _entry(self, at: int, places: tuple[int, ...]) -> _Entry:
         model = self.model
         chosen = {self.candidates[at][place] for place in places}
-        recomputed = model.recomputed(self.always | chosen, self.needed.get(at, ()))
+        saved, needed = self.always | chosen, self.needed.get(at, ())
+        recomputed = model.recomputed(saved, needed)
         # What nothing is computed from takes no memory.
-        read = {one for node in recomputed for one in node.all_input_nodes} | set(self.needed.get(at, ()))
+        read = {one for node in recomputed for one in node.all_input_nodes} | set(needed)
         size = sum(model.size[node] for node in chosen if node in read or model.readers[node] & recomputed)
-        return _Entry(size, sum(map(model.seconds, recomputed)), places)
+        bases = {model.base[node] for node in read if node in saved} - model.inputs
+        held = sum(model.size[base] if model.segment[base] == at else self._crossing_bytes(base, at) for base in bases)
+        return _Entry(size, held, fsum(map(model.seconds, recomputed)), places)  # The same in any order.
+
+    def _crossing_bytes(self, node: Node, at: int) -> int:
+        """The bytes of a value of an earlier segment that is held only because a segment is recomputed from it.
+
+        It counts for the first segment that reads it.
+        """
+        model, base = self.model, self.model.base.get(node, node)
+        is_held_anyway = base not in self.always or base in self._read_by_backward
+        return 0 if is_held_anyway or self._first_reader.get(base) != at else model.size[base]
 
     def _shrinking(self, at: int) -> Iterator[_Entry]:
         """Sets from all candidates to none; each excludes what costs least time for its bytes."""
@@ -254,7 +276,7 @@ class _Planner:
             current = entry
 
             def price(one: _Entry, current: _Entry = current) -> tuple[float, int, tuple[int, ...]]:
-                saved = current.bytes - one.bytes
+                saved = current.held - one.held
                 return (one.seconds - current.seconds) / saved if saved > 0 else inf, -saved, one.places
 
             entry = min(smaller, key=price)
@@ -266,50 +288,95 @@ class _Planner:
             saved.update(self.candidates[at][place] for place in self.menus[at][number].places)
         return saved
 
+    @cached_property
     def stages(self) -> list[Stage]:
         """The segments as numbers: needs of each entry, from simulations in which all segments choose alike."""
         choices: list[list[Choice]] = [[] for _ in self.menus]
-        for number in range(max(map(len, self.menus))):
-            chosen = [min(number, len(menu) - 1) for menu in self.menus]
-            simulated = simulate(self.model, self._saved(chosen))
+        for number, chosen in enumerate(self._alike()):
+            simulated = self._simulated(chosen)
             before = 0
             for at, menu in enumerate(self.menus):
                 entry = menu[chosen[at]]
                 if number < len(menu):
                     forward = simulated.forward_by_segment.get(at, before) - before
                     backward = simulated.backward_by_segment.get(at, before) - before
-                    choices[at].append(Choice(entry.seconds, entry.bytes, forward, backward))
-                before += entry.bytes
+                    choices[at].append(Choice(entry.seconds, entry.held, forward, backward))
+                before += entry.held
         return [Stage(tuple(one)) for one in choices]
 
-    def plan(self, room: int, margin: int) -> JointMemoryPlan:
-        stages = self.stages()
-        allowed = target = room - margin
-        for _ in range(_TRIES):
-            chosen = fastest(stages, target)
+    def _alike(self) -> list[tuple[int, ...]]:
+        """The plans in which all segments choose alike."""
+        longest = max(map(len, self.menus))
+        return [tuple(min(number, len(menu) - 1) for menu in self.menus) for number in range(longest)]
+
+    def _simulated(self, chosen: tuple[int, ...]) -> Simulated:
+        if chosen not in self._simulations:
+            self._simulations[chosen] = simulate(self.model, self._saved(chosen))
+        return self._simulations[chosen]
+
+    @cached_property
+    def _known(self) -> list[tuple[int, ...]]:
+        """Plans that are tried for every budget, so that less memory asked does not mean more memory used."""
+        least, chosen = least_peak(self.stages)
+        most = max(self.plain.peak, least)
+        asked = (least + (most - least) * part // _PARTS for part in range(_PARTS))
+        spread = [one for bytes_ in asked if (one := fastest(self.stages, bytes_)) is not None]
+        return list(dict.fromkeys((*self._alike(), chosen, *spread)))
+
+    @cached_property
+    def smallest_peak(self) -> int:
+        """The smallest peak of any plan, beside what is allocated throughout."""
+        return min(self._simulated(chosen).peak for chosen in self._known)
+
+    def plan(self, room: int, *, margin: int = 0, resident: int = 0) -> JointMemoryPlan:
+        """The fastest choice of saved values whose peak is at most `room` bytes.
+
+        `room` is what is left beside `resident`, all that is allocated throughout. `margin` is by how much an earlier
+        plan was measured to be over its prediction. Raises a `BudgetError` with the smallest peak, `resident` included.
+        """
+        allowed = room - margin
+        fitting = [chosen for chosen in (*self._known, *self._near(allowed)) if self._simulated(chosen).peak <= allowed]
+        if not fitting:
+            raise self._infeasible(room, margin, resident)
+        best = min(fitting, key=lambda chosen: (self._seconds(chosen), self._simulated(chosen).peak))
+        return self._planned(best, room, margin, resident)
+
+    def _near(self, allowed: int) -> Iterator[tuple[int, ...]]:
+        """Plans whose peak, by what is known of segments, is about `allowed`, until one of them fits."""
+        target = allowed
+        for attempt in range(_TRIES):
+            chosen = fastest(self.stages, target)
             if chosen is None:
-                break
-            found = self._planned(chosen, room, margin)
-            if found.peak_bytes <= room:
-                return found
-            target -= max(found.peak_bytes - room, allowed // 1000)
-        smallest = self._planned(least_peak(stages)[1], room, margin)
-        if smallest.peak_bytes <= room:
-            return smallest
-        largest = sorted(smallest.simulated.occupants.items(), key=lambda pair: (-pair[1], pair[0].name))[:3]
-        raise BudgetError(
-            f"no choice of saved values takes at most {shown_bytes(room)} beside what is allocated throughout; the "
-            f"smallest peak is {shown_bytes(smallest.peak_bytes)} ({smallest.peak_bytes} bytes), with "
+                return
+            yield chosen
+            over = self._simulated(chosen).peak - allowed
+            if over > 0:
+                target -= max(over, allowed // 1000)
+                continue
+            spare = peak_of(self.stages, chosen) - self._simulated(chosen).peak
+            if attempt or spare <= 0:
+                return
+            # It takes less than its segments say, so there may be room for more.
+            target += spare
+
+    def _seconds(self, chosen: Sequence[int]) -> float:
+        return fsum(menu[number].seconds for menu, number in zip(self.menus, chosen, strict=True))
+
+    def _infeasible(self, room: int, margin: int, resident: int) -> BudgetError:
+        smallest = min((self._simulated(chosen) for chosen in self._known), key=lambda one: one.peak)
+        total = smallest.peak + margin + resident
+        largest = sorted(smallest.occupants.items(), key=lambda pair: (-pair[1], pair[0].name))[:3]
+        return BudgetError(
+            f"no choice of saved values takes at most {shown_bytes(room + resident)}; the smallest peak is "
+            f"{shown_bytes(total)} ({total} bytes): {shown_bytes(resident)} that are allocated throughout, and "
             + ", ".join(f"{shown_bytes(size)} of {node.name}{_in_module(node)}" for node, size in largest)
-            + ". Allow that much, or use smaller batches",
-            smallest=smallest.peak_bytes,
+            + " are most of the rest. Allow that much, or use smaller batches",
+            smallest=total,
         )
 
-    def _planned(self, chosen: Sequence[int], room: int, margin: int) -> JointMemoryPlan:
-        model = self.model
-        saved = self._saved(chosen)
-        reached = model.reached(saved)
-        simulated = simulate(model, saved)
+    def _planned(self, chosen: tuple[int, ...], room: int, margin: int, resident: int) -> JointMemoryPlan:
+        model, simulated = self.model, self._simulated(chosen)
+        reached = model.reached(self._saved(chosen))
         segments = []
         for at, number in enumerate(chosen):
             entry = self.menus[at][number]
@@ -321,9 +388,10 @@ class _Planner:
             simulated.peak + margin,
             room,
             self.plain.peak + margin,
-            sum(one.seconds for one in segments),
+            fsum(one.seconds for one in segments),
             simulated,
             self.plain,
+            resident,
         )
 
 
@@ -333,6 +401,8 @@ class _Entry:
     """One set of candidates of a segment, by place, its bytes, and the seconds to recompute the rest."""
 
     bytes: int
+    #: All that is held between forward and backward because of this set, what is always saved among it.
+    held: int
     seconds: float
     places: tuple[int, ...]
 
