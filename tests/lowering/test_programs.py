@@ -20,7 +20,8 @@ from partita.errors import CycleError
 from partita.policies import ByCapability, ByLabel
 from partita.testing import CAPTURES, Case, LawError, captured_case, labelled_programs, random_case, random_labels
 from partita.testing.fuzz import fuzz
-from partita.testing.laws.treatments import check_lower_laws
+from partita.testing.generator.build import random_crossing
+from partita.testing.laws.treatments import check_lower_laws, refuses_some_gradient
 from partita.treatments import Lower
 
 #: Sums of gradients run in another order where a region is one node of autograd.
@@ -95,6 +96,13 @@ class Doubling:
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return lambda *values: tuple(value * 2 for value in body(*values))
+
+
+def test_a_region_may_reach_a_value_whose_gradient_autograd_refuses() -> None:
+    """Its backward is one, and passes zeros to inputs that are independent of the loss."""
+    assert refuses_some_gradient(random_crossing(801254))
+    assert not refuses_some_gradient(random_case(7))
+    check_lower_laws(random_crossing(801254), "aot_eager", 801254)
 
 
 def test_the_fuzzer_counts_what_was_compiled() -> None:
