@@ -1,9 +1,8 @@
-"""The command line runs, says what it does, and tells success from failure."""
+"""The demo runs, shows every chapter, and tells success from failure."""
 
 from __future__ import annotations
 
 import logging
-import runpy
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -15,8 +14,9 @@ import pytest
 import torch
 
 import partita
-from partita.cli import main
-from partita.cli.demo import (
+from partita.treatments import Lower
+from partita_cli import main
+from partita_cli.demo import (
     lowering,
     modes,
     recomputing,
@@ -24,8 +24,7 @@ from partita.cli.demo import (
     splitting,
     with_inductor,
 )
-from partita.cli.demo.modes import seeded
-from partita.treatments import Lower
+from partita_cli.demo.modes import seeded
 
 
 def _demo() -> str:
@@ -199,33 +198,10 @@ def test_the_chapter_on_recomputation_tells_a_wrong_prediction(
     assert "same, bit for bit" in capsys.readouterr().out
 
 
-def test_the_package_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["partita", "--help"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_module("partita.cli", run_name="__main__")
-    assert left.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: partita")
-
-
 def test_a_chapter_that_fails_is_told_by_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("partita.cli.demo._CHAPTERS", (splitting,))
+    monkeypatch.setattr("partita_cli.demo._CHAPTERS", ("splitting",))
     monkeypatch.setattr(splitting, "show", lambda: False)
     assert main(["demo"]) == 1
     assert "did not hold" in capsys.readouterr().out
-
-
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    assert left.value.code == 0
-    assert "demo" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", [[], ["nothing"]])
-def test_no_command_or_an_unknown_one_is_an_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err

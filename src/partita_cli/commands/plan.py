@@ -1,0 +1,88 @@
+"""`partita plan`: the regions that a policy finds, with a treatment, before anything is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from partita_cli.options import (
+    AsJson,
+    Imports,
+    Operators,
+    PlanPath,
+    PolicyText,
+    ProgramPath,
+    TreatmentText,
+    Trusted,
+    examples,
+)
+from partita_cli.output import check_output, remark, say, say_json, working
+from partita_cli.sources import made_plan, read_program
+
+if TYPE_CHECKING:
+    from partita import Plan
+
+NEEDS_ARGUMENTS = True
+EPILOG = examples(
+    "partita plan model.pt2 --policy size:parts=4",
+    "partita plan model.pt2 -p capability:inductor,min_size=4 -t lower:inductor -o plan.json",
+    "partita plan model.pt2 -p module:layers.* -t recompute:keep=expensive",
+)
+
+
+def command(
+    program: ProgramPath,
+    policy: PolicyText = None,
+    treatment: TreatmentText = None,
+    plan: PlanPath = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan to this file.")
+    ] = None,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only how much is in regions, and why not.")] = False,
+    operators: Operators = None,
+    imports: Imports = None,
+    trusted: Trusted = False,
+    json: AsJson = False,
+) -> None:
+    """Show the regions that a policy makes and what a treatment does to them; nothing is changed."""
+    check_output(output, ".json")
+    read = read_program(program, trusted=trusted, operators=operators, imports=imports)
+    made = made_plan(read, policy=policy, treatment=treatment, plan=plan)
+    if json:
+        say_json(data_of(made))
+    else:
+        with working("counting"):
+            text = made.summary() if summary else str(made)
+        say(text)
+    if output is not None:
+        from partita import save_plan
+
+        save_plan(made, output)
+        remark(f"written to {output}")
+
+
+def data_of(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data: regions in the order in which they run, and what is outside."""
+    partition = plan.partition
+    order = [vertex for vertex in partition.order if vertex < len(partition)]
+    return {
+        "nodes": len(plan.program.index),
+        "regions": [
+            {
+                "name": partition.regions[at].name,
+                "label": None if partition.regions[at].label is None else str(partition.regions[at].label),
+                "nodes": [node.name for node in partition.regions[at].nodes],
+                "inputs": len(partition.borders.of_regions[at].inputs),
+                "outputs": len(partition.borders.of_regions[at].outputs),
+                "treatment": repr(plan.treatments[at]),
+            }
+            for at in order
+        ],
+        "bodies": [{"name": body.name, "nodes": body.nodes, "regions": list(body.regions)} for body in plan.bodies()],
+        "excluded": [
+            {"kind": one.kind, "by": one.by, "why": one.why, "operators": dict(one.operators)}
+            for one in plan.excluded()
+        ],
+    }
