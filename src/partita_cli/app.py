@@ -19,8 +19,19 @@ from partita_cli.output import complain, one_line
 #: The modules of the commands, in the order of a first acquaintance; each has `command`, and `EPILOG` with examples.
 _COMMANDS = (
     "demo",
+    "capture",
     "inspect",
     "plan",
+    "apply",
+    "verify",
+    "bisect",
+    "explain",
+    "diff",
+    "report",
+    "fit",
+    "check_backend",
+    "list_all",
+    "doctor",
 )
 _NAMES = {"list_all": "list"}
 

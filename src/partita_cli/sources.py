@@ -26,11 +26,16 @@ def read_program(
 ) -> Program:
     """The program in a file, which is read as data unless it is trusted."""
     with working(f"reading {path}"):
-        for name in imports or ():
-            _imported(name)
+        import_modules(imports)
         from partita import Program
 
         return Program.of(path, trusted=trusted, operators=tuple(operators or ()))
+
+
+def import_modules(names: Sequence[str] | None) -> None:
+    """Imports modules, which register operators or backends."""
+    for name in names or ():
+        _imported(name)
 
 
 def made_plan(program: Program, *, policy: str | None, treatment: str | None, plan: Path | None = None) -> Plan:
