@@ -3,20 +3,55 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from partita_cli.options import examples
+from partita_cli.output import check_output, working
 
-EPILOG = examples("partita demo")
-_CHAPTERS = ("splitting", "wrong_answers", "modes", "lowering", "recomputing")
+EPILOG = examples("partita demo", "partita demo -o /tmp/demo.html")
+_CHAPTERS = (
+    "splitting",
+    "wrong_answers",
+    "modes",
+    "lowering",
+    "repeating",
+    "recomputing",
+    "fitting",
+    "plan_files",
+    "bisecting",
+)
 
 
-def command() -> int:
-    """Show what Partita does, in chapters, on small built-in models; the status is 1 if something did not hold."""
+def command(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.html", help="Where the page goes that it ends with.")
+    ] = Path("partita-demo.html"),
+) -> int:
+    """Show what Partita does, in chapters, on small built-in models; it takes under a minute.
+
+    The status is 1 if something did not hold.
+    """
+    check_output(output, ".html")
     passed = True
     for number, name in enumerate(_CHAPTERS, 1):
-        chapter = import_module(f"{__name__}.{name}")
+        with working("loading") if number == 1 else working(f"chapter {number}"):
+            chapter = import_module(f"{__name__}.{name}")
         title = f"{number}. {chapter.TITLE}"
         print(f"\n{title}\n{'=' * len(title)}")
         passed &= chapter.show()
+    _write_report(output)
     print("\nAll of it held." if passed else "\nSomething did not hold; see above.")
     return 0 if passed else 1
+
+
+def _write_report(output: Path) -> None:
+    """Writes the page about the fitted training step: its graph, its regions, its memory, and the comparison."""
+    import partita
+    from partita_cli.demo.fitting import compared, fitted
+
+    _, _, plan = fitted()
+    partita.report(plan.plan, comparison=compared(), memory=plan).save(output)
+    print(f"\nThe plan of chapter {1 + _CHAPTERS.index('fitting')} to look at, in a browser: {output.absolute()}")

@@ -1,0 +1,150 @@
+"""`partita capture` writes what Python captures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.partita_cli.helpers import refused, run
+
+import partita
+
+_MODELS = """
+import torch
+from torch import nn
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.drop = nn.Dropout()
+
+    def forward(self, x, scale=None, *, mask=None):
+        with torch.no_grad():
+            y = x * 2 if scale is None else x * scale
+        y = self.drop(self.linear(y))
+        return y if mask is None else y * mask
+
+x = torch.randn(4, 8)
+
+def build():
+    return Both().eval(), (x,)
+
+def with_keywords():
+    return Both().eval(), ((x,), {"mask": torch.ones(4, 8)})
+
+def three():
+    return Both().eval(), (x,), {"mask": torch.ones(4, 8)}
+
+def raising():
+    raise ValueError("no weights\\nhere")
+
+def nothing():
+    return None
+
+def uncapturable():
+    return (lambda x: x if x.sum() > 0 else -x), (x,)
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "command_models.py").write_text(_MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("command_models", None)
+
+
+@pytest.mark.parametrize("function", ["command_models:build", "command_models.py:build"])
+def test_a_model_is_captured_from_a_module_or_a_file(function: str) -> None:
+    ran = run("capture", function, "-o", "model.pt2")
+    assert (ran.status, ran.err) == (0, "")
+    assert "partita inspect model.pt2" in ran.out
+    program = partita.Program.of("model.pt2")
+    assert run("inspect", "model.pt2", "--json").json["modes"] == {"no_grad": 1}
+    assert program.module()(torch.randn(4, 8)).shape == (4, 8)
+
+
+@pytest.mark.parametrize("function", ["with_keywords", "three"])
+def test_keyword_arguments_are_passed(function: str) -> None:
+    run("capture", f"command_models:{function}", "-o", "model.pt2")
+    inputs = run("inspect", "model.pt2", "--json").json["inputs"]
+    assert [one["name"] for one in inputs] == ["x", "mask"]
+    assert run("verify", "model.pt2", "-p", "size:parts=2").status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "shapes"),
+    [
+        (["x:0=batch:2..64", "mask:0=batch"], (["a", 8], ["a", 8])),
+        (["x:0", "mask:0"], (["a", 8], ["a", 8])),
+        (["auto"], (["a", 8], ["a", 8])),
+    ],
+)
+def test_dynamic_sizes(words: list[str], shapes: tuple[list[object], ...]) -> None:
+    options = [word for text in words for word in ("--dynamic", text)]
+    assert run("capture", "command_models:with_keywords", "-o", "model.pt2", *options).status == 0
+    found = run("inspect", "model.pt2", "--json").json
+    (symbol,) = found["symbols"]
+    assert [one["shape"] for one in found["inputs"]] == [
+        [symbol if size == "a" else size for size in shape] for shape in shapes
+    ]
+    if "2..64" in words[0]:
+        assert found["symbols"] == {symbol: "2 to 64"}
+
+
+def test_a_model_is_switched_to_training() -> None:
+    run("capture", "command_models:build", "-o", "model.pt2", "--train")
+    assert len(run("inspect", "model.pt2", "--json").json["effects"]["random"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("nowhere.at.all:build", "there is no module 'nowhere'"),
+        ("missing.py:build", "there is no file missing.py"),
+        ("command_models:biuld", "did you mean 'build'?"),
+        ("command_models", "write it as package.module:function"),
+        ("command_models:number", "is an int, and no function"),
+        ("command_models:raising", "raised ValueError: no weights"),
+        ("command_models:nothing", "returns a NoneType"),
+        ("command_models:uncapturable", "cannot be captured"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_and_nothing_is_written(function: str, told: str) -> None:
+    assert told in refused("capture", function, "-o", "model.pt2")
+    assert [path.name for path in Path().glob("*.pt2")] + [path.name for path in Path().glob(".*")] == []
+
+
+def test_a_module_that_fails_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "broken_module.py").write_text("import a_package_that_is_missing")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
+    (tmp_path / "syntax.py").write_text("def f(:")
+    assert "no module 'a_package_that_is_missing', which broken_module imports" in refused(
+        "capture", "broken_module:f", "-o", "m.pt2"
+    )
+    assert "raised SystemExit" in refused("capture", "exits:f", "-o", "m.pt2")
+    assert "SyntaxError" in refused("capture", "syntax.py:f", "-o", "m.pt2")
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "told"),
+    [
+        ("y:0=batch", "the inputs are x"),
+        ("x:2=batch", "is no size of x, which has 2"),
+        ("x:batch", "write x:0=batch"),
+    ],
+)
+def test_wrong_dynamic_sizes_are_refused(dynamic: str, told: str) -> None:
+    assert told in refused("capture", "command_models:build", "-o", "m.pt2", "--dynamic", dynamic)
+
+
+def test_an_output_that_cannot_be_written_is_refused() -> None:
+    assert "should end in .pt2" in refused("capture", "command_models:build", "-o", "model.onnx")
+    assert "there is no folder" in refused("capture", "command_models:build", "-o", "nowhere/model.pt2")
