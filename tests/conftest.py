@@ -13,6 +13,7 @@ from tempfile import gettempdir
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tests.helpers.browsers import NO_BROWSER
 
 from partita._torch import gc_pause
 from partita._torch.modes import read_ambient, restore_autocast
@@ -86,6 +87,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line(f"\nthe run left {', '.join(map(str, left))} behind in the tree", red=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tests that need a browser are skipped without one, which is said even where nothing else is."""
+    skipped = sum(NO_BROWSER in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
+    if skipped:
+        terminalreporter.write_line(f"{skipped} tests were skipped: {NO_BROWSER}", yellow=True)
 
 
 @pytest.fixture(autouse=True)

@@ -37,6 +37,7 @@ __all__ = [
     "Policy",
     "Program",
     "Region",
+    "Report",
     "Tolerance",
     "TrainEval",
     "Treatment",
@@ -54,6 +55,7 @@ __all__ = [
     "mode_tree",
     "outline",
     "plan",
+    "report",
     "save_plan",
     "verify",
 ]
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from partita.equivalence.compare import compare, verify
     from partita.equivalence.differences import Comparison
     from partita.memory import fit
+    from partita.reports.report import Report, report
     from partita.treatments.plan_files import load_plan, save_plan
 else:
     __getattr__, __dir__ = lazy_attributes(
@@ -76,6 +79,7 @@ else:
             "memory",
             "policies",
             "recompute",
+            "reports",
             "testing",
             "torch_compile",
             "treatments",
@@ -83,10 +87,12 @@ else:
         names={
             "Bisection": "partita.equivalence",
             "Comparison": "partita.equivalence",
+            "Report": "partita.reports",
             "bisect": "partita.equivalence",
             "compare": "partita.equivalence",
             "fit": "partita.memory",
             "load_plan": "partita.treatments.plan_files",
+            "report": "partita.reports",
             "save_plan": "partita.treatments.plan_files",
             "verify": "partita.equivalence",
         },

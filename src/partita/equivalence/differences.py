@@ -10,6 +10,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
+from partita._html import html_facts, html_table
 from partita._plain_help import PlainHelp
 from partita._torch.modes import Ambient
 from partita.analysis.tolerance import EXACT, Tolerance
@@ -53,10 +54,21 @@ class Comparison(metaclass=PlainHelp):
         """Whether nothing differs."""
         return not self.differences
 
-    def __str__(self) -> str:
+    @property
+    def _headline(self) -> str:
         count = len(self.differences)
         found = "nothing differs" if not count else f"{count} difference{'s' if count > 1 else ''}"
-        lines = [f"{found} in {self.calls} call{'' if self.calls == 1 else 's'}"]
+        return f"{found} in {self.calls} call{'' if self.calls == 1 else 's'}"
+
+    def _repr_html_(self) -> str:
+        notes = [f"note: {note}" for note in self.notes]
+        if self.equal:
+            return html_facts({"comparison": self._headline}, notes=notes)
+        rows = [(one.kind, one.where, one.when, one.detail) for one in self.differences]
+        return html_table(("kind", "where", "call", "detail"), rows, title=self._headline, notes=notes)
+
+    def __str__(self) -> str:
+        lines = [self._headline]
         lines += [f"  {difference}" for difference in self.differences]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 
+from partita._html import html_facts
 from partita.errors import BudgetError, OptionError
 
 #: Powers of 1000, as device makers and `nvidia-smi` users write them, and of 1024 with an "i".
@@ -68,6 +69,9 @@ class MemoryBudget:
         return (
             f"{self.peak:.0%} of the plain peak" if isinstance(self.peak, float) and self.peak <= 1 else str(self.peak)
         )
+
+    def _repr_html_(self) -> str:
+        return html_facts({"memory budget": self})
 
 
 def _read(text: str) -> int:

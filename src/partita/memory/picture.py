@@ -83,6 +83,9 @@ class Picture:
     def _repr_svg_(self) -> str:
         return self.svg()
 
+    def _repr_html_(self) -> str:
+        return self.svg()
+
     @cached_property
     def axis(self) -> Axis:
         """The scale of bytes, which has room for the budget if that is not far above."""

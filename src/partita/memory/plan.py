@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from partita._html import html_table
 from partita.analysis.nodes import value_of
 from partita.capture import capture
 from partita.errors import BudgetError, OptionError
@@ -154,7 +155,18 @@ class MemoryPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         return PlanSummary, (str(self), self.budget_bytes, self.peak_bytes, self.plain_peak_bytes)
 
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        return html_table(head, rows, notes=list(self._summary())) + self.picture().svg()
+
     def _table(self) -> Iterator[str]:
+        rows = self._rows()
+        widths = [max(len(row[at]) for row in rows) for at in range(5)]
+        for row in rows:
+            yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+    def _rows(self) -> list[tuple[str, str, str, str, str]]:
+        """A head, and a row for neighbours that are treated alike."""
         rows = [("segment", "does", "keeps", "holds", "adds")]
         for same, group in groupby(self.segments, key=lambda one: (one.is_recomputed, len(one.kept), one.held_bytes)):
             members = list(group)
@@ -164,9 +176,7 @@ class MemoryPlan:
             keeps = _listed(first.kept) if same[0] else "what autograd saves"
             adds = f"{1e3 * sum(one.extra_seconds for one in members):.3f} ms" if same[0] else ""
             rows.append((name, does, keeps, shown_bytes(sum(one.held_bytes for one in members)), adds))
-        widths = [max(len(row[at]) for row in rows) for at in range(5)]
-        for row in rows:
-            yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        return rows
 
     def _summary(self) -> Iterator[str]:
         peak = self.timeline.peak

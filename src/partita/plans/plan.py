@@ -24,7 +24,16 @@ from partita.plans.compilations import Compilations
 from partita.plans.diff import PlanDiff, plan_diff
 from partita.plans.failures import Failures
 from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
-from partita.plans.report import DistinctBody, Excluded, Explanation, distinct_bodies, excluded, explanation, table
+from partita.plans.report import (
+    DistinctBody,
+    Excluded,
+    Explanation,
+    distinct_bodies,
+    excluded,
+    explanation,
+    table,
+    table_html,
+)
 from partita.plans.sharing import shared_bodies
 from partita.plans.treatment import (
     Called,
@@ -227,6 +236,9 @@ class Plan(metaclass=PlainHelp):
 
     def __str__(self) -> str:
         return table(self.partition, self.treatments)
+
+    def _repr_html_(self) -> str:
+        return table_html(self.partition, self.treatments)
 
     def __repr__(self) -> str:
         return f"Plan of {self.program!r}: {self.summary()}"

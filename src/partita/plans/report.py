@@ -9,6 +9,7 @@ from typing import final
 
 from torch.fx import Node
 
+from partita._html import html_table
 from partita._plain_help import PlainHelp
 from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import bytes_of, bytes_of_value, container_items, find, value_of
@@ -129,8 +130,24 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
 
     Where a treatment reports what is saved for backward, three columns show that.
     """
-    saved = _saved_memory(partition, treatments)
-    rows, counter = [(*_HEAD, *(_SAVED_HEAD if saved else ()), "treatment", "label")], Flops()
+    rows, remarks = _rows_and_remarks(partition, treatments)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, *remarks])
+
+
+def table_html(partition: Partition, treatments: Sequence[Treatment]) -> str:
+    """The same for notebooks."""
+    (head, *rows), remarks = _rows_and_remarks(partition, treatments)
+    return html_table(head, rows, notes=remarks)
+
+
+def _rows_and_remarks(partition: Partition, treatments: Sequence[Treatment]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The head and the rows of the table, and the lines after it."""
+    saved = reported_memory(partition, treatments)
+    rows: list[tuple[str, ...]] = [(*_HEAD, *(_SAVED_HEAD if saved else ()), "treatment", "label")]
+    counter = Flops()
     for vertex in partition.order:
         if vertex >= len(partition):
             continue
@@ -149,10 +166,7 @@ def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
                 "" if region.label is None else str(region.label),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *(saved.lines() if saved else []), *_bodies(partition), *_plan_remarks(partition)])
+    return rows, [*(saved.lines() if saved else []), *_bodies(partition), *plan_remarks(partition)]
 
 
 def excluded(partition: Partition) -> tuple[Excluded, ...]:
@@ -161,7 +175,7 @@ def excluded(partition: Partition) -> tuple[Excluded, ...]:
     for node in _excluded_nodes(partition):
         reason = Reason.of(partition.reasons.get(node, "no reason given"))
         by = reason.by if reason.kind == "refused" else ""
-        found.setdefault((reason.kind, by, reason.why), Counter())[_called(node)] += 1
+        found.setdefault((reason.kind, by, reason.why), Counter())[called_name(node)] += 1
     groups = [Excluded(*key, dict(operators)) for key, operators in found.items()]
     return tuple(sorted(groups, key=lambda group: -group.count))
 
@@ -188,20 +202,26 @@ def explanation(partition: Partition, treatments: Sequence[Treatment], node: Nod
     )
 
 
-def _bytes(partition: Partition, crossings: Iterable[Crossing]) -> str:
-    """The bytes of the tensors among `crossings`; a question mark where they are not known in advance."""
-    nodes, total = partition.program.index.nodes, 0
+def bytes_of_crossings(partition: Partition, crossings: Iterable[Crossing]) -> Iterator[int | None]:
+    """The bytes of the tensor that each crossing is, 0 for numbers; None where they are not known in advance."""
+    nodes = partition.program.index.nodes
     known: dict[int, tuple[object, ...] | None] = {}  # As many items may cross as a container has.
     for crossing in crossings:
         if isinstance(crossing, int):
-            size = bytes_of(nodes[crossing], partition.program.graph_module)
+            yield bytes_of(nodes[crossing], partition.program.graph_module)
         elif isinstance(crossing, Item):
             if crossing.number not in known:
                 known[crossing.number] = container_items(nodes[crossing.number])
             items = known[crossing.number]
-            size = 0 if items is None else bytes_of_value(items[crossing.place])
+            yield 0 if items is None else bytes_of_value(items[crossing.place])
         else:
-            size = 0
+            yield 0
+
+
+def _bytes(partition: Partition, crossings: Iterable[Crossing]) -> str:
+    """The bytes of the tensors among `crossings`; a question mark where they are not known in advance."""
+    total = 0
+    for size in bytes_of_crossings(partition, crossings):
         if size is None:
             return "?"
         total += size
@@ -215,7 +235,7 @@ def _flops(nodes: Sequence[Node], counter: Flops) -> str:
     return f"{counter.total(nodes):,}"
 
 
-def _saved_memory(partition: Partition, treatments: Sequence[Treatment]) -> SavedMemory | None:
+def reported_memory(partition: Partition, treatments: Sequence[Treatment]) -> SavedMemory | None:
     """What the regions save, if a treatment reports it; a plan that cannot be applied can still be printed."""
     if not any(isinstance(treatment, ReportsSavedBytes) for treatment in treatments):
         return None
@@ -248,7 +268,8 @@ def _bodies(partition: Partition) -> list[str]:
     return [f"bodies: {len(bodies)} distinct; {'; '.join(shown)}" + (f"; {rest} more" if rest else "")]
 
 
-def _plan_remarks(partition: Partition) -> list[str]:
+def plan_remarks(partition: Partition) -> list[str]:
+    """A line for each reason why nodes are excluded, and one about calls with unknown effects."""
     remarks, outside = [], frozenset(_excluded_nodes(partition))
     counted = Counter(reason for node, reason in partition.reasons.items() if node in outside).most_common()
     unexplained = sum(node not in partition.reasons for node in outside)
@@ -286,7 +307,7 @@ def _excluded_nodes(partition: Partition) -> Iterator[Node]:
             yield node
 
 
-def _called(node: Node) -> str:
+def called_name(node: Node) -> str:
     """What a node calls, readable."""
     if node.op != "call_function":
         return str(node.target)

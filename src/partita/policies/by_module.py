@@ -174,6 +174,11 @@ def calls_around(node: Node, root: nn.Module) -> tuple[ModuleCall, ...]:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return _calls_by_name(str(node.target), root) if node.op == "call_module" else ()
+    return calls_in(stack)
+
+
+def calls_in(stack: object) -> tuple[ModuleCall, ...]:
+    """The calls of modules that a tracer has recorded in the metadata of a node, outermost first."""
     if not isinstance(stack, Mapping):
         return ()
     return tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
+from partita._html import html_facts
 from partita._plain_help import PlainHelp
 from partita._torch.fx.structural_hash import propagate_annotations
 from partita.analysis.effects.calls import CallEffects, tensors_of
@@ -379,6 +381,19 @@ class Program(metaclass=PlainHelp):
         raise OptionError(
             "a program is neither pickled nor copied: save an exported one with torch.export.save(program.exported(), "
             "path), and pickle or copy the module() of one that was made from a graph module"
+        )
+
+    def _repr_html_(self) -> str:
+        count = Counter(str(node.target) for node in self.operators() if node.op == "call_function")
+        kind = "joint graph" if self._forward_outputs is not None else "graph module"
+        return html_facts(
+            {
+                "program": "exported program" if self.export is not None else kind,
+                "nodes": f"{len(self.index):,}",
+                "inputs": f"{len(self.graph.find_nodes(op='placeholder', sort=False)):,}",
+                "operators": f"{len(self.operators()):,}",
+                "most frequent": ", ".join(f"{name} {number:,}" for name, number in count.most_common(6)),
+            }
         )
 
     def __repr__(self) -> str:

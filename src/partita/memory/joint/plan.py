@@ -11,6 +11,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.fx import Node
 
+from partita._html import html_facts
 from partita.analysis.nodes import value_of
 from partita.errors import BudgetError
 from partita.memory.budget import shown_bytes
@@ -87,6 +88,9 @@ class JointMemoryPlan:
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        return html_facts({}, notes=list(self._lines())) + self.picture().svg()
 
     def _lines(self) -> Iterator[str]:
         for _, group in groupby(self.segments, key=lambda one: (len(one.nodes), one.bytes)):
