@@ -210,7 +210,7 @@ def _values(choice: Choice, text: str) -> dict[str, list[str]]:
     current = names[0] if names else ""
     for word in filter(None, text.split(",")):
         name, sign, value = word.partition("=")
-        if sign:
+        if sign and ":" not in name:  # Otherwise it is an option of a value: keep=expensive:flops_per_byte=2.
             current, word = name.strip(), value
             if current in values:
                 raise CommandError(f"{choice.kind} {choice.name} has the option {current!r} twice")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -81,6 +83,20 @@ def working(on: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Holds back what libraries print on stderr: after an error they say in pages what we say in a line."""
+    logger = logging.getLogger("torch")
+    level, kept = logger.level, StringIO()
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(kept):
+            yield
+    finally:
+        logger.setLevel(level)
+    sys.stderr.write(kept.getvalue())
+
+
 def check_output(path: Path | None, *suffixes: str) -> None:
     """Raises where a file cannot be written, before anything else is done; `suffixes` are the kinds it may have."""
     if path is None:
@@ -123,7 +139,8 @@ def plain_data(value: Any) -> Any:
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    # The stream of now: what is printed later may be held back.
+    return Console(file=sys.stderr if stderr else sys.stdout)
 
 
 def _printable(text: str) -> str:

@@ -27,6 +27,7 @@ def read_program(
     """The program in a file, which is read as data unless it is trusted."""
     with working(f"reading {path}"):
         import_modules(imports)
+        import_module("partita.recompute")  # It registers the operators of recomputed regions, which a file may call.
         from partita import Program
 
         return Program.of(path, trusted=trusted, operators=tuple(operators or ()))

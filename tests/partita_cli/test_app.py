@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.helpers.processes import run_in_new_process
 from tests.partita_cli.helpers import refused, run
 
 import partita
@@ -102,3 +104,12 @@ def test_a_reader_that_has_seen_enough_is_no_error(small_file: Path) -> None:
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["{0"]
     assert ran.stderr == ""
+
+
+def test_a_file_of_recomputed_regions_is_read_in_a_new_process(counting_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt2"
+    assert run("apply", counting_file, "-p", "module:blocks.*", "-t", "recompute", "-o", out).status == 0
+    source = "import sys; from partita_cli import main; sys.exit(main(['inspect', sys.argv[1], '--json']))"
+    ran = run_in_new_process(source, out, environment={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert ran.returncode == 0, ran.stderr
+    assert '"partita_wrap_activation_checkpoint": 4' in ran.stdout

@@ -12,7 +12,7 @@ import typer
 
 from partita_cli.errors import CommandError
 from partita_cli.options import AsJson, FunctionPath, examples
-from partita_cli.output import check_output, counted, say, say_json, whole_file, working
+from partita_cli.output import check_output, counted, held_back, say, say_json, whole_file, working
 from partita_cli.sources import ModelCall, read_model
 
 NEEDS_ARGUMENTS = True
@@ -47,7 +47,7 @@ def command(
     """Capture a model in a .pt2 file: torch.export, with every no_grad and autocast block kept."""
     check_output(output, ".pt2")
     call = read_model(function)
-    with working("capturing"):
+    with working("capturing"), held_back():
         import partita
 
         if train is not None and hasattr(call.model, "train"):

@@ -10,7 +10,18 @@ import typer
 
 from partita_cli.errors import CommandError
 from partita_cli.options import AsJson, FunctionPath, examples
-from partita_cli.output import check_output, complain, one_line, remark, say, say_json, table, whole_file, working
+from partita_cli.output import (
+    check_output,
+    complain,
+    held_back,
+    one_line,
+    remark,
+    say,
+    say_json,
+    table,
+    whole_file,
+    working,
+)
 from partita_cli.sources import ModelCall, read_model
 
 if TYPE_CHECKING:
@@ -38,6 +49,9 @@ def command(
         Path | None,
         typer.Option("--picture", metavar="STEP.svg", help="Write the bytes over the step: .svg, .png, .txt or .json."),
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="STEP.html", help="Write a page about the plan and its memory.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="OUT.pt2", help="Write the program that runs so.")
     ] = None,
@@ -55,6 +69,7 @@ def command(
     if peak is None and not curve:
         raise CommandError("give --peak, for example --peak 11GB, or --curve")
     check_output(picture, ".svg", ".png", ".txt", ".json")
+    check_output(report, ".html", ".json", ".dot")
     check_output(output, ".pt2")
     step = _step(read_model(function), optimizer, communication)
     with working("planning"):
@@ -66,15 +81,25 @@ def command(
         _show(found, plans, chart=chart)
     if found is None:
         return 0 if peak is None else 1
+    _write(found, picture=picture, report=report, output=output)
+    return 0
+
+
+def _write(plan: MemoryPlan, *, picture: Path | None, report: Path | None, output: Path | None) -> None:
+    """Writes what was asked for."""
+    import partita
+
     if picture is not None:
         with whole_file(picture) as draft:
-            found.picture().save(draft)
-        remark(f"written: {picture}")
+            plan.picture().save(draft)
+    if report is not None:
+        with working(f"writing {report}"):
+            partita.report(plan.plan, memory=plan).save(report)
     if output is not None:
         with working(f"writing {output}"), whole_file(output) as draft:
-            found.program.save(draft)
-        remark(f"written: {output}")
-    return 0
+            plan.program.save(draft)
+    for path in filter(None, (picture, report, output)):
+        remark(f"written: {path}")
 
 
 def _step(call: ModelCall, optimizer: str, communication: str) -> StepMemory:
@@ -84,7 +109,7 @@ def _step(call: ModelCall, optimizer: str, communication: str) -> StepMemory:
 
     if not isinstance(call.model, nn.Module):
         raise CommandError("a training step is that of a torch.nn.Module, and the function returns another callable")
-    with working("running the step on fake tensors"):
+    with working("running the step on fake tensors"), held_back():
         state = _optimizer(call.model, optimizer)
         sent: Any = int(communication) if communication.isdigit() else communication
         return step_memory(call.model, call.args, call.kwargs, optimizer=state, communication=sent)

@@ -40,6 +40,10 @@ def command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Apply the plan, compare the result, and report that too.")
     ] = False,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help="html, json, dot, or model_explorer, which is JSON too; else by the ending."),
+    ] = None,
     inputs: InputsPath = None,
     seed: Seed = 0,
     operators: Operators = None,
@@ -52,7 +56,7 @@ def command(
     """
     import partita
 
-    check_output(output)
+    check_output(output, *(() if format else (".html", ".htm", ".json", ".dot", ".gv")))
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = made_plan(read, policy=policy, treatment=treatment, plan=plan)
     comparison = None
@@ -61,6 +65,6 @@ def command(
         with working("comparing"):
             comparison = partita.compare(read, made.apply(), args, kwargs)
     with working(f"writing {output}"), whole_file(output) as draft:
-        partita.report(made, comparison=comparison).save(draft)  # type: ignore[attr-defined]
+        partita.report(made, comparison=comparison).save(draft, format=format)  # type: ignore[arg-type]
     remark(f"written: {output}")
     return 0 if comparison is None or comparison.equal else 1
