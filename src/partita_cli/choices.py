@@ -135,7 +135,7 @@ class Choice:
                 taken[option.name] = option.accepts.value(texts)
             except ValueError:
                 raise CommandError(
-                    f"{option.name} of {self.kind} {self.name} is {option.accepts}, not {','.join(texts)!r}"
+                    f"{option.name} of {self.kind} {self.name} takes: {option.accepts}; not {','.join(texts)!r}"
                 ) from None
         for option in self.options:
             if option.is_required and option.name not in taken:

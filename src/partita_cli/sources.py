@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,22 @@ def read_program(
         import_modules(imports)
         import_module("partita.recompute")  # It registers the operators of recomputed regions, which a file may call.
         from partita import Program
+        from partita.errors import ArchiveError
 
-        return Program.of(path, trusted=trusted, operators=tuple(operators or ()))
+        try:
+            return Program.of(path, trusted=trusted, operators=tuple(operators or ()))
+        except ArchiveError as error:
+            raise CommandError(f"{error}{_hint(str(error))}") from error
+
+
+def _hint(message: str) -> str:
+    """The option that helps, where a file names what no imported module has registered, or is more than data."""
+    container = re.search(r"no container '([\w.]+)\.\w+' is registered", message)
+    if container is not None:
+        return f": add --import {container[1]}"
+    if "is registered; import the library" in message:
+        return ": add --import with the name of that library"
+    return " (the option --trusted)" if "trusted=True" in message else ""
 
 
 def import_modules(names: Sequence[str] | None) -> None:

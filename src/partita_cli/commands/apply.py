@@ -56,4 +56,4 @@ def command(
         say_json(facts)
     else:
         regions = counted(len(made.partition), "region")
-        say(f"{output}: {regions}, {facts['bytes']:,} bytes; partita verify {program} {output}")
+        say(f"{output}: {regions}; next: partita verify {program} {output}")

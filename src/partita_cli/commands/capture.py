@@ -6,7 +6,7 @@ import inspect as signatures
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from partita_cli.errors import CommandError
 from partita_cli.options import AsJson, FunctionPath, examples
 from partita_cli.output import check_output, counted, held_back, say, say_json, whole_file, working
 from partita_cli.sources import ModelCall, read_model
+
+if TYPE_CHECKING:
+    from partita import Program
 
 NEEDS_ARGUMENTS = True
 EPILOG = examples(
@@ -56,11 +59,29 @@ def command(
         program = partita.capture(call.model, call.args, call.kwargs or None, dynamic_shapes=sizes)
     with working(f"writing {output}"), whole_file(output) as draft:
         program.save(draft)
-    facts = {"file": str(output), "nodes": len(program.index), "bytes": output.stat().st_size}
+    needed = needed_imports(program)
     if json:
-        say_json(facts)
+        facts = {"file": str(output), "nodes": len(program.index), "bytes": output.stat().st_size}
+        say_json({**facts, "imports": needed})
     else:
-        say(f"{output}: {counted(len(program.index), 'node')}, {facts['bytes']:,} bytes; partita inspect {output}")
+        words = "".join(f" --import {name}" for name in needed)
+        say(f"{output}: {counted(len(program.index), 'node')}; next: partita inspect {output}{words}")
+
+
+def needed_imports(program: Program) -> list[str]:
+    """The modules of the containers that the model takes and returns, without which the file cannot be read."""
+    if program.export is None:
+        return []
+    signature = next(one.signature for one in program.export.module_calls if not one.fqn)
+    found: dict[str, None] = {}
+    waiting = [signature.in_spec, signature.out_spec]
+    while waiting:
+        spec = waiting.pop()
+        module = getattr(spec.type, "__module__", "builtins")
+        if module.partition(".")[0] not in ("builtins", "collections", "torch"):
+            found[module] = None
+        waiting += spec.children()
+    return list(found)
 
 
 def dynamic_shapes(call: ModelCall, texts: Sequence[str]) -> Any:

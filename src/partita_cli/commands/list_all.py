@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
@@ -132,7 +133,7 @@ def _backends() -> Iterator[dict[str, Any]]:
 def _print_one(entry: dict[str, Any]) -> None:
     title(f"{entry['kind']} {entry['name']} ({entry['from']})")
     paragraphs = [" ".join(paragraph.split()) for paragraph in entry["about"].strip().split("\n\n")]
-    width = min(get_terminal_size().columns, 100)
+    width = min(get_terminal_size().columns, 100) if sys.stdout.isatty() else 100
     say("\n\n".join(fill(one, width, initial_indent="  ", subsequent_indent="  ") for one in paragraphs))
     if entry["options"]:
         options = entry["options"]

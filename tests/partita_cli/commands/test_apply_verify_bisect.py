@@ -16,7 +16,7 @@ def test_a_plan_is_applied_and_verified(counting_file: Path, tmp_path: Path) -> 
     run("plan", counting_file, "-p", "module:blocks.*", "-t", "recompute", "-o", plan)
     ran = run("apply", counting_file, "--plan", plan, "-o", out)
     assert (ran.status, ran.err) == (0, "")
-    assert ran.out.startswith(f"{out}: 4 regions, ")
+    assert ran.out.startswith(f"{out}: 4 regions; ")
     assert 4 in run("inspect", out, "--json").json["bodies"].values()
     checked = run("verify", counting_file, out)
     assert checked.status == 0

@@ -148,3 +148,22 @@ def test_wrong_dynamic_sizes_are_refused(dynamic: str, told: str) -> None:
 def test_an_output_that_cannot_be_written_is_refused() -> None:
     assert "should end in .pt2" in refused("capture", "command_models:build", "-o", "model.onnx")
     assert "there is no folder" in refused("capture", "command_models:build", "-o", "nowhere/model.pt2")
+
+
+def test_a_model_whose_containers_need_an_import_says_so(tmp_path: Path) -> None:
+    (tmp_path / "command_containers.py").write_text(
+        "from typing import NamedTuple\n"
+        "import torch\n"
+        "from torch.utils import _pytree\n\n"
+        "class Both:\n"
+        "    def __init__(self, one, two):\n"
+        "        self.one, self.two = one, two\n\n"
+        "_pytree.register_pytree_node(\n"
+        "    Both, lambda b: ([b.one, b.two], None), lambda v, _: Both(*v), serialized_type_name='command.Both'\n"
+        ")\n\n"
+        "def build():\n"
+        "    return (lambda x: Both(x + 1, x - 1)), (torch.randn(2),)\n"
+    )
+    ran = run("capture", "command_containers:build", "-o", "model.pt2")
+    assert ran.out.rstrip().endswith("partita inspect model.pt2 --import command_containers")
+    sys.modules.pop("command_containers")
