@@ -22,6 +22,7 @@ from benchmarks import (
     lowering,
     memory,
     modes,
+    reporting,
     splitting,
 )
 from benchmarks.report import as_json, from_json, line, merged, put_into_readme
@@ -42,6 +43,7 @@ SECTIONS = {
     "growth": growth.rows,
     "import": importing.rows,
     "commands": commands.rows,
+    "report": reporting.rows,
     "repeats": growth.repeat_rows,
     "compile-once": compile_once.rows,
     "compile-many": compile_once.many_rows,

@@ -24,6 +24,12 @@ _PLACE = """name => {
     return {x: at[0], y: at[1], isOpen: item.isOpen, visible: view.visibleAt(item.start) === item};
 }"""
 
+#: How many boxes are drawn, once there are some.
+_SHOWN = """async () => {
+    while (!window.partita || !window.partita.view.wasShown) await new Promise(requestAnimationFrame);
+    return window.partita.view.drawn.boxes;
+}"""
+
 
 def _click(page: Any, name: str) -> None:
     place = page.evaluate(_PLACE, name)
@@ -313,6 +319,16 @@ def test_scripts_that_get_into_the_page_are_not_run(open_report: Opener) -> None
     (said,) = open_report.complaints
     open_report.complaints.clear()
     assert "Content Security Policy" in said
+
+
+def test_the_frame_of_a_notebook_draws_the_page(open_report: Opener) -> None:
+    page = open_report.page
+    path = open_report.folder / "report.html"
+    path.write_text(f"<!doctype html>{partita.report(chain(10, 2))._repr_html_()}")
+    page.goto(path.as_uri())
+    (frame,) = page.main_frame.child_frames
+    assert frame.evaluate(_SHOWN) > 0
+    assert frame.inner_text("#kind") == "graph module, 10 nodes, 2 regions"
 
 
 @pytest.mark.parametrize("nodes", [0, 1])

@@ -10,7 +10,10 @@ from importlib.resources import files
 from string import Template
 
 #: The parts of the script in the order in which they are put together.
-_SCRIPTS = ("data.js", "layout.js", "graph.js", "tables.js", "timeline.js", "report.js")
+_SCRIPTS = (
+    *("data.js", "layout.js", "tree.js", "overlays.js", "arrangement.js", "painting.js", "graph.js"),
+    *("tables.js", "timeline.js", "details.js", "panels.js", "search.js", "report.js"),
+)
 
 
 def page(json_text: str, title: str) -> str:

@@ -17,10 +17,10 @@ const effectsOf = (node) => EFFECTS.filter((name) => has(node, name));
 
 const GROUPED = new Intl.NumberFormat("en-US");
 function shownCount(number) {
-  return number === null || number === undefined ? "?" : GROUPED.format(number);
+  return number === null || number === undefined || number === "" ? "?" : GROUPED.format(number);
 }
 function shownScaled(number, units) {
-  if (number === null || number === undefined) return "?";
+  if (number === null || number === undefined || number === "") return "?";
   let at = 0, value = number;
   while (Math.abs(value) >= 1000 && at < units.length - 1) { value /= 1000; at += 1; }
   const digits = at === 0 ? 0 : value >= 100 ? 0 : value >= 10 ? 1 : 2;

@@ -5,7 +5,7 @@ const MOST_BENDS = 6000;
 // `boxes` have a width and a height; `links` are pairs [from, to] of places in the list, `from` before `to`.
 function layered(boxes, links, gapX, gapY) {
   const rank = ranksOf(boxes.length, links);
-  const vertices = boxes.map((box, at) => ({ width: box.width, rank: rank[at], box: at, x: 0, up: [], down: [], place: 0 }));
+  const vertices = boxes.map((box, at) => vertexOf(box.width, rank[at], at));
   const trunks = new Map();
   const chains = links.map(([from, to]) => chainOf(vertices, trunks, from, to));
   const layers = [];
@@ -14,6 +14,11 @@ function layered(boxes, links, gapX, gapY) {
   order(layers);
   align(layers, gapX);
   return placed(boxes, vertices, layers, links, chains, gapY);
+}
+
+// A box, or a bend of an edge, for which `box` is -1.
+function vertexOf(width, rank, box) {
+  return { width, rank, box, x: 0, up: [], down: [], place: 0 };
 }
 
 // Each box below all that it reads; one that may be lower is, where that makes its edges shorter or a row less crowded.
@@ -41,15 +46,15 @@ function ranksOf(count, links) {
   return rank;
 }
 
-// The bends of an edge, one in every row between its ends, so that it has a way around the boxes. Edges from one box share
-// theirs, as far as they go the same way: a value that every block reads is one line with branches.
+// The bends of an edge, one in every row between its ends, so that it has a way around the boxes. Edges from one box
+// share theirs, as far as they go the same way: a value that every block reads is one line with branches.
 function chainOf(vertices, trunks, from, to) {
   const first = vertices[from].rank + 1, last = vertices[to].rank - 1;
   if (!trunks.has(from)) trunks.set(from, [vertices[from]]);
   const trunk = trunks.get(from);
   for (let rank = first + trunk.length - 1; rank <= last; rank++) {
     if (vertices.length > MOST_BENDS && last - first > 3) return [vertices[from], vertices[to]];
-    const bend = { width: 8, rank, box: -1, x: 0, up: [], down: [], place: 0 };
+    const bend = vertexOf(8, rank, -1);
     vertices.push(bend);
     joined(trunk[trunk.length - 1], bend);
     trunk.push(bend);
@@ -94,8 +99,8 @@ function align(layers, gapX) {
   }
 }
 
-// The places nearest to the wished ones that keep the order and the gaps: blocks of neighbours that push each other move
-// together, to the mean of their wishes.
+// The places nearest to the wished ones that keep the order and the gaps: blocks of neighbours that push each other
+// move together, to the mean of their wishes.
 function isotonic(layer, sides, gapX) {
   const blocks = [];
   let offset = 0;
@@ -143,7 +148,8 @@ function placed(boxes, vertices, layers, links, chains, gapY) {
     const crossing = layer.length > 10 ? Math.min(40, layer.length) : 0;
     y += height + gapY + crossing;
   });
-  const at = vertices.slice(0, boxes.length).map((vertex) => ({ x: vertex.x - vertex.width / 2 - left, y: tops[vertex.rank] }));
+  const corner = (vertex) => ({ x: vertex.x - vertex.width / 2 - left, y: tops[vertex.rank] });
+  const at = vertices.slice(0, boxes.length).map(corner);
   const routes = chains.map((chain, link) => {
     const points = [];
     chain.forEach((vertex, step) => {

@@ -2,12 +2,13 @@
 
 const ROW_HEIGHT = 31, MOST_PRINTED = 1000;
 
-// A column: its title, the value of a row (for sorting), how that is shown, whether it is a number, and a cell of its own.
+// A column has a name; the value of a row, for sorting, and how that is shown; or a cell of its own; what is searched
+// of a row, if not the value; and whether it is a number.
 class Table {
   constructor(columns, rows, options) {
     this.columns = columns;
     this.rows = rows;
-    this.options = options || {};
+    this.options = options;
     this.sorted = null;
     this.isDescending = false;
     this.filter = "";
@@ -16,10 +17,12 @@ class Table {
     this.count = el("p", { class: "muted count", "aria-live": "polite" });
     this.table = el("table", { class: "data", "aria-label": this.options.label, "aria-rowcount": rows.length },
       el("thead", {}, el("tr", {}, this.heads)), this.body);
-    this.scroller = el("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": this.options.label }, this.table);
+    const named = { tabindex: "0", role: "region", "aria-label": this.options.label };
+    this.scroller = el("div", { class: "scroller", ...named }, this.table);
     this.scroller.addEventListener("scroll", () => this.paint());
     this.body.addEventListener("keydown", (event) => this.key(event));
-    this.texts = rows.map((row) => columns.map((column) => String(column.searched ? column.searched(row) : column.value(row) ?? "")).join(" ").toLowerCase());
+    const searched = (row) => columns.map((column) => (column.searched || column.value)(row) ?? "");
+    this.texts = rows.map((row) => searched(row).join(" ").toLowerCase());
     this.arrange();
     new ResizeObserver(() => this.paint()).observe(this.scroller);
     window.addEventListener("beforeprint", () => { this.isPrinted = true; this.paint(); });
@@ -28,20 +31,23 @@ class Table {
 
   // The input to filter by, and the table.
   elements() {
-    const input = el("input", { type: "search", class: "filter", placeholder: this.options.filter || "Filter", "aria-label": this.options.filter || "Filter" });
+    const label = this.options.filter;
+    const input = el("input", { type: "search", class: "filter", placeholder: label, "aria-label": label });
     input.addEventListener("input", () => { this.filter = input.value.trim().toLowerCase(); this.arrange(); });
     return [el("div", { class: "above" }, input, this.count), this.scroller];
   }
 
   head(column, at) {
-    const button = el("button", { type: "button", title: column.title || null, onclick: () => this.sortBy(at) }, column.name);
+    const sort = () => this.sortBy(at);
+    const button = el("button", { type: "button", title: column.title, onclick: sort }, column.name);
     return el("th", { scope: "col", class: column.isNumber ? "number" : null, "aria-sort": "none" }, button);
   }
 
   sortBy(at) {
     this.isDescending = this.sorted === at ? !this.isDescending : Boolean(this.columns[at].isNumber);
     this.sorted = at;
-    this.heads.forEach((head, other) => head.setAttribute("aria-sort", other !== at ? "none" : this.isDescending ? "descending" : "ascending"));
+    for (const head of this.heads) head.setAttribute("aria-sort", "none");
+    this.heads[at].setAttribute("aria-sort", this.isDescending ? "descending" : "ascending");
     this.arrange();
   }
 
@@ -56,11 +62,13 @@ class Table {
         if (a === b) return one - other;
         if (a === null || a === undefined) return 1;  // What is not known comes last.
         if (b === null || b === undefined) return -1;
-        return (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true })) * sign;
+        const isBefore = typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+        return isBefore * sign;
       });
     }
-    this.count.textContent = this.shown.length === this.rows.length ? plural(this.rows.length, this.options.one || "row")
-      : `${shownCount(this.shown.length)} of ${plural(this.rows.length, this.options.one || "row")}`;
+    const all = plural(this.rows.length, this.options.one, this.options.several);
+    const isAll = this.shown.length === this.rows.length;
+    this.count.textContent = isAll ? all : `${shownCount(this.shown.length)} of ${all}`;
     this.scroller.scrollTop = 0;
     this.paint();
   }
@@ -73,17 +81,19 @@ class Table {
     const made = [];
     if (first > 0) made.push(spacer(first * ROW_HEIGHT, this.columns.length));
     for (let at = first; at < last; at++) made.push(this.row(this.shown[at], at));
-    if (last < this.shown.length && !this.isPrinted) made.push(spacer((this.shown.length - last) * ROW_HEIGHT, this.columns.length));
-    const focused = document.activeElement && this.body.contains(document.activeElement) ? document.activeElement.dataset.row : null;
+    const below = this.isPrinted ? 0 : this.shown.length - last;
+    if (below > 0) made.push(spacer(below * ROW_HEIGHT, this.columns.length));
+    const focused = this.body.contains(document.activeElement) ? document.activeElement.dataset.row : undefined;
     this.body.replaceChildren(...made);
-    if (focused !== null && focused !== undefined) this.rowElement(Number(focused))?.focus({ preventScroll: true });
+    if (focused !== undefined) this.rowElement(Number(focused))?.focus({ preventScroll: true });
   }
 
   row(at, place) {
     const row = this.rows[at], chosen = this.options.chosen;
     const cells = this.columns.map((column) => {
-      const shown = column.cell ? column.cell(row) : column.shown ? column.shown(column.value(row)) : column.value(row) ?? "";
-      return el("td", { class: column.isNumber ? "number" : column.class, title: typeof shown === "string" && shown.length > 24 ? shown : null }, shown);
+      const shown = column.cell ? column.cell(row) : (column.shown || String)(column.value(row) ?? "");
+      const isLong = typeof shown === "string" && shown.length > 24;
+      return el("td", { class: column.isNumber ? "number" : column.class, title: isLong ? shown : null }, shown);
     });
     const made = el("tr", { tabindex: chosen ? "0" : null, "aria-rowindex": place + 2 }, cells);
     made.dataset.row = at;
@@ -108,7 +118,8 @@ class Table {
     event.preventDefault();
     const place = this.shown.indexOf(Number(here.dataset.row)) + step;
     if (place < 0 || place >= this.shown.length) return;
-    this.scroller.scrollTop = Math.min(Math.max(this.scroller.scrollTop, (place + 3) * ROW_HEIGHT - this.scroller.clientHeight), place * ROW_HEIGHT);
+    const lowest = (place + 3) * ROW_HEIGHT - this.scroller.clientHeight;
+    this.scroller.scrollTop = Math.min(Math.max(this.scroller.scrollTop, lowest), place * ROW_HEIGHT);
     this.paint();
     this.rowElement(this.shown[place])?.focus({ preventScroll: true });
   }

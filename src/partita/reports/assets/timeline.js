@@ -52,7 +52,8 @@ class TimelineView {
   }
 
   choose() {
-    const moments = this.memory.planned.moments, node = this.at < 0 ? undefined : nodeByName().get(text(moments.node[this.at]));
+    const { moments } = this.memory.planned;
+    const node = this.at < 0 ? undefined : nodeByName().get(text(moments.node[this.at]));
     if (node !== undefined) this.whenChosen(node);
   }
 
@@ -63,10 +64,13 @@ class TimelineView {
   }
 
   told(at) {
-    const { moments } = this.memory.planned, plain = this.memory.plain;
-    const where = [text(moments.node[at]) || text(moments.operator[at]), text(moments.path[at])].filter(Boolean).join(" in ");
-    const beside = plain && at < plain.moments.bytes.length ? `; ${this.memory.plain_name}, after as many operators: ${shownBytes(plain.moments.bytes[at])}` : "";
-    return `${shownBytes(moments.bytes[at])} after operator ${shownCount(at + 1)}, ${text(moments.phase[at])} of ${text(moments.segment[at])}: ${where}${beside}`;
+    const { planned: { moments }, plain, plain_name: name } = this.memory;
+    const column = (name) => text(moments[name][at]);
+    const where = [column("node") || column("operator"), column("path")].filter(Boolean).join(" in ");
+    const isKnown = plain && at < plain.moments.bytes.length;
+    const beside = isKnown ? `; ${name}, after as many operators: ${shownBytes(plain.moments.bytes[at])}` : "";
+    const when = `after operator ${shownCount(at + 1)}, ${column("phase")} of ${column("segment")}`;
+    return `${shownBytes(moments.bytes[at])} ${when}: ${where}${beside}`;
   }
 
   paint() {
@@ -82,7 +86,8 @@ class TimelineView {
     const { planned, plain, budget_bytes: budget } = this.memory;
     if (planned.resident_bytes > this.low) {
       this.context.fillStyle = this.color("--resident");
-      this.context.fillRect(CHART.left, this.y(planned.resident_bytes), width - CHART.left - CHART.right, this.y(this.low) - this.y(planned.resident_bytes));
+      const top = this.y(planned.resident_bytes);
+      this.context.fillRect(CHART.left, top, width - CHART.left - CHART.right, this.y(this.low) - top);
     }
     if (plain) this.paintLine(plain, this.color("--muted"), null);
     this.paintLine(planned, this.color("--accent"), this.color("--accent-soft"));
@@ -113,7 +118,8 @@ class TimelineView {
     context.moveTo(this.x(0), this.y(bytes[0]));
     let end = 0;
     for (let column = 0; column < columns; column++) {
-      const start = Math.floor(column * this.length / columns), stop = Math.max(Math.floor((column + 1) * this.length / columns), start + 1);
+      const [start, next] = [column, column + 1].map((at) => Math.floor(at * this.length / columns));
+      const stop = Math.max(next, start + 1);
       if (start >= bytes.length) break;
       let most = bytes[start];
       for (let at = start; at < stop && at < bytes.length; at++) most = Math.max(most, bytes[at]);
@@ -142,7 +148,8 @@ class TimelineView {
     context.setLineDash([]);
     context.textAlign = "left";
     context.fillStyle = this.color("--bad");
-    context.fillText(`budget ${shownBytes(budget)}`, CHART.left + 6, this.y(budget) + (this.y(budget) < CHART.top + 14 ? 9 : -8));
+    const isHigh = this.y(budget) < CHART.top + 14;
+    context.fillText(`budget ${shownBytes(budget)}`, CHART.left + 6, this.y(budget) + (isHigh ? 9 : -8));
   }
 
   paintPhases(line, height) {
