@@ -113,3 +113,21 @@ def test_a_file_of_recomputed_regions_is_read_in_a_new_process(counting_file: Pa
     ran = run_in_new_process(source, out, environment={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert ran.returncode == 0, ran.stderr
     assert '"partita_wrap_activation_checkpoint": 4' in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("partita ver", ["verify"]),
+        ("partita plan model.pt2 --policy ca", ["capability"]),
+        ("partita plan model.pt2 -t re", ["recompute"]),
+        ("partita list around", ["around-operators"]),
+    ],
+)
+def test_a_shell_completes_commands_and_names_without_torch(words: str, found: list[str]) -> None:
+    asked = {"_PARTITA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    code = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    command = [sys.executable, "-c", f"{code}; from partita_cli import main; main()"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **asked})
+    assert ran.stdout.split() == found
+    assert ran.stderr.split()[-1] == "False"
