@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if shows_traceback:
             traceback.print_exc()
-        else:
-            complain(_told(error))
+        elif told := _told(error):
+            complain(told)
         return BAD_INPUT
 
 
@@ -115,12 +115,13 @@ def version() -> str:
 
 
 def _told(error: Exception) -> str:
-    """An error in one line."""
+    """An error in one line; empty where all is said."""
     format_message = getattr(error, "format_message", None)  # Of typer: a wrong option, a missing argument.
     if format_message is not None:
         context = getattr(error, "ctx", None)
         path = getattr(context, "command_path", "partita")
-        return f"{one_line(format_message())} See {path} --help"
+        # Without any argument help was shown, and there is nothing more to say.
+        return f"{one_line(message)} See {path} --help" if (message := format_message()) else ""
     errors = sys.modules.get("partita.errors")
     if isinstance(error, CommandError) or (errors is not None and isinstance(error, errors.PartitaError)):
         return one_line(str(error))

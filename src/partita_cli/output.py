@@ -107,19 +107,27 @@ def check_output(path: Path | None, *suffixes: str) -> None:
         raise CommandError(f"{path} is a folder; give the name of a file in it")
     if not path.parent.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise CommandError(f"{path} cannot be written: the folder {path.parent.absolute()} is read-only for you")
+    draft = _draft_of(path)
+    try:
+        draft.touch(exist_ok=False)
+        draft.unlink()
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror}") from error
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A path to write to; the file takes its place at `path` when it is complete, and is removed after an error."""
-    draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    draft = _draft_of(path)
     try:
         yield draft
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _draft_of(path: Path) -> Path:
+    return path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -54,20 +55,34 @@ def import_modules(names: Sequence[str] | None) -> None:
         _imported(name)
 
 
-def made_plan(program: Program, *, policy: str | None, treatment: str | None, plan: Path | None = None) -> Plan:
-    """The plan of a file, or the one that a policy and a treatment make."""
-    import partita
-
+def planner(
+    *, policy: str | None, treatment: str | None, plan: Path | None = None, imports: Sequence[str] | None = None
+) -> Callable[[Program], Plan]:
+    """Makes a plan for a program: that of a file, or of a policy and a treatment; wrong words are refused at once."""
     if plan is not None:
         if policy or treatment:
             raise CommandError("a plan has its policy and treatment in it: give --plan, or --policy and --treatment")
-        with working(f"reading {plan}"):
-            return partita.load_plan(plan, program)
+        return partial(_loaded_plan, plan)
     if policy is None:
         raise CommandError("give --policy, for example --policy size:parts=2; partita list policies has all of them")
-    chosen, treated = choose("policy", policy), choose("treatment", treatment or "call")
+    with working("importing torch"):
+        import_modules(imports)  # They may register backends.
+        chosen, treated = choose("policy", policy), choose("treatment", treatment or "call")
+    return partial(_made_plan, chosen, treated)
+
+
+def _loaded_plan(path: Path, program: Program) -> Plan:
+    import partita
+
+    with working(f"reading {path}"):
+        return partita.load_plan(path, program)
+
+
+def _made_plan(policy: Any, treatment: Any, program: Program) -> Plan:
+    import partita
+
     with working("planning"):
-        return partita.plan(program, chosen, treated)
+        return partita.plan(program, policy, treatment)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,11 @@ def test_the_packages_run_as_programs(
 
 
 def test_without_a_command_the_help_is_shown() -> None:
-    ran = run()
-    assert "Usage: partita" in ran.out + ran.err
+    for words in ((), ("plan",)):
+        ran = run(*words)
+        assert ran.status == 2
+        assert "Usage: partita" in ran.out
+        assert ran.err == ""
 
 
 def test_unknown_commands_and_options_suggest_the_nearest(small_file: Path) -> None:

@@ -19,7 +19,7 @@ from partita_cli.options import (
     examples,
 )
 from partita_cli.output import check_output, counted, say, say_json, whole_file, working
-from partita_cli.sources import made_plan, read_program
+from partita_cli.sources import planner, read_program
 
 NEEDS_ARGUMENTS = True
 EPILOG = examples(
@@ -45,8 +45,9 @@ def command(
 ) -> None:
     """Carry out a plan and write the new program; the old one stays as it is."""
     check_output(output, ".pt2")
+    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
-    made = made_plan(read, policy=policy, treatment=treatment, plan=plan)
+    made = make(read)
     with working("applying"):
         result = made.annotate() if marks else made.apply()
     with working(f"writing {output}"), whole_file(output) as draft:

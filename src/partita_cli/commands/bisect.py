@@ -22,7 +22,7 @@ from partita_cli.options import (
     examples,
 )
 from partita_cli.output import remark, say, say_json, working
-from partita_cli.sources import made_plan, read_inputs, read_program
+from partita_cli.sources import planner, read_inputs, read_program
 
 NEEDS_ARGUMENTS = True
 EPILOG = examples(
@@ -57,8 +57,9 @@ def command(
 
     The status is 1 if something differs.
     """
+    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
-    made = made_plan(read, policy=policy, treatment=treatment, plan=plan)
+    made = make(read)
     args, kwargs = read_inputs(inputs, read, seed)
     with working("comparing parts of the plan"):
         import partita

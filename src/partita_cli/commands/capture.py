@@ -22,7 +22,7 @@ NEEDS_ARGUMENTS = True
 EPILOG = examples(
     "partita capture mymodels.decoder:build -o decoder.pt2",
     "partita capture model.py:build -o model.pt2 --dynamic x:0=batch",
-    "partita capture model.py:build -o model.pt2 --dynamic ids:0=batch,1=tokens:2..512",
+    "partita capture model.py:build -o m.pt2 --dynamic ids:1=tokens:2..512",
     "partita capture model.py:build -o model.pt2 --dynamic auto",
 )
 _SIZE = re.compile(r"(?P<axis>\d+)(=(?P<name>[A-Za-z]\w*)(:(?P<least>\d*)\.\.(?P<most>\d*))?)?")

@@ -19,7 +19,7 @@ from partita_cli.options import (
     examples,
 )
 from partita_cli.output import plain_data, say, say_json
-from partita_cli.sources import made_plan, read_program
+from partita_cli.sources import planner, read_program
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -46,19 +46,18 @@ def command(
     """Say what a node does, where a plan puts it and why, its mode, and what it must stay after or before."""
     import partita
 
+    has_plan = policy is not None or plan is not None
+    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports) if has_plan else None
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     found = read.node(node)
-    if policy is None and plan is None:
-        made = partita.Plan(partita.Partition(read, []), ())
-    else:
-        made = made_plan(read, policy=policy, treatment=treatment, plan=plan)
+    made = make(read) if make else partita.Plan(partita.Partition(read, []), ())
     why = made.explanation(found)
     if json:
         say_json({"calls": _call(found), "value": _value(found), **plain_data(asdict(why))})
         return
     value = _value(found)
     say(f"{found.name} = {_call(found)}" + (f"  # {value}" if value else ""))
-    say(str(why) if len(made.partition) or policy or plan else _without_place(str(why)))
+    say(str(why) if has_plan else _without_place(str(why)))
 
 
 def _without_place(text: str) -> str:

@@ -19,7 +19,7 @@ from partita_cli.options import (
     examples,
 )
 from partita_cli.output import check_output, remark, say, say_json, working
-from partita_cli.sources import made_plan, read_program
+from partita_cli.sources import planner, read_program
 
 if TYPE_CHECKING:
     from partita import Plan
@@ -48,19 +48,20 @@ def command(
 ) -> None:
     """Show the regions that a policy makes and what a treatment does to them; nothing is changed."""
     check_output(output, ".json")
+    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
-    made = made_plan(read, policy=policy, treatment=treatment, plan=plan)
-    if json:
-        say_json(data_of(made))
-    else:
-        with working("counting"):
-            text = made.summary() if summary else str(made)
-        say(text)
+    made = make(read)
     if output is not None:
         from partita import save_plan
 
         save_plan(made, output)
         remark(f"written to {output}")
+    if json:
+        say_json(data_of(made))
+        return
+    with working("counting"):
+        text = made.summary() if summary else str(made)
+    say(text)
 
 
 def data_of(plan: Plan) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from partita_cli.options import (
     examples,
 )
 from partita_cli.output import check_output, remark, whole_file, working
-from partita_cli.sources import made_plan, read_inputs, read_program
+from partita_cli.sources import planner, read_inputs, read_program
 
 NEEDS_ARGUMENTS = True
 EPILOG = examples(
@@ -57,8 +57,9 @@ def command(
     import partita
 
     check_output(output, *(() if format else (".html", ".htm", ".json", ".dot", ".gv")))
+    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
-    made = made_plan(read, policy=policy, treatment=treatment, plan=plan)
+    made = make(read)
     comparison = None
     if verify:
         args, kwargs = read_inputs(inputs, read, seed)

@@ -22,7 +22,7 @@ from partita_cli.options import (
     examples,
 )
 from partita_cli.output import say, say_json, working
-from partita_cli.sources import made_plan, read_inputs, read_program
+from partita_cli.sources import planner, read_inputs, read_program
 
 if TYPE_CHECKING:
     from partita import Comparison, Tolerance
@@ -62,11 +62,9 @@ def command(
     """
     if (other is None) == (plan is None and policy is None):
         raise CommandError("give a second program, or a plan for the first one (--plan, or --policy and --treatment)")
+    make = None if other is not None else planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
     before = read_program(program, trusted=trusted, operators=operators, imports=imports)
-    if other is not None:
-        after = read_program(other, trusted=trusted, operators=operators)
-    else:
-        after = made_plan(before, policy=policy, treatment=treatment, plan=plan).apply()
+    after = make(before).apply() if make else read_program(other or program, trusted=trusted, operators=operators)
     args, kwargs = read_inputs(inputs, before, seed)
     with working("comparing"):
         import partita

@@ -63,3 +63,19 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_else(small_
 def test_a_backend_that_is_missing_is_refused_with_near_names(small_file: Path) -> None:
     assert "'inductor'" in refused("plan", small_file, "-p", "capability:inducter")
     assert "'inductor'" in refused("plan", small_file, "-p", "size:parts=2", "-t", "lower:inducter")
+
+
+def test_wrong_words_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
+    assert "did you mean 'size'" in refused("plan", tmp_path / "missing.pt2", "-p", "sise:parts=2")
+
+
+def test_an_option_that_no_file_holds_is_refused_and_nothing_is_written(small_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    told = refused("plan", small_file, "-p", "size:parts=2", "-t", f"lower:inductor,cache={tmp_path}", "-o", out)
+    assert "a file does not hold the option 'cache'" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trusted_file_is_loaded_by_torch(small_file: Path) -> None:
+    words = ("plan", small_file, "-p", "size:parts=2")
+    assert run(*words, "--trusted").out == run(*words).out
