@@ -56,6 +56,17 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str] = (), *, indent:
             say(text, style="bold" if head and not at else None)
 
 
+def say_rows(text: str, rows: int) -> None:
+    """Prints text whose first `rows` lines are a table, of which a narrow terminal shows the beginning."""
+    width = get_terminal_size().columns if sys.stdout.isatty() else 0
+    lines = text.splitlines()
+    is_cut = bool(width) and any(len(line) > width for line in lines[:rows])
+    for number, line in enumerate(lines):
+        say(f"{line[: width - 1]}…" if is_cut and number < rows and len(line) > width else line)
+    if is_cut:
+        remark(f"cut at {width} columns: | less -S shows all of it, --json has it as data")
+
+
 def complain(text: str) -> None:
     """Prints one line about what is wrong on stderr."""
     _console(stderr=True).print(

@@ -61,6 +61,21 @@ def test_columns_are_aligned_and_wrapped_only_on_a_terminal(
     assert lines[1].startswith("        word")
 
 
+def test_a_table_is_cut_on_a_narrow_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"{'a' * 50}\nshort\n{'remark ' * 10}"
+    output.say_rows(text, rows=2)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output.say_rows(text, rows=2)
+    assert terminal.getvalue().splitlines() == [f"{'a' * 39}…", "short", "remark " * 10]
+    assert "cut at 40 columns" in capsys.readouterr().err
+
+
 def test_what_libraries_print_is_shown_after_success_only(capsys: pytest.CaptureFixture[str]) -> None:
     with output.held_back():
         print("a warning", file=sys.stderr)

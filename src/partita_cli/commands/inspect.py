@@ -50,6 +50,7 @@ def facts_of(program: Program, path: Path) -> dict[str, Any]:
     Operators are counted where they run: those in the body of a mode block, or of a region that was cut, too.
     """
     from partita import inline
+    from partita.plans.report import called_name
     from partita.program.flops import Flops
 
     calls = _calls_of_bodies(program)
@@ -58,7 +59,7 @@ def facts_of(program: Program, path: Path) -> dict[str, Any]:
     return {
         "file": str(path),
         "nodes": len(program.index),
-        "operators": dict(Counter(map(_called, operators)).most_common()),
+        "operators": dict(Counter(map(called_name, operators)).most_common()),
         "bodies": calls,
         "inputs": _inputs(program),
         "outputs": _outputs(program),
@@ -76,16 +77,13 @@ def _calls_of_bodies(program: Program) -> dict[str, int]:
     """The operators that run bodies, and how often each is called."""
     from torch.fx import GraphModule
 
+    from partita.plans.report import called_name
+
     root = program.graph_module
     read = [node for node in program.graph.find_nodes(op="get_attr") if "." not in str(node.target)]
     bodies = [node for node in read if isinstance(getattr(root, str(node.target), None), GraphModule)]
     users = {user: None for node in bodies for user in node.users}
-    return dict(Counter(_called(user) for user in users).most_common())
-
-
-def _called(node: Node) -> str:
-    text = str(node.target)
-    return text if "<" not in text else str(getattr(node.target, "__name__", text))
+    return dict(Counter(called_name(user) for user in users).most_common())
 
 
 def _inputs(program: Program) -> list[dict[str, Any]]:
@@ -176,8 +174,10 @@ def _effects(program: Program) -> dict[str, Any]:
 
 def _barriers(program: Program) -> list[dict[str, str]]:
     """The calls of which nothing is known, past which nothing with an effect moves."""
-    nodes = program.index.nodes
-    return [{"node": nodes[number].name, "calls": _called(nodes[number])} for number in program.effects.barriers]
+    from partita.plans.report import called_name
+
+    nodes = [program.index.nodes[number] for number in program.effects.barriers]
+    return [{"node": node.name, "calls": called_name(node)} for node in nodes]
 
 
 def _repeats(program: Program) -> list[dict[str, Any]]:

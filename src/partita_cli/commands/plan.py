@@ -18,7 +18,7 @@ from partita_cli.options import (
     Trusted,
     examples,
 )
-from partita_cli.output import check_output, remark, say, say_json, working
+from partita_cli.output import check_output, remark, say_json, say_rows, working
 from partita_cli.sources import planner, read_program
 
 if TYPE_CHECKING:
@@ -61,29 +61,39 @@ def command(
         return
     with working("counting"):
         text = made.summary() if summary else str(made)
-    say(text)
+    say_rows(text, rows=0 if summary else len(made.partition) + 2)
 
 
 def data_of(plan: Plan) -> dict[str, Any]:
     """A plan as plain data: regions in the order in which they run, and what is outside."""
-    partition = plan.partition
-    order = [vertex for vertex in partition.order if vertex < len(partition)]
+    order = [vertex for vertex in plan.partition.order if vertex < len(plan.partition)]
     return {
         "nodes": len(plan.program.index),
-        "regions": [
-            {
-                "name": partition.regions[at].name,
-                "label": None if partition.regions[at].label is None else str(partition.regions[at].label),
-                "nodes": [node.name for node in partition.regions[at].nodes],
-                "inputs": len(partition.borders.of_regions[at].inputs),
-                "outputs": len(partition.borders.of_regions[at].outputs),
-                "treatment": repr(plan.treatments[at]),
-            }
-            for at in order
-        ],
+        "regions": [_region(plan, vertex) for vertex in order],
         "bodies": [{"name": body.name, "nodes": body.nodes, "regions": list(body.regions)} for body in plan.bodies()],
         "excluded": [
             {"kind": one.kind, "by": one.by, "why": one.why, "operators": dict(one.operators)}
             for one in plan.excluded()
         ],
+    }
+
+
+def _region(plan: Plan, vertex: int) -> dict[str, Any]:
+    """One region; sizes that are not known in advance are null."""
+    from partita.plans.report import bytes_of_crossings
+    from partita.program.flops import Flops
+
+    region, border = plan.partition.regions[vertex], plan.partition.borders.of_regions[vertex]
+    sizes = [list(bytes_of_crossings(plan.partition, side)) for side in (border.inputs, border.outputs)]
+    bytes_in, bytes_out = (None if None in side else sum(filter(None, side)) for side in sizes)
+    return {
+        "name": region.name,
+        "label": None if region.label is None else str(region.label),
+        "nodes": [node.name for node in region.nodes],
+        "inputs": len(border.inputs),
+        "outputs": len(border.outputs),
+        "bytes_in": bytes_in,
+        "bytes_out": bytes_out,
+        "flops": Flops().total(region.nodes),
+        "treatment": repr(plan.treatments[vertex]),
     }

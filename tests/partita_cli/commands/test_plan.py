@@ -17,6 +17,13 @@ def test_plan_prints_what_python_prints(small_file: Path) -> None:
     assert ran.out == f"{partita.plan(program, BySize(parts=2), Call())}\n"
 
 
+def test_plan_as_json_has_what_the_table_has(small_file: Path) -> None:
+    first, second = run("plan", small_file, "--policy", "size:parts=2", "--json").json["regions"]
+    assert (first["nodes"], second["nodes"]) == (["linear", "relu"], ["linear_1"])
+    assert (first["inputs"], first["outputs"], first["bytes_in"], first["bytes_out"]) == (3, 1, 704, 256)
+    assert (first["flops"], first["treatment"], first["label"]) == (1024, "Call()", "0")
+
+
 def test_plan_writes_a_file_that_is_read_again(small_file: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     ran = run("plan", small_file, "-p", "size:parts=2", "-t", "recompute", "-o", file)
