@@ -12,6 +12,7 @@ from tests.reports.plans import X, Y, around_dropout, chain, hostile, memory_pla
 from torch.fx import Graph
 
 import partita
+from partita.memory import Timeline
 from partita.policies import BySize
 from partita.treatments import Call
 
@@ -266,6 +267,24 @@ def test_bodies_memory_and_checks_are_shown(open_report: Opener) -> None:
     )
     page.keyboard.press("ArrowLeft")
     assert "operator 1," in page.inner_text(".tip")
+
+
+def test_a_timeline_without_operators_is_an_empty_chart(open_report: Opener) -> None:
+    page = open_report(partita.report(chain(10, 2), memory=Timeline((), 0, 0, ())))
+    page.click("#tab-memory")
+    page.focus("#timeline")
+    page.keyboard.press("Home")
+    assert page.inner_text("#panel-memory .lead") == "peak 0 B"
+    assert page.inner_text(".tip") == ""
+
+
+def test_a_joint_graph_has_a_colour_for_each_half(open_report: Opener) -> None:
+    program = partita.capture_joint(torch.nn.Linear(4, 4), (torch.randn(2, 4),))
+    page = open_report(partita.report(partita.plan(program, BySize(parts=2), Call())))
+    page.select_option("#overlay", "half")
+    _settled(page)
+    assert {"forward", "backward"} <= set(page.inner_text("#legend").split())
+    assert page.inner_text("#kind").startswith("joint graph")
 
 
 def test_what_is_not_given_is_said(open_report: Opener) -> None:

@@ -301,11 +301,11 @@ def test_dot_has_a_cluster_for_each_region_and_escapes_names() -> None:
 
 def test_model_explorer_gets_a_value_and_a_colour_for_each_node() -> None:
     report = partita.report(recomputed())
-    found = report.model_explorer()["graph"]["results"]
+    found = report.model_explorer()["results"]
     inside = {node.name for region in recomputed().partition for node in region.nodes}
     assert inside <= set(found)
     assert {found[name]["value"] for name in inside} == {f"blocks_{at}" for at in range(4)}
-    flops = report.model_explorer(by="flops")["graph"]
+    flops = report.model_explorer(by="flops")
     assert max(entry["value"] for entry in flops["results"].values()) == 2 * 64 * 32 * 128
     assert [stop["stop"] for stop in flops["gradient"]] == [0, 1]
     with pytest.raises(OptionError, match="by one of region, treatment, body, mode, flops, bytes, not by 'colour'"):
@@ -337,3 +337,11 @@ def test_a_gpt2_is_reported() -> None:
     assert [region["label"] for region in data["regions"]] == ["transformer.h.0", "transformer.h.1"]
     paths = {data["texts"][path] for path, _, _ in data["modules"]}
     assert {"transformer.h.0.attn", "transformer.h.1.mlp"} <= paths
+
+
+def test_bodies_that_share_a_label_have_names_of_their_own() -> None:
+    program = program_of(nn.Sequential(nn.ReLU(), nn.Tanh(), nn.ReLU()))
+    one, two, three = program.operators()
+    regions = [partita.Region(f"part_{at}", (node,), "all") for at, node in enumerate((one, two, three))]
+    bodies = partita.report(partita.plan(program, partita.Partition(program, regions), Call())).data()["bodies"]
+    assert [(body["name"], body["regions"]) for body in bodies] == [("part_0", [0, 2]), ("part_1", [1])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +21,7 @@ from partita.program.program import Program
 from partita.regions import Partition
 from partita.regions.borders import Crossing, Item
 from partita.regions.equal_bodies import body_numbers
-from partita.reports.graph_data import Texts, graph_data, value_text
+from partita.reports.graph_data import Texts, class_name, graph_data, value_text
 
 FORMAT, VERSION = "partita report", 1
 
@@ -60,8 +61,7 @@ def _title(program: Program) -> str:
         stack = node.meta.get("nn_module_stack")
         first = next(iter(stack.values()), None) if isinstance(stack, dict) else None
         if isinstance(first, tuple) and len(first) == 2 and first[0] in ("", "L['self']"):
-            kind = first[1]
-            return (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
+            return class_name(first[1])
     return str(type(program.graph_module).__name__)
 
 
@@ -131,7 +131,14 @@ def _bodies(plan: Plan, numbers: list[int]) -> list[dict[str, Any]]:
     calls: dict[int, list[int]] = {}
     for at, body in enumerate(numbers):
         calls.setdefault(body, []).append(at)
-    return [{"name": body.name, "nodes": body.nodes, "regions": calls[at]} for at, body in enumerate(plan.bodies())]
+    bodies = plan.bodies()
+    named = Counter(body.name for body in bodies)
+    # Policies may give one label to regions with different bodies.
+    names = [body.name if named[body.name] == 1 else body.regions[0] for body in bodies]
+    return [
+        {"name": name, "nodes": body.nodes, "regions": calls[at]}
+        for at, (name, body) in enumerate(zip(names, bodies, strict=True))
+    ]
 
 
 def _saved_total(saved: SavedMemory) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _quoted(text: str) -> str:
 
 
 def model_explorer(data: Mapping[str, Any], by: str) -> dict[str, Any]:
-    """A value for each node by its name, and a colour or a gradient, as Model Explorer loads node data."""
+    """A value for each node by its name, and a colour or a gradient, as Model Explorer loads data for one graph."""
     if by not in NODE_DATA:
         raise OptionError(f"node data is by one of {', '.join(NODE_DATA)}, not by {by!r}")
     nodes = data["nodes"]
@@ -73,13 +73,13 @@ def model_explorer(data: Mapping[str, Any], by: str) -> dict[str, Any]:
     if by in ("flops", "bytes"):
         results = {nodes["name"][at]: {"value": value} for at, value in values.items()}
         gradient = [{"stop": stop, "bgColor": color} for stop, color in enumerate(_GRADIENT)]
-        return {"graph": {"results": results, "gradient": gradient}}
+        return {"results": results, "gradient": gradient}
     kinds = {value: at for at, value in enumerate(dict.fromkeys(values.values()))}
     coloured = {
         nodes["name"][at]: {"value": value, "bgColor": _COLORS[kinds[value] % len(_COLORS)] if value else _GREY}
         for at, value in values.items()
     }
-    return {"graph": {"results": coloured}}
+    return {"results": coloured}
 
 
 def _node_values(data: Mapping[str, Any], by: str) -> Iterator[tuple[int, Any]]:

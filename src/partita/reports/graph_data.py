@@ -129,6 +129,11 @@ def value_text(value: Any) -> str:
     return str(value)[:_LONGEST] if isinstance(value, _SYMBOLIC) else type(value).__name__
 
 
+def class_name(kind: object) -> str:
+    """The name of a class without its module; torch.export records the names of classes, other tracers the classes."""
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
 _SHOWN_ITEMS, _LONGEST = 4, 60
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
@@ -174,7 +179,7 @@ class _Modules:
         if node.op in ("placeholder", "output"):
             return -1
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if not stack:
+        if not stack or not isinstance(stack, Mapping):
             return self._row(calls_around(node, self._root))
         # Nodes of one call of a module have stacks with the same keys, and most nodes follow one of the same call.
         key = tuple(stack)
@@ -188,8 +193,8 @@ class _Modules:
             around = row
             row = self._by_call.setdefault((around, call.key), len(self.rows))
             if row == len(self.rows):
-                name = call.type if isinstance(call.type, str) else call.type.__name__
-                self.rows.append((self._texts.number(call.path), self._texts.number(name.rpartition(".")[2]), around))
+                name = class_name(call.type)
+                self.rows.append((self._texts.number(call.path), self._texts.number(name), around))
         return row
 
 

@@ -67,7 +67,10 @@ class GraphView extends Painting {
   showRegion(region, isMoved = true) {
     if (this.by !== "region") this.regroup("region", this.showState);
     const item = this.tree.items.find((one) => one.kind === "region" && one.region === region);
-    if (!item) return;
+    if (!item) {  // Nothing of it is drawn: its nodes only switch modes, say.
+      this.select({ kind: "region", region, label: regions[region].name, children: null, isAbsent: true });
+      return;
+    }
     this.openDownTo(item.start, (one) => one === item);
     this.select(item);
     if (isMoved) this.moveTo(item);
@@ -100,6 +103,7 @@ class GraphView extends Painting {
     this.scale = Math.min(1, Math.max(whole, Math.min(0.5, width / (root.width + 20)), 0.06));
     this.left = (width - root.width * this.scale) / 2;
     this.top = 34 - HEADER * this.scale;
+    this.wasMoved = false;
     this.draw();
   }
 
