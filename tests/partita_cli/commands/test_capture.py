@@ -167,3 +167,23 @@ def test_a_model_whose_containers_need_an_import_says_so(tmp_path: Path) -> None
     ran = run("capture", "command_containers:build", "-o", "model.pt2")
     assert ran.out.rstrip().endswith("partita inspect model.pt2 --import command_containers")
     sys.modules.pop("command_containers")
+
+
+@pytest.mark.models
+def test_a_model_of_transformers_is_captured_inspected_and_verified(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "command_gpt2.py").write_text(
+        "import torch\n"
+        "from transformers import GPT2Config, GPT2LMHeadModel\n\n"
+        "def build():\n"
+        "    config = GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=31, n_positions=64, use_cache=False)\n"
+        "    return GPT2LMHeadModel(config).eval(), {'input_ids': torch.randint(31, (1, 8))}\n"
+    )
+    captured = run("capture", "command_gpt2:build", "-o", "gpt2.pt2", "--dynamic", "input_ids:1=tokens:2..64")
+    assert captured.status == 0, captured.err
+    assert captured.out.rstrip().endswith("--import transformers.modeling_outputs")
+    found = run("inspect", "gpt2.pt2", "--import", "transformers.modeling_outputs", "--json").json
+    assert [one["calls"] for one in found["repeats"]] == [3]
+    # Random tokens are within the vocabulary.
+    assert run("verify", "gpt2.pt2", "-p", "repeats", "--no-gradients").out.startswith("nothing differs in 4 calls")
+    sys.modules.pop("command_gpt2")

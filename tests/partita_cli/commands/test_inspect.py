@@ -5,10 +5,14 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
+import pytest
 import torch
 from tests.helpers.work import calls_during
 from tests.partita_cli.helpers import refused, run, saved
 from torch import nn
+
+from partita import Program
+from partita.errors import ArchiveError
 
 
 def test_inspect_counts_what_is_in_a_program(counting_file: Path) -> None:
@@ -75,3 +79,11 @@ def test_inspecting_takes_time_in_proportion_to_the_nodes(tmp_path: Path) -> Non
 
     # From 132 to 516 nodes. The calls grow by 3.9 where every step is linear; what all files need makes it less.
     assert calls(128) < 4.2 * calls(32)
+
+
+def test_a_container_that_nothing_registers_names_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ArchiveError("x.pt2 cannot be loaded: no container 'some.module.Output' is registered; import it first")
+
+    monkeypatch.setattr(Program, "of", refuse)
+    assert refused("inspect", tmp_path / "x.pt2").endswith("add --import some.module")
