@@ -163,9 +163,10 @@ def _function(text: str) -> Callable[[], Any]:
 
 
 def _imported(name: str) -> Any:
-    """A module by its name, or that of a file; the current folder counts, as it does for `python -m`."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    """A module by its name, or that of a file; the current folder counts, and that of the file."""
+    for folder in (Path.cwd(), *((Path(name).parent.absolute(),) if name.endswith(".py") else ())):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))  # At the end: a file there must not hide a module that torch imports later.
     try:
         return _from_file(Path(name)) if name.endswith(".py") else import_module(name)
     except CommandError:

@@ -56,11 +56,19 @@ def command(
         return
     for number, (group, entries) in enumerate(found.items()):
         title(f"{'' if not number else chr(10)}{group}")
-        table([(entry["name"], entry["summary"]) for entry in entries], indent="  ")
+        table([row for entry in entries for row in _rows(entry, with_options=what is not None)], indent="  ")
     for number, entry in enumerate(one):
         if number:
             say()
         _print_one(entry)
+
+
+def _rows(entry: dict[str, Any], *, with_options: bool) -> Iterator[tuple[str, str]]:
+    """What is printed of one in a list: what it is and, where one group is listed, its options and where it is from."""
+    yield entry["name"], entry["summary"]
+    if with_options:
+        names = [one["name"] + ("" if one["default"] is not None else " (required)") for one in entry["options"]]
+        yield "", f"{'options: ' + ', '.join(names) if names else 'no options'}; from {entry['from']}"
 
 
 def _entries(group: str) -> list[dict[str, Any]]:

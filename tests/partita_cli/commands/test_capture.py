@@ -71,6 +71,18 @@ def test_a_model_is_captured_from_a_module_or_a_file(function: str) -> None:
     assert program.module()(torch.randn(4, 8)).shape == (4, 8)
 
 
+def test_a_file_imports_its_neighbours_and_hides_no_module_of_python(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "command_neighbour.py").write_text(_MODELS)
+    (folder / "command_entry.py").write_text("from command_neighbour import build")
+    (tmp_path / "typing.py").write_text("raise ImportError('not the typing of the standard library')")
+    assert run("capture", "models/command_entry.py:build", "-o", "model.pt2").status == 0
+    assert all(Path(entry) not in (tmp_path, folder) for entry in sys.path[:-2])
+    for name in ("command_neighbour", "command_entry"):
+        sys.modules.pop(name)
+
+
 @pytest.mark.parametrize("function", ["with_keywords", "three"])
 def test_keyword_arguments_are_passed(function: str) -> None:
     run("capture", f"command_models:{function}", "-o", "model.pt2")

@@ -13,6 +13,7 @@ from torch import nn
 
 from partita import Program
 from partita.errors import ArchiveError
+from partita_cli.commands import inspect
 
 
 def test_inspect_counts_what_is_in_a_program(counting_file: Path) -> None:
@@ -87,3 +88,13 @@ def test_a_container_that_nothing_registers_names_the_import(tmp_path: Path, mon
 
     monkeypatch.setattr(Program, "of", refuse)
     assert refused("inspect", tmp_path / "x.pt2").endswith("add --import some.module")
+
+
+def test_barriers_are_listed(small_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = inspect.facts_of(Program.of(small_file), small_file)
+    barriers = [{"node": f"call_{at}", "calls": "mystery"} for at in range(15)]
+    inspect._print({**data, "barriers": barriers})
+    lines = capsys.readouterr().out.splitlines()
+    assert "  barriers    15, see below" in lines
+    assert "  call_11  mystery" in lines
+    assert "  and 3 more; --json has all of them" in lines

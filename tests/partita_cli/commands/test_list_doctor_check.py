@@ -19,7 +19,9 @@ def test_list_has_policies_treatments_and_backends() -> None:
     assert {one["name"] for one in found["backends"]} == set(backend_names())
     shown = run("list").out
     assert all(f"  {one['name']} " in shown for entries in found.values() for one in entries)
-    assert run("list", "policies").out.startswith("policies\n")
+    policies = run("list", "policies").out
+    assert policies.startswith("policies\n")
+    assert "options: key (required), allow_empty; from partita, ByAnnotation\n" in policies
 
 
 def test_list_tells_all_about_one_name() -> None:
