@@ -11,7 +11,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -92,9 +92,10 @@ class Symbols:
             data.malformed(f"it has {len(sizes)} sizes and {len(strides)} strides")
         self._charge_shape(sizes, strides, data)
         device, dtype, needs_gradient = data["device"], data["dtype"], data["requires_grad"].boolean()
-        # As the mode would make it, without its dispatch, which takes longer than the rest of reading a node.
-        memory = torch.empty_strided(sizes, strides, device="meta", dtype=read_dtype(dtype))
-        return FakeTensor(self._mode, memory, read_device(device)).requires_grad_(needs_gradient)
+        with self._mode:
+            return torch.empty_strided(
+                sizes, strides, device=read_device(device), dtype=read_dtype(dtype), requires_grad=needs_gradient
+            )
 
     def _expression(self, data: Data, hint_kind: str) -> dict[str, Any]:
         written, hinted = data["as_expr"]["expr_str"], data["as_expr"].get("hint")
