@@ -45,7 +45,7 @@ fuzz-files: $(INSTALLED) ## Load 10,000 spoilt .pt2 files and dry run 100,000 od
 	$(BIN)/python -m pytest -n $(JOBS) -m fuzz tests/program/archives/test_fuzz.py
 
 clean: ## Remove the virtual environment, caches and build outputs
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf partita-demo.html .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and through the constraints: its pinned version also fits a build with a local suffix such as +cpu,

@@ -1,17 +1,18 @@
-"""Every Python example of the documentation runs, and prints what the page says.
+"""Every Python example and every command of the documentation runs, and prints what the page says.
 
 The ```python blocks of one file share a namespace, in order. A block under a line `<!-- not run -->` is left out. A
-```text block under a line `<!-- prints -->` is what the Python block above it prints; `python -m
-tests.test_documentation` writes these blocks anew.
+```text block under a line `<!-- prints -->` is what the Python block above it prints. A ```console block has commands,
+`$ partita ...`, each with what it prints below. `python -m tests.test_documentation` writes what is printed anew.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from io import StringIO
@@ -24,6 +25,7 @@ import torch
 from tests.helpers.torch_versions import NEEDS_SPLIT_MODULE_SIMPLE
 
 from partita.backends import backend
+from partita_cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -55,15 +57,20 @@ class Block:
     line: int
     code: str
     prints: str | None = None
+    language: str = "python"
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=_needs(page), id=_name(page)) for page in PAGES])
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(backend, "_REGISTERED", {})
+    # Commands import modules of the page from its folder.
+    monkeypatch.setattr(sys, "path", [*sys.path])
     namespace = _fresh_namespace(page, monkeypatch)
     for block in python_blocks(page.read_text(encoding="utf-8")):
         run(block, page, namespace)
+    for name in [name for name, module in sys.modules.items() if _is_below(module, tmp_path)]:
+        del sys.modules[name]
 
 
 def test_only_python_blocks_that_are_not_excused_are_taken() -> None:
@@ -105,6 +112,15 @@ def test_a_page_tells_what_an_example_prints() -> None:
         run(replace(block, prints="2"), ROOT / "page.md", {})
 
 
+def test_commands_run_and_print_what_the_page_says() -> None:
+    text = "```console\n$ partita --version\npartita 0\n```\n<!-- not run -->\n```console\n$ partita demo\n```\n"
+    [block] = python_blocks(text)
+    with pytest.raises(AssertionError, match="line 2 prints"):
+        run(block, ROOT / "page.md", {})
+    printed = run(replace(block, prints=None), ROOT / "page.md", {})
+    assert printed.startswith("$ partita --version\npartita ")
+
+
 def test_an_unclosed_block_is_an_error() -> None:
     with pytest.raises(ValueError, match="line 2 is never closed"):
         list(python_blocks("text\n```python\na = 1\n"))
@@ -126,16 +142,18 @@ def python_blocks(text: str) -> Iterator[Block]:
     for block, info, remark in _fenced_blocks(text):
         if info == "text" and remark == PRINTS and waiting is not None:
             waiting = replace(waiting, prints=block.code.strip())
-        elif info == "python" and remark != NOT_RUN:
+        elif info in ("python", "console") and remark != NOT_RUN:
             if waiting is not None:
                 yield waiting
-            waiting = block
+            waiting = replace(block, language=info, prints=block.code if info == "console" else None)
     if waiting is not None:
         yield waiting
 
 
 def run(block: Block, page: Path, namespace: dict[str, object]) -> str:
     """Runs a block in `namespace`, checks what it prints and gives that back; its traceback points into the page."""
+    if block.language == "console":
+        return _run_commands(block, page)
     padding = "\n" * (block.line - 1)
     code = compile(padding + block.code, str(page), "exec", dont_inherit=True)
     printed = StringIO()
@@ -145,6 +163,22 @@ def run(block: Block, page: Path, namespace: dict[str, object]) -> str:
     if block.prints not in (None, found):
         raise AssertionError(f"{page}: the block on line {block.line} prints\n{found}\nand not\n{block.prints}")
     return found
+
+
+def _run_commands(block: Block, page: Path) -> str:
+    """Runs the commands of a block; gives them back, each with what it prints."""
+    found = []
+    for command in (line for line in block.code.splitlines() if line.startswith("$ ")):
+        name, *words = shlex.split(command.removeprefix("$ "), comments=True)
+        assert name == "partita", f"{page}: only partita is run, not {command}"
+        printed = StringIO()
+        with redirect_stdout(printed), redirect_stderr(printed):
+            main(words)
+        found += [command, *(line.rstrip() for line in printed.getvalue().strip("\n").splitlines())]
+    text = "\n".join(found)
+    if block.prints not in (None, text):
+        raise AssertionError(f"{page}: the block on line {block.line} prints\n{text}\nand not\n{block.prints}")
+    return text
 
 
 def _fenced_blocks(text: str) -> Iterator[tuple[Block, str, str]]:
@@ -171,6 +205,11 @@ def _body(numbered: Iterator[tuple[int, str]], ticks: str, opened_at: int) -> li
     raise ValueError(f"the block that opens on line {opened_at + 1} is never closed")
 
 
+def _is_below(module: object, folder: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and file.startswith(str(folder))
+
+
 def _fresh_namespace(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     # A real module, since dataclasses and pickle look their classes up by module name.
     module = ModuleType(re.sub(r"\W", "_", page.relative_to(ROOT).as_posix()))
@@ -186,6 +225,9 @@ def _written_anew(page: Path, namespace: dict[str, object]) -> str:
     for block, info, remark in _fenced_blocks(text):
         if info == "python" and remark != NOT_RUN:
             printed = run(block, page, namespace)
+        elif info == "console" and remark != NOT_RUN:
+            lines_of_block = (block.line - 1, block.line - 1 + len(block.code.splitlines()))
+            edits.append((*lines_of_block, run(replace(block, language=info), page, namespace).splitlines()))
         elif info == "text" and remark == PRINTS:
             first = block.line - 1
             edits.append((first, first + len(block.code.splitlines()), printed.splitlines()))

@@ -50,6 +50,7 @@ PUBLIC = {
         "verify",
     },
     "partita.reports": {"Report", "report"},
+    "partita_cli": {"main"},
     "partita.memory": {
         "MemoryBudget",
         "MemoryPlan",

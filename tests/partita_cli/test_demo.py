@@ -1,9 +1,8 @@
-"""The command line runs, says what it does, and tells success from failure."""
+"""The demo runs, shows every chapter, and tells success from failure."""
 
 from __future__ import annotations
 
 import logging
-import runpy
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -15,8 +14,11 @@ import pytest
 import torch
 
 import partita
-from partita.cli import main
-from partita.cli.demo import (
+from partita.treatments import Lower
+from partita_cli import main
+from partita_cli.demo import (
+    bisecting,
+    fitting,
     lowering,
     modes,
     recomputing,
@@ -24,15 +26,14 @@ from partita.cli.demo import (
     splitting,
     with_inductor,
 )
-from partita.cli.demo.modes import seeded
-from partita.treatments import Lower
+from partita_cli.demo.modes import seeded
 
 
-def _demo() -> str:
+def _demo(*words: str) -> str:
     """What the demo prints when it succeeds."""
     printed = StringIO()
     with redirect_stdout(printed):
-        assert main(["demo"]) == 0
+        assert main(["demo", *words]) == 0
     return printed.getvalue()
 
 
@@ -74,7 +75,7 @@ def test_the_demo_runs_to_the_end(demo: str) -> None:
         "label",
     ]
     assert "Call()" in demo
-    assert all(f"\n{number}. " in demo for number in (1, 2, 3, 4, 5))
+    assert all(f"\n{number}. " in demo for number in range(1, 10))
 
 
 def test_the_chapter_on_modes_shows_the_tree_and_the_round_trip(demo: str) -> None:
@@ -117,8 +118,8 @@ def test_the_chapter_on_lowering_gives_the_reasons_and_verifies(demo: str) -> No
 
 
 @pytest.mark.slow
-def test_the_demo_compiles_with_inductor() -> None:
-    told = _demo().partition("\n4. ")[2].partition("\n5. ")[0]
+def test_the_demo_compiles_with_inductor(tmp_path: Path) -> None:
+    told = _demo("-o", str(tmp_path / "demo.html")).partition("\n4. ")[2].partition("\n5. ")[0]
     # A compiler that is slow, or that nobody has used before, is not waited for.
     assert "compared under no_grad: nothing differs" in told or "lowered with inductor: skipped" in told
 
@@ -171,7 +172,7 @@ def test_the_chapter_on_lowering_compiles_equal_regions_once(
 
 
 def test_the_chapter_on_recomputation_holds_less_with_the_same_losses(demo: str) -> None:
-    lines = demo.partition("\n5. ")[2].splitlines()
+    lines = demo.partition("\n6. ")[2].partition("\n7. ")[0].splitlines()
     assert sum(line.startswith("blocks_") and "Recompute(" in line for line in lines) == 4
     rows = [line.split() for line in lines if line.startswith(("  plain ", "  recomputed "))]
     held, losses = {name: words for name, *words in rows[:2]}, {name: words for name, *words in rows[2:]}
@@ -199,33 +200,42 @@ def test_the_chapter_on_recomputation_tells_a_wrong_prediction(
     assert "same, bit for bit" in capsys.readouterr().out
 
 
-def test_the_package_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["partita", "--help"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_module("partita.cli", run_name="__main__")
-    assert left.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: partita")
-
-
 def test_a_chapter_that_fails_is_told_by_the_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("partita.cli.demo._CHAPTERS", (splitting,))
+    monkeypatch.setattr("partita_cli.demo._CHAPTERS", ("splitting", "fitting"))
+    monkeypatch.setattr(fitting, "show", lambda: True)
     monkeypatch.setattr(splitting, "show", lambda: False)
-    assert main(["demo"]) == 1
+    assert main(["demo", "-o", str(tmp_path / "demo.html")]) == 1
     assert "did not hold" in capsys.readouterr().out
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    assert left.value.code == 0
-    assert "demo" in capsys.readouterr().out
+def test_the_demo_ends_with_a_page(demo: str) -> None:
+    (line,) = [line for line in demo.splitlines() if line.endswith("partita-demo.html")]
+    page = Path(line.rpartition(": ")[2])
+    assert page.parent.name.startswith("with_python_files")
+    assert page.read_text().lower().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"]])
-def test_no_command_or_an_unknown_one_is_an_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
+def test_the_chapters_on_repeats_budgets_and_plan_files_hold(demo: str) -> None:
+    repeats = demo.partition("\n5. ")[2].partition("\n6. ")[0]
+    assert "repeat_0: 4 calls of 19 nodes" in repeats
+    fitted = demo.partition("\n7. ")[2].partition("\n8. ")[0]
+    assert "█ planned" in fitted
+    assert "compared, with dropout: nothing differs" in fitted
+    files = demo.partition("\n8. ")[2].partition("\n9. ")[0]
+    assert "the plans are equal" in files
+    assert "refused: plan.json is a plan for another program" in files
+
+
+def test_the_chapter_on_bisection_finds_the_operator(demo: str) -> None:
+    told = demo.partition("\n9. ")[2]
+    assert "1 of its 7 nodes, 'linear_8', suffice" in told
+
+
+def test_the_chapter_on_bisection_tells_where_nothing_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bisecting, "Lower", lambda backend: Lower("eager"))
+    assert not bisecting.show()
+    assert "five regions, compiled: nothing differs" in capsys.readouterr().out

@@ -1,11 +1,11 @@
-"""`python -m partita.cli.demo.reload FILE`: loads what the chapter on modes saved, and verifies it in this process."""
+"""`python -m partita_cli.demo.reload FILE`: loads what the chapter on modes saved, and verifies it in this process."""
 
 from __future__ import annotations
 
 import sys
 
 import partita
-from partita.cli.demo.modes import seeded
+from partita_cli.demo.modes import seeded
 
 
 def main(path: str) -> int:

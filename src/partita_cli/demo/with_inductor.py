@@ -1,4 +1,4 @@
-"""`python -m partita.cli.demo.with_inductor`: compiles the large regions of the chapter on lowering, for inference."""
+"""`python -m partita_cli.demo.with_inductor`: compiles the large regions of the chapter on lowering, for inference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 import torch
 
 import partita
-from partita.cli.demo.lowering import seeded, small_chip
 from partita.policies import ByCapability
 from partita.treatments import Lower
+from partita_cli.demo.lowering import seeded, small_chip
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module as torch_split
 
-from partita._torch.toggles import SET_GRAD
+from partita._torch.toggles import SET_GRAD  # noqa: PLC2701  What tracers record for a mode block.
 from partita.compat.split_module import split_module
 
 TITLE = "Three graphs that torch's split_module gets wrong, silently"

@@ -15,10 +15,10 @@ from torch.fx import Node
 
 import partita
 from partita.backends import Inductor
-from partita.cli.demo.modes import same_imports
-from partita.cli.demo.splitting import WORDS, Decoder
 from partita.policies import ByCapability
 from partita.treatments import Lower
+from partita_cli.demo.modes import same_imports
+from partita_cli.demo.splitting import WORDS, Decoder
 
 TITLE = "A language model, compiled as far as a chip supports it"
 
@@ -31,7 +31,7 @@ def show() -> bool:
     started = perf_counter()
     with TemporaryFile("w+") as output:
         # In a process of its own, while this one goes on.
-        command = [sys.executable, "-P", "-m", "partita.cli.demo.with_inductor"]
+        command = [sys.executable, "-P", "-m", "partita_cli.demo.with_inductor"]
         inductor = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=same_imports())
         comparison = _show_capability()
         try:

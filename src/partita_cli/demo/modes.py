@@ -73,7 +73,7 @@ def _show_file(wrapped: partita.Program) -> bool:
         torch.export.save(wrapped.exported(), file)
         print(f"saved:     {file.stat().st_size:,} bytes")
         start = perf_counter()
-        command = [sys.executable, "-P", "-m", "partita.cli.demo.reload", str(file)]
+        command = [sys.executable, "-P", "-m", "partita_cli.demo.reload", str(file)]
         loaded = subprocess.run(command, capture_output=True, text=True, check=False, env=same_imports())
     found = loaded.stdout.partition("\n")[0] or loaded.stderr
     print(f"loaded:    in a new process, {perf_counter() - start:.1f} s; compared with the model: {found}")

@@ -8,9 +8,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 import partita
-from partita.cli.demo.splitting import WORDS, Decoder
 from partita.policies import ByModule
 from partita.treatments import Recompute
+from partita_cli.demo.splitting import WORDS, Decoder
 
 TITLE = "The transformer, trained with its blocks recomputed"
 

@@ -1,0 +1,74 @@
+"""Random inputs for a program, made from the sizes and dtypes that it was captured with."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.fx import Node
+
+from partita._torch.pytrees import Tree
+from partita._torch.symbolic_shapes import hint_of
+from partita.analysis.nodes import value_of
+from partita.errors import OptionError
+from partita.program.program import Program
+
+#: Integers are indices more often than not, and most tables have at least this many rows.
+_FEWEST_ROWS = 2
+#: Operators through which an index goes as it is.
+_PASSED_ON = frozenset(
+    ("view", "reshape", "to", "_to_copy", "expand", "unsqueeze", "squeeze", "slice", "clone", "contiguous", "flatten")
+)
+
+
+def random_inputs(program: Program, *, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of an exported program: normal floats, indices that fit the tables they look up.
+
+    Symbolic sizes are as they were in the trace. Other integers are 0 or 1, since nothing says what they mean.
+    """
+    if program.export is None:
+        raise OptionError("only an exported program says what its inputs are; pass inputs for this one")
+    generator = Generator().manual_seed(seed)
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    specs = [one.arg for one in program.export.signature.input_specs if one.kind is InputKind.USER_INPUT]
+    leaves = [one.value if isinstance(one, ConstantArgument) else _value(nodes[one.name], generator) for one in specs]
+    call = next(one for one in program.export.module_calls if not one.fqn)
+    args, kwargs = Tree((), (), call.signature.in_spec).rebuilt(leaves)
+    return tuple(args), dict(kwargs)
+
+
+def _value(node: Node, generator: Generator) -> Any:
+    traced = value_of(node)
+    if traced is None:
+        raise OptionError(f"nothing is known about input {node.name!r}; pass inputs instead")
+    return _tensor(node, traced, generator) if isinstance(traced, Tensor) else hint_of(traced, _FEWEST_ROWS)
+
+
+def _tensor(node: Node, traced: Tensor, generator: Generator) -> Tensor:
+    sizes, dtype = [hint_of(size, _FEWEST_ROWS) for size in traced.shape], traced.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        made = torch.randn(sizes, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    elif dtype == torch.bool:
+        made = torch.rand(sizes, generator=generator) < 0.5
+    else:
+        made = torch.randint(_rows(node), sizes, generator=generator)
+    return made.to(device=traced.device, dtype=dtype).requires_grad_(traced.requires_grad)
+
+
+def _rows(node: Node) -> int:
+    """How many different indices an integer input may hold: the rows of the smallest table that it looks up."""
+    seen, waiting, rows = {node}, deque([node]), list[int]()
+    while waiting:
+        current = waiting.popleft()
+        for user in current.users:
+            name = str(getattr(user.target, "overloadpacket", user.target)).rpartition(".")[2]
+            if name in ("embedding", "embedding_bag") and len(user.args) > 1 and user.args[1] is current:
+                table = value_of(user.args[0]) if isinstance(user.args[0], Node) else None
+                rows += [int(hint_of(table.shape[0]))] if isinstance(table, Tensor) else []
+            elif name in _PASSED_ON and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return max(min(rows, default=_FEWEST_ROWS), 1)

@@ -1,0 +1,78 @@
+"""`partita bisect`: the region of a plan because of which results differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from partita_cli.commands.verify import check_compared, comparison_data, tolerance_of
+from partita_cli.options import (
+    AsJson,
+    Imports,
+    InputsPath,
+    Operators,
+    PlanPath,
+    PolicyText,
+    ProgramPath,
+    Seed,
+    TreatmentText,
+    Trusted,
+    examples,
+)
+from partita_cli.output import remark, say, say_json, working
+from partita_cli.sources import planner, read_inputs, read_program
+
+NEEDS_ARGUMENTS = True
+EPILOG = examples(
+    "partita bisect model.pt2 --plan plan.json --inputs batch.pt",
+    "partita bisect model.pt2 -p capability:inductor -t lower:inductor --reproduce found/",
+)
+
+
+def command(
+    program: ProgramPath,
+    policy: PolicyText = None,
+    treatment: TreatmentText = None,
+    plan: PlanPath = None,
+    inputs: InputsPath = None,
+    seed: Seed = 0,
+    isolate: Annotated[
+        bool, typer.Option("--isolate", help="Run every trial in a process of its own, so that crashes are found.")
+    ] = False,
+    reproduce: Annotated[
+        Path | None,
+        typer.Option("--reproduce", metavar="FOLDER", help="Write a script with inputs that shows it without Partita."),
+    ] = None,
+    gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+    relative: Annotated[float | None, typer.Option(help="How far numbers may differ.")] = None,
+    absolute: Annotated[float | None, typer.Option(help="The same, as an absolute distance.")] = None,
+    operators: Operators = None,
+    imports: Imports = None,
+    trusted: Trusted = False,
+    json: AsJson = False,
+) -> int:
+    """Find the region, and the operators in it, because of which the result of a plan differs; by halving.
+
+    The status is 1 if something differs.
+    """
+    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    read = read_program(program, trusted=trusted, operators=operators, imports=imports)
+    made = make(read)
+    args, kwargs = read_inputs(inputs, read, seed)
+    with working("comparing parts of the plan"):
+        import partita
+
+        tolerance = tolerance_of(relative, absolute)
+        found = partita.bisect(made, args, kwargs, isolate=isolate, tolerance=tolerance, gradients=gradients)
+    check_compared(found.comparison)
+    if json:
+        regions, nodes = [region.name for region in found.regions], [node.name for node in found.nodes]
+        data = {"blame": found.blame, "regions": regions, "nodes": nodes, "runs": found.runs}
+        say_json({**data, "comparison": comparison_data(found.comparison)})
+    else:
+        say(str(found))
+    if reproduce is not None and found.nodes:
+        remark(f"written: {found.reproduce(reproduce)}")
+    return 0 if found.blame == "nothing" else 1

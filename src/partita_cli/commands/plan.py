@@ -1,0 +1,99 @@
+"""`partita plan`: the regions that a policy finds, with a treatment, before anything is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from partita_cli.options import (
+    AsJson,
+    Imports,
+    Operators,
+    PlanPath,
+    PolicyText,
+    ProgramPath,
+    TreatmentText,
+    Trusted,
+    examples,
+)
+from partita_cli.output import check_output, remark, say_json, say_rows, working
+from partita_cli.sources import planner, read_program
+
+if TYPE_CHECKING:
+    from partita import Plan
+
+NEEDS_ARGUMENTS = True
+EPILOG = examples(
+    "partita plan model.pt2 --policy size:parts=4",
+    "partita plan model.pt2 -p capability:inductor,min_size=4 -t lower:inductor -o plan.json",
+    "partita plan model.pt2 -p module:layers.* -t recompute:keep=expensive",
+)
+
+
+def command(
+    program: ProgramPath,
+    policy: PolicyText = None,
+    treatment: TreatmentText = None,
+    plan: PlanPath = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan to this file.")
+    ] = None,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only how much is in regions, and why not.")] = False,
+    operators: Operators = None,
+    imports: Imports = None,
+    trusted: Trusted = False,
+    json: AsJson = False,
+) -> None:
+    """Show the regions that a policy makes and what a treatment does to them; nothing is changed."""
+    check_output(output, ".json")
+    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    read = read_program(program, trusted=trusted, operators=operators, imports=imports)
+    made = make(read)
+    if output is not None:
+        from partita import save_plan
+
+        save_plan(made, output)
+        remark(f"written to {output}")
+    if json:
+        say_json(data_of(made))
+        return
+    with working("counting"):
+        text = made.summary() if summary else str(made)
+    say_rows(text, rows=0 if summary else len(made.partition) + 2)
+
+
+def data_of(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data: regions in the order in which they run, and what is outside."""
+    order = [vertex for vertex in plan.partition.order if vertex < len(plan.partition)]
+    return {
+        "nodes": len(plan.program.index),
+        "regions": [_region(plan, vertex) for vertex in order],
+        "bodies": [{"name": body.name, "nodes": body.nodes, "regions": list(body.regions)} for body in plan.bodies()],
+        "excluded": [
+            {"kind": one.kind, "by": one.by, "why": one.why, "operators": dict(one.operators)}
+            for one in plan.excluded()
+        ],
+    }
+
+
+def _region(plan: Plan, vertex: int) -> dict[str, Any]:
+    """One region; sizes that are not known in advance are null."""
+    from partita.plans.report import bytes_of_crossings
+    from partita.program.flops import Flops
+
+    region, border = plan.partition.regions[vertex], plan.partition.borders.of_regions[vertex]
+    sizes = [list(bytes_of_crossings(plan.partition, side)) for side in (border.inputs, border.outputs)]
+    bytes_in, bytes_out = (None if None in side else sum(filter(None, side)) for side in sizes)
+    return {
+        "name": region.name,
+        "label": None if region.label is None else str(region.label),
+        "nodes": [node.name for node in region.nodes],
+        "inputs": len(border.inputs),
+        "outputs": len(border.outputs),
+        "bytes_in": bytes_in,
+        "bytes_out": bytes_out,
+        "flops": Flops().total(region.nodes),
+        "treatment": repr(plan.treatments[vertex]),
+    }

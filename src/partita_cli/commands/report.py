@@ -1,0 +1,71 @@
+"""`partita report`: a plan to look at, in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from partita_cli.options import (
+    Imports,
+    InputsPath,
+    Operators,
+    PlanPath,
+    PolicyText,
+    ProgramPath,
+    Seed,
+    TreatmentText,
+    Trusted,
+    examples,
+)
+from partita_cli.output import check_output, remark, whole_file, working
+from partita_cli.sources import planner, read_inputs, read_program
+
+NEEDS_ARGUMENTS = True
+EPILOG = examples(
+    "partita report model.pt2 --plan plan.json -o plan.html",
+    "partita report model.pt2 -p size:parts=4 --verify -o plan.json",
+)
+
+
+def command(
+    program: ProgramPath,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.html", help="The file to write; its ending is the format.")
+    ],
+    policy: PolicyText = None,
+    treatment: TreatmentText = None,
+    plan: PlanPath = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Apply the plan, compare the result, and report that too.")
+    ] = False,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help="html, json, dot, or model_explorer, which is JSON too; else by the ending."),
+    ] = None,
+    inputs: InputsPath = None,
+    seed: Seed = 0,
+    operators: Operators = None,
+    imports: Imports = None,
+    trusted: Trusted = False,
+) -> int:
+    """Write a page about a plan: its regions, its graph, why nodes are where they are.
+
+    With --verify, the status is 1 if the result differs.
+    """
+    import partita
+
+    check_output(output, *(() if format else (".html", ".htm", ".json", ".dot", ".gv")))
+    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    read = read_program(program, trusted=trusted, operators=operators, imports=imports)
+    made = make(read)
+    comparison = None
+    if verify:
+        args, kwargs = read_inputs(inputs, read, seed)
+        with working("comparing"):
+            comparison = partita.compare(read, made.apply(), args, kwargs)
+    with working(f"writing {output}"), whole_file(output) as draft:
+        partita.report(made, comparison=comparison).save(draft, format=format)  # type: ignore[arg-type]
+    remark(f"written: {output}")
+    return 0 if comparison is None or comparison.equal else 1

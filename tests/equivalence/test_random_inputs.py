@@ -1,0 +1,68 @@
+"""Random inputs fit the program that they are made for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.fx import symbolic_trace
+
+import partita
+from partita.equivalence.random_inputs import random_inputs
+from partita.errors import OptionError
+
+
+class Several(nn.Module):
+    """Takes nested containers, keywords, indices, truth values and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Embedding(3, 4), nn.Embedding(50, 4)
+
+    def forward(
+        self, ids: torch.Tensor, pair: dict[str, torch.Tensor], scale: float, *, mask: torch.Tensor
+    ) -> torch.Tensor:
+        found = self.small(ids.view(-1)) + self.large(ids.view(-1)) * scale
+        return torch.where(mask, found, pair["x"] + pair["y"].to(torch.float32))
+
+
+def _program() -> partita.Program:
+    args: tuple[Any, ...] = (
+        torch.zeros(2, 3, dtype=torch.long),
+        {"x": torch.randn(6, 4), "y": torch.ones(6, 4, dtype=torch.bfloat16)},
+        0.5,
+    )
+    return partita.capture(Several(), args, {"mask": torch.ones(6, 4, dtype=torch.bool)})
+
+
+def test_inputs_have_the_sizes_dtypes_and_containers_of_the_trace() -> None:
+    program = _program()
+    (ids, pair, scale), keywords = random_inputs(program, seed=1)
+    assert (ids.shape, ids.dtype, scale) == ((2, 3), torch.long, 0.5)
+    assert set(pair) == {"x", "y"}
+    assert pair["y"].dtype is torch.bfloat16
+    assert keywords["mask"].dtype is torch.bool
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 3  # The smaller table has three rows.
+    assert program.module()(ids, pair, scale, **keywords).shape == (6, 4)
+
+
+def test_a_seed_decides_and_other_generators_stay_as_they_are() -> None:
+    program, state = _program(), torch.get_rng_state()
+    one, same, other = (random_inputs(program, seed=seed)[0][1]["x"] for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dynamic_sizes_are_as_they_were_traced() -> None:
+    program = partita.capture(nn.Linear(4, 4), (torch.randn(5, 4),), dynamic_shapes=({0: Dim("batch")},))
+    (x,), _ = random_inputs(program)
+    assert x.shape == (5, 4)
+
+
+def test_a_graph_module_says_nothing_about_its_inputs() -> None:
+    with pytest.raises(OptionError, match="only an exported program"):
+        random_inputs(partita.Program.of(symbolic_trace(nn.ReLU())))

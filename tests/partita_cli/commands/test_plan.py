@@ -1,0 +1,88 @@
+"""`partita plan` shows and writes plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.partita_cli.helpers import refused, run
+
+import partita
+from partita.policies import BySize
+from partita.treatments import Call
+
+
+def test_plan_prints_what_python_prints(small_file: Path) -> None:
+    ran = run("plan", small_file, "--policy", "size:parts=2")
+    program = partita.Program.of(small_file)
+    assert ran.out == f"{partita.plan(program, BySize(parts=2), Call())}\n"
+
+
+def test_plan_as_json_has_what_the_table_has(small_file: Path) -> None:
+    first, second = run("plan", small_file, "--policy", "size:parts=2", "--json").json["regions"]
+    assert (first["nodes"], second["nodes"]) == (["linear", "relu"], ["linear_1"])
+    assert (first["inputs"], first["outputs"], first["bytes_in"], first["bytes_out"]) == (3, 1, 704, 256)
+    assert (first["flops"], first["treatment"], first["label"]) == (1024, "Call()", "0")
+
+
+def test_plan_writes_a_file_that_is_read_again(small_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    ran = run("plan", small_file, "-p", "size:parts=2", "-t", "recompute", "-o", file)
+    assert ran.status == 0
+    assert ran.err == f"written to {file}\n"
+    again = run("plan", small_file, "--plan", file, "--json").json
+    assert [region["treatment"] for region in again["regions"]] == ["Recompute(keep=KeepNothing())"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_plan_says_what_is_outside_and_why(small_file: Path) -> None:
+    told = run("plan", small_file, "-p", "module:2", "--summary").out
+    assert told.startswith("1 node in 1 region, 2 outside\n")
+    data = run("plan", small_file, "-p", "module:2", "--json").json
+    assert sum(sum(group["operators"].values()) for group in data["excluded"]) == 2
+
+
+def test_a_policy_is_needed_and_a_plan_has_its_own(small_file: Path, tmp_path: Path) -> None:
+    assert "--policy size:parts=2" in refused("plan", small_file)
+    assert "give --plan, or" in refused("plan", small_file, "--plan", "plan.json", "-p", "size:parts=2")
+    assert "missing.json" in refused("plan", small_file, "--plan", tmp_path / "missing.json")
+
+
+def test_a_plan_for_another_program_is_refused(small_file: Path, counting_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    run("plan", small_file, "-p", "size:parts=2", "-o", file)
+    assert "is a plan for another program" in refused("plan", counting_file, "--plan", file)
+
+
+def test_what_a_policy_does_not_find_is_refused_with_near_names(small_file: Path) -> None:
+    assert "aten.linear" in refused("plan", small_file, "-p", "around-operators:aten.liner")
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_else(small_file: Path, tmp_path: Path) -> None:
+    words = ("plan", tmp_path / "never_read.pt2", "-p", "size:parts=2", "-o")
+    assert "there is no folder" in refused(*words, tmp_path / "missing" / "plan.json")
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    assert "is a folder" in refused(*words, folder)
+    assert "should end in .json" in refused(*words, tmp_path / "plan.txt")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_backend_that_is_missing_is_refused_with_near_names(small_file: Path) -> None:
+    assert "'inductor'" in refused("plan", small_file, "-p", "capability:inducter")
+    assert "'inductor'" in refused("plan", small_file, "-p", "size:parts=2", "-t", "lower:inducter")
+
+
+def test_wrong_words_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
+    assert "did you mean 'size'" in refused("plan", tmp_path / "missing.pt2", "-p", "sise:parts=2")
+
+
+def test_an_option_that_no_file_holds_is_refused_and_nothing_is_written(small_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    told = refused("plan", small_file, "-p", "size:parts=2", "-t", f"lower:inductor,cache={tmp_path}", "-o", out)
+    assert "a file does not hold the option 'cache'" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trusted_file_is_loaded_by_torch(small_file: Path) -> None:
+    words = ("plan", small_file, "-p", "size:parts=2")
+    assert run(*words, "--trusted").out == run(*words).out
