@@ -47,7 +47,7 @@ class _Model(nn.Module):
         return x
 
 
-def _python_calls(function: Callable[..., Any], *args: Any) -> int:
+def python_calls(function: Callable[..., Any], *args: Any) -> int:
     """How many Python functions a call of `function` calls."""
     count = 0
 
@@ -69,7 +69,7 @@ def _steady_calls(model: nn.Module, x: Tensor) -> int:
     call, expected = compiled(model), model(x)
     for _ in range(3):
         torch.testing.assert_close(call(x), expected)
-    return _python_calls(call, x)
+    return python_calls(call, x)
 
 
 def test_a_layer_more_is_one_python_call_more() -> None:

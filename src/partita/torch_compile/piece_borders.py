@@ -19,6 +19,9 @@ from partita._torch.tensors import version_of
 from partita.lowering._torch.gradients import Edge, NoGradView, UnusedGradients, edges_of, links_between, no_grad_views
 from partita.lowering.dry_run import copy_of, memory_of, outputs_to_copy, unaliased_outputs
 
+#: What is passed to compiled code as it is.
+_PLAIN = (Tensor, int, torch.SymInt)
+
 
 class AliasedMutationError(Exception):
     """A piece mutates aliased memory, which copies cannot reproduce; the text says which."""
@@ -53,9 +56,13 @@ class Bordered(nn.Module):
 
     def __init__(self, compiled: Callable[..., Sequence[Any]], border: Border) -> None:
         super().__init__()
-        self._compiled = getattr(compiled, "function", compiled)
+        self.function: Callable[..., Sequence[Any]] = getattr(compiled, "function", compiled)
         self._border = border
         self._unused = UnusedGradients(border.links, {}) if any(border.links) else None
+
+    def only_removes_gradients(self) -> bool:
+        """Whether nothing is done but to remove the gradients of inputs that no used output depends on."""
+        return self._border == Border(links=self._border.links)
 
     def forward(self, *args: Any) -> Sequence[Any]:
         border, inputs = self._border, list(args)
@@ -75,9 +82,9 @@ class Bordered(nn.Module):
 
     def _run(self, inputs: Sequence[Any]) -> list[Any]:
         if self._unused is None:
-            return list(self._compiled(*inputs))
+            return list(self.function(*inputs))
         edges = self._unused.before(inputs)
-        outputs = list(self._compiled(*inputs))
+        outputs = list(self.function(*inputs))
         # A returned argument was computed by another piece.
         known = set(map(id, inputs))
         self._unused.hook_backward(edges, [None if id(value) in known else value for value in outputs], inputs)
@@ -183,11 +190,26 @@ class PieceCall:
 
     def is_pure(self) -> bool:
         """Whether a call computes outputs in new memory, without gradients, and does nothing else."""
-        return self.is_modeless and not self._mutated() and not self._needs_backward() and self._has_own_memory()
+        return self.is_modeless and not self._mutated() and not self.needs_backward() and self._has_own_memory()
+
+    def is_trained(self) -> bool:
+        """Whether a call computes outputs in new memory, gradients of which flow to all arguments that require one."""
+        if not self.returns_only_new_memory() or not all(isinstance(arg, _PLAIN) for arg in self.args):
+            return False
+        return self._requiring() == frozenset[int]().union(*self.links) != frozenset()
+
+    def has_one_gradient(self) -> bool:
+        """Whether there is one output with a gradient, so that all gradients are needed where any is."""
+        requiring = sum(isinstance(value, Tensor) and value.requires_grad for value in self.outputs)
+        return requiring == sum(map(bool, self.links)) == 1
 
     def returns_only_new_memory(self) -> bool:
         """Whether a call computes outputs in new memory, gradients of which flow as autograd says, and does no more."""
         return self.keeps_modes and not self._mutated() and not self.no_grad_views and self._has_own_memory()
+
+    def _requiring(self) -> frozenset[int]:
+        tensors = ((place, arg) for place, arg in enumerate(self.args) if isinstance(arg, Tensor))
+        return frozenset(place for place, arg in tensors if arg.requires_grad)
 
     def _has_own_memory(self) -> bool:
         tensors = [place for place, value in enumerate(self.outputs) if isinstance(value, Tensor)]
@@ -201,7 +223,7 @@ class PieceCall:
             if holders[memory_of(self.args[place])] > 1:
                 raise AliasedMutationError(f"mutates argument {place}, which shares memory with another")
         unrecorded = [place for place in places if not self._is_recorded(place)]
-        alone = set(unrecorded).intersection(read_once if self._needs_backward() else places)
+        alone = set(unrecorded).intersection(read_once if self.needs_backward() else places)
         mutated = tuple(place for place in places if place not in alone)
         for place in mutated:
             self._check_unaliased(place)
@@ -215,7 +237,7 @@ class PieceCall:
         if not later:
             return own
         own = replace(own, owned=unaliased_outputs(self.args, self.outputs))
-        if not self._needs_backward():
+        if not self.needs_backward():
             return own
         values, count = (*self.args, *self.outputs), len(self.args)
         # What a piece mutates itself must be the argument, or is a copy already.
@@ -253,7 +275,7 @@ class PieceCall:
         """The positions, in arguments and then outputs, of what was mutated after run and compilation."""
         return _places_mutated(self.compiled, snapshots_of((*self.args, *self.outputs)))
 
-    def _needs_backward(self) -> bool:
+    def needs_backward(self) -> bool:
         """Whether there is a backward for which the piece saves tensors."""
         computed = (value for value in self.outputs if not any(value is arg for arg in self.args))
         return any(isinstance(value, Tensor) and value.requires_grad for value in computed) or any(

@@ -47,6 +47,7 @@ from partita.torch_compile._torch.backends import (
     without_disabling,
 )
 from partita.torch_compile._torch.direct_calls import Boxed, behind_wrappers
+from partita.torch_compile._torch.direct_training import Function, trained_directly
 from partita.torch_compile.options import Inner
 from partita.torch_compile.piece_borders import (
     AliasedMutationError,
@@ -82,31 +83,52 @@ def compile_pieces(
     for call in compiler.calls:
         compiler.add_border(call)
     restore_rng_in_checkpoints(cut)  # What was compiled is no graph module any more.
-    _call_directly(cut, {call.name: call for call in compiler.calls if call.is_pure()})
+    _call_directly(cut, {call.name: call for call in compiler.calls})
     generate_code([cut])
     return cut.forward
 
 
-def _call_directly(cut: GraphModule, pure: Mapping[str, PieceCall]) -> None:
+def _call_directly(cut: GraphModule, calls: Mapping[str, PieceCall]) -> None:
     """Makes attributes of the compiled functions in the place of modules: each call of a module takes microseconds.
 
-    A call that is `pure` passes its arguments in a list, to what the compiler made without what is around it.
+    Where nothing else has to be done, what the compiler made is called without what is around it.
     """
+    trained: dict[int, Function | None] = {}
     for node in cut.graph.find_nodes(op="call_module"):
         name, module = str(node.target), cut._modules.get(str(node.target))
         if not isinstance(module, Compiled | Bordered):
             continue
         delattr(cut, name)
-        if isinstance(module, Bordered):
-            vars(cut)[name] = module.forward
+        call = calls.get(name)
+        vars(cut)[name] = module.forward if isinstance(module, Bordered) else module.function
+        if call is None or _returns_dynamic_sizes(node, call):
             continue
-        vars(cut)[name] = module.function
-        call = pure.get(name)
-        code = None if call is None else behind_wrappers(module.function, output_count=len(call.outputs))
-        if code is not None and call is not None and not _returns_dynamic_sizes(node, call):
-            vars(cut)[name] = _first_call(cut, name, module.function, code)
-            node.args = (list(node.args),)
+        if call.is_trained():
+            _train_directly(cut, module, call, trained)
+        elif call.needs_backward():
+            log.debug("%s trains with the wrappers of AOTAutograd around it", name)
+        elif call.is_pure() and isinstance(module, Compiled):
+            code = behind_wrappers(module.function, output_count=len(call.outputs))
+            if code is not None:
+                vars(cut)[name] = _first_call(cut, name, module.function, code)
+                node.args = (list(node.args),)
     cut.recompile()
+
+
+def _train_directly(
+    cut: GraphModule, module: Compiled | Bordered, call: PieceCall, known: dict[int, Function | None]
+) -> None:
+    """Lets a piece that trains be called without what AOTAutograd has around it, if that has nothing to do."""
+    function = module.function
+    if id(function) not in known:
+        known[id(function)] = trained_directly(function, input_count=len(call.args))
+    direct = known[id(function)]
+    if direct is None:
+        return
+    if isinstance(module, Bordered) and not (module.only_removes_gradients() and call.has_one_gradient()):
+        module.function = direct
+    else:
+        vars(cut)[call.name] = direct
 
 
 def _first_call(

@@ -76,9 +76,10 @@ def check_compiled_repeats_law(case: NearRepeats, inner: str) -> None:
     compiled = torch.compile(case.model, backend=backend, options=options)
     tolerance = tolerance_of(find_backend(inner)) | _rounding(case)
     try:
-        found = compare(case.model, compiled, case.args, tolerance=tolerance, other_shapes=False)
-        left = [one for one in found.differences if not is_allowed(one, found, counted=True, other_errors=True)]
-        assert not left, str(found)
+        for _ in range(2):  # From the second call on, pieces are called directly.
+            found = compare(case.model, compiled, case.args, tolerance=tolerance, other_shapes=False)
+            left = [one for one in found.differences if not is_allowed(one, found, counted=True, other_errors=True)]
+            assert not left, str(found)
     except Exception as error:
         raise _broken(f"a model compiled by {inner} in pieces is equivalent to it", case, None, error) from error
     finally:

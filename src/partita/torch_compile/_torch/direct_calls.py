@@ -5,7 +5,7 @@ The wrappers switch modes, replay mutations and views, and record autograd; that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 #: Takes its arguments in a list, which it clears.
@@ -20,6 +20,8 @@ _WRAPPERS = frozenset(
         # effects have tokens, which are outputs too.
         "FunctionalizedRngRuntimeWrapper.post_compile.<locals>.wrapper",
         "EffectTokensWrapper.post_compile.<locals>.inner_fn",
+        # What can be stored in a cache, or comes from one.
+        "SerializableCompiledFunction",
     }
 )
 
@@ -35,20 +37,32 @@ def behind_wrappers(function: Callable[..., Any], *, output_count: int) -> Calla
 
     if settings.functionalize_rng_ops:
         return None
-    wrapped: Any = function
-    while (code := getattr(wrapped, "__code__", None)) is not None:
-        if code.co_qualname not in _WRAPPERS:
-            return None
-        wrapped = getattr(wrapped, "__wrapped__", None)
-    # Compiled graphs that can be stored are wrapped once more.
-    compiled = wrapped if hasattr(wrapped, "current_callable") else getattr(wrapped, "__wrapped__", None)
+    compiled = compiled_graph(function)
     # The wrappers drop tokens, and bases of which they make views.
     strides = getattr(compiled, "output_strides", None)
-    if strides is None or len(strides) != output_count or getattr(compiled, "current_callable", None) is None:
+    if strides is None or len(strides) != output_count:
         return None
 
     def code_of_piece() -> Boxed:
-        found: Boxed = compiled.current_callable  # type: ignore[union-attr]
+        found: Boxed = compiled.current_callable
         return found
 
     return code_of_piece
+
+
+def compiled_graph(function: Any) -> Any:
+    """The graph that Inductor compiled, inside of wrappers that can be passed over; None where there are others."""
+    compiled = inside_wrappers(function, _WRAPPERS)
+    return None if getattr(compiled, "current_callable", None) is None else compiled
+
+
+def inside_wrappers(function: Any, known: Collection[str]) -> Any:
+    """What is inside of wrappers with these names."""
+    while _name(function) in known:
+        function = getattr(function, "__wrapped__", None)
+    return function
+
+
+def _name(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return type(function).__qualname__ if code is None else str(code.co_qualname)
