@@ -17,7 +17,7 @@ HEAVY = (
 #: Our own packages that most programs need, but not at once.
 LATER = (
     *("partita.backends", "partita.equivalence", "partita.lowering", "partita.memory", "partita.policies"),
-    *("partita.recompute", "partita.testing", "partita.torch_compile", "partita.treatments"),
+    *("partita.testing", "partita.torch_compile", "partita.treatments"),
     "partita.program.archives",
 )
 

@@ -30,6 +30,7 @@ from partita._torch.gc_pause import gc_paused
 # Importing makes enough objects to start a full collection, which would visit all of torch's.
 with gc_paused():
     from partita import hops
+    from partita import recompute as recompute  # A file may name its operators.
     from partita.analysis.tolerance import Tolerance
     from partita.capture import TrainEval, capture, capture_joint
     from partita.dissolve import dissolve
@@ -91,7 +92,6 @@ else:
             "errors",
             "memory",
             "policies",
-            "recompute",
             "reports",
             "testing",
             "torch_compile",

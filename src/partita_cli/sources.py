@@ -29,7 +29,6 @@ def read_program(
     """The program in a file, which is read as data unless it is trusted."""
     with working(f"reading {path}"):
         import_modules(imports)
-        import_module("partita.recompute")  # It registers the operators of recomputed regions, which a file may call.
         from partita import Program
         from partita.errors import ArchiveError
 

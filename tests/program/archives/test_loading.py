@@ -19,9 +19,12 @@ from tests.program.archives.helpers import Plain, Spoilt, X, call, exported, pic
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+import partita
 from partita import Program
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
+from partita.policies import ByMode, BySize
 from partita.program.archives import ArchiveReport, Kind, inspect_archive, load_exported
+from partita.treatments import Call, KeepExpensive, Mode, Recompute
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +350,23 @@ def test_loading_in_a_new_process_gives_the_same_values(saved: Path, tmp_path: P
     done = run_in_new_process(code, saved, tmp_path / "out.pt")
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "out.pt"), call(load_exported(saved))["out"])
+
+
+@pytest.mark.parametrize("reader", ["partita.Program.of", "torch.export.load"])
+@pytest.mark.parametrize("treatment", [Call(), Mode(), Recompute(), Recompute(KeepExpensive())], ids=repr)
+def test_importing_partita_is_enough_to_load_what_it_saves(treatment: Any, reader: str, tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = x.abs().amax()
+            return (x / scale).sin() @ x.T
+
+    program = partita.capture(Block(), (torch.randn(3, 4),))
+    partita.plan(program, ByMode() if treatment == Mode() else BySize(operators=2), treatment).apply().save(
+        tmp_path / "cut.pt2"
+    )
+    done = run_in_new_process(f"import sys, torch, partita; print({reader}(sys.argv[1]))", tmp_path / "cut.pt2")
+    assert done.returncode == 0, done.stderr
 
 
 def test_old_archives_with_one_pickle_of_weights_need_trust(saved: Path, tmp_path: Path) -> None:
