@@ -60,19 +60,6 @@ def is_attention(node: Node) -> bool:
     return "attention" in str(node.target)
 
 
-def is_reduction(node: Node) -> bool:
-    """Whether it reduces dimensions, as a sum does."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(argument.name == "keepdim" for argument in schema.arguments)
-
-
-def most_reads() -> int:
-    """The most buffers that Inductor lets an expression read which several operators use."""
-    from torch._inductor import config
-
-    return int(config.realize_reads_threshold)
-
-
 def argument_of(node: Node, name: str) -> Any:
     """The argument of this name in the schema of an operator, or its default; None if there is none."""
     schema = getattr(node.target, "_schema", None)

@@ -11,7 +11,6 @@ from typing import final
 from torch.fx import Node
 
 from partita.memory.joint.model import JointModel
-from partita.memory.joint.realized import realized_values
 
 
 @final
@@ -23,8 +22,6 @@ class Order:
     last_of_kernel: dict[Node, Node] = field(default_factory=dict)
     #: Products that run after a later one, which frees more.
     delayed: dict[Node, Node] = field(default_factory=dict)
-    #: Values that are in memory although only fused kernels read them.
-    realized: frozenset[Node] = frozenset()
 
 
 def backward_order(
@@ -37,15 +34,13 @@ def backward_order(
     order = list(_with_recomputed(model, {*saved, *(model.base[node] for node in saved)}))
     if not model.fuses:
         return Order(order)
-    realized = realized_values(model, order, saved)
-    written = {*saved, *realized}
-    kernels = _Kernels(model, order, written)
+    kernels = _Kernels(model, order, saved)
     order = _scheduled(order, kernels)
-    delayed = _delayed_products(model, order, written, initially=initially, kept=kept)
+    delayed = _delayed_products(model, order, saved, initially=initially, kept=kept)
     behind = {late: early for early, late in delayed.items()}
     order = [one for node in order if node not in delayed for one in (node, behind.get(node)) if one is not None]
     last = {node: members[-1] for members in kernels.members.values() for node in members if len(members) > 1}
-    return Order(order, last, delayed, realized)
+    return Order(order, last, delayed)
 
 
 def _with_recomputed(model: JointModel, available: set[Node]) -> Iterator[Node]:

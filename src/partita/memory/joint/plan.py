@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from math import fsum, inf
+from math import inf
 from typing import Any, final
 
 from torch import Tensor
@@ -256,7 +256,7 @@ class JointPlanner:
         size = sum(model.size[node] for node in chosen if node in read or model.readers[node] & recomputed)
         bases = {model.base[node] for node in read if node in saved} - model.inputs
         held = sum(model.size[base] if model.segment[base] == at else self._crossing_bytes(base, at) for base in bases)
-        return _Entry(size, held, fsum(map(model.seconds, recomputed)), places)  # The same in any order.
+        return _Entry(size, held, sum(map(model.seconds, recomputed)), places)
 
     def _crossing_bytes(self, node: Node, at: int) -> int:
         """The bytes of a value of an earlier segment that is held only because a segment is recomputed from it.
@@ -360,7 +360,7 @@ class JointPlanner:
             target += spare
 
     def _seconds(self, chosen: Sequence[int]) -> float:
-        return fsum(menu[number].seconds for menu, number in zip(self.menus, chosen, strict=True))
+        return sum(menu[number].seconds for menu, number in zip(self.menus, chosen, strict=True))
 
     def _infeasible(self, room: int, margin: int, resident: int) -> BudgetError:
         smallest = min((self._simulated(chosen) for chosen in self._known), key=lambda one: one.peak)
@@ -388,7 +388,7 @@ class JointPlanner:
             simulated.peak + margin,
             room,
             self.plain.peak + margin,
-            fsum(one.seconds for one in segments),
+            sum(one.seconds for one in segments),
             simulated,
             self.plain,
             resident,

@@ -14,7 +14,6 @@ from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.memory.joint.model import JointModel
 from partita.memory.joint.order import Order, backward_order, last_uses
-from partita.memory.joint.realized import realized_values
 
 
 @final
@@ -48,11 +47,10 @@ def simulate(model: JointModel, saved: Collection[Node]) -> Simulated:
     held = {base[node] for node in reached if base[node] not in model.inputs}
     results = {base[node] for node in model.results if base[node] not in model.inputs}
     gradients = {base[node] for node in model.gradients if base[node] not in model.inputs}
-    in_forward = realized_values(model, model.forward, reached)
-    forward = _Run(model, Order(model.forward), frozenset(), held | results, {*reached, *in_forward})
+    forward = _Run(model, Order(model.forward), frozenset(), held | results, reached)
     kept = gradients | (results - held)
     order = backward_order(model, reached, initially=held | results, kept=kept)
-    backward = _Run(model, order, held | results, kept, {*reached, *order.realized})
+    backward = _Run(model, order, held | results, kept, reached)
     higher = backward if backward.peak >= forward.peak else forward
     return Simulated(
         forward.peak,
