@@ -276,8 +276,8 @@ def test_a_backward_while_dynamo_runs_is_not_compiled() -> None:
 
     counters.clear()
     torch.compile(step, backend="eager")(torch.randn(3))
-    # Those of the step; a backward of three layers has tens of them.
-    assert counters["frames"]["ok"] <= 3
+    # Those of the step, two more before torch 2.13; a backward of three layers has tens of them.
+    assert counters["frames"]["ok"] <= 6
     trained.twin(trained.x).square().mean().backward()
     trained.assert_same_gradients()
 

@@ -101,7 +101,7 @@ def _layout_of(wrapped: Any, input_count: int) -> _Layout | str:
     if reason is not None:
         return reason
     outputs = known.output_info
-    differentiable = [place for place, info in enumerate(outputs) if info.requires_grad_for_backward]
+    differentiable = [place for place, info in enumerate(outputs) if _has_gradient(info)]
     tensors = [place for place, info in enumerate(outputs) if issubclass(info.raw_type, Tensor)]
     kinds = [kind.memory_format for kind in known.subclass_tangent_meta]
     if len(kinds) != len(differentiable) or None in kinds or not set(differentiable) <= set(tensors):
@@ -116,6 +116,11 @@ def _layout_of(wrapped: Any, input_count: int) -> _Layout | str:
         tuple(place for place in tensors if not outputs[place].requires_grad),
         tuple(_Expected(place, kind.size, kind.stride, kind.memory_format) for place, kind in pairs),
     )
+
+
+def _has_gradient(info: Any) -> bool:
+    # Before torch 2.13 there is one field, which is the same for results that are no views.
+    return bool(getattr(info, "requires_grad_for_backward", info.requires_grad))
 
 
 def _reasons(wrapped: Any, known: Any, input_count: int) -> Iterator[tuple[str, bool]]:
@@ -174,7 +179,8 @@ def _forward(wrapped: Any, layout: _Layout) -> Callable[..., Any]:
             outputs = run(list(args))
         # A view would keep its base alive, and what has computed it.
         ctx.save_for_backward(*[value.detach() if value._is_view() else value for value in outputs[saved]])
-        ctx.symints, ctx.opaque_objects = outputs[numbers], ()
+        # The backward of torch reads all of them, the last before 2.13.
+        ctx.symints, ctx.opaque_objects, ctx._tensors_no_vc_check = outputs[numbers], (), ()
         if is_alone:
             ctx.set_materialize_grads(False)
         found = list(outputs[results])
