@@ -275,3 +275,14 @@ def test_inference_is_compiled_without_a_plan() -> None:
     with torch.no_grad():
         assert torch.equal(_compiled(model, plans, peak=0.5)(_IDS), model(_IDS))
     assert not plans
+
+
+def test_a_budget_keeps_sizes_dynamic() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    options = {"peak": "1GB", "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="partita", options=options, dynamic=True)
+    compiled(torch.randn(6, 4)).sum().backward()
+    x = torch.randn(10, 4)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(compiled(x), model(x))

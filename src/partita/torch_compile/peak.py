@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
@@ -220,7 +221,7 @@ def _input_bytes(program: Program) -> int:
     values = [
         node.meta.get("val") for node in program.graph.find_nodes(op="placeholder") if "tangents" not in node.name
     ]
-    return sum(int(value.untyped_storage().nbytes()) for value in values if isinstance(value, Tensor))
+    return sum(int(hint_of(value.untyped_storage().nbytes())) for value in values if isinstance(value, Tensor))
 
 
 def compile_to_fit(

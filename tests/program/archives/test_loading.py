@@ -656,3 +656,9 @@ def test_calls_of_a_repeated_body_have_identifiers_of_their_own(tmp_path: Path) 
     calls = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
     assert len({node.args[1] for node in calls}) == len(calls) == 2
     assert same(program.module()(*args), Repeated()(*args))
+
+
+def test_weights_can_be_resized_as_those_of_a_model(saved: Path) -> None:
+    loaded = load_exported(saved)
+    for tensor in (*loaded.state_dict.values(), *loaded.constants.values()):
+        assert tensor.untyped_storage().resizable()
