@@ -18,6 +18,9 @@ from tests.helpers.browsers import NO_BROWSER
 from partita._torch import gc_pause
 from partita._torch.modes import read_ambient, restore_autocast
 
+# OpenVINO reports its use over the network, from a forked process, unless it runs in CI.
+os.environ.setdefault("CI", "true")
+
 # One profile is small and the same in every run; the other looks for new graphs and remembers those that failed.
 settings.register_profile(
     "quick",

@@ -430,3 +430,25 @@ def test_state_that_only_one_program_replaces_differs(one: str, other: str) -> N
         }
         assert which in found.differences[0].detail
         assert compare(_Updating(before), _Updating(before), (x,)).equal
+
+
+def test_a_tensor_that_torch_failed_to_resize_is_not_read() -> None:
+    def resizes(model: Model, x: Tensor) -> Tensor:
+        model.count.resize_(1 << 50)
+        return x
+
+    def resizes_input(model: Model, x: Tensor) -> Tensor:
+        return x.resize_(1 << 50)
+
+    compared = compare(*pair(resizes_input, resizes_input), (vector(),))
+    assert not compared.differences
+    assert any("input[0] were not compared: resizing it failed" in note for note in compared.notes)
+    assert not compare(*pair(resizes, resizes), (vector(),)).differences
+
+
+def test_a_tensor_that_only_one_program_fails_to_resize_differs() -> None:
+    def raises(model: Model, x: Tensor) -> Tensor:
+        raise RuntimeError("no memory")
+
+    one = compare(*pair(lambda model, x: x.resize_(1 << 50), raises), (vector(),))
+    assert {"shape", "value"} <= {difference.kind for difference in one.differences}

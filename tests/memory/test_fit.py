@@ -359,3 +359,14 @@ def test_rates_are_measured_whatever_mode_is_active() -> None:
     assert found is measure_rates(torch.device("cpu"), torch.float64)
     with pytest.raises(OptionError, match="matmul_flops"):
         Rates(matmul_flops=-1, attention_flops=1e9, bytes=1e9)
+
+
+def test_an_argument_that_is_a_view_is_taken() -> None:
+    model, _ = _step()
+    view = _X.flatten()[: 128 * 32].view(128, 32)
+    fitted = partita.fit(model, (view, _Y[:128]), peak="1GB", rates=RATES)
+    losses = []
+    for module in (fitted, model):
+        torch.manual_seed(1)  # For dropout.
+        losses.append(module(_X[128:], _Y[128:]))
+    assert torch.equal(*losses)

@@ -410,3 +410,14 @@ def test_a_product_is_delayed_only_where_that_changes_no_value(kind: type[nn.Mod
     ran = [node for node in graph_module.graph.nodes if node in products]
     assert ran == (products[::-1] if moves else products)
     assert all(map(torch.equal, run(graph_module), expected))
+
+
+def test_a_budget_keeps_sizes_dynamic() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    options = {"peak": "1GB", "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="partita", options=options, dynamic=True)
+    compiled(torch.randn(6, 4)).sum().backward()
+    x = torch.randn(10, 4)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(compiled(x), model(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +208,27 @@ def test_a_treatment_that_no_plan_has_is_refused(treatment: Any, message: str, t
 def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlanFileError):
+        partita.load_plan(tmp_path / "plan.json", _program())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes")
+def test_a_pipe_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    # A file may become a pipe after it was looked at.
+    monkeypatch.setattr(Path, "is_file", lambda self: True)
+    for name in ("pipe", "missing", "half\ud800", "two\nlines"):
+        with pytest.raises(PlanFileError, match="is no file; a plan is written by") as caught:
+            partita.load_plan(tmp_path / name, _program())
+        assert str(caught.value).isprintable()
+
+
+def test_more_values_than_a_plan_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plan.json").write_text("[[], [], {}, []]")
+    monkeypatch.setattr("partita.plans.files._MOST_VALUES", 7)
+    with pytest.raises(PlanFileError, match="has more than 7 values, which no plan has"):
+        partita.load_plan(tmp_path / "plan.json", _program())
+    monkeypatch.setattr("partita.plans.files._MOST_BYTES", 5)
+    with pytest.raises(PlanFileError, match="has more than 5 bytes, which no plan has"):
         partita.load_plan(tmp_path / "plan.json", _program())
 
 

@@ -130,6 +130,21 @@ def _is_real_of(real: torch.dtype, dtype: torch.dtype) -> bool:
     return dtype.is_complex and dtype.to_real() == real
 
 
+def is_within_storage(tensor: Tensor) -> bool:
+    """Whether its storage has all of its elements: a tensor that torch failed to resize has its new size (torch 2.13).
+
+    To read one that has not ends the process.
+    """
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    try:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
+        return bool((last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes())
+    except (NotImplementedError, RuntimeError):  # A nested tensor, or a wrapper without memory of its own.
+        return True
+
+
 def version_of(tensor: Tensor) -> int | None:
     """The version counter: how often a tensor was mutated in-place; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version

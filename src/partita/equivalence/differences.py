@@ -13,6 +13,7 @@ from torch import Tensor
 from partita._html import html_facts, html_table
 from partita._plain_help import PlainHelp
 from partita._torch.modes import Ambient
+from partita._torch.tensors import is_within_storage
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.equivalence.ambient import Settings
 from partita.equivalence.inputs import input_name
@@ -173,6 +174,8 @@ def uncompared(before: Observation, after: Observation) -> Iterator[str]:
         found = dict(others)
         for name, one in ones:
             mine, theirs = _bare(one), _bare(found.get(name))
+            if isinstance(mine, TensorRecord) and not is_within_storage(mine.value):
+                yield f"the values of {name} were not compared: resizing it failed, and it is larger than its memory"
             if type(mine) is type(theirs) and not isinstance(mine, TensorRecord) and same(mine, theirs, EXACT) is None:
                 yield f"{name} was compared by type only: a {type(mine).__name__} has no equality that can be trusted"
 
@@ -197,7 +200,10 @@ def _tensors(
                 yield from _tensors(one, others[name], f"{where}.{name}", tolerance, _INNER_PROPERTIES)
         return
     has_values = "meta" not in (before.device.type, after.device.type)
-    if has_values and (before.shape, before.dtype) == (after.shape, after.dtype):
+    readable = [is_within_storage(record.value) for record in (before, after)]
+    if has_values and any(readable) and not all(readable):
+        yield Difference("value", where, "only one of the programs leaves it larger than its memory")
+    elif has_values and all(readable) and (before.shape, before.dtype) == (after.shape, after.dtype):
         detail = value_difference(before.value, after.value, tolerance)
         if detail is not None:
             yield Difference("value", where, detail)

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from partita._torch.modes import Ambient, read_ambient
 from partita._torch.pytrees import flatten
-from partita._torch.tensors import inner_tensors, placements_of, plain_tensors, version_of
+from partita._torch.tensors import inner_tensors, is_within_storage, placements_of, plain_tensors, version_of
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.equivalence.ambient import RandomState, Settings, random_state, read_settings, restored_ambient, state_of
 from partita.equivalence.inputs import Arguments, Inputs, input_name
@@ -325,6 +325,7 @@ def _tensor_record(tensor: Tensor, restored: frozenset[int] = frozenset()) -> Te
     value = _rows(tensor.detach()) if tensor.is_nested else tensor.detach()
     strided = tensor.layout is torch.strided and not tensor.is_nested
     inner = tuple((name, _tensor_record(inner, restored)) for name, inner in inner_tensors(tensor).items())
+    is_copied = not inner and storage_key(tensor) in restored and is_within_storage(value)
     return TensorRecord(
         type=type(tensor).__name__,
         dtype=tensor.dtype,
@@ -336,7 +337,7 @@ def _tensor_record(tensor: Tensor, restored: frozenset[int] = frozenset()) -> Te
         inference=tensor.is_inference(),
         conjugate=strided and tensor.is_conj(),
         negative=strided and tensor.is_neg(),
-        value=value.clone() if not inner and storage_key(tensor) in restored else value,
+        value=value.clone() if is_copied else value,
         placements=placements_of(tensor),
         inner=inner,
     )

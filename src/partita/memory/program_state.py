@@ -10,6 +10,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from partita._torch.operators.schemas import storage_key
+from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.program.program import Program
 
@@ -57,8 +58,8 @@ def resident_bytes(program: Program, *, rounding: int = 1) -> int:
     tensors += [value for value in _attributes(program.graph_module) if isinstance(value, Tensor)]
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        size = int(storage.nbytes())
+        # Of an argument that is a view, the trace has a symbol for the size of the base; `int` would guard on it.
+        size = int(hint_of(tensor.untyped_storage().nbytes()))
         sizes[storage_key(tensor)] = -(-size // rounding) * rounding
     return sum(sizes.values())
 

@@ -17,9 +17,10 @@ from typing import Any, get_args
 
 from torch.fx import Node
 
-from partita.errors import PartitaError, PlanFileError
+from partita.errors import ArchiveError, PartitaError, PlanFileError
 from partita.plans.plan import Plan
 from partita.plans.treatment import Treatment, is_treatment
+from partita.program.archives.container import open_file, shown
 from partita.program.fingerprint import program_digest
 from partita.program.program import Program
 from partita.regions import Partition, Region
@@ -81,22 +82,28 @@ def write_plan(plan: Plan, path: str | os.PathLike[str], known: Known) -> None:
 
 def read_plan(path: str | os.PathLike[str], program: Program, known: Known) -> Plan:
     """The plan of a file for this program; a `PlanFileError` if it is damaged, or of another program."""
-    return from_data(_parsed(Path(path)), program, known, where=str(path))
+    return from_data(_parsed(Path(path)), program, known, where=shown(str(path)))
 
 
 def _parsed(path: Path) -> Any:
-    if not path.is_file():
-        raise PlanFileError(f"{path} is no file; a plan is written by partita.save_plan")
-    if path.stat().st_size > _MOST_BYTES:
-        raise PlanFileError(f"{path} has more than {_MOST_BYTES:,} bytes, which no plan has")
+    where = shown(str(path))
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+    except ArchiveError as error:
+        raise PlanFileError(f"{where} is no file; a plan is written by partita.save_plan") from error
+    if len(data) > _MOST_BYTES:
+        raise PlanFileError(f"{where} has more than {_MOST_BYTES:,} bytes, which no plan has")
+    if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise PlanFileError(f"{where} has more than {_MOST_VALUES:,} values, which no plan has")
+    try:
+        return json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"{path} is no plan: it is not JSON ({type(error).__name__}: {error})") from None
+        raise PlanFileError(f"{where} is no plan: it is not JSON ({type(error).__name__}: {error})") from None
 
 
-#: A million nodes take about 20 MB.
-_MOST_BYTES = 1 << 28
+#: A million nodes take about 20 MB; a value takes up to a hundred bytes of memory, and as few as three in the file.
+_MOST_BYTES, _MOST_VALUES = 1 << 28, 10_000_000
 
 
 def from_data(data: Any, program: Program, known: Known, *, where: str = "the plan") -> Plan:

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from partita._torch.fake_sandbox import fake_mode_in
+from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
@@ -221,7 +222,7 @@ def _input_bytes(program: Program) -> int:
     values = [
         node.meta.get("val") for node in program.graph.find_nodes(op="placeholder") if "tangents" not in node.name
     ]
-    return sum(int(value.untyped_storage().nbytes()) for value in values if isinstance(value, Tensor))
+    return sum(int(hint_of(value.untyped_storage().nbytes())) for value in values if isinstance(value, Tensor))
 
 
 def compile_to_fit(

@@ -108,6 +108,7 @@ PAYLOADS = (
     '"); system("touch {c}"); ("',
     "{{open({c!r}, 'w')}}",
     "collections.OrderedDict",
+    "torch.fx.immutable_collections.immutable_dict",
     "__class__.__init__.__globals__",
     "L['x'].__class__",
 )
@@ -130,9 +131,8 @@ def spoil(path: Path, seed: int, canary: Path, target: Path) -> None:
         return
     spoilt = Spoilt(path)
     for _ in range(dice.choice((1, 1, 1, 2, 5))):
-        dice.choice((_spoil_members, *[_spoil_json] * 4, *[_spoil_sizes] * 3, *[_spoil_texts] * 4))(
-            spoilt, dice, str(canary)
-        )
+        kinds = (_spoil_members, *[_spoil_json] * 4, *[_spoil_keys] * 2, *[_spoil_sizes] * 3, *[_spoil_texts] * 4)
+        dice.choice(kinds)(spoilt, dice, str(canary))
     compression = zipfile.ZIP_DEFLATED if dice.random() < 0.02 else zipfile.ZIP_STORED
     spoilt.write(target, compression=compression)
 
@@ -204,6 +204,20 @@ def _spoil_json(spoilt: Spoilt, dice: random.Random, canary: str) -> None:
                     owner[key] = [owner[key]] if dice.random() < 0.5 else {"as_graph": owner[key]}
             case _:
                 owner[key] = {str(taken): donor[taken]} if not isinstance(donor[taken], dict | list) else {}
+
+    _changing(spoilt, dice, change)
+
+
+def _spoil_keys(spoilt: Spoilt, dice: random.Random, canary: str) -> None:
+    """Gives a value another key, such as another kind of argument, input or output."""
+
+    def change(parsed: Any) -> None:
+        found = [(owner, key) for owner, key in places(parsed) if isinstance(owner, dict)]
+        single = [(owner, key) for owner, key in found if len(owner) == 1]
+        pool = single if single and dice.random() < 0.7 else found
+        if pool:
+            (owner, key), (_, other) = dice.choice(pool), dice.choice(pool)
+            owner[other] = owner.pop(key)
 
     _changing(spoilt, dice, change)
 

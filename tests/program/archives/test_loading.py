@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import partita
-from partita import Program
+from partita import Program, dissolve
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.policies import ByMode, BySize
 from partita.program.archives import ArchiveReport, Kind, inspect_archive, load_exported
@@ -676,3 +676,19 @@ def test_calls_of_a_repeated_body_have_identifiers_of_their_own(tmp_path: Path) 
     calls = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
     assert len({node.args[1] for node in calls}) == len(calls) == 2
     assert same(program.module()(*args), Repeated()(*args))
+
+
+def test_weights_can_be_resized_as_those_of_a_model(saved: Path) -> None:
+    loaded = load_exported(saved)
+    for tensor in (*loaded.state_dict.values(), *loaded.constants.values()):
+        assert tensor.untyped_storage().resizable()
+
+
+def test_a_symbol_without_a_range_has_one_for_torch(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    spoilt.program(lambda program: program["range_constraints"].clear())
+    program = Program.of(spoilt.write(tmp_path / "m.pt2"))
+    assert not program.exported().range_constraints
+    x = torch.linspace(-1, 1, 12).reshape(3, 4)
+    out = dissolve(program).module()(x, {"k": x}, scale=2.0, mode="sum")
+    assert out["half"] == 1

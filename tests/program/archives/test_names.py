@@ -352,6 +352,14 @@ def test_modules_that_python_reads_as_others_are_refused(small: Path, tmp_path: 
         load_exported(written(small, tmp_path / "m.pt2", nodes))
 
 
+@pytest.mark.parametrize("letter", ["\u202e", "\u200b", "\u2066", "\U000e0041", "\ufeff", "\x85"])
+def test_modules_that_a_terminal_shows_as_others_are_refused(letter: str, small: Path, tmp_path: Path) -> None:
+    nodes = [sine("x", "r")]
+    nodes[0]["metadata"] = {"nn_module_stack": f"L__self__,,M;k,a{letter}b,torch.nn.Linear"}
+    with pytest.raises(UntrustedArchiveError, match="signs that cannot be printed"):
+        load_exported(written(small, tmp_path / "m.pt2", nodes))
+
+
 @pytest.mark.parametrize(
     ("stack", "words"),
     [
@@ -550,6 +558,18 @@ def test_keys_without_children_are_refused(tmp_path: Path) -> None:
         load_exported(spoilt_signature(tmp_path / "keyed.pt2", tmp_path / "m.pt2", change))
 
 
+def test_the_call_of_a_program_names_no_nodes(small: Path, tmp_path: Path) -> None:
+    wrapped = node(WRAP, [body("b", SINE), value("x")], "r", name="wrap", hop=False)
+    path = written(small, tmp_path / "wrapped.pt2", [wrapped])
+
+    def change(module: Any) -> None:
+        signature = module["module_call_graph"][0]["signature"]
+        signature["inputs"], signature["outputs"] = [value("x")], [value("r")]
+
+    program = Program.of(spoilt_signature(path, tmp_path / "m.pt2", change))
+    assert torch.equal(inline(program).exported().module()(X), X.sin())
+
+
 @pytest.mark.parametrize(
     ("container", "context", "words"),
     [
@@ -557,6 +577,10 @@ def test_keys_without_children_are_refused(tmp_path: Path) -> None:
         ("builtins.dict", "[1, true]", "two of its keys are equal"),
         ("collections.OrderedDict", '["a", "a"]', "two of its keys are equal"),
         ("collections.deque", "1", "it holds at most 1 items and has 2 children"),
+        ("torch.fx.immutable_collections.immutable_dict", '["a"]', "it has 1 keys and 2 children"),
+        ("torch.fx.immutable_collections.immutable_dict", '["a", "a"]', "two of its keys are equal"),
+        ("torch.fx.immutable_collections.immutable_dict", "5", "is no list"),
+        ("torch.fx.immutable_collections.immutable_dict", f"[1, {1 << 64}]", "is no integer of 64 bits"),
     ],
 )
 def test_containers_that_cannot_hold_their_children_are_refused(

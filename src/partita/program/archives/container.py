@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
@@ -22,6 +23,9 @@ from partita.errors import ArchiveError
 MOST_MEMBERS = 200_000
 MOST_TEXT_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 24
+#: More than the directory of an archive has: `zipfile` reads it at once, and makes an object of every 46 bytes.
+MOST_DIRECTORY_BYTES = 1 << 25
+_LONGEST_SHOWN = 1_000
 #: What `zipfile` raises for a damaged file.
 _ZIP_ERRORS = (zipfile.BadZipFile, EOFError, KeyError, RuntimeError, ValueError, NotImplementedError, struct.error)
 
@@ -51,13 +55,18 @@ class Archive:
     _zip: zipfile.ZipFile
     _root: str
 
+    @property
+    def shown_path(self) -> str:
+        """The path as messages have it."""
+        return shown(str(self.path))
+
     def read(self, name: str) -> bytearray:
         """A copy of the bytes of a member, verified against its checksum."""
         if name not in self.sizes:
-            raise ArchiveError(f"{self.path} has no member {name!r}, which it needs; save the program again")
+            raise ArchiveError(f"{self.shown_path} has no member {name!r}, which it needs; save the program again")
         if name in self.odd:  # A few compressed bytes may expand without limit.
-            raise ArchiveError(f"member {name!r} of {self.path} is not read: {self.odd[name]}")
-        found, what = bytearray(), f"member {name!r} of {self.path} cannot be read"
+            raise ArchiveError(f"member {name!r} of {self.shown_path} is not read: {self.odd[name]}")
+        found, what = bytearray(), f"member {name!r} of {self.shown_path} cannot be read"
         with _damage(what, "the file is damaged, get it again"), self._zip.open(f"{self._root}/{name}") as member:
             while chunk := member.read(_CHUNK_BYTES):
                 found += chunk
@@ -66,34 +75,59 @@ class Archive:
     def read_text(self, name: str) -> bytes:
         """The bytes of a member to be parsed, whose size is bounded."""
         if self.sizes.get(name, 0) > MOST_TEXT_BYTES:
-            raise ArchiveError(f"member {name!r} of {self.path} has {self.sizes[name]} bytes, which no graph needs")
+            size = self.sizes[name]
+            raise ArchiveError(f"member {name!r} of {self.shown_path} has {size} bytes, which no graph needs")
         return bytes(self.read(name))
 
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
     """The archive at `path`, which is closed afterwards."""
+    what = f"{shown(str(path))} is no .pt2 archive, or only a part of one"
     with open_file(path) as file:
-        with _damage(f"{path} is no .pt2 archive, or only a part of one", "save the program with torch.export.save"):
-            opened = zipfile.ZipFile(file)
+        with _damage(what, "save the program with torch.export.save"):
+            opened = zipfile.ZipFile(_BoundedFile(io.FileIO(file.fileno(), closefd=False)))
         with opened:
             yield _archive(path, opened, os.fstat(file.fileno()).st_size)
 
 
 def open_file(path: Path) -> BinaryIO:
     """The file at `path`; a pipe or a device, which may never end, is refused."""
+    special = f"{shown(str(path))} is a pipe, a socket or a device; copy what it gives into a file first"
     try:
         # Without O_NONBLOCK, opening a pipe would block until it has a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError as error:
-        raise ArchiveError(f"there is no file {path}") from error
+    except ValueError as error:  # No file has such a path: it has half of a surrogate pair.
+        raise ArchiveError(f"there is no file {shown(str(path))}") from error
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # A socket, or a device without a driver.
+            raise ArchiveError(special) from error
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise
+        why = "" if error.errno == errno.ENOENT else f": {error.strerror}"
+        raise ArchiveError(f"there is no file {shown(str(path))}{why}") from error
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     if stat.S_ISDIR(mode):
-        raise ArchiveError(f"{path} is a directory; give the .pt2 file")
-    raise ArchiveError(f"{path} is a pipe, a socket or a device; copy what it gives into a file first")
+        raise ArchiveError(f"{shown(str(path))} is a directory, no file")
+    raise ArchiveError(special)
+
+
+class _BoundedFile(io.BufferedReader):
+    """A file of which at most as much is read at once as a directory of an archive has; a hole takes no space."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > MOST_DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"it has a directory of {size} bytes, which no archive has")
+        return super().read(size)
+
+
+def shown(text: str) -> str:
+    """A string from a file, shortened, and quoted if it has control characters that a terminal would interpret."""
+    short = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    return short if short.isprintable() else repr(short)
 
 
 @contextmanager
@@ -110,21 +144,21 @@ def _damage(what: str, advice: str) -> Iterator[None]:
 
 
 def _archive(path: Path, opened: zipfile.ZipFile, file_bytes: int) -> Archive:
-    infos = opened.infolist()
+    infos, where = opened.infolist(), shown(str(path))
     if not infos:
-        raise ArchiveError(f"{path} is an empty zip file")
+        raise ArchiveError(f"{where} is an empty zip file")
     if len(infos) > MOST_MEMBERS:
-        raise ArchiveError(f"{path} has {len(infos)} members; no archive of a program has more than {MOST_MEMBERS}")
+        raise ArchiveError(f"{where} has {len(infos)} members; no archive of a program has more than {MOST_MEMBERS}")
     root = infos[0].filename.partition("/")[0]
     # One outside of the root folder keeps its full name, with a leading slash.
     named = {f"/{info.filename}".removeprefix(f"/{root}/"): info for info in infos}
     counts = Counter(info.filename for info in infos)
     odd = {name: _oddity(info, root, counts[info.filename]) for name, info in named.items()}
     if sum(info.compress_size for info in infos) > file_bytes:
-        raise ArchiveError(f"the members of {path} overlap: together they are larger than the file")
+        raise ArchiveError(f"the members of {where} overlap: together they are larger than the file")
     if "archive_format" not in named:
         files = {info.filename.rpartition("/")[2] for info in infos}
-        raise ArchiveError(f"{path} is {_likely(files)}; save the program with torch.export.save")
+        raise ArchiveError(f"{where} is {_likely(files)}; save the program with torch.export.save")
     sizes = {name: info.file_size for name, info in named.items()}
     return Archive(path, sizes, {name: why for name, why in odd.items() if why is not None}, opened, root)
 

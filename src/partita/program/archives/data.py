@@ -146,7 +146,8 @@ class Data:
 
     def plain_text(self) -> str:
         """A string without characters that could end a literal: a key, a constant, the argument of an operator."""
-        return self._text_if(_PLAIN.fullmatch(self.text()), "has quotes, braces or signs that cannot be printed")
+        is_plain = _PLAIN.fullmatch(self.text()) and self.value.isprintable()
+        return self._text_if(is_plain, "has quotes, braces or signs that cannot be printed")
 
     def plain(self, *, words: bool = False, depth: int = _DEEPEST) -> Any:
         """The value unchanged, if all strings in it are plain, or words, and it is not nested too deeply."""
@@ -223,4 +224,4 @@ _OF_GENERATED_CODE = ("self", "torch", "math", "_operator", "builtins", "pytree"
 _OF_MODULES = frozenset(dir(nn.Module()))
 #: Attributes of graph modules, also of those that torch.export makes.
 _ATTRIBUTES = ADDED_BY_EXPORT.union(dir(GraphModule(nn.Module(), Graph())))
-_PLAIN = re.compile(r"[^'\"\\{}\x00-\x1f\x7f-\x9f\u2028\u2029]*")
+_PLAIN = re.compile(r"[^'\"\\{}]*")

@@ -16,12 +16,11 @@ from torch.export import ExportedProgram
 from partita._torch.modes import fresh_modes
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.program._torch.trusted_archives import load_trusted
-from partita.program.archives.container import Archive, Kind, kind_of, open_archive, open_file
+from partita.program.archives.container import Archive, Kind, kind_of, open_archive, open_file, shown
 from partita.program.archives.data import Data, NotDataError, RefusedError
 from partita.program.exported import with_origin
 
 _SHOWN = 5
-_LONGEST_SHOWN = 1_000
 #: How many programs of one archive are inspected; each may take a minute.
 _MOST_PROGRAMS = 16
 #: torch's own loader is not thread-safe.
@@ -173,17 +172,11 @@ def _refuse(archive: Archive, problems: list[Problem]) -> None:
     reasons = "; ".join(map(str, shown[:_SHOWN])) + (f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
     if dangers:
         raise UntrustedArchiveError(
-            f"{archive.path} is not loaded, because it is more than data: {reasons}. Nothing of it was run. If you "
-            "trust its source, load it with trusted=True"
+            f"{archive.shown_path} is not loaded, because it is more than data: {reasons}. Nothing of it was run. If "
+            "you trust its source, load it with trusted=True"
         )
     if problems:
-        raise ArchiveError(f"{archive.path} cannot be loaded: {reasons}")
-
-
-def shown(text: str) -> str:
-    """A string from a file, shortened, and quoted if it has control characters that a terminal would interpret."""
-    short = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-    return short if short.isprintable() else repr(short)
+        raise ArchiveError(f"{archive.shown_path} cannot be loaded: {reasons}")
 
 
 @final
@@ -244,7 +237,7 @@ class ArchiveReport:
 
     def _lines(self) -> Iterator[str]:
         verdict = "can be loaded" if self.is_plain else "is not loaded"
-        yield f"{self.path} {verdict}: torch {self.torch_version}, schema {self.schema_version}"
+        yield f"{shown(self.path)} {verdict}: torch {self.torch_version}, schema {self.schema_version}"
         for kind in Kind:
             members = self.of_kind(kind)
             if members:

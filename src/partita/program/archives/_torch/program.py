@@ -9,10 +9,12 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from torch import Size
 from torch._export import verifier
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export import graph_signature as signatures
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 from partita._torch.expressions import (
@@ -233,11 +235,11 @@ def _module_call(data: Data) -> ModuleCallEntry:
     keys = in_spec.children()[1].context
     for key in keys:  # They become parameters of the code that torch.fx generates.
         Data(key, signature, "in_spec").name()
-    inputs, outputs = ([_argument(argument) for argument in signature[key]] for key in ("inputs", "outputs"))
     out_spec, arg_names = read_tree(signature["out_spec"]), None if names is None else [name.name() for name in names]
     if arg_names is not None and len(set(arg_names)) < len(arg_names):
         signature.malformed("two of its arguments have one name")
-    return ModuleCallEntry(path, ModuleCallSignature(inputs, outputs, in_spec, out_spec, arg_names))
+    # torch lists no inputs and outputs for the model itself; names of nodes here would outlive the nodes.
+    return ModuleCallEntry(path, ModuleCallSignature([], [], in_spec, out_spec, arg_names))
 
 
 # Conditions ------------------------------------------------------------------------------------------------------
@@ -325,7 +327,7 @@ def _tree(data: Data, depth: int) -> pytree.TreeSpec:
         return pytree.treespec_leaf()
     container = _registered(data["type"])
     context = _CONTEXTS.get(container, _registered_context)(container, data["context"])
-    keys = context[1] if container is defaultdict else context if container in (dict, OrderedDict) else children
+    keys = context[1] if container is defaultdict else context if container in _DICTS else children
     if len(keys) != len(children):
         data.malformed(f"it has {len(keys)} keys and {len(children)} children")
     if keys is not children and len(set(keys)) < len(keys):
@@ -409,9 +411,10 @@ _FACTORIES: dict[str, type] = {
     "collections.OrderedDict": OrderedDict,
     "collections.deque": deque,
 }
+_DICTS = (dict, OrderedDict, immutable_dict)
 _CONTEXTS: dict[Any, Callable[[Any, Data], Any]] = {
-    **dict.fromkeys((tuple, list), lambda _, context: None),
-    **dict.fromkeys((dict, OrderedDict), _keys),
+    **dict.fromkeys((tuple, list, immutable_list, Size), lambda _, context: None),
+    **dict.fromkeys(_DICTS, _keys),
     defaultdict: _factory_and_keys,
     deque: _most_items,
 }

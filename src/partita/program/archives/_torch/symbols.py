@@ -201,6 +201,10 @@ class Symbols:
                 raise ExpressionError(f"{name[:40]!r} with {sorted(assumptions)} is no symbol")
             known = self._symbols[name] = sympy.Symbol(name, **dict(assumptions))
             self.env.var_to_stack[known] = CapturedTraceback.extract(skip=1)
+            if name not in self._ranges:  # torch needs one for every symbol.
+                every = ValueRanges.unknown() if name.startswith("z") else ValueRanges.unknown_int()
+                least = 0 if known.is_nonnegative else every.lower
+                self.env.constrain_symbol_range(known, compiler_min=least, compiler_max=every.upper)
             if is_unbacked(known):
                 self.pending.add(known)
         elif any(known.assumptions0.get(key) != value for key, value in assumptions.items()):

@@ -114,7 +114,8 @@ class Weights:
 
 def _moved(data: Tensor, device: torch.device) -> Tensor:
     try:
-        return data.to(device)
+        # A copy has memory that torch can resize; a tensor that it fails to resize has its new size all the same.
+        return data.to(device, copy=True)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
