@@ -15,3 +15,7 @@ NEEDS_SPLIT_MODULE_SIMPLE = pytest.mark.skipif(
 KEEPS_UNREAD_OPERATORS = pytest.mark.skipif(
     IS_OLD, reason="dead-code elimination of torch 2.11 deletes torch's own mode operators that only write"
 )
+TRACES_HOOKS = pytest.mark.skipif(
+    IS_OLD,
+    reason="Dynamo of torch 2.11 applies hooks only to later uses, by backend='eager' too, and fails where one reads",
+)

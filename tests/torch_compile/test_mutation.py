@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from tests.helpers.selecting import slow_but
+from tests.helpers.torch_versions import IS_OLD, TRACES_HOOKS
 from tests.torch_compile.helpers import Recorder, compiled
 from torch import Tensor, nn
 
@@ -163,7 +164,9 @@ WRITING = [
     buffer_before,
     buffer_after,
 ]
-HOOKING = [hook_on_all_uses, hook_on_a_view, hook_on_the_result, hooks_in_order, hook_that_reads, hook_before_a_write]
+HOOKING = [hook_on_all_uses, hook_on_a_view, hook_on_the_result]
+if not IS_OLD:  # Dynamo of torch 2.11 applies a hook to later uses only, by backend="eager" too.
+    HOOKING += [hooks_in_order, hook_that_reads, hook_before_a_write]
 
 
 def mixed(region: Any) -> Any:
@@ -236,6 +239,7 @@ def test_a_part_that_shares_mutated_memory_says_that_it_is_not_compiled(
     assert "mutates argument 0, which shares memory with another; it runs uncompiled" in caplog.text
 
 
+@TRACES_HOOKS
 def test_a_part_that_has_a_share_in_a_hooks_gradients_says_that_it_is_not_compiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -243,6 +247,7 @@ def test_a_part_that_has_a_share_in_a_hooks_gradients_says_that_it_is_not_compil
     assert "contributes to the gradients that the hook 'register_hook' receives; it runs uncompiled" in caplog.text
 
 
+@TRACES_HOOKS
 def test_a_hook_inside_of_a_part_is_compiled_with_it() -> None:
     def forward(model: Model, x: Tensor) -> Tensor:
         y = model.first(x)
@@ -314,6 +319,7 @@ def test_dropout_is_recomputed_or_not_where_only_views_of_inputs_have_gradients(
     assert torch.equal(torch.autograd.grad(view.sum(), x)[0], torch.ones(3, 4))
 
 
+@TRACES_HOOKS
 def test_a_region_that_registers_a_hook_is_not_recomputed_by_a_second_run() -> None:
     def cut(graph_module: Any, inputs: Any) -> Any:
         with pytest.raises(TreatmentError, match="'register_hook' in region 'part_0' registers a hook"):
