@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from typing import Any
 
 import pytest
@@ -93,6 +94,49 @@ def test_the_module_of_a_program_can_be_pickled_and_checks_its_sizes() -> None:
             checked(torch.ones(9, 4))
         with pytest.raises(AssertionError, match="== 4"):
             checked(torch.ones(2, 3))
+
+
+class Kind(Enum):
+    LOW = 1
+    HIGH = 2
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Count(int):
+    """A number with a class of its own, as NumPy's floats have one."""
+
+
+def scaled(x: Tensor, by: Any) -> Tensor:
+    return x * (by.value if isinstance(by, Enum) else by)
+
+
+@pytest.mark.parametrize(
+    ("traced", "others", "told"),
+    [
+        (0.0, (-0.0, 0), r"by is \+0.0|is float"),
+        (-0.0, (0.0,), "by is -0.0"),
+        (Kind.LOW, (Kind.HIGH, 1), r"by.name == 'LOW'|type\(by\) is .*Kind"),
+        (Level.LOW, (Level.HIGH, 1, 2), r"by.name == 'LOW'|type\(by\) is .*Level"),
+        (1, (Level.LOW, True, 2), r"is int|by == 1"),
+        (Count(2), (Count(3), 2), r"by == 2|type\(by\) is .*Count"),
+    ],
+    ids=repr,
+)
+def test_a_constant_argument_of_another_value_or_class_is_refused(traced: Any, others: Any, told: str) -> None:
+    x = torch.ones(3)
+    program = capture(scaled, (x, traced))
+    module = plan(program, BySize(parts=1), Lower("eager")).apply().module()
+    for checked in (program.module(), module, pickle.loads(pickle.dumps(module))):
+        found = checked(x, traced)
+        assert torch.equal(found.signbit(), scaled(x, traced).signbit())
+        assert torch.equal(found, scaled(x, traced))
+        for other in others:
+            with pytest.raises(AssertionError, match=told):
+                checked(x, other)
 
 
 def test_a_call_of_an_operator_without_a_graph_is_refused_with_a_way_out() -> None:
