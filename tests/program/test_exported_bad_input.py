@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita import Program, capture, plan
-from partita.errors import OptionError, SignatureError, TreatmentError
+from partita.errors import CaptureError, OptionError, SignatureError, TreatmentError
 from partita.plans.treatment import Called
 from partita.policies import ByLabel, BySize
 from partita.rewrite.operator_calls import OperatorCall
@@ -106,12 +106,18 @@ class Level(IntEnum):
     HIGH = 2
 
 
+class Name(str, Enum):  # noqa: UP042 - the text of a StrEnum is its value, that of this one is not
+    LOW = "a"
+    HIGH = "bb"
+
+
 class Count(int):
     """A number with a class of its own, as NumPy's floats have one."""
 
 
 def scaled(x: Tensor, by: Any) -> Tensor:
-    return x * (by.value if isinstance(by, Enum) else by)
+    by = by.value if isinstance(by, Enum) else by
+    return x * (len(by) if isinstance(by, str) else by)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,7 @@ def scaled(x: Tensor, by: Any) -> Tensor:
         (Kind.LOW, (Kind.HIGH, 1), r"by.name == 'LOW'|type\(by\) is .*Kind"),
         (Level.LOW, (Level.HIGH, 1, 2), r"by.name == 'LOW'|type\(by\) is .*Level"),
         (1, (Level.LOW, True, 2), r"is int|by == 1"),
+        (Name.LOW, (Name.HIGH, "a"), r"by.name == 'LOW'|type\(by\) is .*Name"),
         (Count(2), (Count(3), 2), r"by == 2|type\(by\) is .*Count"),
     ],
     ids=repr,
@@ -137,6 +144,19 @@ def test_a_constant_argument_of_another_value_or_class_is_refused(traced: Any, o
         for other in others:
             with pytest.raises(AssertionError, match=told):
                 checked(x, other)
+
+
+@pytest.mark.parametrize("traced", [Kind.LOW, Level.LOW, 0.0], ids=repr)
+def test_a_program_with_a_constant_argument_is_traced_again_with_the_same_checks(traced: Any) -> None:
+    x = torch.ones(3)
+    program = capture(scaled, (x, traced))
+    decomposed = program.exported().run_decompositions().module()
+    assert torch.equal(decomposed(x, traced), scaled(x, traced))
+    again = capture(program.module(), (x, traced)).module()
+    assert torch.equal(again(x, traced), scaled(x, traced))
+    for other in (Kind.HIGH, Level.HIGH, 2):
+        with pytest.raises(CaptureError, match="Guard failed"):
+            capture(program.module(), (x, other))
 
 
 def test_a_call_of_an_operator_without_a_graph_is_refused_with_a_way_out() -> None:

@@ -302,7 +302,23 @@ def _fits(*types: type) -> Callable[[Any], bool]:
 
 
 def _has_class(value: Any, name: str) -> bool:
+    # While torch exports, the member of an enum comes in a wrapper.
+    value = getattr(value, "real_obj", value) if torch.compiler.is_exporting() else value
     return class_name(type(value)) == name
+
+
+def _has_member_name(value: Any, name: str) -> bool:
+    value = getattr(value, "real_obj", value) if torch.compiler.is_exporting() else value
+    return member_name(value) == name or _is_plain_in_export(value)
+
+
+def _has_derived_class(value: Any, name: str) -> bool:
+    return class_name(type(value)) == name or _is_plain_in_export(value)
+
+
+def _is_plain_in_export(value: Any) -> bool:
+    """Whether torch exports and passes the plain number or text for one of a derived class, as decompositions do."""
+    return type(value) in (int, float, str) and torch.compiler.is_exporting()
 
 
 def class_name(kind: type) -> str:
@@ -340,7 +356,7 @@ def _tables() -> dict[str, Callable[..., Any]]:
     }
 
 
-#: What can be computed; the last eight check the type and form of a constant input, for which tracers pass symbols.
+#: What can be computed; the last nine check the type and form of a constant input, for which tracers pass symbols.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "+": _of_numbers(operator.add),
     "-": operator.sub,
@@ -375,7 +391,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "is_str": _fits(str),
     "is_none": _fits(type(None)),
     "has_class": _has_class,
-    "has_member_name": lambda value, name: member_name(value) == name,
+    "has_derived_class": _has_derived_class,
+    "has_member_name": _has_member_name,
     "has_sign": _has_sign,
 }
 

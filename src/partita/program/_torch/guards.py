@@ -124,7 +124,7 @@ def _message(condition: Expression, names: Sequence[str]) -> str:
             return f"{printed(operand, names.__getitem__)} is None"
         case Operation("has_sign", (operand, sign)):
             return f"{printed(operand, names.__getitem__)} is {sign}0.0"
-        case Operation("has_class", (operand, kind)):
+        case Operation("has_class" | "has_derived_class", (operand, kind)):
             return f"type({printed(operand, names.__getitem__)}) is {kind}"
         case Operation("has_member_name", (operand, member)):
             return f"{printed(operand, names.__getitem__)}.name == {member!r}"
@@ -210,13 +210,21 @@ def _on_type(place: int, value: Any) -> Iterator[Expression]:
     elif type(value) in _TYPES:
         yield Operation(_TYPES[type(value)], (Read(place),))
         yield from _on_number(place, value)
+    elif isinstance(value, int | float | str):
+        yield Operation("has_derived_class", (Read(place), class_name(type(value))))
+        if isinstance(value, Enum):
+            yield Operation("has_member_name", (Read(place), member_name(value)))
+        yield from _on_number(place, _plain(value))
     elif isinstance(value, Enum):
         yield Operation("has_class", (Read(place), class_name(type(value))))
         yield Operation("has_member_name", (Read(place), member_name(value)))
-    elif isinstance(value, int | float | str):
-        yield Operation("has_class", (Read(place), class_name(type(value))))
-        base = next(kind for kind in (int, float, str) if isinstance(value, kind))
-        yield from _on_number(place, base(value))
+
+
+def _plain(value: int | float | str) -> int | float | str:
+    """The number or text itself, without the class that was derived for it."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
 
 
 def _on_number(place: int, value: int | float | str) -> Iterator[Expression]:
