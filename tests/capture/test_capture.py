@@ -13,10 +13,12 @@ from tests.helpers.selecting import slow_but
 from tests.helpers.torch_versions import IS_OLD
 from torch import Tensor
 
-from partita import Program, fingerprint, verify
+from partita import Program, fingerprint, plan, verify
 from partita._torch import toggles
 from partita.capture._torch.recorder import Constants
 from partita.capture.capture import capture, capture_joint
+from partita.policies import BySize
+from partita.treatments import Call
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -605,3 +607,51 @@ def test_a_parameter_as_an_argument_is_no_reason_to_warn(caplog: pytest.LogCaptu
     layer = torch.nn.Linear(4, 4)
     verify(layer, capture(layer, (layer.weight,)), (torch.ones(4, 4),))
     assert not caplog.messages
+
+
+class Noisy(torch.nn.Module):
+    """Uses generators that are arguments, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.own = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor, first: Any, *, second: Any) -> Tensor:
+        with torch.no_grad():
+            noise = torch.randn(3, 4, generator=first)
+        chosen = torch.randperm(4, generator=second["order"])
+        return (self.layer(x) + noise)[:, chosen] * torch.rand(3, 4, generator=self.own)
+
+
+def _generators(*seeds: int) -> tuple[torch.Generator, ...]:
+    return tuple(torch.Generator().manual_seed(seed) for seed in seeds)
+
+
+@pytest.mark.parametrize("passes", ["two generators", "one generator twice", "the model's own"])
+def test_generators_that_are_passed_are_used_and_advance(passes: str) -> None:
+    model = Noisy()
+    first, second = _generators(2, 3)
+    if passes == "one generator twice":
+        second = first
+    if passes == "the model's own":
+        first = model.own
+    program = capture(model, (X, first), {"second": {"order": second}})
+    cut = plan(program, BySize(parts=3), Call()).apply()
+    for after in (program, cut):
+        first, second = _generators(5, 6)
+        verify(model, after, (X, first), {"second": {"order": second}})
+        state = model.own.get_state()
+        expected = model(X, first, second={"order": second})
+        model.own.set_state(state)
+        other_first, other_second = _generators(5, 6)
+        assert torch.equal(after.module()(X, other_first, second={"order": other_second}), expected)
+        assert torch.equal(other_first.get_state(), first.get_state())
+        assert torch.equal(other_second.get_state(), second.get_state())
+
+
+def test_a_generator_may_be_omitted_in_a_later_call() -> None:
+    def noisy(x: Tensor, generator: torch.Generator | None) -> Tensor:
+        return x + torch.randn(3, 4, generator=generator)
+
+    verify(noisy, capture(noisy, (X, torch.Generator())), (X, None))

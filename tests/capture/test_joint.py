@@ -279,8 +279,9 @@ def _twice(model: nn.Module) -> partita.Program:
         (lambda: partita.capture_joint(Stack(), (torch.randn(4, 5),)), "Stack cannot be captured"),
         (lambda: partita.capture_joint(nn.GRU(4, 4, 2, dropout=0.5), (torch.randn(3, 2, 4),)), "would lose"),
         (lambda: partita.capture_joint(nn.MultiLabelMarginLoss(), _labelled()), "another value when it is traced"),
+        (lambda: partita.capture_joint(lambda x, g: x, (X, [torch.Generator()])), "an argument is a torch.Generator"),
     ],
-    ids=["function", "frozen", "constant", "overlap", "twice", "shape", "dropout", "loss"],
+    ids=["function", "frozen", "constant", "overlap", "twice", "shape", "dropout", "loss", "generator"],
 )
 def test_what_has_no_joint_graph_is_refused(attempt: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from partita import Program, capture, plan
-from partita.errors import OptionError, SignatureError, TreatmentError
+from partita.errors import CaptureError, OptionError, SignatureError, TreatmentError
 from partita.plans.treatment import Called
 from partita.policies import ByLabel, BySize
 from partita.rewrite.operator_calls import OperatorCall
@@ -93,6 +94,69 @@ def test_the_module_of_a_program_can_be_pickled_and_checks_its_sizes() -> None:
             checked(torch.ones(9, 4))
         with pytest.raises(AssertionError, match="== 4"):
             checked(torch.ones(2, 3))
+
+
+class Kind(Enum):
+    LOW = 1
+    HIGH = 2
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Name(str, Enum):  # noqa: UP042 - the text of a StrEnum is its value, that of this one is not
+    LOW = "a"
+    HIGH = "bb"
+
+
+class Count(int):
+    """A number with a class of its own, as NumPy's floats have one."""
+
+
+def scaled(x: Tensor, by: Any) -> Tensor:
+    by = by.value if isinstance(by, Enum) else by
+    return x * (len(by) if isinstance(by, str) else by)
+
+
+@pytest.mark.parametrize(
+    ("traced", "others", "told"),
+    [
+        (0.0, (-0.0, 0), r"by is \+0.0|is float"),
+        (-0.0, (0.0,), "by is -0.0"),
+        (Kind.LOW, (Kind.HIGH, 1), r"by.name == 'LOW'|type\(by\) is .*Kind"),
+        (Level.LOW, (Level.HIGH, 1, 2), r"by.name == 'LOW'|type\(by\) is .*Level"),
+        (1, (Level.LOW, True, 2), r"is int|by == 1"),
+        (Name.LOW, (Name.HIGH, "a"), r"by.name == 'LOW'|type\(by\) is .*Name"),
+        (Count(2), (Count(3), 2), r"by == 2|type\(by\) is .*Count"),
+    ],
+    ids=repr,
+)
+def test_a_constant_argument_of_another_value_or_class_is_refused(traced: Any, others: Any, told: str) -> None:
+    x = torch.ones(3)
+    program = capture(scaled, (x, traced))
+    module = plan(program, BySize(parts=1), Lower("eager")).apply().module()
+    for checked in (program.module(), module, pickle.loads(pickle.dumps(module))):
+        found = checked(x, traced)
+        assert torch.equal(found.signbit(), scaled(x, traced).signbit())
+        assert torch.equal(found, scaled(x, traced))
+        for other in others:
+            with pytest.raises(AssertionError, match=told):
+                checked(x, other)
+
+
+@pytest.mark.parametrize("traced", [Kind.LOW, Level.LOW, 0.0], ids=repr)
+def test_a_program_with_a_constant_argument_is_traced_again_with_the_same_checks(traced: Any) -> None:
+    x = torch.ones(3)
+    program = capture(scaled, (x, traced))
+    decomposed = program.exported().run_decompositions().module()
+    assert torch.equal(decomposed(x, traced), scaled(x, traced))
+    again = capture(program.module(), (x, traced)).module()
+    assert torch.equal(again(x, traced), scaled(x, traced))
+    for other in (Kind.HIGH, Level.HIGH, 2):
+        with pytest.raises(CaptureError, match="Guard failed"):
+            capture(program.module(), (x, other))
 
 
 def test_a_call_of_an_operator_without_a_graph_is_refused_with_a_way_out() -> None:

@@ -461,3 +461,32 @@ def test_recomputed_regions_can_be_transformed_and_trained(transform: Any, polic
         return result.detach(), torch.autograd.grad(result.square().sum(), x)[0]
 
     assert_bitwise(seen(module), seen(Writing()))
+
+
+def _constant_times_layer(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def _detached_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    hidden = model(x)
+    doubled = hidden * 2
+    return (hidden * doubled.detach_()).sin()
+
+
+@pytest.mark.parametrize("does", [_constant_times_layer, _detached_in_place])
+def test_a_region_may_detach_an_input_in_place(does: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return does(self.layer, x)
+
+    program = partita.capture(Model(), (x,))
+    for count in range(1, len(program.operators())):
+        first = {node.name for node in program.operators()[:count]}
+        policy = ByLabel(lambda node, first=first: "first" if node.name in first else "second")
+        partita.verify(program, partita.plan(program, policy, Recompute()).apply(), (x,))

@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import reduce
 from typing import Any, TypeAlias, final
 
@@ -300,6 +301,41 @@ def _fits(*types: type) -> Callable[[Any], bool]:
     return lambda value: type(value) in types
 
 
+def _has_class(value: Any, name: str) -> bool:
+    # While torch exports, the member of an enum comes in a wrapper.
+    value = getattr(value, "real_obj", value) if torch.compiler.is_exporting() else value
+    return class_name(type(value)) == name
+
+
+def _has_member_name(value: Any, name: str) -> bool:
+    value = getattr(value, "real_obj", value) if torch.compiler.is_exporting() else value
+    return member_name(value) == name or _is_plain_in_export(value)
+
+
+def _has_derived_class(value: Any, name: str) -> bool:
+    return class_name(type(value)) == name or _is_plain_in_export(value)
+
+
+def _is_plain_in_export(value: Any) -> bool:
+    """Whether torch exports and passes the plain number or text for one of a derived class, as decompositions do."""
+    return type(value) in (int, float, str) and torch.compiler.is_exporting()
+
+
+def class_name(kind: type) -> str:
+    """The full name of a class, by which conditions name it: they hold data, and a class may not be picklable."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def member_name(value: Any) -> str:
+    """The name of a member of an enum; combined flags may have none."""
+    return str(value.name or repr(value.value)) if isinstance(value, Enum) else ""
+
+
+def _has_sign(value: Any, sign: str) -> bool:
+    """Whether a float has this sign, which `==` does not see in a zero; tracers pass symbols, which have none."""
+    return not isinstance(value, float) or (math.copysign(1.0, value) < 0) == (sign == "-")
+
+
 def _of_numbers(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Arithmetic that rejects strings, which it would repeat or format: an input may be one."""
 
@@ -320,7 +356,7 @@ def _tables() -> dict[str, Callable[..., Any]]:
     }
 
 
-#: What can be computed; the last five check the type of a constant input, for which tracers pass symbols.
+#: What can be computed; the last nine check the type and form of a constant input, for which tracers pass symbols.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "+": _of_numbers(operator.add),
     "-": operator.sub,
@@ -354,6 +390,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "is_float": _fits(float, torch.SymFloat),
     "is_str": _fits(str),
     "is_none": _fits(type(None)),
+    "has_class": _has_class,
+    "has_derived_class": _has_derived_class,
+    "has_member_name": _has_member_name,
+    "has_sign": _has_sign,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -43,10 +44,22 @@ class StorageCopy:
             memory = memory.detach()
             if any(view.wants_gradients for view in self._views):
                 memory.requires_grad_()
+            if (whole := self._whole_copy(memory)) is not None:
+                return [whole]
             memory = memory.clone()
             found = [_tensor_over(memory, view) for view in self._views]
         # Outside of inference mode, more operators can mutate an inference tensor once it is detached.
         return [tensor.detach() for tensor in found] if self._is_inference else found
+
+    def _whole_copy(self, memory: Tensor) -> Tensor | None:
+        """A copy that is no view, if one tensor has all of the memory: torch refuses `detach_` of a view."""
+        view, *others = self._views
+        shape, _, offset = view.geometry
+        if others or self._is_inference or offset != 0 or math.prod(shape) != len(memory) or not view.is_plain(memory):
+            return None
+        tensor = _tensor_over(memory, view)
+        copied = tensor.clone()
+        return copied if copied.stride() == tensor.stride() else None
 
 
 def by_storage(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
@@ -85,6 +98,10 @@ class _View(NamedTuple):
     is_conjugate: bool
     is_negative: bool
     wants_gradients: bool
+
+    def is_plain(self, memory: Tensor) -> bool:
+        """Whether the values are those that the memory contains."""
+        return self.dtype == memory.dtype and not self.is_conjugate and not self.is_negative
 
 
 def _view_of(tensor: Tensor) -> _View:

@@ -24,8 +24,9 @@ from torch.fx import GraphModule
 
 from partita._torch.fx.lazy_graph_module import TRAINING
 from partita._torch.modes import fresh_modes
-from partita._torch.pytrees import tensors_in
+from partita._torch.pytrees import leaves_of, tensors_in
 from partita.capture._torch.caller_modes import GradSwitch
+from partita.capture._torch.generators import read_generators_from_inputs
 from partita.capture._torch.joint import (
     Arguments,
     TracedJoint,
@@ -77,6 +78,7 @@ def capture(
             given = Arguments(module, args, kwargs or {})
         call = ModelCall(module, given.args, None if kwargs is None else given.kwargs, dynamic_shapes)
         exported = call.exported()
+        read_generators_from_inputs(exported)
         if given.has_copies:
             call.warn_if_it_differs_from(replace(call, args=args, kwargs=kwargs))
     except CaptureError as error:
@@ -143,6 +145,11 @@ def capture_joint(
     name. A result that shares memory with something else is copied, so that its gradient has an input of its own.
     """
     check_options(model, args, kwargs)
+    if any(isinstance(leaf, torch.Generator) for leaf in leaves_of((args, dict(kwargs or {})))):
+        raise CaptureError(
+            f"{name_of(model)} has no joint graph: an argument is a torch.Generator, and AOTAutograd traces none; let "
+            "the model use the default generator"
+        )
     owner = model if isinstance(model, nn.Module) else FunctionModule(model)
     with fresh_modes(grad=True):
         arguments = Arguments(owner, args, kwargs or {})

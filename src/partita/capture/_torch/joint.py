@@ -14,12 +14,12 @@ from torch.fx.graph import CodeGen
 
 from partita._torch.compile_context import WrongWhenTraced, compiler_scope
 from partita._torch.modes import fresh_modes
-from partita._torch.pytrees import map_tensors
+from partita._torch.pytrees import map_leaves
 
 
 @final
 class Arguments:
-    """The arguments of a call, as distinct tensors that a trace can compute gradients with.
+    """The arguments of a call, as distinct tensors and generators that a trace can compute gradients with.
 
     A tracer merges two arguments that are the same tensor, and an argument that is a parameter with that parameter.
     """
@@ -28,7 +28,12 @@ class Arguments:
         self._known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         #: Whether a tensor was passed twice, or is state of the model.
         self.has_copies = False
-        self.args, self.kwargs = map_tensors(self._distinct, (args, dict(kwargs)))
+        self.args, self.kwargs = map_leaves(self._traceable, (args, dict(kwargs)))
+
+    def _traceable(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):  # Another one, in case that it is passed twice or held by the model.
+            return leaf.clone_state()
+        return self._distinct(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _distinct(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any, final
 
 import torch
@@ -21,7 +22,9 @@ from partita._torch.expressions import (
     Operation,
     Read,
     Symbol,
+    class_name,
     evaluator,
+    member_name,
     parsed,
     printed,
     substituted,
@@ -119,6 +122,12 @@ def _message(condition: Expression, names: Sequence[str]) -> str:
     match condition:
         case Operation("is_none", (operand,)):
             return f"{printed(operand, names.__getitem__)} is None"
+        case Operation("has_sign", (operand, sign)):
+            return f"{printed(operand, names.__getitem__)} is {sign}0.0"
+        case Operation("has_class" | "has_derived_class", (operand, kind)):
+            return f"type({printed(operand, names.__getitem__)}) is {kind}"
+        case Operation("has_member_name", (operand, member)):
+            return f"{printed(operand, names.__getitem__)}.name == {member!r}"
         case Operation(str(name), (operand,)) if name.startswith("is_"):
             return f"type({printed(operand, names.__getitem__)}) is {name.removeprefix('is_')}"
     return text
@@ -200,10 +209,32 @@ def _on_type(place: int, value: Any) -> Iterator[Expression]:
         yield Operation("is_none", (Read(place),))
     elif type(value) in _TYPES:
         yield Operation(_TYPES[type(value)], (Read(place),))
-        if isinstance(value, float) and math.isnan(value):
-            yield Operation("math.isnan", (Read(place),))
-        else:
-            yield Operation("==", (Read(place), value))
+        yield from _on_number(place, value)
+    elif isinstance(value, int | float | str):
+        yield Operation("has_derived_class", (Read(place), class_name(type(value))))
+        if isinstance(value, Enum):
+            yield Operation("has_member_name", (Read(place), member_name(value)))
+        yield from _on_number(place, _plain(value))
+    elif isinstance(value, Enum):
+        yield Operation("has_class", (Read(place), class_name(type(value))))
+        yield Operation("has_member_name", (Read(place), member_name(value)))
+
+
+def _plain(value: int | float | str) -> int | float | str:
+    """The number or text itself, without the class that was derived for it."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
+
+
+def _on_number(place: int, value: int | float | str) -> Iterator[Expression]:
+    """The value of a constant; `==` neither finds NaN nor distinguishes the zeros."""
+    if isinstance(value, float) and math.isnan(value):
+        yield Operation("math.isnan", (Read(place),))
+        return
+    yield Operation("==", (Read(place), value))
+    if isinstance(value, float) and value == 0:
+        yield Operation("has_sign", (Read(place), "-" if math.copysign(1.0, value) < 0 else "+"))
 
 
 def _on_sizes(values: Sequence[Any], ranges: Mapping[Any, Any]) -> Iterator[Expression]:
