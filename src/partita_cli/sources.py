@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +99,13 @@ def read_model(text: str) -> ModelCall:
     with working(f"calling {text}"):
         try:
             found = function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CommandError(f"{text} raised {type(error).__name__}: {one_line(str(error))}") from error
-    if not isinstance(found, tuple | list) or len(found) not in (2, 3) or not callable(found[0]):
+    is_call = isinstance(found, tuple | list) and len(found) in (2, 3) and callable(found[0])
+    if not is_call or (len(found) == 3 and not (isinstance(found[1], tuple | list) and _is_keywords(found[2]))):
         raise CommandError(
-            f"{text} returns {_kind(found)}; it should return a model and its inputs: (model, args) or (model, (args, "
-            "kwargs))"
+            f"{text} returns {_kind(found)}; it should return a model and its inputs: (model, args), (model, "
+            "args, kwargs) or (model, (args, kwargs)), with args in a tuple"
         )
     args, kwargs = arguments(found[1] if len(found) == 2 else tuple(found[1:]))
     return ModelCall(found[0], args, kwargs)
@@ -135,7 +136,9 @@ def read_inputs(path: Path | None, program: Program, seed: int) -> tuple[tuple[A
         raise CommandError(f"there is no file {path}; inputs are saved with torch.save((x, ...), {str(path)!r})")
     with working(f"reading {path}"):
         try:
-            return arguments(torch.load(path, weights_only=True, map_location="cpu"))
+            return arguments(
+                torch.load(path, weights_only=True, map_location=None if torch.cuda.is_available() else "cpu")
+            )
         except Exception as error:
             raise CommandError(
                 f"{path} cannot be read as data: {one_line(str(error))}; save tensors, numbers and texts in tuples, "
@@ -163,11 +166,12 @@ def _function(text: str) -> Callable[[], Any]:
 
 def _imported(name: str) -> Any:
     """A module by its name, or that of a file; the current folder counts, and that of the file."""
+    module_name = _free_name(Path(name).stem) if name.endswith(".py") else name
     for folder in (Path.cwd(), *((Path(name).parent.absolute(),) if name.endswith(".py") else ())):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))  # At the end: a file there must not hide a module that torch imports later.
     try:
-        return _from_file(Path(name)) if name.endswith(".py") else import_module(name)
+        return _from_file(Path(name), module_name) if name.endswith(".py") else import_module(name)
     except CommandError:
         raise
     except ModuleNotFoundError as error:
@@ -180,16 +184,29 @@ def _imported(name: str) -> Any:
         raise CommandError(f"importing {name} raised {type(error).__name__}: {one_line(str(error))}") from error
 
 
-def _from_file(path: Path) -> Any:
+def _free_name(stem: str) -> str:
+    """The name for the module of a file, which hides no module of Python or torch."""
+    try:
+        is_taken = stem in sys.modules or find_spec(stem) is not None
+    except ValueError:
+        is_taken = True
+    return f"{stem}_of_file" if is_taken else stem
+
+
+def _from_file(path: Path, name: str) -> Any:
     if not path.is_file():
         raise CommandError(f"there is no file {path}")
-    spec = spec_from_file_location(path.stem, path)
+    spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise CommandError(f"{path} is no Python module")
     module = module_from_spec(spec)
     # Classes are looked up by the name of their module, by pickle and dataclasses.
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -38,9 +38,9 @@ def verify(
         partita.verify(program, plan.apply(), (x,))  # by the tolerance that the treatments declare
         partita.verify(model, program, (x,), tolerance=partita.Tolerance())  # the same bits
 
-    If `after` is the result of a plan, the error names the region that differs: halves of the plan are applied and
-    compared until one region is left. `locate=False` saves these runs. It raises as well where the original fails in
-    every call, since then nothing was verified.
+    If `after` is the result of a plan whose program is still there, the error names the region that differs: halves of
+    the plan are applied and compared until one region is left. `locate=False` saves these runs. It raises as well where
+    the original fails in every call, since then nothing was verified.
     """
     compared = partial(
         compare,

@@ -62,10 +62,15 @@ def as_data(plan: Plan, known: Known) -> dict[str, Any]:
         "treatments": treatments,
         "regions": regions,
         "reasons": [
-            {"text": text, "kind": kind, "by": by, "why": why, "nodes": nodes}
+            {"text": _printable(text), "kind": kind, "by": _printable(by), "why": _printable(why), "nodes": nodes}
             for (text, kind, by, why), nodes in by_reason.items()
         ],
     }
+
+
+def _printable(text: str) -> str:
+    """The text of a backend or a policy, which may hold anything; a file with what cannot be printed is refused."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str], known: Known) -> None:

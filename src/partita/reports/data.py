@@ -75,7 +75,7 @@ def _regions(
     plan: Plan, saved: SavedMemory | None, bodies: list[int], graph: dict[str, Any], texts: Texts
 ) -> list[dict[str, Any]]:
     partition, number = plan.partition, plan.program.index.number
-    flops, treatments, found = graph["nodes"]["flops"], dict[int, str](), []
+    flops, found = graph["nodes"]["flops"], []
     for at, (region, treatment) in enumerate(zip(partition, plan.treatments, strict=True)):
         border = partition.borders.of_regions[at]
         inputs, outputs = (_crossings(partition, side, texts) for side in (border.inputs, border.outputs))
@@ -85,7 +85,7 @@ def _regions(
             {
                 "name": region.name,
                 "label": None if region.label is None else str(region.label),
-                "treatment": treatments.setdefault(id(treatment), repr(treatment)),
+                "treatment": repr(treatment),
                 "nodes": len(region),
                 "inputs": inputs,
                 "outputs": outputs,

@@ -20,8 +20,8 @@ from partita.program.program import Program
 
 log = logging.getLogger(__name__)
 
-#: The inputs that overlap another one, by their places, with their offsets in the storage.
-Overlaps: TypeAlias = tuple[tuple[int, int], ...]
+#: By storage, the inputs that overlap another one: their places, and their offsets in the storage.
+Overlaps: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def checking_shared_memory(program: Program, args: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -75,8 +75,8 @@ def overlaps_of(args: Sequence[Any], places: Sequence[int]) -> Overlaps:
         by_storage.setdefault(storage_key(args[place]), []).append(place)
     if len(by_storage) == len(places):
         return ()
-    groups = (group for group in by_storage.values() if len(group) > 1)
-    return tuple((place, args[place].storage_offset()) for group in groups for place in _overlapping(args, group))
+    groups = (_overlapping(args, group) for group in by_storage.values() if len(group) > 1)
+    return tuple(tuple((place, args[place].storage_offset()) for place in group) for group in groups if group)
 
 
 def _overlapping(args: Sequence[Any], places: Sequence[int]) -> list[int]:

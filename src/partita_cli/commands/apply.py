@@ -57,4 +57,10 @@ def command(
         say_json(facts)
     else:
         regions = counted(len(made.partition), "region")
-        say(f"{output}: {regions}; next: partita verify {program} {output}")
+        # Regions that a backend has compiled are calls of its operator, and have no gradients.
+        from partita.treatments import Delegate
+
+        is_delegated = any(isinstance(one, Delegate) for one in made.treatments)
+        words = " --operators partita::delegate --no-gradients" if is_delegated else ""
+        words += "".join(f" --import {name}" for name in imports or ())
+        say(f"{output}: {regions}; next: partita verify {program} {output}{words}")

@@ -119,9 +119,11 @@ def _dimension(match: re.Match[str], names: dict[str, Any]) -> Any:
     from torch.export import Dim
 
     name = match["name"]
+    limits = {key: int(match[word]) for key, word in (("min", "least"), ("max", "most")) if match[word]}
     if name not in names:
-        limits = {key: int(match[word]) for key, word in (("min", "least"), ("max", "most")) if match[word]}
         names[name] = Dim(name, **limits)
+    elif any(getattr(names[name], key) != limit for key, limit in limits.items()):
+        raise CommandError(f"the size {name} has other limits in {match[0]!r} than before; write them once")
     return names[name]
 
 
@@ -146,5 +148,5 @@ def _all_sizes(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _all_sizes(one) for key, one in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(map(_all_sizes, value))
+        return (list if isinstance(value, list) else tuple)(map(_all_sizes, value))
     return None

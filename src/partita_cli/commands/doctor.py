@@ -100,7 +100,7 @@ def _cxx() -> Check:
 
 
 def _triton() -> Check:
-    found = _version("triton") or _version("pytorch-triton")
+    found = _version("triton")
     advice = "inductor compiles for a GPU with it; it comes with the CUDA builds of torch"
     return Check("triton", found is not None, found or "not installed", advice)
 

@@ -46,7 +46,7 @@ def command(
     """Say what a node does, where a plan puts it and why, its mode, and what it must stay after or before."""
     import partita
 
-    has_plan = policy is not None or plan is not None
+    has_plan = policy is not None or plan is not None or treatment is not None
     make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports) if has_plan else None
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     found = read.node(node)

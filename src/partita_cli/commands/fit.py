@@ -68,6 +68,8 @@ def command(
     """
     if peak is None and not curve:
         raise CommandError("give --peak, for example --peak 11GB, or --curve")
+    if peak is None and (picture or report or output or chart):
+        raise CommandError("--picture, --report, --output and --chart show one plan: give --peak, too")
     check_output(picture, ".svg", ".png", ".txt", ".json")
     check_output(report, ".html", ".json", ".dot")
     check_output(output, ".pt2")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from partita_cli.commands.verify import check_compared
+from partita_cli.errors import CommandError
 from partita_cli.options import (
     Imports,
     InputsPath,
@@ -41,8 +43,10 @@ def command(
         bool, typer.Option("--verify", help="Apply the plan, compare the result, and report that too.")
     ] = False,
     format: Annotated[
-        str | None,
-        typer.Option("--format", help="html, json, dot, or model_explorer, which is JSON too; else by the ending."),
+        Literal["html", "json", "dot", "model_explorer"] | None,
+        typer.Option(
+            "--format", help="What to write, whatever the ending; node data for Model Explorer are JSON, too."
+        ),
     ] = None,
     inputs: InputsPath = None,
     seed: Seed = 0,
@@ -56,6 +60,8 @@ def command(
     """
     import partita
 
+    if inputs is not None and not verify:
+        raise CommandError("--inputs are for --verify: add that, or omit them")
     check_output(output, *(() if format else (".html", ".htm", ".json", ".dot", ".gv")))
     make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
@@ -65,7 +71,8 @@ def command(
         args, kwargs = read_inputs(inputs, read, seed)
         with working("comparing"):
             comparison = partita.compare(read, made.apply(), args, kwargs)
+        check_compared(comparison)
     with working(f"writing {output}"), whole_file(output) as draft:
-        partita.report(made, comparison=comparison).save(draft, format=format)  # type: ignore[arg-type]
+        partita.report(made, comparison=comparison).save(draft, format=format)
     remark(f"written: {output}")
     return 0 if comparison is None or comparison.equal else 1

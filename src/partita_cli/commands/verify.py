@@ -21,7 +21,7 @@ from partita_cli.options import (
     Trusted,
     examples,
 )
-from partita_cli.output import say, say_json, working
+from partita_cli.output import remark, say, say_json, working
 from partita_cli.sources import planner, read_inputs, read_program
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def command(
     """
     if (other is None) == (plan is None and policy is None):
         raise CommandError("give a second program, or a plan for the first one (--plan, or --policy and --treatment)")
+    if other is not None and treatment is not None:
+        raise CommandError("a treatment is for a plan of the first program: omit it, or the second program")
     make = None if other is not None else planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
     before = read_program(program, trusted=trusted, operators=operators, imports=imports)
     after = make(before).apply() if make else read_program(other or program, trusted=trusted, operators=operators)
@@ -76,6 +78,8 @@ def command(
         say_json(comparison_data(found))
     else:
         say(str(found))
+        if make is not None and not found.equal:
+            remark("next: partita bisect with the same plan names the region, and the operators in it")
     return 0 if found.equal else 1
 
 

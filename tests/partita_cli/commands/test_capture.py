@@ -199,3 +199,15 @@ def test_a_model_of_transformers_is_captured_inspected_and_verified(tmp_path: Pa
     # Random tokens are within the vocabulary.
     assert run("verify", "gpt2.pt2", "-p", "repeats", "--no-gradients").out.startswith("nothing differs in 4 calls")
     sys.modules.pop("command_gpt2")
+
+
+def test_a_file_may_have_the_name_of_a_module_of_python() -> None:
+    code = "import torch\ndef build():\n    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)\n"
+    Path("profile.py").write_text(code, encoding="utf-8")
+    assert run("capture", "profile.py:build", "-o", "model.pt2").status == 0
+    assert not hasattr(sys.modules.get("profile"), "build")
+
+
+def test_limits_of_a_size_are_written_once() -> None:
+    words = ("--dynamic", "x:0=b:2..8", "--dynamic", "mask:0=b:2..64")
+    assert "other limits" in refused("capture", "command_models:with_keywords", "-o", "model.pt2", *words)

@@ -85,3 +85,8 @@ def test_wrong_options_are_refused(words: list[str], told: str) -> None:
 
 def test_a_function_has_no_training_step() -> None:
     assert "torch.nn.Module" in refused("fit", "command_steps:function", "--peak", "0.5")
+
+
+@pytest.mark.parametrize("words", [["--picture", "p.svg"], ["--report", "r.html"], ["-o", "o.pt2"], ["--chart"]])
+def test_a_curve_alone_has_no_plan_to_write(words: list[str]) -> None:
+    assert "give --peak, too" in refused("fit", "command_steps:build", "--curve", *words)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tests.partita_cli.helpers import refused, run
 
 
@@ -34,3 +35,20 @@ def test_a_report_in_another_format(small_file: Path, tmp_path: Path) -> None:
     assert json.loads(file.read_text())
     assert "should end in .html" in refused("report", small_file, "-p", "size:parts=2", "-o", file)
     assert "'gif'" in refused("report", small_file, "-p", "size:parts=2", "-o", file, "--format", "gif")
+
+
+def test_inputs_that_the_original_does_not_accept_are_no_yes(small_file: Path, tmp_path: Path) -> None:
+    torch.save((torch.randn(4, 9),), tmp_path / "wrong.pt")
+    words = (
+        "report",
+        small_file,
+        "-p",
+        "size:parts=2",
+        "-o",
+        tmp_path / "plan.html",
+        "--inputs",
+        tmp_path / "wrong.pt",
+    )
+    assert "nothing could be compared" in refused(*words, "--verify")
+    assert "--inputs are for --verify" in refused(*words)
+    assert not (tmp_path / "plan.html").exists()
