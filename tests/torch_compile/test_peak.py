@@ -194,6 +194,29 @@ def test_a_step_that_is_measured_over_its_budget_is_planned_once_more(
     assert plans[1].simulated.peak < first.simulated.peak
 
 
+def test_state_that_an_optimizer_has_not_allocated_yet_counts_when_a_step_is_measured() -> None:
+    model, fitted, plans = _decoder(), list[FittedGraph](), list[Any]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameter_bytes = sum(one.numel() * one.element_size() for one in model.parameters())
+    budget = 5_000_000 + 2 * parameter_bytes
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        found = compile_to_fit(
+            gm, inputs, peak=budget, inner="aot_eager", rates=RATES, optimizer=optimizer, on_plan=plans.append
+        )
+        assert isinstance(found, FittedGraph)
+        fitted.append(found)
+        return found
+
+    _gradients(torch.compile(model, backend=backend), model)
+    resident = parameter_bytes + _IDS.numel() * 8
+    fitted[0].compare(measured=5_000_000, resident=resident)
+    assert len(plans) == 1
+    fitted[0].compare(measured=5_300_000, resident=resident)
+    assert len(plans) == 2
+    assert plans[1].peak_bytes <= 5_000_000 - resident
+
+
 def test_a_step_whose_budget_no_plan_holds_takes_the_smallest_peak(caplog: pytest.LogCaptureFixture) -> None:
     model, fitted, plans = _decoder(layers=2), list[FittedGraph](), list[Any]()
 

@@ -257,7 +257,7 @@ def compile_to_fit(
         optimizer=optimizer,
         checkpoints=checkpoints,
     )
-    return FittedGraph(gm, example_inputs, partition, inner=str(inner), on_plan=on_plan)
+    return FittedGraph(gm, example_inputs, partition, inner=str(inner), optimizer=optimizer, on_plan=on_plan)
 
 
 @final
@@ -271,6 +271,7 @@ class FittedGraph:
         partition: MemoryPartition,
         *,
         inner: str,
+        optimizer: torch.optim.Optimizer | int = 0,
         on_plan: Callable[[Any], object] | None = None,
     ) -> None:
         devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
@@ -279,7 +280,7 @@ class FittedGraph:
         self._gm = copied_graph(gm, inputs)
         # Traced values take no memory, unlike the inputs of this call.
         self._inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-        self._inner, self._on_plan = inner, on_plan
+        self._inner, self._optimizer, self._on_plan = inner, optimizer, on_plan
         self._calls = 0
         self.partition = partition
         self._function = self._compiled(gm, inputs, partition)
@@ -310,11 +311,13 @@ class FittedGraph:
         """Plans and compiles once more if the measured peak of a step is over the budget.
 
         Where no plan fits then, it is the one with the smallest peak.
-        `resident` is what is allocated between steps, gradients of an earlier step among it if they were kept.
+        `resident` is what is allocated between steps, gradients of an earlier step among it if they were kept. State
+        that the optimizer has not allocated yet counts, too, unless it was given in bytes.
         """
         plan, budget = self.partition.plans.found[-1], self.partition.budget
         is_part = isinstance(budget.peak, float) and budget.peak <= 1
-        asked = budget.bytes(0)
+        to_come = 0 if isinstance(self._optimizer, int) else bytes_to_come(self._optimizer)
+        asked = budget.bytes(0) - to_come
         if is_part:
             asked = plan.allowed_bytes + self.partition.communication_bytes + resident
         shown = [shown_bytes(number) for number in (measured, plan.peak_bytes + resident, asked)]
@@ -331,6 +334,7 @@ class FittedGraph:
             resident,
             margin,
             respects_checkpoints=self.partition.respects_checkpoints,
+            optimizer_bytes=to_come,
         )
         try:
             self._compile_again(again)
