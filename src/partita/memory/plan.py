@@ -133,7 +133,14 @@ class MemoryPlan:
         """The plan that recomputes the chosen segments."""
         chosen = [(segment, link.region) for segment, link in zip(self.segments, self.chain.links, strict=True)]
         recomputed = [(segment, region) for segment, region in chosen if segment.is_recomputed]
-        partition = Partition(self.chain.program, [region for _, region in recomputed]).returning_in_graph_order()
+        reasons = {
+            node: f"the budget has room for what {segment.name} saves, so it is not recomputed"
+            for segment, region in chosen
+            if not segment.is_recomputed
+            for node in region.nodes
+        }
+        regions = [region for _, region in recomputed]
+        partition = Partition(self.chain.program, regions, reasons).returning_in_graph_order()
         treatments = [Recompute(KeepNodes(*one.kept) if one.kept else KeepNothing()) for one, _ in recomputed]
         return Plan(partition, tuple(treatments))
 
