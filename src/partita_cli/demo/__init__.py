@@ -13,7 +13,7 @@ import typer
 from partita_cli.options import examples
 from partita_cli.output import check_output, working
 
-EPILOG = examples("partita demo", "partita demo -o /tmp/demo.html")
+EPILOG = examples("partita demo", "partita demo -o demo.html")
 _CHAPTERS = (
     "splitting",
     "wrong_answers",
