@@ -245,7 +245,9 @@ def test_exported_programs_are_wrapped_saved_and_loaded(does: Any, operators: Op
     assert after.caller == AMBIENT
     exported = after.exported()
     assert not has_toggles_anywhere(exported.graph_module)
-    assert operators == "partita" or "partita" not in exported.graph_module.print_readable(print_output=False)
+    # The text has paths of files, too, and a clone may be in a folder of any name.
+    readable = exported.graph_module.print_readable(print_output=False)
+    assert ("higher_order.partita_" in readable) is (operators == "partita")
     if operators == "partita" or not IS_OLD:  # torch 2.11 deletes its own operators where they only write.
         exported.graph_module.graph.eliminate_dead_code()
     stored = io.BytesIO()
