@@ -628,6 +628,7 @@ def _generators(*seeds: int) -> tuple[torch.Generator, ...]:
     return tuple(torch.Generator().manual_seed(seed) for seed in seeds)
 
 
+@pytest.mark.skipif(IS_OLD, reason="torch 2.11 exports no model with a generator as argument")
 @pytest.mark.parametrize("passes", ["two generators", "one generator twice", "the model's own"])
 def test_generators_that_are_passed_are_used_and_advance(passes: str) -> None:
     model = Noisy()
@@ -650,6 +651,7 @@ def test_generators_that_are_passed_are_used_and_advance(passes: str) -> None:
         assert torch.equal(other_second.get_state(), second.get_state())
 
 
+@pytest.mark.skipif(IS_OLD, reason="torch 2.11 exports no model with a generator as argument")
 def test_a_generator_may_be_omitted_in_a_later_call() -> None:
     def noisy(x: Tensor, generator: torch.Generator | None) -> Tensor:
         return x + torch.randn(3, 4, generator=generator)
