@@ -1,7 +1,8 @@
 """A model of equal blocks: seconds to the first result, and the steady time of a step, for each way to compile it.
 
-Each way runs in a process of its own, with an empty folder for the caches of Inductor. On a CPU the processes wait for
-each other and take turns with their steps, so that other work on the machine slows all of them down alike:
+Each way runs in a process of its own, with an empty folder for the caches of Inductor. The processes wait for each
+other and take turns with their steps, so that other work on the machine slows all of them down alike. A GPU must have
+room for all of them, about 25 GB each for training at width 4096:
 
     python -m benchmarks.compile_once                                    # 24 blocks of width 64 on the CPU
     python -m benchmarks.compile_once --device cuda --width 4096         # on a GPU; --train for training
@@ -108,7 +109,9 @@ class Measured:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         widths = [width + _HEAD * at * distinct for at in range(1 if way == "one" else blocks)]
         self._way, self._device, self._train = way, device, train
-        self._model = Model(widths).to(device, dtype)
+        # Made where it is used: to fill the weights of a wide model on one core takes a minute.
+        with torch.device(device):
+            self._model = Model(widths).to(dtype)
         self._x = torch.randn(2, _TOKENS, width, device=device, dtype=dtype)
         self._call: Callable[[Tensor], Tensor] | None = None if way == CAPTURED else compiled(way, self._model)
 
@@ -229,10 +232,12 @@ def _answer(way: str, options: Mapping[str, Any]) -> None:
         print(json.dumps(measured.first() if question.strip() == "first" else measured.steps()), flush=True)
 
 
-def compare(ways: Sequence[str], *, turns: int, repeated: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+def compare(
+    ways: Sequence[str], *, turns: int, repeated: Sequence[str] = (), rounds: int | None = None, **options: Any
+) -> dict[str, Any]:
     """The lowest figures of each way; those that are `repeated` compile in as many fresh processes as there are turns.
 
-    Steps of all take turns, each way in its last process.
+    Steps of all take turns for some `rounds`, by default four a turn, each way in its last process.
     """
     running: dict[str, Process] = {}
     found: dict[str, dict[str, float]] = {way: {} for way in ways}
@@ -244,7 +249,7 @@ def compare(ways: Sequence[str], *, turns: int, repeated: Sequence[str] = (), **
                 running[way] = Process(way, limit_s=3_600, **options)
                 _keep_lowest(found[way], running[way].found)
                 print(f"{way}: {running[way].found}", file=sys.stderr, flush=True)
-        for _ in range(4 * turns):
+        for _ in range(4 * turns if rounds is None else rounds):
             for way, process in running.items():
                 _keep_lowest(found[way], process.answer("steps"))
     finally:
@@ -351,7 +356,7 @@ def _row(
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the figures of each way that is asked for as a line of JSON; one that fails is such a line as well."""
+    """Prints the figures of each way that is asked for as a line of JSON."""
     if arguments[:1] == ["--one-way"]:
         _answer(arguments[1], json.loads(arguments[2]))
         return
@@ -363,27 +368,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--distinct", action="store_true", help="blocks of different widths, none equal to another")
     parser.add_argument("--turns", type=int, default=1, help="how often each way compiles; the lowest figures count")
+    parser.add_argument("--rounds", type=int, help="how often the steps of each way are timed, 20 at a time")
     options = vars(parser.parse_args(arguments))
     ways, turns = options.pop("ways") or WAYS, options.pop("turns")
-    if options["device"] == "cpu":
-        for way, found in compare(ways, turns=turns, repeated=ways, **options).items():
-            _print(way, options, found)
-        return
-    for way in ways * turns:
-        # One at a time: they would share the memory of the device.
-        try:
-            with Process(way, **options) as process:
-                found = dict(process.found)
-                for _ in range(3):
-                    _keep_lowest(found, process.answer("steps"))
-        except ChildProcessError as error:
-            print(json.dumps({"way": way, **options, "error": str(error)}), flush=True)
-        else:
-            _print(way, options, found)
-
-
-def _print(way: str, options: Mapping[str, Any], found: Mapping[str, float]) -> None:
-    print(json.dumps({"way": way, **options, **{key: round(value, 3) for key, value in found.items()}}), flush=True)
+    for way, found in compare(ways, turns=turns, repeated=ways, **options).items():
+        print(json.dumps({"way": way, **options, **{key: round(value, 3) for key, value in found.items()}}), flush=True)
 
 
 if __name__ == "__main__":
