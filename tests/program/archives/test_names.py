@@ -674,9 +674,9 @@ def test_bodies_may_share_others(small: Path, tmp_path: Path) -> None:
 def test_many_equal_layers_share_a_body(small: Path, tmp_path: Path) -> None:
     """The bound on bodies that share others is none on one body of many calls."""
     layer = graph(["p"], [sine(f"q{at - 1}" if at else "p", f"q{at}") for at in range(100)], ["q99"])
+    bodies = [body("layer", EMPTY)] * 99 + [body("layer", layer)]
     calls = [
-        node(WRAP, [body("layer", EMPTY if at < 99 else layer), value(f"y{at - 1}" if at else "x")], f"y{at}", hop=False)
-        for at in range(100)
+        node(WRAP, [held, value(f"y{at - 1}" if at else "x")], f"y{at}", hop=False) for at, held in enumerate(bodies)
     ]
     assert len(load_exported(written(small, tmp_path / "m.pt2", calls, "y99")).graph.nodes) > 100
 
