@@ -18,7 +18,7 @@ import torch
 from tests.helpers.selecting import slow_but
 from tests.program.archives.helpers import Spoilt
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 import partita
 from partita import Program
@@ -364,6 +364,35 @@ class _Failing(Pickling):
 def test_what_cannot_be_delegated_is_said(attempt: Callable[[], object], message: str) -> None:
     with pytest.raises(LoweringError, match=message):
         attempt()
+
+
+def _with_a_number(calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> GraphModule:
+    """Adds to `x` what a chain of calls gives; "last" is the result of the one before, and all were traced as 3."""
+    made = Graph()
+    x = number = made.placeholder("x")
+    x.meta["val"] = torch.empty(3, 4, device="meta")
+    for target, args in calls:
+        number = made.call_function(target, tuple(number if one == "last" else one for one in args))
+        number.meta["val"] = 3
+    added = made.call_function(torch.ops.aten.add.Scalar, (x, number))
+    added.meta["val"] = torch.empty(3, 4, device="meta")
+    made.output((added,))
+    return GraphModule(nn.Module(), made)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [(operator.pow, (10**18, 10**18))],
+        [(operator.lshift, (1, 1 << 40))],
+        [(operator.mul, (2**62, 2**62)), *[(operator.mul, ("last", "last"))] * 40],
+    ],
+    ids=["power", "shift", "squares"],
+)
+def test_a_number_that_no_memory_holds_is_not_compiled(numbers: Any) -> None:
+    program = Program.of(_with_a_number(numbers))
+    with pytest.raises(LoweringError, match=r"is not computed: its result may have \d+ bits or more"):
+        partita.plan(program, BySize(parts=1), Delegate("pickling")).apply()
 
 
 def test_a_backend_that_a_file_cannot_name_is_refused() -> None:

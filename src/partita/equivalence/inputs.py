@@ -309,7 +309,11 @@ def _other(leaf: object, value: Any, sizes: Mapping[Any, int]) -> object:
 
 
 def _evaluated(size: Any, sizes: Mapping[Any, int]) -> int:
-    return int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else int(size)
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    # sympy sorts all that it is given, and a program may have a symbol for each of its inputs.
+    return int(expression.subs({symbol: sizes[symbol] for symbol in expression.free_symbols if symbol in sizes}))
 
 
 def _stretched(tensor: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -45,6 +45,7 @@ from partita.lowering.variant_cache import timed
 from partita.plans.compilations import CompiledBody
 from partita.plans.treatment import Called, Site
 from partita.program._torch.guards import functions_of_conditions
+from partita.program.dry_run_refusals import refusal_of_numbers
 from partita.program.exported import FOLDED
 from partita.program.program import Program
 from partita.rewrite.bodies import bare_body
@@ -137,6 +138,9 @@ class _Region:
             self._fail(
                 f"{unchecked!r} may read outside of its tensor or divide by zero, which compiled code does not check"
             )
+        too_large = refusal_of_numbers(self.body)  # A compiler computes it, for ever or until memory is full.
+        if too_large is not None:
+            self._fail(too_large)
         for node in self.variable:
             if not isinstance(value_of(node), Tensor | torch.SymInt | int):
                 self._fail(f"input {node.name!r} was traced as {value_of(node)!r}, which is no tensor and no integer")

@@ -43,6 +43,17 @@ def refusal_in_graphs(root: GraphModule) -> str | None:
     return None if deep is None else f"node {deep.name!r} is not tried: it is a view of more than {_MOST_VIEWS} views"
 
 
+def refusal_of_numbers(root: GraphModule) -> str | None:
+    """Why a number in a graph or one of its bodies is not computed, on fake tensors or by a compiler."""
+    for module in root.modules():
+        bits: dict[Node, int] = {}
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            why = _refusal_of_number(node, bits) if node.op == "call_function" else None
+            if why is not None:
+                return f"{node.name!r} is not computed: {why}"
+    return None
+
+
 def _refusal_of_call(node: Node, *, is_body: bool) -> str | None:
     if is_of_level(node.target):
         return "it belongs to a torch.func level"

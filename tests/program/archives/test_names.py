@@ -631,8 +631,8 @@ def test_roots_of_sizes_and_their_bits_load(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(x), Scaled()(x))
 
 
-def test_bodies_that_share_others_stand_for_a_bounded_number_of_nodes(small: Path, tmp_path: Path) -> None:
-    """Each level calls the next one twice, once by its name alone: thirty levels would be a billion calls."""
+def sharing(small: Path, path: Path, *, levels: int) -> Path:
+    """A program in which each level calls the next one twice, once by its name alone."""
 
     def called(body: Any) -> Any:
         return {"as_graph": {"name": "b", "graph": body}}
@@ -641,7 +641,7 @@ def test_bodies_that_share_others_stand_for_a_bounded_number_of_nodes(small: Pat
     sine = node("torch.ops.aten.sin.default", [value("x")], "y")
     sine["inputs"][0]["name"] = "self"
     body = {**graph(["x"], [sine], ["y"]), "is_single_tensor_return": True}
-    for _ in range(30):
+    for _ in range(levels):
         wrap, grad = "torch.ops.higher_order.wrap_with_set_grad_enabled", {"as_bool": True}
         calls = [
             node(wrap, [grad, called(empty), value("x")], "y", hop=True),
@@ -654,8 +654,31 @@ def test_bodies_that_share_others_stand_for_a_bounded_number_of_nodes(small: Pat
 
     spoilt = Spoilt(small)
     spoilt.program(change)
-    with pytest.raises(ArchiveError, match="stand for more than 200000 nodes"):
-        load_exported(spoilt.write(tmp_path / "m.pt2"))
+    return spoilt.write(path)
+
+
+@pytest.mark.parametrize("levels", [12, 30])
+def test_bodies_that_share_others_stand_for_a_bounded_number_of_nodes(levels: int, small: Path, tmp_path: Path) -> None:
+    """Thirty levels would be a billion calls, and twelve take minutes to print in a plan."""
+    with pytest.raises(ArchiveError, match=r"stand for more than \d+ nodes"):
+        load_exported(sharing(small, tmp_path / "m.pt2", levels=levels))
+
+
+def test_bodies_may_share_others(small: Path, tmp_path: Path) -> None:
+    y = X
+    for _ in range(16):
+        y = y.sin()
+    assert torch.equal(load_exported(sharing(small, tmp_path / "m.pt2", levels=4)).module()(X), y)
+
+
+def test_many_equal_layers_share_a_body(small: Path, tmp_path: Path) -> None:
+    """The bound on bodies that share others is none on one body of many calls."""
+    layer = graph(["p"], [sine(f"q{at - 1}" if at else "p", f"q{at}") for at in range(100)], ["q99"])
+    bodies = [body("layer", EMPTY)] * 99 + [body("layer", layer)]
+    calls = [
+        node(WRAP, [held, value(f"y{at - 1}" if at else "x")], f"y{at}", hop=False) for at, held in enumerate(bodies)
+    ]
+    assert len(load_exported(written(small, tmp_path / "m.pt2", calls, "y99")).graph.nodes) > 100
 
 
 def wrapped(inner: Any, result: dict[str, Any]) -> Any:

@@ -31,8 +31,9 @@ from partita.program.archives._torch.symbols import Symbols, read_device, read_d
 from partita.program.archives.data import LONGEST_NAME, MOST_DOTS, Data
 
 _DEEPEST = 40
-#: The most nodes of a graph, if every call is replaced by the body that it runs.
-_MOST_EXPANDED = 200_000
+#: The most nodes of a graph, if every call is replaced by the body that it runs, and the most for each that is written:
+#: equal layers share one body, but bodies that share others stand for any number of nodes.
+_MOST_EXPANDED, _MOST_OF_WRITTEN = 200_000, 256
 #: How deep graphs may be nested that torch traces again at each level.
 _MOST_RETRACED = 4
 #: How an argument is passed.
@@ -60,8 +61,9 @@ class GraphReader:
         self.bodies: dict[str, Any] = {}
         #: The last graph of each name, for calls that share it.
         self._shared_bodies: dict[str, Data] = {}
-        #: How many nodes there are if every call is replaced by the body that it runs; of each body, too.
-        self.expanded = 0
+        #: How many nodes are written, here and in bodies, and how many there are if every call is replaced by the body
+        #: that it runs; of each body, too.
+        self.written = self.expanded = 0
         self._expanded_bodies: dict[str, int] = {}
         #: How many levels of graphs that torch traces again each body may still have below it.
         self._levels_left: dict[str, int] = {}
@@ -147,6 +149,8 @@ class GraphReader:
         self._symbols.values_left += _VALUES_OF_NODE
         target, inputs = self._operator(data["target"]), data["inputs"]
         metadata = _metadata(data.get("metadata"))
+        self.written += 1
+        self.expanded += 1
         kwargs: dict[str, Any] = {}
         if isinstance(target, OpOverload):
             args, kwargs = self._of_schema(target, inputs)
@@ -160,7 +164,6 @@ class GraphReader:
         for given in (*args, *kwargs.values()):
             if isinstance(given, Node) and given.op == "get_attr":
                 given.meta.update(metadata)  # Graphs have no metadata of their own in the file.
-        self.expanded += 1
         name = data["name"].name() if data.value.get("name") else None
         node = self._create("call_function", target, tuple(args), kwargs, wanted=name)
         self._add_values(node, data, metadata)
@@ -414,6 +417,7 @@ class GraphReader:
             reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1, retraced=retraced)
             self._root.add_module(name, reader.read(graph, {}))
             self.bodies[name] = graph.value
+            self.written += reader.written
             self._expanded_bodies[name] = reader.expanded
             self._levels_left[name] = retraced
             self.met.update(reader.met)
@@ -422,8 +426,9 @@ class GraphReader:
         elif retraced < self._levels_left[name]:
             data.malformed(f"{name!r} runs deeper here than where it was first read; use it there first")
         self.expanded += 1 + self._expanded_bodies[name]
-        if self.expanded > _MOST_EXPANDED:
-            data.malformed(f"calls of graphs that share bodies stand for more than {_MOST_EXPANDED} nodes")
+        most = min(_MOST_EXPANDED, _MOST_OF_WRITTEN * self.written)
+        if self.expanded > most:
+            data.malformed(f"calls of graphs that share bodies stand for more than {most} nodes")
         return self._create("get_attr", name, wanted=name)
 
 
