@@ -49,8 +49,8 @@ def command(
     has_plan = policy is not None or plan is not None or treatment is not None
     make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports) if has_plan else None
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
-    found = read.node(node)
     made = make(read) if make else partita.Plan(partita.Partition(read, []), ())
+    found = made.program.node(node)  # A plan may be for the mode blocks in their other form.
     why = made.explanation(found)
     if json:
         say_json({"calls": _call(found), "value": _value(found), **plain_data(asdict(why))})
