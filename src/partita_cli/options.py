@@ -26,7 +26,8 @@ def _policies(incomplete: str) -> list[str]:
 
 
 def _treatments(incomplete: str) -> list[str]:
-    return _completed(TREATMENTS, incomplete)
+    regions, sign, name = incomplete.rpartition("=") if ":" not in incomplete else ("", "", incomplete)
+    return [f"{regions}{sign}{found}" for found in _completed(TREATMENTS, name)]
 
 
 ProgramPath: TypeAlias = Annotated[
@@ -42,13 +43,15 @@ PolicyText: TypeAlias = Annotated[
         autocompletion=_policies,
     ),
 ]
-TreatmentText: TypeAlias = Annotated[
-    str | None,
+TreatmentTexts: TypeAlias = Annotated[
+    list[str] | None,
     typer.Option(
         "--treatment",
         "-t",
-        metavar="NAME[:OPTIONS]",
-        help="What is done to each region: lower:inductor, recompute, call (the default); see partita list treatments.",
+        metavar="[REGIONS=]NAME[:OPTIONS]",
+        help="What is done to each region: lower:inductor, recompute, call (the default); see partita list treatments. "
+        "With REGIONS=, what is done to these, by name or label, where * and ? stand for any text and any character: "
+        "'blocks.*=recompute'. Repeatable: of several that fit a region, the last counts.",
         autocompletion=_treatments,
     ),
 ]

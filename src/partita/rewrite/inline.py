@@ -98,7 +98,7 @@ _FindCalls: TypeAlias = Callable[[Program], Mapping[Node, "BodyCall"]]
 
 
 def _inlined_at_any_depth(program: Program, calls_in: _FindCalls) -> Program:
-    """`program` with these calls inlined, and in the bodies of its remaining operators too: the branches of a `cond`."""
+    """`program` with these calls inlined, in the bodies of its remaining operators too: the branches of a `cond`."""
     flat, changed = Inlining(program, calls_in(program), calls_in).inlined(), dict[str, GraphModule]()
     for node in flat.graph.find_nodes(op="get_attr"):
         body = find(flat.graph_module, str(node.target))

@@ -14,7 +14,7 @@ from partita_cli.options import (
     PlanPath,
     PolicyText,
     ProgramPath,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -33,7 +33,7 @@ def command(
     program: ProgramPath,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.pt2", help="The file to write.")],
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     marks: Annotated[
         bool, typer.Option("--marks", help="Only mark the nodes of each region, and cut nothing.")
@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Carry out a plan and write the new program; the old one stays as it is."""
     check_output(output, ".pt2")
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
     with working("applying"):

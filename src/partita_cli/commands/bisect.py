@@ -17,7 +17,7 @@ from partita_cli.options import (
     PolicyText,
     ProgramPath,
     Seed,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -34,7 +34,7 @@ EPILOG = examples(
 def command(
     program: ProgramPath,
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     inputs: InputsPath = None,
     seed: Seed = 0,
@@ -57,7 +57,7 @@ def command(
 
     The status is 1 if something differs.
     """
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
     args, kwargs = read_inputs(inputs, read, seed)

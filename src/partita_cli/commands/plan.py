@@ -14,7 +14,7 @@ from partita_cli.options import (
     PlanPath,
     PolicyText,
     ProgramPath,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -28,14 +28,15 @@ NEEDS_ARGUMENTS = True
 EPILOG = examples(
     "partita plan model.pt2 --policy size:parts=4",
     "partita plan model.pt2 -p capability:inductor,min_size=4 -t lower:inductor -o plan.json",
-    "partita plan model.pt2 -p module:layers.* -t recompute:keep=expensive",
+    "partita plan model.pt2 -p 'module:layers.*' -t recompute:keep=expensive",
+    "partita plan model.pt2 -p 'module:layers.*,head' -t 'layers.*=recompute' -t head=lower:inductor",
 )
 
 
 def command(
     program: ProgramPath,
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan to this file.")
@@ -48,7 +49,7 @@ def command(
 ) -> None:
     """Show the regions that a policy makes and what a treatment does to them; nothing is changed."""
     check_output(output, ".json")
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
     if output is not None:

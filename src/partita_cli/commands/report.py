@@ -17,7 +17,7 @@ from partita_cli.options import (
     PolicyText,
     ProgramPath,
     Seed,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -37,7 +37,7 @@ def command(
         Path, typer.Option("--output", "-o", metavar="FILE.html", help="The file to write; its ending is the format.")
     ],
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Apply the plan, compare the result, and report that too.")
@@ -63,7 +63,7 @@ def command(
     if inputs is not None and not verify:
         raise CommandError("--inputs are for --verify: add that, or omit them")
     check_output(output, *(() if format else (".html", ".htm", ".json", ".dot", ".gv")))
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
     comparison = None

@@ -34,6 +34,41 @@ def test_plan_writes_a_file_that_is_read_again(small_file: Path, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+def _treatments(file: Path, *words: str) -> dict[str, str]:
+    """The treatment of each region, with a region for each of the blocks and one for the head."""
+    ran = run("plan", file, "-p", "module:blocks.*,head", *words, "--json")
+    assert ran.status == 0, ran.err
+    return {one["label"]: one["treatment"].partition("(")[0] for one in ran.json["regions"]}
+
+
+def test_treatments_are_given_by_name_label_and_pattern(counting_file: Path) -> None:
+    given = ("-t", "blocks.*=recompute:keep=everything", "-t", "blocks_3=mark:key=tag", "-t", "lower:aot_eager")
+    assert _treatments(counting_file, *given) == {
+        **dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), "Recompute"),
+        "blocks.3": "Mark",
+        "head": "Lower",
+    }
+
+
+def test_regions_that_no_treatment_names_are_called(counting_file: Path) -> None:
+    found = _treatments(counting_file, "-t", "head=recompute")
+    assert found == {**dict.fromkeys(("blocks.0", "blocks.1", "blocks.2", "blocks.3"), "Call"), "head": "Recompute"}
+
+
+def test_of_several_treatments_that_fit_a_region_the_last_counts(counting_file: Path) -> None:
+    found = _treatments(counting_file, "-t", "head=recompute", "-t", "*=leave-eager", "-t", "blocks.1=recompute")
+    assert [label for label, name in found.items() if name == "Recompute"] == ["blocks.1"]
+
+
+def test_treatments_of_regions_that_are_not_there_are_refused(counting_file: Path) -> None:
+    words = ("plan", counting_file, "-p", "module:blocks.*,head", "-t")
+    assert "did you mean 'head'" in refused(*words, "haed=recompute")
+    assert "there are blocks_0, blocks.0" in refused(*words, "layers.*=recompute")
+    assert "did you mean 'recompute'" in refused(*words, "head=recompte")
+    assert "both for all regions" in refused(*words, "recompute", "-t", "call")
+    assert "says no regions before '='" in refused(*words, "=recompute")
+
+
 def test_plan_says_what_is_outside_and_why(small_file: Path) -> None:
     told = run("plan", small_file, "-p", "module:2", "--summary").out
     assert told.startswith("1 node in 1 region, 2 outside\n")
