@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
+from tempfile import NamedTemporaryFile
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +96,20 @@ def working(on: str) -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Holds back what libraries print on stderr: after an error they say in pages what we say in a line."""
+    """Holds back what libraries print on stderr: after an error they say in pages what we say in a line.
+
+    The error carries it as a note, which the traceback of `--debug` ends with.
+    """
     logger = logging.getLogger("torch")
     level, kept = logger.level, StringIO()
     logger.setLevel(logging.ERROR)
     try:
         with redirect_stderr(kept):
             yield
+    except Exception as error:
+        if text := kept.getvalue().rstrip():
+            error.add_note(f"Printed before that:\n{text}")
+        raise
     finally:
         logger.setLevel(level)
     sys.stderr.write(kept.getvalue())
@@ -118,10 +125,9 @@ def check_output(path: Path | None, *suffixes: str) -> None:
         raise CommandError(f"{path} is a folder; give the name of a file in it")
     if not path.parent.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {path.parent}")
-    draft = _draft_of(path)
     try:
-        draft.touch(exist_ok=False)
-        draft.unlink()
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}."):
+            pass
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -129,16 +135,10 @@ def check_output(path: Path | None, *suffixes: str) -> None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A path to write to; the file takes its place at `path` when it is complete, and is removed after an error."""
-    draft = _draft_of(path)
-    try:
+    from partita.whole_files import whole_file  # With it comes torch.
+
+    with whole_file(path) as draft:
         yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _draft_of(path: Path) -> Path:
-    return path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

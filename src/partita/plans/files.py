@@ -27,6 +27,7 @@ from partita.regions import Partition, Region
 from partita.regions.region import Reason, ReasonKind
 from partita.rewrite.inline import inline_modes
 from partita.rewrite.wrap_modes import wrap_modes
+from partita.whole_files import whole_file
 
 FORMAT, VERSION = "partita plan", 1
 
@@ -78,13 +79,8 @@ def _printable(text: str) -> str:
 def write_plan(plan: Plan, path: str | os.PathLike[str], known: Known) -> None:
     """Writes a plan; a file that is there is replaced when the new one is complete."""
     text = json.dumps(as_data(plan, known), indent=1)
-    place = Path(path)
-    draft = place.with_name(f"{place.name}.{os.getpid()}.tmp")
-    try:
+    with whole_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
-        draft.replace(place)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def read_plan(path: str | os.PathLike[str], program: Program, known: Known) -> Plan:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from json import loads
 from pathlib import Path
 
-from tests.partita_cli.helpers import refused, run
+import torch
+from tests.partita_cli.helpers import refused, run, saved, small
+from torch import Tensor, nn
+from torch.export import Dim
 
 import partita
 from partita.policies import BySize
@@ -67,6 +71,42 @@ def test_treatments_of_regions_that_are_not_there_are_refused(counting_file: Pat
     assert "did you mean 'recompute'" in refused(*words, "head=recompte")
     assert "both for all regions" in refused(*words, "recompute", "-t", "call")
     assert "says no regions before '='" in refused(*words, "=recompute")
+
+
+def test_bytes_of_dynamic_sizes_are_those_of_the_trace_and_marked(tmp_path: Path) -> None:
+    file = saved(small(), tmp_path / "dynamic.pt2", dynamic_shapes=({0: Dim("rows", max=64)},))
+    words = (file, "-p", "size:parts=2")
+    table = run("plan", *words).out
+    assert "~704      ~256" in table
+    assert table.splitlines()[4] == "~ is at the sizes of the trace; sizes are dynamic, and other calls have others"
+    first, second = run("plan", *words, "--json").json["regions"]
+    assert (first["bytes_in"], first["dynamic_in"], second["bytes_out"]) == (704, True, 128)
+    run("report", *words, "-o", tmp_path / "report.json")
+    reported = loads((tmp_path / "report.json").read_text())["regions"]
+    for key in ("bytes_in", "bytes_out", "dynamic_in", "dynamic_out", "flops"):
+        assert [one[key] for one in reported] == [first[key], second[key]]
+
+
+def test_inspect_plan_and_report_count_the_same_operators(tmp_path: Path) -> None:
+    class Taking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = x.split(4, -1)
+            with torch.no_grad():
+                second = second.relu()
+            return first + second * x.shape[0]
+
+    file = saved((Taking(), (torch.randn(2, 8),)), tmp_path / "taking.pt2", dynamic_shapes=({0: Dim.DYNAMIC},))
+    words = (file, "-p", "size:operators=2")
+    inspected, planned = run("inspect", file, "--json").json, run("plan", *words, "--json").json
+    run("report", *words, "-o", tmp_path / "report.json")
+    reported = loads((tmp_path / "report.json").read_text())
+    assert inspected["nodes"] == planned["nodes"] == len(reported["nodes"]["name"])
+    assert inspected["outer_operators"] == planned["operators"] == reported["operators"] == 6
+    assert "operator.getitem" not in inspected["operators"]
+    inside = [one["operators"] for one in planned["regions"]]
+    assert inside == [one["nodes"] for one in reported["regions"]]
+    assert run("plan", *words, "--summary").out == f"{sum(inside)} nodes in {len(inside)} regions, 0 outside\n"
+    assert sum(inside) == 6
 
 
 def test_plan_says_what_is_outside_and_why(small_file: Path) -> None:
