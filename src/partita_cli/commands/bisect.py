@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +71,8 @@ def command(
     if json:
         regions, nodes = [region.name for region in found.regions], [node.name for node in found.nodes]
         data = {"blame": found.blame, "regions": regions, "nodes": nodes, "runs": found.runs}
-        say_json({**data, "comparison": comparison_data(found.comparison)})
+        places = [asdict(place) for place in found.places]
+        say_json({**data, "places": places, "comparison": comparison_data(found.comparison)})
     else:
         say(str(found))
     if reproduce is not None and found.nodes:

@@ -156,13 +156,14 @@ def _budget(peak: str) -> str | float:
 
 def _show(plan: MemoryPlan | None, curve: Sequence[MemoryPlan], *, chart: bool) -> None:
     from partita.memory.budget import shown_bytes
+    from partita.memory.rates import shown_milliseconds, two_digits
 
     rows = [
         (
             shown_bytes(one.peak_bytes),
             f"{100 * one.peak_bytes / one.plain_peak_bytes:.0f} %",
-            f"{1e3 * one.extra_seconds:.3f} ms",
-            f"{100 * one.extra_seconds / one.plain_seconds if one.plain_seconds else 0:.1f} %",
+            shown_milliseconds(one.extra_seconds),
+            f"{two_digits(100 * one.extra_seconds / one.plain_seconds if one.plain_seconds else 0)} %",
         )
         for one in curve
     ]
