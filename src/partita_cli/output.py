@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -115,14 +115,19 @@ def held_back() -> Iterator[None]:
     sys.stderr.write(kept.getvalue())
 
 
-def check_output(path: Path | None, *suffixes: str) -> None:
-    """Raises where a file cannot be written, before anything else is done; `suffixes` are the kinds it may have."""
+def check_output(path: Path | None, *suffixes: str, inputs: Iterable[Path | None] = ()) -> None:
+    """Raises where a file cannot be written, before anything else is done; `suffixes` are the kinds it may have.
+
+    What the command reads, its `inputs`, is not replaced.
+    """
     if path is None:
         return
     if suffixes and path.suffix.lower() not in suffixes:
         raise CommandError(f"{path} should end in {' or '.join(suffixes)}")
     if path.is_dir():
         raise CommandError(f"{path} is a folder; give the name of a file in it")
+    if path.exists() and any(one is not None and one.exists() and one.samefile(path) for one in inputs):
+        raise CommandError(f"{path} is what the command reads, and would be replaced; give another name")
     if not path.parent.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {path.parent}")
     try:

@@ -44,7 +44,7 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Carry out a plan and write the new program; the old one stays as it is."""
-    check_output(output, ".pt2")
+    check_output(output, ".pt2", inputs=(program, plan))
     make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from partita_cli.commands.verify import check_compared, comparison_data, tolerance_of
+from partita_cli.errors import CommandError
 from partita_cli.options import (
     AsJson,
     Imports,
@@ -58,6 +59,8 @@ def command(
 
     The status is 1 if something differs.
     """
+    if reproduce is not None and not (reproduce.is_dir() or (not reproduce.exists() and reproduce.parent.is_dir())):
+        raise CommandError(f"{reproduce} is for a folder: give one, or a new name in a folder that is there")
     make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)

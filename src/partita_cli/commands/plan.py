@@ -49,7 +49,7 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Show the regions that a policy makes and what a treatment does to them; nothing is changed."""
-    check_output(output, ".json")
+    check_output(output, ".json", inputs=(program, plan))
     make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)

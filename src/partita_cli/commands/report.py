@@ -62,7 +62,8 @@ def command(
 
     if inputs is not None and not verify:
         raise CommandError("--inputs are for --verify: add that, or omit them")
-    check_output(output, *(() if format else (".html", ".htm", ".json", ".dot", ".gv")))
+    suffixes = () if format else (".html", ".htm", ".json", ".dot", ".gv")
+    check_output(output, *suffixes, inputs=(program, plan, inputs))
     make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)

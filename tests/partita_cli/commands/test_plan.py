@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from json import loads
 from pathlib import Path
+from shutil import copyfile
 
 import torch
 from tests.partita_cli.helpers import refused, run, saved, small
@@ -140,6 +141,21 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_else(small_
     assert "is a folder" in refused(*words, folder)
     assert "should end in .json" in refused(*words, tmp_path / "plan.txt")
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_no_command_writes_over_what_it_reads(small_file: Path, tmp_path: Path) -> None:
+    model, plan = tmp_path / "model.pt2", tmp_path / "plan.json"
+    copyfile(small_file, model)
+    run("plan", model, "-p", "size:parts=2", "-o", plan)
+    before = {path: path.read_bytes() for path in (model, plan)}
+    for words in (
+        ("apply", model, "-p", "size:parts=2", "-o", tmp_path / ".." / tmp_path.name / "model.pt2"),
+        ("plan", model, "--plan", plan, "-o", plan),
+        ("report", model, "--plan", plan, "-o", plan),
+        ("report", model, "--plan", plan, "--format", "json", "-o", model),
+    ):
+        assert "is what the command reads" in refused(*words)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_backend_that_is_missing_is_refused_with_near_names(small_file: Path) -> None:
