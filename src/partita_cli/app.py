@@ -97,9 +97,9 @@ def _show(wanted: bool) -> None:  # noqa: FBT001  Typer passes it so.
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show),
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show, metavar=""),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", metavar="")] = False,
 ) -> None:
     """Reads the options that stand before a command; `--debug` was taken out by `main`."""
 

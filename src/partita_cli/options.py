@@ -1,4 +1,7 @@
-"""Arguments and options that several commands have, with their help."""
+"""Arguments and options that several commands have, with their help.
+
+Switches have an empty `metavar`, since typer 0.29 shows `<bool>` beside them, which they do not take.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +73,13 @@ InputsPath: TypeAlias = Annotated[
 Seed: TypeAlias = Annotated[
     int, typer.Option("--seed", help="For the random inputs that are made where --inputs is missing.")
 ]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.", metavar="")]
 Trusted: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--trusted",
         help="Let torch load the file instead, which can run any code that is in it. Only for files you made.",
+        metavar="",
     ),
 ]
 Operators: TypeAlias = Annotated[

@@ -148,8 +148,8 @@ def read_inputs(path: Path | None, program: Program, seed: int) -> tuple[tuple[A
             )
         except Exception as error:
             raise CommandError(
-                f"{path} cannot be read as data ({type(error).__name__}: {one_line(str(error))}); save tensors, numbers "
-                "and texts in tuples, lists and dicts with torch.save"
+                f"{path} cannot be read as data ({type(error).__name__}: {one_line(str(error))}); save tensors, numbers"
+                " and texts in tuples, lists and dicts with torch.save"
             ) from error
 
 

@@ -36,7 +36,7 @@ def command(
     treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     marks: Annotated[
-        bool, typer.Option("--marks", help="Only mark the nodes of each region, and cut nothing.")
+        bool, typer.Option("--marks", help="Only mark the nodes of each region, and cut nothing.", metavar="")
     ] = False,
     operators: Operators = None,
     imports: Imports = None,

@@ -41,13 +41,16 @@ def command(
     inputs: InputsPath = None,
     seed: Seed = 0,
     isolate: Annotated[
-        bool, typer.Option("--isolate", help="Run every trial in a process of its own, so that crashes are found.")
+        bool,
+        typer.Option(
+            "--isolate", help="Run every trial in a process of its own, so that crashes are found.", metavar=""
+        ),
     ] = False,
     reproduce: Annotated[
         Path | None,
         typer.Option("--reproduce", metavar="FOLDER", help="Write a script with inputs that shows it without Partita."),
     ] = None,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+    gradients: Annotated[bool, typer.Option(help="Compare gradients too.", metavar="")] = True,
     relative: Annotated[float | None, typer.Option(help="How far numbers may differ.")] = None,
     absolute: Annotated[float | None, typer.Option(help="The same, as an absolute distance.")] = None,
     operators: Operators = None,

@@ -42,7 +42,9 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan to this file.")
     ] = None,
-    summary: Annotated[bool, typer.Option("--summary", help="Print only how much is in regions, and why not.")] = False,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Print only how much is in regions, and why not.", metavar="")
+    ] = False,
     operators: Operators = None,
     imports: Imports = None,
     trusted: Trusted = False,

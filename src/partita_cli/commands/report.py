@@ -40,7 +40,7 @@ def command(
     treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Apply the plan, compare the result, and report that too.")
+        bool, typer.Option("--verify", help="Apply the plan, compare the result, and report that too.", metavar="")
     ] = False,
     format: Annotated[
         Literal["html", "json", "dot", "model_explorer"] | None,

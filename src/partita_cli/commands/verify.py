@@ -46,7 +46,7 @@ def command(
     plan: PlanPath = None,
     inputs: InputsPath = None,
     seed: Seed = 0,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+    gradients: Annotated[bool, typer.Option(help="Compare gradients too.", metavar="")] = True,
     relative: Annotated[
         float | None, typer.Option(help="How far numbers may differ; the same bits, or what a treatment declares.")
     ] = None,
