@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
-from tempfile import NamedTemporaryFile
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +129,8 @@ def check_output(path: Path | None, *suffixes: str, inputs: Iterable[Path | None
         raise CommandError(f"{path} is what the command reads, and would be replaced; give another name")
     if not path.parent.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {path.parent}")
+    from tempfile import NamedTemporaryFile  # Help starts without it.
+
     try:
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}."):
             pass
