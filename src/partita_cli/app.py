@@ -97,9 +97,9 @@ def _show(wanted: bool) -> None:  # noqa: FBT001  Typer passes it so.
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show),
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show, metavar=""),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", metavar="")] = False,
 ) -> None:
     """Reads the options that stand before a command; `--debug` was taken out by `main`."""
 
@@ -121,7 +121,8 @@ def _told(error: Exception) -> str:
         context = getattr(error, "ctx", None)
         path = getattr(context, "command_path", "partita")
         # Without any argument help was shown, and there is nothing more to say.
-        return f"{one_line(message)} See {path} --help" if (message := format_message()) else ""
+        message = one_line(format_message() or "").rstrip(".") if format_message() else ""
+        return f"{message}. See {path} --help" if message else ""
     errors = sys.modules.get("partita.errors")
     if isinstance(error, CommandError) or (errors is not None and isinstance(error, errors.PartitaError)):
         return one_line(str(error))

@@ -2,20 +2,25 @@
 
 `capability:inductor,min_size=4` is `ByCapability("inductor", min_size=4)`. Values are read as the types of the fields
 say, and nothing is evaluated. A value without a name belongs to the option before it, or to the first one.
+`blocks.*=recompute` is a treatment for the regions whose name or label fits.
 """
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cache
 from inspect import Parameter, signature
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from partita_cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from partita import Region
 
 Kind: TypeAlias = Literal["policy", "treatment", "keep"]
 
@@ -177,6 +182,67 @@ def choose(kind: Kind, text: str) -> Any:
             f"{kind} {name} needs {choice.only_in_python}, which is a function: use {choice.cls.__name__} in Python"
         )
     return choice.made(_values(choice, rest))
+
+
+@dataclass(frozen=True, slots=True)
+class Treatments:
+    """A treatment for all regions, and others for those whose name or label fits a pattern; the last that fits counts.
+
+    In a pattern, `*` stands for any text, `?` for any character, and `[ab]` for one of these.
+    """
+
+    default: Any
+    rules: tuple[tuple[str, Any], ...] = ()
+
+    def of(self, region: Region) -> Any:
+        """The treatment of a region."""
+        return next((treatment for pattern, treatment in reversed(self.rules) if _fits(region, pattern)), self.default)
+
+    def check_used(self, regions: Iterable[Region]) -> None:
+        """Raises for a pattern that fits no region, which is a misspelled name."""
+        known = list(regions)
+        for pattern, _ in self.rules:
+            if not any(_fits(region, pattern) for region in known):
+                names = list(dict.fromkeys(name for region in known for name in _names_of(region)))
+                shown = [*names[:_SHOWN], *(["others"] if len(names) > _SHOWN else [])]
+                near = get_close_matches(pattern, names, n=3)
+                hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {', '.join(shown)}"
+                raise CommandError(
+                    f"there is a treatment for {pattern!r}, but no region has such a name or label; "
+                    f"{hint if names else 'the policy found no region'}"
+                )
+
+
+#: How many regions an error names.
+_SHOWN = 6
+
+
+def _fits(region: Region, pattern: str) -> bool:
+    return any(name == pattern or fnmatchcase(name, pattern) for name in _names_of(region))
+
+
+def _names_of(region: Region) -> tuple[str, ...]:
+    return (region.name,) if region.label is None else (region.name, str(region.label))
+
+
+def choose_treatments(texts: Sequence[str]) -> Treatments:
+    """The treatments that texts such as `lower:inductor` and `blocks.*=recompute` name; `call` if none is for all."""
+    rules: list[tuple[str, Any]] = []
+    for_all: list[str] = []
+    for text in texts:
+        pattern, sign, name = text.partition("=")
+        if sign and ":" not in pattern:  # Otherwise the sign belongs to an option: lower:inductor,dynamic=true.
+            if not pattern:
+                raise CommandError(f"{text!r} says no regions before '='; write 'blocks.*={name}', or only {name!r}")
+            rules.append((pattern, choose("treatment", name)))
+        else:
+            for_all.append(text)
+    if len(for_all) > 1:
+        raise CommandError(
+            f"the treatments {for_all[0]!r} and {for_all[1]!r} are both for all regions; write 'REGIONS={for_all[1]}', "
+            "with the name, a pattern or the label of those that the second one is for"
+        )
+    return Treatments(choose("treatment", for_all[0] if for_all else "call"), tuple(rules))
 
 
 @cache

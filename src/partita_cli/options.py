@@ -1,4 +1,7 @@
-"""Arguments and options that several commands have, with their help."""
+"""Arguments and options that several commands have, with their help.
+
+Switches have an empty `metavar`, since typer 0.29 shows `<bool>` beside them, which they do not take.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ def _policies(incomplete: str) -> list[str]:
 
 
 def _treatments(incomplete: str) -> list[str]:
-    return _completed(TREATMENTS, incomplete)
+    regions, sign, name = incomplete.rpartition("=") if ":" not in incomplete else ("", "", incomplete)
+    return [f"{regions}{sign}{found}" for found in _completed(TREATMENTS, name)]
 
 
 ProgramPath: TypeAlias = Annotated[
@@ -42,13 +46,15 @@ PolicyText: TypeAlias = Annotated[
         autocompletion=_policies,
     ),
 ]
-TreatmentText: TypeAlias = Annotated[
-    str | None,
+TreatmentTexts: TypeAlias = Annotated[
+    list[str] | None,
     typer.Option(
         "--treatment",
         "-t",
-        metavar="NAME[:OPTIONS]",
-        help="What is done to each region: lower:inductor, recompute, call (the default); see partita list treatments.",
+        metavar="[REGIONS=]NAME[:OPTIONS]",
+        help="What is done to each region: lower:inductor, recompute, call (the default); see partita list treatments. "
+        "With REGIONS=, what is done to these, by name or label, where * and ? stand for any text and any character: "
+        "'blocks.*=recompute'. Repeatable: of several that fit a region, the last counts.",
         autocompletion=_treatments,
     ),
 ]
@@ -67,12 +73,13 @@ InputsPath: TypeAlias = Annotated[
 Seed: TypeAlias = Annotated[
     int, typer.Option("--seed", help="For the random inputs that are made where --inputs is missing.")
 ]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.", metavar="")]
 Trusted: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--trusted",
         help="Let torch load the file instead, which can run any code that is in it. Only for files you made.",
+        metavar="",
     ),
 ]
 Operators: TypeAlias = Annotated[

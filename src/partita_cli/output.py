@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -96,32 +95,45 @@ def working(on: str) -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Holds back what libraries print on stderr: after an error they say in pages what we say in a line."""
+    """Holds back what libraries print on stderr: after an error they say in pages what we say in a line.
+
+    The error carries it as a note, which the traceback of `--debug` ends with.
+    """
     logger = logging.getLogger("torch")
     level, kept = logger.level, StringIO()
     logger.setLevel(logging.ERROR)
     try:
         with redirect_stderr(kept):
             yield
+    except Exception as error:
+        if text := kept.getvalue().rstrip():
+            error.add_note(f"Printed before that:\n{text}")
+        raise
     finally:
         logger.setLevel(level)
     sys.stderr.write(kept.getvalue())
 
 
-def check_output(path: Path | None, *suffixes: str) -> None:
-    """Raises where a file cannot be written, before anything else is done; `suffixes` are the kinds it may have."""
+def check_output(path: Path | None, *suffixes: str, inputs: Iterable[Path | None] = ()) -> None:
+    """Raises where a file cannot be written, before anything else is done; `suffixes` are the kinds it may have.
+
+    What the command reads, its `inputs`, is not replaced.
+    """
     if path is None:
         return
     if suffixes and path.suffix.lower() not in suffixes:
         raise CommandError(f"{path} should end in {' or '.join(suffixes)}")
     if path.is_dir():
         raise CommandError(f"{path} is a folder; give the name of a file in it")
+    if path.exists() and any(one is not None and one.exists() and one.samefile(path) for one in inputs):
+        raise CommandError(f"{path} is what the command reads, and would be replaced; give another name")
     if not path.parent.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {path.parent}")
-    draft = _draft_of(path)
+    from tempfile import NamedTemporaryFile  # Help starts without it.
+
     try:
-        draft.touch(exist_ok=False)
-        draft.unlink()
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}."):
+            pass
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -129,16 +141,10 @@ def check_output(path: Path | None, *suffixes: str) -> None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A path to write to; the file takes its place at `path` when it is complete, and is removed after an error."""
-    draft = _draft_of(path)
-    try:
+    from partita.whole_files import whole_file  # With it comes torch.
+
+    with whole_file(path) as draft:
         yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _draft_of(path: Path) -> Path:
-    return path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

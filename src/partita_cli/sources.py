@@ -13,7 +13,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partita_cli.choices import choose
+from partita_cli.choices import Treatments, choose, choose_treatments
 from partita_cli.errors import CommandError
 from partita_cli.output import one_line, working
 
@@ -55,18 +55,22 @@ def import_modules(names: Sequence[str] | None) -> None:
 
 
 def planner(
-    *, policy: str | None, treatment: str | None, plan: Path | None = None, imports: Sequence[str] | None = None
+    *,
+    policy: str | None,
+    treatments: Sequence[str] | None,
+    plan: Path | None = None,
+    imports: Sequence[str] | None = None,
 ) -> Callable[[Program], Plan]:
-    """Makes a plan for a program: that of a file, or of a policy and a treatment; wrong words are refused at once."""
+    """Makes a plan for a program: that of a file, or of a policy and treatments; wrong words are refused at once."""
     if plan is not None:
-        if policy or treatment:
+        if policy or treatments:
             raise CommandError("a plan has its policy and treatment in it: give --plan, or --policy and --treatment")
         return partial(_loaded_plan, plan)
     if policy is None:
         raise CommandError("give --policy, for example --policy size:parts=2; partita list policies has all of them")
     with working("importing torch"):
         import_modules(imports)  # They may register backends.
-        chosen, treated = choose("policy", policy), choose("treatment", treatment or "call")
+        chosen, treated = choose("policy", policy), choose_treatments(treatments or ())
     return partial(_made_plan, chosen, treated)
 
 
@@ -77,11 +81,14 @@ def _loaded_plan(path: Path, program: Program) -> Plan:
         return partita.load_plan(path, program)
 
 
-def _made_plan(policy: Any, treatment: Any, program: Program) -> Plan:
+def _made_plan(policy: Any, treatments: Treatments, program: Program) -> Plan:
     import partita
 
     with working("planning"):
-        return partita.plan(program, policy, treatment)
+        # Without any region, a plan asks its treatment whether it restores modes.
+        made = partita.plan(program, policy, treatments.of if treatments.rules else treatments.default)
+        treatments.check_used(made.partition)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +148,8 @@ def read_inputs(path: Path | None, program: Program, seed: int) -> tuple[tuple[A
             )
         except Exception as error:
             raise CommandError(
-                f"{path} cannot be read as data: {one_line(str(error))}; save tensors, numbers and texts in tuples, "
-                "lists and dicts with torch.save"
+                f"{path} cannot be read as data ({type(error).__name__}: {one_line(str(error))}); save tensors, numbers"
+                " and texts in tuples, lists and dicts with torch.save"
             ) from error
 
 

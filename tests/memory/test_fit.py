@@ -26,6 +26,7 @@ from partita.memory import (
     measured_peak,
     step_memory,
 )
+from partita.memory.rates import shown_milliseconds
 
 _X, _Y = torch.randn(256, 32), torch.randint(16, (256,))
 
@@ -101,7 +102,7 @@ def test_a_plan_prints_what_is_done_and_what_fills_the_peak() -> None:
     text = str(plan)
     assert "recompute" in text
     assert f"peak {plan.peak_bytes / 1e6:.3f} MB of {plan.budget_bytes / 1e6:.3f} MB allowed" in text
-    assert f"recomputation adds {1e3 * plan.extra_seconds:.3f} ms" in text
+    assert f"recomputation adds {shown_milliseconds(plan.extra_seconds)} to " in text
     assert "blocks." in text
     names = {node.name for node in step.chain.program.graph.nodes}
     assert all(set(segment.kept) <= names for segment in plan.segments)

@@ -134,3 +134,9 @@ def test_a_shell_completes_commands_and_names_without_torch(words: str, found: l
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **asked})
     assert ran.stdout.split() == found
     assert ran.stderr.split()[-1] == "False"
+
+
+@pytest.mark.parametrize("command", ["plan", "capture", "verify", "fit", "bisect", "report"])
+def test_switches_do_not_look_as_if_they_took_a_value(command: str) -> None:
+    lines = [line for line in run(command, "--help").out.splitlines() if "<bool>" in line]
+    assert all("--help" in line for line in lines), lines

@@ -85,6 +85,12 @@ def test_what_libraries_print_is_shown_after_success_only(capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+def test_what_libraries_print_before_an_error_is_a_note_of_it() -> None:
+    with pytest.raises(ZeroDivisionError) as caught, output.held_back():
+        _fail_after(sys.stderr.write, "pages")
+    assert caught.value.__notes__ == ["Printed before that:\npages"]
+
+
 _SHOWN = """
 from partita_cli.output import complain, say, title, working
 title("head")

@@ -220,10 +220,10 @@ def test_an_empty_reason_is_none() -> None:
 def test_all_that_tells_what_is_left_out_counts_the_same() -> None:
     made = partita.plan(capture(ranked), ByCapability(lambda node: "no" if "topk" in node.name else None), Call())
     switches = [node for node in made.program.graph.nodes if "grad_enabled" in node.name]
-    assert f"excluded: {len(switches)} nodes: it only switches a mode" in str(made)
-    assert f"{len(switches)} nodes excluded: it only switches a mode" in made.summary()
+    assert "only switches" not in str(made)
+    assert made.summary().startswith("2 nodes in 1 region, 1 outside")
     assert "excluded: 1 node: refused by taken: no" in str(made), "items go with what makes them"
-    assert sum(group.count for group in made.excluded()) == len(switches) + 1
+    assert sum(group.count for group in made.excluded()) == 1
     assert made.explain(switches[0].name).count("it only switches a mode") == 1
 
 

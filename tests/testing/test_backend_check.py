@@ -341,6 +341,53 @@ def test_a_backend_that_knows_only_aten_is_checked_on_captured_bodies() -> None:
         check_backend(OnlyAtenAddsALittle(), programs=0, bodies=["arithmetic"])
 
 
+class OnlyTwoOperators(OnlyAten):
+    """Supports an activation and an addition, and nothing else."""
+
+    def refusal(self, node: Node) -> str | None:
+        is_known = str(node.target) in ("aten.relu.default", "aten.add.Tensor")
+        return None if node.op != "call_function" or is_known else "not one of the two"
+
+
+class OneOfTwoIsWrong(OnlyTwoOperators):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        for node in body.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            node.target = torch.ops.aten.silu.default
+        body.recompile()
+        return super().compile(body, inputs)
+
+
+class Refuses(Faithful):
+    def refusal(self, node: Node) -> str | None:
+        return "nothing" if node.op.startswith("call_") else None
+
+
+def test_a_backend_of_few_operators_is_checked_on_bodies_of_these() -> None:
+    checking = _BackendCheck(OnlyTwoOperators())
+    checking.check_body(BODIES[0])
+    checking.check_supported()
+    report = checking.report()
+    assert report.holds, str(report)
+    assert report.operators == ("aten.add.Tensor", "aten.relu.default")
+    assert "  tried 2 small bodies, 1 refused; 2 operators in them: aten.add.Tensor, aten.relu.default" in str(report)
+
+
+def test_an_operator_that_is_wrong_is_named_by_itself() -> None:
+    checking = _BackendCheck(OneOfTwoIsWrong())
+    checking.check_supported()
+    places = {broken.where.partition(",")[0] for broken in checking.report().broken}
+    assert "aten.relu.default" in places
+    assert "aten.add.Tensor" not in places
+
+
+def test_a_report_says_that_nothing_was_tried() -> None:
+    report = check_backend(Refuses(), programs=0, bodies=["elementwise", "views"], raises=False)
+    assert not report.holds
+    assert (report.bodies, report.refused, report.operators) == (0, 2, ())
+    assert "it refuses or fails on everything" in str(report)
+    assert "tried no small body, 2 refused" in str(report)
+
+
 def test_a_report_is_had_as_data() -> None:
     report = check_backend(OnlyAtenAddsALittle(), programs=0, bodies=["arithmetic"], raises=False)
     found = json.loads(json.dumps(report.as_dict()))

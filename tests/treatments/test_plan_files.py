@@ -102,6 +102,94 @@ def test_a_plan_is_for_the_same_model_captured_again(tmp_path: Path) -> None:
         partita.load_plan(tmp_path / "plan.json", other)
 
 
+class WithModes(nn.Module):
+    """Blocks in one another, two with equal bodies, and one in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def frozen(value: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.first(value).clone()  # type: ignore[no-any-return]
+
+        for _ in range(2):
+            with torch.no_grad():
+                frozen_x = torch.relu(x)
+                with torch.autocast("cpu", torch.bfloat16):
+                    product = frozen_x @ frozen_x.transpose(0, 1)
+            x = self.first(x) + product.float().sum()
+        chosen = torch.cond(x.sum() > 0, frozen, lambda value: self.first(value) - 1, (x,))
+        return x + chosen  # type: ignore[no-any-return]
+
+
+def _with_modes() -> partita.Program:
+    torch.manual_seed(0)
+    return partita.capture(WithModes(), (X,))
+
+
+@pytest.fixture(scope="module")
+def with_modes() -> partita.Program:
+    return _with_modes()
+
+
+@pytest.mark.parametrize("trusted", [False, True], ids=["read as data", "loaded by torch"])
+def test_a_plan_made_before_a_program_with_mode_blocks_is_saved_fits_the_file(
+    with_modes: partita.Program, tmp_path: Path, *, trusted: bool
+) -> None:
+    plan = partita.plan(with_modes, BySize(parts=3), Call())
+    partita.save_plan(plan, tmp_path / "plan.json")
+    with_modes.save(tmp_path / "model.pt2")
+    read = partita.Program.of(tmp_path / "model.pt2", trusted=trusted)
+    loaded = partita.load_plan(tmp_path / "plan.json", read)
+    assert not plan.diff(loaded)
+    partita.verify(read, loaded.apply(), (X,))
+    loaded.apply().save(tmp_path / "cut.pt2")
+    partita.verify(read, partita.Program.of(tmp_path / "cut.pt2"), (X,))
+
+
+def test_a_plan_for_a_file_with_mode_blocks_fits_the_same_model_captured_again(
+    with_modes: partita.Program, tmp_path: Path
+) -> None:
+    with_modes.save(tmp_path / "model.pt2")
+    read = partita.Program.of(tmp_path / "model.pt2")
+    plan = partita.plan(read, ByCapability(lambda node: "no kernel" if "relu" in node.name else None), Call())
+    partita.save_plan(plan, tmp_path / "plan.json")
+    again = _with_modes()
+    loaded = partita.load_plan(tmp_path / "plan.json", again)
+    assert not plan.diff(loaded)
+    assert loaded.summary() == plan.summary()
+    partita.verify(again, loaded.apply(), (X,))
+
+
+def test_a_plan_for_a_program_that_was_cut_fits_its_file(with_modes: partita.Program, tmp_path: Path) -> None:
+    cut = partita.plan(with_modes, BySize(parts=2), Call()).apply()
+    plan = partita.plan(cut, ByLabel(lambda node: "all"), Call())
+    partita.save_plan(plan, tmp_path / "plan.json")
+    cut.save(tmp_path / "cut.pt2")
+    read = partita.Program.of(tmp_path / "cut.pt2")
+    loaded = partita.load_plan(tmp_path / "plan.json", read)
+    assert not plan.diff(loaded)
+    partita.verify(read, loaded.apply(), (X,))
+
+
+def test_a_plan_does_not_fit_a_program_whose_bodies_are_exchanged(tmp_path: Path) -> None:
+    class Swapped(nn.Module):
+        def __init__(self, *, swaps: bool) -> None:
+            super().__init__()
+            self.swaps = swaps
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = (torch.sin, torch.cos) if self.swaps else (torch.cos, torch.sin)
+            return torch.cond(x.sum() > 0, one, other, (x,))  # type: ignore[no-any-return]
+
+    plan = partita.plan(partita.capture(Swapped(swaps=False), (X,)), ByLabel(lambda node: "all"), Call())
+    partita.save_plan(plan, tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match="before or after it was saved"):
+        partita.load_plan(tmp_path / "plan.json", partita.capture(Swapped(swaps=True), (X,)))
+
+
 def test_reasons_of_excluded_nodes_are_kept(tmp_path: Path) -> None:
     program = _program()
     plan = partita.plan(program, ByCapability(lambda node: "no kernel" if "relu" in node.name else None), Call())
@@ -269,5 +357,5 @@ def test_what_another_plan_changes() -> None:
     assert "puts_back_modes: False -> True" in str(two.diff(partita.Plan(two.partition, two.treatments, True)))
     assert str(two.diff(lowered)) == "  region 'part_1': Call() -> Lower('eager')"
     three = str(two.diff(partita.plan(program, BySize(parts=3), Call())))
-    assert "+ region 'part_2', 1 nodes" in three
+    assert "+ region 'part_2', 1 node\n" in three
     assert "region 'part_0': - relu" in three

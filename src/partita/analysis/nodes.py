@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.symbolic_shapes import hint_of
 from partita.errors import MissingTargetError
 
 # Looking up a full name among the modules that have been imported, without importing any.
@@ -180,6 +181,50 @@ def bytes_of_value(value: Any) -> int | None:
                 return None
             total += count * item.element_size()
     return total
+
+
+class TracedBytes(NamedTuple):
+    """Bytes at the sizes of the trace; with `is_dynamic`, other calls have others.
+
+    None where a size is only known when the program runs. It prints as a table has it: 1,024 or ~1,024, else `?`.
+    """
+
+    size: int | None
+    is_dynamic: bool = False
+
+    def __str__(self) -> str:
+        return "?" if self.size is None else f"{'~' if self.is_dynamic else ''}{self.size:,}"
+
+
+def traced_bytes(value: Any) -> TracedBytes:
+    """The bytes of a traced tensor, or of all in a container."""
+    total, is_dynamic = 0, False
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if not isinstance(item, torch.Tensor):
+            continue
+        count: Any = 1
+        for size in item.shape:
+            if not isinstance(size, int):
+                is_dynamic = True
+                size = hint_of(size, _UNKNOWN)
+                if size == _UNKNOWN:
+                    return TracedBytes(None, is_dynamic=True)
+            count *= size
+        total += count * item.element_size()
+    return TracedBytes(int(total), is_dynamic)
+
+
+_UNKNOWN = -1
+
+
+def sum_of_bytes(sizes: Iterable[TracedBytes]) -> TracedBytes:
+    """All of them together."""
+    total, is_dynamic = 0, False
+    for count, is_one_dynamic in sizes:
+        if count is None:
+            return TracedBytes(None, is_dynamic=True)
+        total, is_dynamic = total + count, is_dynamic or is_one_dynamic
+    return TracedBytes(total, is_dynamic)
 
 
 # Attributes: what the dotted target of a node refers to on a module.

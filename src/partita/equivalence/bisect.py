@@ -18,6 +18,7 @@ from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import Tolerance
 from partita.equivalence.compare import compare
 from partita.equivalence.differences import Comparison, Difference
+from partita.equivalence.places import Place, place_of
 from partita.equivalence.reproduction import write_reproduction
 from partita.errors import OptionError, PartitaError
 from partita.plans import Plan
@@ -27,6 +28,9 @@ from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.solvers.smallest_failing import failing_element, smallest_failing, smallest_failing_run
 from partita.treatments.basic import Call
+
+#: How many of the operators to blame are printed.
+_SHOWN = 8
 
 #: Nothing differs; the program differs from itself; the cut differs without any treatment; one region differs by
 #: itself; only several together do.
@@ -54,7 +58,10 @@ class Bisection(metaclass=PlainHelp):
     _arguments: tuple[Sequence[object], Mapping[str, object] | None] = ((), None)
 
     def __str__(self) -> str:
-        return "\n".join([self._found(), *(f"  {line}" for line in str(self.comparison).splitlines())])
+        places = [str(place) for place in self.places[:_SHOWN]]
+        more = len(self.nodes) - len(places)
+        lines = [*places, *([f"and {more} more"] if more else []), *str(self.comparison).splitlines()]
+        return "\n".join([self._found(), *(f"  {line}" for line in lines)])
 
     def __repr__(self) -> str:
         return f"Bisection({self._found()})"
@@ -72,6 +79,11 @@ class Bisection(metaclass=PlainHelp):
         (region,) = self.regions
         treatment = "although it is not treated" if self.blame == "cut" else f"treated by {self.plan_treatment!r}"
         return f"region {names} differs, {treatment}: {_run_of(self.nodes, region)} suffice ({runs})"
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where the operators to blame come from: what each calls, its module, and the line of the model's source."""
+        return () if self.plan is None else tuple(place_of(node, self.plan.program) for node in self.nodes)
 
     @property
     def plan_treatment(self) -> Treatment | None:

@@ -15,6 +15,7 @@ from typing import Any, final
 from partita.errors import OptionError
 from partita.memory.budget import shown_bytes
 from partita.memory.timeline import Moment, Timeline
+from partita.whole_files import whole_file
 
 
 @final
@@ -75,7 +76,8 @@ class Picture:
                 content = json.dumps(self.data()).encode()
             case _:
                 raise OptionError(f"a picture is saved as .svg, .png, .txt or .json, not as {target.name!r}")
-        target.write_bytes(content)
+        with whole_file(target) as draft:
+            draft.write_bytes(content)
 
     def __str__(self) -> str:
         return self.text()

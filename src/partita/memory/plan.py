@@ -23,7 +23,7 @@ from partita.memory.communication import is_wrapped_for_ddp
 from partita.memory.optimizer_state import optimizer_bytes
 from partita.memory.picture import Picture
 from partita.memory.program_state import states_of, user_outputs
-from partita.memory.rates import Rates, measure_rates
+from partita.memory.rates import Rates, measure_rates, shown_milliseconds, two_digits
 from partita.memory.segments import Checkpoints, checked_checkpoints, checkpoints_of, segments_of
 from partita.memory.timeline import Timeline, timeline_of
 from partita.memory.trials import Input, Segment, trial_of
@@ -182,7 +182,7 @@ class MemoryPlan:
             name = first.name if first is last else f"{first.name} .. {last.name}"
             does = "recompute" if same[0] else "keep"
             keeps = _listed(first.kept) if same[0] else "what autograd saves"
-            adds = f"{1e3 * sum(one.extra_seconds for one in members):.3f} ms" if same[0] else ""
+            adds = shown_milliseconds(sum(one.extra_seconds for one in members)) if same[0] else ""
             rows.append((name, does, keeps, shown_bytes(sum(one.held_bytes for one in members)), adds))
         return rows
 
@@ -198,8 +198,9 @@ class MemoryPlan:
         yield f"  allocated throughout: {shown_bytes(resident)}; gradients and results so far: {shown_bytes(gradients)}"
         for occupant in self.timeline.occupants[:6]:
             yield f"  {occupant}"
-        extra, plain = 1e3 * self.extra_seconds, 1e3 * self.plain_seconds
-        yield f"recomputation adds {extra:.3f} ms to {plain:.3f} ms ({100 * extra / plain if plain else 0:.1f} %)"
+        extra, plain = self.extra_seconds, self.plain_seconds
+        part = two_digits(100 * extra / plain if plain else 0)
+        yield f"recomputation adds {shown_milliseconds(extra)} to {shown_milliseconds(plain)} ({part} %)"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import final
@@ -44,9 +44,26 @@ class Rates:
         return max(flops / rate, moved_bytes / self.bytes) + self.call
 
 
+def two_digits(number: float) -> str:
+    """A predicted number of milliseconds or percent in two digits, since measured rates have no more."""
+    rounded = float(f"{number:.2g}")
+    if abs(rounded) >= 10:
+        return f"{rounded:,.0f}"
+    return f"{rounded:.1f}" if abs(rounded) >= 1 else f"{rounded:.2g}"
+
+
+def shown_milliseconds(seconds: float) -> str:
+    """Predicted seconds, to print."""
+    return f"{two_digits(1e3 * seconds)} ms"
+
+
 @cache
 def measure_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> Rates:
-    """The rates of a device, measured in about a tenth of a second; once in a process for each device and dtype."""
+    """The rates of a device, measured in a tenth of a second; once in a process for each device and dtype.
+
+    Kernels take turns, and the least time of each counts, so that another process that runs for a part of the time does
+    not slow down one of them. It takes up to half a second where times still improve, as on a loaded machine.
+    """
     is_gpu = device.type == "cuda"
     size, repeats = (8192, 10) if is_gpu else (512, 1)
     shape = (4, 16, 2048, 128) if is_gpu else (1, 4, 256, 64)
@@ -55,10 +72,13 @@ def measure_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> R
         small = torch.zeros(1, device=device, dtype=dtype)
         queries = torch.zeros(shape, device=device, dtype=dtype)
         attend = torch.nn.functional.scaled_dot_product_attention
-        call = _seconds(lambda: small + small, device, repeats)
-        product = _seconds(lambda: square @ square, device, repeats)
-        attention = _seconds(lambda: attend(queries, queries, queries), device, repeats)
-        copy = _seconds(lambda: square + square, device, repeats)
+        kernels = (
+            lambda: small + small,
+            lambda: square @ square,
+            lambda: attend(queries, queries, queries),
+            lambda: square + square,
+        )
+        call, product, attention, copy = _least_seconds(kernels, device, repeats)
     batch, heads, tokens, width = shape
     return Rates(
         matmul_flops=2 * size**3 / product,
@@ -68,17 +88,37 @@ def measure_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> R
     )
 
 
+def _least_seconds(kernels: Sequence[Callable[[], Tensor]], device: torch.device, repeats: int) -> list[float]:
+    """The least time of a call of each kernel, of many rounds in which they take turns.
+
+    It goes on until no round has been faster for a while, since a loaded machine slows most of them down.
+    """
+    least = [float("inf")] * len(kernels)
+    without_gain, start = 0, time.perf_counter()
+    for at in range(_MOST_ROUNDS):
+        times = [_seconds(kernel, device, repeats) for kernel in kernels]
+        if at:  # The first calls allocate memory and choose kernels.
+            is_faster = any(now < known * (1 - _GAIN) for now, known in zip(times, least, strict=True))
+            least = [min(pair) for pair in zip(times, least, strict=True)]
+            without_gain = 0 if is_faster else without_gain + 1
+        is_late = time.perf_counter() - start > _LONGEST_SECONDS
+        if at >= _FEWEST_ROUNDS and (without_gain >= _ROUNDS_WITHOUT_GAIN or is_late):
+            break
+    return [max(one, 1e-7) for one in least]
+
+
+_FEWEST_ROUNDS, _MOST_ROUNDS, _ROUNDS_WITHOUT_GAIN = 7, 200, 7
+_GAIN, _LONGEST_SECONDS = 0.03, 0.5
+
+
 def _seconds(run: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
-    """The least time of a call, of several tries of so many calls each."""
-    times = []
-    for _ in range(8):
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        _wait(device)
-        times.append((time.perf_counter() - start) / repeats)
-    return max(min(times[1:]), 1e-7)
+    """The time of a call, over so many calls."""
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    _wait(device)
+    return (time.perf_counter() - start) / repeats
 
 
 def _wait(device: torch.device) -> None:

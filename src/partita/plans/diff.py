@@ -11,6 +11,7 @@ from partita.program.fingerprint import program_digest
 
 if TYPE_CHECKING:
     from partita.plans.plan import Plan
+    from partita.regions import Region
 
 
 @final
@@ -40,8 +41,8 @@ def plan_diff(one: Plan, other: Plan) -> PlanDiff:
         lines.append("  the plans are for different programs, so nodes of one name may be different ones")
     if one.puts_back_modes != other.puts_back_modes:
         lines.append(f"  puts_back_modes: {one.puts_back_modes} -> {other.puts_back_modes}")
-    lines += [f"- region {name!r}, {len(ones[name][0])} nodes" for name in ones if name not in others]
-    lines += [f"+ region {name!r}, {len(others[name][0])} nodes" for name in others if name not in ones]
+    lines += [f"- region {name!r}, {_count(one, ones[name][0])}" for name in ones if name not in others]
+    lines += [f"+ region {name!r}, {_count(other, others[name][0])}" for name in others if name not in ones]
     for name in (name for name in ones if name in others):
         (before, treatment), (after, changed) = ones[name], others[name]
         old, new = ([node.name for node in region.nodes] for region in (before, after))
@@ -51,6 +52,11 @@ def plan_diff(one: Plan, other: Plan) -> PlanDiff:
         if before.label != after.label:
             lines.append(f"  region {name!r}: label {before.label!r} -> {after.label!r}")
     return PlanDiff(tuple(lines))
+
+
+def _count(plan: Plan, region: Region) -> str:
+    count = plan.partition.operator_count(region)
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _without(names: Sequence[str], others: Sequence[str]) -> list[str]:

@@ -25,6 +25,9 @@ from partita.program.fingerprint import program_digest
 from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.regions.region import Reason, ReasonKind
+from partita.rewrite.inline import inline_modes
+from partita.rewrite.wrap_modes import wrap_modes
+from partita.whole_files import whole_file
 
 FORMAT, VERSION = "partita plan", 1
 
@@ -76,17 +79,16 @@ def _printable(text: str) -> str:
 def write_plan(plan: Plan, path: str | os.PathLike[str], known: Known) -> None:
     """Writes a plan; a file that is there is replaced when the new one is complete."""
     text = json.dumps(as_data(plan, known), indent=1)
-    place = Path(path)
-    draft = place.with_name(f"{place.name}.{os.getpid()}.tmp")
-    try:
+    with whole_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
-        draft.replace(place)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def read_plan(path: str | os.PathLike[str], program: Program, known: Known) -> Plan:
-    """The plan of a file for this program; a `PlanFileError` if it is damaged, or of another program."""
+    """The plan of a file for this program; a `PlanFileError` if it is damaged, or of another program.
+
+    A captured program has toggles around its mode blocks, and an operator for each of them once it was saved. Where the
+    plan was made for the other form, the program of the plan is this one in that form.
+    """
     return from_data(_parsed(Path(path)), program, known, where=shown(str(path)))
 
 
@@ -120,10 +122,11 @@ def from_data(data: Any, program: Program, known: Known, *, where: str = "the pl
             f"{where} has the format {found['format'][:40]!r}, version {str(found['version'])[:40]}; this version of "
             f"Partita reads {FORMAT!r}, version {VERSION}"
         )
-    if found["program"] != program_digest(program):
+    planned = _form_with_digest(found["program"], program)
+    if planned is None:
         raise PlanFileError(
             f"{where} is a plan for another program. A plan fits the program that it was made for, or the same model "
-            "captured again; make a new one for this program"
+            "captured again, before or after it was saved; make a new one for this program"
         )
     if len(found["treatments"]) > len(found["regions"]):
         raise PlanFileError(f"{where} has more treatments than regions, which no plan has")
@@ -132,11 +135,32 @@ def from_data(data: Any, program: Program, known: Known, *, where: str = "the pl
         if not is_treatment(one):
             raise PlanFileError(f"{where}: treatment {at} is {repr(one)[:80]}, which is no treatment")
     try:
-        return _assembled(found, treatments, program, reader)
+        return _assembled(found, treatments, planned, reader)
     except PlanFileError:
         raise
     except PartitaError as error:
         raise PlanFileError(f"{where} is no plan of this program: {error}") from None
+
+
+def _form_with_digest(digest: str, program: Program) -> Program | None:
+    """The program with its mode blocks as they are, as toggles or as operators: whichever has this digest."""
+    for form in (_as_it_is, inline_modes, wrap_modes, _wrapped_anew):
+        try:
+            found = program.once(form)
+        except PartitaError:  # It has no such form, and so no plan was made for that.
+            continue
+        if program_digest(found) == digest:
+            return found
+    return None
+
+
+def _as_it_is(program: Program) -> Program:
+    return program
+
+
+def _wrapped_anew(program: Program) -> Program:
+    """With the names that our operators have: torch's loader gives them others."""
+    return wrap_modes(program.once(inline_modes))
 
 
 def _assembled(found: dict[str, Any], treatments: Sequence[Any], program: Program, reader: _Reader) -> Plan:

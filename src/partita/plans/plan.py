@@ -223,9 +223,9 @@ class Plan(metaclass=PlainHelp):
         return excluded(self.partition)
 
     def summary(self) -> str:
-        """How many nodes are in regions, and how many are excluded, by reason."""
+        """How many operators are in regions, and how many are excluded, by reason."""
         outside = self.excluded()
-        inside, out = sum(map(len, self.partition)), sum(group.count for group in outside)
+        inside, out = sum(map(self.partition.operator_count, self.partition)), sum(group.count for group in outside)
         regions = "1 region" if len(self.partition) == 1 else f"{len(self.partition)} regions"
         head = f"{inside} {'node' if inside == 1 else 'nodes'} in {regions}, {out} outside"
         return "\n".join([head, *map(str, outside)])

@@ -12,12 +12,12 @@ from torch.fx import Node
 from partita._html import html_table
 from partita._plain_help import PlainHelp
 from partita.analysis.modes import AMBIENT, Mode
-from partita.analysis.nodes import bytes_of, bytes_of_value, container_items, find, value_of
+from partita.analysis.nodes import TracedBytes, container_items, find, sum_of_bytes, traced_bytes, value_of
 from partita.errors import PartitaError, UnknownNodeError
 from partita.plans.memory import ReportsSavedBytes, SavedBytes, SavedMemory, saved_memory, shown_count
 from partita.plans.treatment import Treatment
 from partita.program.flops import Flops
-from partita.program.program import effect_neighbours, neighbours
+from partita.program.program import counted_operators, effect_neighbours, neighbours
 from partita.regions import Partition, Region
 from partita.regions.borders import Crossing, Item
 from partita.regions.equal_bodies import body_numbers, has_repeats
@@ -28,6 +28,8 @@ from partita.solvers.quotient import ALONE, NOWHERE
 _SHOWN = 6
 
 _HEAD = ("region", "nodes", "in", "out", "bytes in", "bytes out", "flops")
+#: What a number of bytes that is marked by `~` means.
+DYNAMIC_BYTES = "~ is at the sizes of the trace; sizes are dynamic, and other calls have others"
 _SAVED_HEAD = ("saved", "saved after", "recomputed flops")
 _LEAD: Mapping[ReasonKind, str] = {
     "together": "excluded, ",
@@ -121,7 +123,7 @@ def distinct_bodies(partition: Partition) -> tuple[DistinctBody, ...]:
         label = regions[0].label
         is_shared = isinstance(label, str) and all(region.label == label for region in regions)
         name = label if isinstance(label, str) and is_shared else regions[0].name
-        made.append(DistinctBody(name, len(regions[0]), tuple(region.name for region in regions)))
+        made.append(DistinctBody(name, partition.operator_count(regions[0]), tuple(region.name for region in regions)))
     return tuple(made)
 
 
@@ -147,26 +149,28 @@ def _rows_and_remarks(partition: Partition, treatments: Sequence[Treatment]) -> 
     """The head and the rows of the table, and the lines after it."""
     saved = reported_memory(partition, treatments)
     rows: list[tuple[str, ...]] = [(*_HEAD, *(_SAVED_HEAD if saved else ()), "treatment", "label")]
-    counter = Flops()
+    counter, is_dynamic = Flops(), False
     for vertex in partition.order:
         if vertex >= len(partition):
             continue
         region, border = partition.regions[vertex], partition.borders.of_regions[vertex]
+        sizes = border_bytes(partition, vertex)
+        is_dynamic = is_dynamic or any(size.is_dynamic and size.size is not None for size in sizes)
         rows.append(
             (
                 region.name,
-                str(len(region)),
+                str(partition.operator_count(region)),
                 str(len(border.inputs)),
                 str(len(border.outputs)),
-                _bytes(partition, border.inputs),
-                _bytes(partition, border.outputs),
+                *map(str, sizes),
                 _flops(region.nodes, counter),
                 *(_saved_bytes(saved.regions[vertex], treatments[vertex]) if saved else ()),
                 repr(treatments[vertex]),
                 "" if region.label is None else str(region.label),
             )
         )
-    return rows, [*(saved.lines() if saved else []), *_bodies(partition), *plan_remarks(partition)]
+    remarks = [*(saved.lines() if saved else []), *_bodies(partition), *plan_remarks(partition)]
+    return rows, [*([DYNAMIC_BYTES] if is_dynamic else []), *remarks]
 
 
 def excluded(partition: Partition) -> tuple[Excluded, ...]:
@@ -202,30 +206,34 @@ def explanation(partition: Partition, treatments: Sequence[Treatment], node: Nod
     )
 
 
-def bytes_of_crossings(partition: Partition, crossings: Iterable[Crossing]) -> Iterator[int | None]:
-    """The bytes of the tensor that each crossing is, 0 for numbers; None where they are not known in advance."""
+def bytes_of_crossings(partition: Partition, crossings: Iterable[Crossing]) -> Iterator[TracedBytes]:
+    """The bytes of the tensor that each crossing is, 0 for numbers, at the sizes of the trace."""
     nodes = partition.program.index.nodes
     known: dict[int, tuple[object, ...] | None] = {}  # As many items may cross as a container has.
     for crossing in crossings:
         if isinstance(crossing, int):
-            yield bytes_of(nodes[crossing], partition.program.graph_module)
+            value = _value_or_attribute(nodes[crossing], partition)
+            yield TracedBytes(None) if value is None else traced_bytes(value)
         elif isinstance(crossing, Item):
             if crossing.number not in known:
                 known[crossing.number] = container_items(nodes[crossing.number])
             items = known[crossing.number]
-            yield 0 if items is None else bytes_of_value(items[crossing.place])
+            yield TracedBytes(0) if items is None else traced_bytes(items[crossing.place])
         else:
-            yield 0
+            yield TracedBytes(0)
 
 
-def _bytes(partition: Partition, crossings: Iterable[Crossing]) -> str:
-    """The bytes of the tensors among `crossings`; a question mark where they are not known in advance."""
-    total = 0
-    for size in bytes_of_crossings(partition, crossings):
-        if size is None:
-            return "?"
-        total += size
-    return f"{total:,}"
+def _value_or_attribute(node: Node, partition: Partition) -> object:
+    value: object = value_of(node)
+    is_read = value is None and node.op == "get_attr"
+    return find(partition.program.graph_module, str(node.target)) if is_read else value
+
+
+def border_bytes(partition: Partition, at: int) -> tuple[TracedBytes, TracedBytes]:
+    """The bytes that cross into a region, by its place in the partition, and those that cross out of it."""
+    border = partition.borders.of_regions[at]
+    inputs, outputs = (sum_of_bytes(bytes_of_crossings(partition, side)) for side in (border.inputs, border.outputs))
+    return inputs, outputs
 
 
 def _flops(nodes: Sequence[Node], counter: Flops) -> str:
@@ -294,16 +302,10 @@ def _unknown(node: Node, partition: Partition) -> str:
 
 
 def _excluded_nodes(partition: Partition) -> Iterator[Node]:
-    """The operators outside every region, and mode toggles that have a reason, in graph order.
-
-    Items of containers, and numbers that are computed wherever they are read, do not count.
-    """
-    program = partition.program
-    settled = program.projections.keys() | program.symbolic_scalars
-    for number, node in enumerate(program.index.nodes):
-        is_switch = number in program.modes.toggles and node in partition.reasons
-        is_alone = partition.owner[number] == ALONE and node.op != "get_attr" and number not in settled
-        if is_switch or is_alone:
+    """The operators outside every region, in graph order."""
+    counted = partition.program.once(counted_operators)
+    for number, node in enumerate(partition.program.index.nodes):
+        if partition.owner[number] == ALONE and number in counted:
             yield node
 
 

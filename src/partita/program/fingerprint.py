@@ -15,8 +15,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from partita._torch.operators.schemas import OPERATORS, SYM_SIZE
-from partita.analysis.nodes import container_items, value_of
+from partita._torch.operators.schemas import OPERATORS, SYM_SIZE, is_higher_order
+from partita.analysis.nodes import container_items, find, value_of
 from partita.analysis.projections import takes_item
 from partita.program.program import Program
 
@@ -25,7 +25,8 @@ def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
     """A short hash of the calls of a program, up to legal reordering and renaming.
 
     It excludes the values of parameters, buffers and constants, the containers around the results of an exported
-    program, which of equal results are one tensor, and the options of modules that are called as a whole.
+    program, which of equal results are one tensor, whether an argument of an operator is a list or a tuple, which a
+    `.pt2` file does not say, and the options of modules that are called as a whole.
     """
     return _Hasher(Program.of(program)).fingerprint()
 
@@ -33,13 +34,21 @@ def fingerprint(program: Program | GraphModule | ExportedProgram) -> str:
 def program_digest(program: Program) -> str:
     """The same for graphs whose nodes have the same names, operators and inputs in the same order.
 
-    Unlike a fingerprint, which is equal for programs that compute the same by nodes of other names.
+    Unlike a fingerprint, which is equal for programs that compute the same by nodes of other names. A node that reads
+    the body of an operator counts where it is used, as that body: a `.pt2` file keeps neither its name nor its place.
     """
-    digest = blake2b(fingerprint(program).encode(), digest_size=16)
+    hasher = _Hasher(program)
+    digest = blake2b(hasher.fingerprint().encode(), digest_size=16)
+    names: dict[Node, str] = {}
     for node in program.index.nodes:
         target: Any = node.target
         name = target if isinstance(target, str) else getattr(target, "__qualname__", None) or type(target).__name__
-        reads = ",".join(read.name for read in node.all_input_nodes)
+        body = find(program.graph_module, name) if node.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            names[node] = hasher.bodies[body]
+            continue
+        names[node] = node.name
+        reads = ",".join(names[read] for read in node.all_input_nodes)
         digest.update(f"{node.name}\0{node.op}\0{name}\0{reads}\0".encode())
     return digest.hexdigest()
 
@@ -81,7 +90,8 @@ class _Hasher:
         behind = sorted({self.hashes[at] for at in self.behind.get(number, ()) if not self._may_be_read_elsewhere(at)})
         modeless = item or number in self.program.symbolic_scalars or node.op in ("placeholder", "get_attr", "output")
         mode = "" if modeless else repr(self.modes.at(number))
-        arguments = self._argument(node.args), self._argument(node.kwargs)
+        is_operator = isinstance(node.target, OPERATORS) or is_higher_order(node.target)
+        arguments = [self._argument(given, is_operator=is_operator) for given in (node.args, node.kwargs)]
         return _digest(node.op, self._target(node), arguments, behind, mode)
 
     def _may_be_read_elsewhere(self, number: int) -> bool:
@@ -102,7 +112,7 @@ class _Hasher:
             return f"{self.program.state_keys.original(str(node.target))} {kind}"
         return node.target if isinstance(node.target, str) else _named(node.target)
 
-    def _argument(self, argument: Any) -> Any:
+    def _argument(self, argument: Any, *, is_operator: bool) -> Any:
         if isinstance(argument, Node):
             if argument in self.read:
                 return repr(None)
@@ -113,11 +123,13 @@ class _Hasher:
             whole = self._whole_container(argument)
             if whole is not None:
                 return f"%{self.hashes[whole]}"
-            return [type(argument).__name__.removeprefix("immutable_"), *map(self._argument, argument)]
+            kind = "list" if is_operator else type(argument).__name__.removeprefix("immutable_")
+            return [kind, *(self._argument(item, is_operator=is_operator) for item in argument)]
         if isinstance(argument, dict):
-            return {str(key): self._argument(value) for key, value in argument.items()}
+            return {str(key): self._argument(value, is_operator=is_operator) for key, value in argument.items()}
         if isinstance(argument, slice):
-            return ["slice", *map(self._argument, (argument.start, argument.stop, argument.step))]
+            ends = (argument.start, argument.stop, argument.step)
+            return ["slice", *(self._argument(end, is_operator=is_operator) for end in ends)]
         if isinstance(argument, torch.Tensor):
             return ["tensor", str(argument.dtype), list(argument.shape), argument.tolist()]
         return repr(argument) if isinstance(argument, _PRINTED) else _named(argument)

@@ -465,6 +465,17 @@ def effect_neighbours(program: Program) -> Neighbours:
     return neighbours_of(program.effects.edges())
 
 
+def counted_operators(program: Program) -> frozenset[int]:
+    """The nodes that count wherever operators are counted, by number: those that compute a value or have an effect.
+
+    Inputs, attributes, the output and mode toggles do not count; nor does what only takes an item out of a container,
+    or computes a truth value or a float from sizes alone, since it runs wherever it is read.
+    """
+    without = program.modes.toggles | program.projections.keys() | program.symbolic_scalars
+    numbers = (program.index.number[node] for node in program.operators())
+    return frozenset(number for number in numbers if number not in without)
+
+
 def mutated_positions(program: Program) -> tuple[int, ...]:
     """The positions of inputs that are mutated; all of them if an unknown function is called."""
     mutated = {program.index.nodes[number] for number in program.effects.mutated_inputs}

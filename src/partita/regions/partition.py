@@ -11,7 +11,7 @@ from typing import final
 from torch.fx import Node
 
 from partita.errors import CycleError, RegionError
-from partita.program.program import Program
+from partita.program.program import Program, counted_operators
 from partita.regions.borders import Borders, Copies, borders_of, settle_projections, settle_scalars
 from partita.regions.region import Region
 from partita.solvers.quotient import ALONE, NOWHERE, Quotient, quotient
@@ -98,6 +98,11 @@ class Partition:
         """The region in which `node` will run, or None."""
         owner = self.owner[self.program.index.number[node]]
         return self.regions[owner] if owner >= 0 else None
+
+    def operator_count(self, region: Region) -> int:
+        """How many operators a region has, as they are counted everywhere: without items that it takes out."""
+        counted, number = self.program.once(counted_operators), self.program.index.number
+        return sum(number[node] in counted for node in region.nodes)
 
     def numbers(self) -> list[list[int]]:
         """The nodes that run in each region, by number, in graph order; copies run in several."""

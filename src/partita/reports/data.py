@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from partita.analysis.nodes import container_items, value_of
+from partita.analysis.nodes import TracedBytes, container_items, sum_of_bytes, value_of
 from partita.equivalence import Comparison
 from partita.memory import Picture, Timeline
 from partita.memory.picture import place_of_peak
 from partita.plans import Plan
 from partita.plans.memory import SavedMemory
 from partita.plans.report import bytes_of_crossings, plan_remarks, reported_memory
-from partita.program.program import Program
+from partita.program.program import Program, counted_operators
 from partita.regions import Partition
 from partita.regions.borders import Crossing, Item
 from partita.regions.equal_bodies import body_numbers
@@ -42,6 +42,7 @@ def report_data(plan: Plan, comparison: Comparison | None, picture: Picture | No
         "summary": plan.summary().splitlines(),
         "remarks": plan_remarks(plan.partition),
         **graph,
+        "operators": len(plan.program.once(counted_operators)),
         "regions": _regions(plan, saved, bodies, graph, texts),
         "region_order": [vertex for vertex in plan.partition.order if vertex < len(plan.partition)],
         "bodies": _bodies(plan, bodies),
@@ -78,7 +79,9 @@ def _regions(
     flops, found = graph["nodes"]["flops"], []
     for at, (region, treatment) in enumerate(zip(partition, plan.treatments, strict=True)):
         border = partition.borders.of_regions[at]
-        inputs, outputs = (_crossings(partition, side, texts) for side in (border.inputs, border.outputs))
+        (inputs, bytes_in), (outputs, bytes_out) = (
+            _crossings(partition, side, texts) for side in (border.inputs, border.outputs)
+        )
         is_traced = any(value_of(node) is not None for node in region.nodes)
         own = None if saved is None else saved.regions[at]
         found.append(
@@ -86,11 +89,13 @@ def _regions(
                 "name": region.name,
                 "label": None if region.label is None else str(region.label),
                 "treatment": repr(treatment),
-                "nodes": len(region),
+                "nodes": partition.operator_count(region),
                 "inputs": inputs,
                 "outputs": outputs,
-                "bytes_in": _total(inputs),
-                "bytes_out": _total(outputs),
+                "bytes_in": bytes_in.size,
+                "bytes_out": bytes_out.size,
+                "dynamic_in": bytes_in.is_dynamic,
+                "dynamic_out": bytes_out.is_dynamic,
                 "flops": sum(flops[number[node]] for node in region.nodes) if is_traced else None,
                 "saved_bytes": None if own is None else own.plain_bytes,
                 "saved_bytes_after": None if own is None else own.treated_bytes,
@@ -101,11 +106,17 @@ def _regions(
     return found
 
 
-def _crossings(partition: Partition, crossings: Iterable[Crossing], texts: Texts) -> list[list[Any]]:
-    """What crosses a border: the number of the node, the place of an item or of a size in it, a text and the bytes."""
+def _crossings(
+    partition: Partition, crossings: Iterable[Crossing], texts: Texts
+) -> tuple[list[list[Any]], TracedBytes]:
+    """What crosses a border: the number of the node, the place of an item or of a size in it, a text and the bytes.
+
+    With it, the bytes of all of them.
+    """
     nodes, crossings = partition.program.index.nodes, tuple(crossings)
+    sizes = list(bytes_of_crossings(partition, crossings))
     found: list[list[Any]] = []
-    for crossing, size in zip(crossings, bytes_of_crossings(partition, crossings), strict=True):
+    for crossing, (size, _) in zip(crossings, sizes, strict=True):
         if isinstance(crossing, int):
             found.append([crossing, None, _text(nodes[crossing], texts), size])
         elif isinstance(crossing, Item):
@@ -114,17 +125,12 @@ def _crossings(partition: Partition, crossings: Iterable[Crossing], texts: Texts
             found.append([crossing.number, f"[{crossing.place}]", text, size])
         else:
             found.append([crossing.number, f".size({crossing.axis})", texts.number("size"), size])
-    return found
+    return found, sum_of_bytes(sizes)
 
 
 def _text(node: Node, texts: Texts) -> int:
     value = value_of(node)
     return -1 if value is None else texts.number(value_text(value))
-
-
-def _total(crossings: list[list[Any]]) -> int | None:
-    sizes = [size for *_, size in crossings]
-    return None if None in sizes else sum(sizes)
 
 
 def _bodies(plan: Plan, numbers: list[int]) -> list[dict[str, Any]]:

@@ -9,12 +9,12 @@ import torch
 from torch.fx import Node
 
 from partita.analysis.effects.terms import Effects
-from partita.analysis.nodes import bytes_of_value, find, is_module_state, value_of
+from partita.analysis.nodes import TracedBytes, find, is_module_state, traced_bytes, value_of
 from partita.plans import Plan
 from partita.plans.report import called_name
 from partita.policies.by_module import ModuleCall, calls_around, calls_in
 from partita.program.flops import Flops
-from partita.program.program import Program
+from partita.program.program import Program, counted_operators
 from partita.regions import Partition
 from partita.regions.region import Reason
 
@@ -36,6 +36,8 @@ FLAGS = {
     "with its container": 2048,
     "with its reader": 4096,
     "tangent": 8192,
+    "operator": 16384,
+    "dynamic sizes": 32768,
 }
 
 #: A region that a node is in, if not a number from 0 on.
@@ -72,7 +74,7 @@ def graph_data(plan: Plan, texts: Texts) -> dict[str, Any]:
     states = _state_names(program)
     flags = _flags(plan, states)
     for number, node in enumerate(index.nodes):
-        value, size = described.of(node)
+        value, (size, is_dynamic) = described.of(node)
         mode = str(program.modes.at(number))
         row = (
             node.name,
@@ -85,7 +87,7 @@ def graph_data(plan: Plan, texts: Texts) -> dict[str, Any]:
             modes.setdefault(mode, len(modes)),
             max(partition.owner[number], NOWHERE),
             reasons.of(node),
-            flags[number],
+            flags[number] | (FLAGS["dynamic sizes"] if is_dynamic else 0),
         )
         for column, entry in zip(columns.values(), row, strict=True):
             column.append(entry)
@@ -155,13 +157,13 @@ class _Values:
     def __init__(self, program: Program, texts: Texts) -> None:
         self._program, self._texts = program, texts
 
-    def of(self, node: Node) -> tuple[int, int | None]:
+    def of(self, node: Node) -> tuple[int, TracedBytes]:
         value = value_of(node)
         if value is None and node.op == "get_attr":
             value = find(self._program.graph_module, str(node.target))
         if value is None or node.op == "output":
-            return -1, None
-        return self._texts.number(value_text(value)), bytes_of_value(value)
+            return -1, TracedBytes(None)
+        return self._texts.number(value_text(value)), traced_bytes(value)
 
 
 @final
@@ -242,6 +244,8 @@ def _flags(plan: Plan, states: Mapping[str, str]) -> list[int]:
         flags[number[node]] |= _effect_flags(effects)
     for at in program.modes.toggles:
         flags[at] |= FLAGS["mode toggle"]
+    for at in program.once(counted_operators):
+        flags[at] |= FLAGS["operator"]
     for node in program.index.nodes:
         if node.op == "get_attr" or node.name in states:
             flags[number[node]] |= FLAGS["state"]

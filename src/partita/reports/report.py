@@ -19,6 +19,7 @@ from partita.plans import Plan
 from partita.reports.data import report_data
 from partita.reports.formats import dot, json_text, model_explorer, trace
 from partita.reports.page import page
+from partita.whole_files import whole_file
 
 #: What `Report.save` writes.
 Format = Literal["html", "json", "dot", "model_explorer", "trace"]
@@ -78,12 +79,8 @@ class Report(metaclass=PlainHelp):
         """
         place = Path(os.fspath(path))
         content = self._content(_format_of(place, format))
-        draft = place.with_name(f"{place.name}.{os.getpid()}.tmp")
-        try:
+        with whole_file(place) as draft:
             draft.write_text(content, encoding="utf-8", newline="\n")
-            draft.replace(place)
-        finally:
-            draft.unlink(missing_ok=True)
 
     def _content(self, format: Format) -> str:
         match format:

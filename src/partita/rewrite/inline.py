@@ -6,7 +6,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -36,9 +36,18 @@ def inline(program: Program | GraphModule | ExportedProgram, calls: Collection[s
     program = Program.of(program)
     with gc_paused():
         if calls is None:
-            return _with_inlined_bodies(Inlining(program, _calls_in(program), _calls_in).inlined())
+            return _inlined_at_any_depth(program, _calls_in)
         chosen = _chosen(program, [calls] if isinstance(calls, str) else calls)
         return Inlining(program, chosen, lambda body: {}).inlined()
+
+
+def inline_modes(program: Program) -> Program:
+    """A new program with toggles around the bodies of mode blocks, at any depth; other calls of bodies stay.
+
+    It undoes `wrap_modes`; a program without mode operators is returned as it is.
+    """
+    with gc_paused():
+        return _inlined_at_any_depth(program, _mode_calls_in) if _has_calls(program, _mode_calls_in) else program
 
 
 def bound_arguments(
@@ -84,22 +93,28 @@ def returned_value(call: Node, output: Node) -> Any:
     return value
 
 
-def _with_inlined_bodies(program: Program) -> Program:
-    """`program` with all calls inlined in the bodies of its remaining operators: the branches of a `cond`, say."""
-    changed = {}
-    for node in program.graph.find_nodes(op="get_attr"):
-        body = find(program.graph_module, str(node.target))
-        if isinstance(body, GraphModule) and str(node.target) not in changed and _calls_at_any_depth(Program.of(body)):
-            changed[str(node.target)] = inline(Program.of(body)).graph_module
-    return with_bodies(program, changed) if changed else program
+#: Finds the calls of a program, or of a body, that are inlined.
+_FindCalls: TypeAlias = Callable[[Program], Mapping[Node, "BodyCall"]]
 
 
-def _calls_at_any_depth(program: Program) -> bool:
-    """Whether a body, or a body of its operators, has calls to inline."""
+def _inlined_at_any_depth(program: Program, calls_in: _FindCalls) -> Program:
+    """`program` with these calls inlined, in the bodies of its remaining operators too: the branches of a `cond`."""
+    flat, changed = Inlining(program, calls_in(program), calls_in).inlined(), dict[str, GraphModule]()
+    for node in flat.graph.find_nodes(op="get_attr"):
+        body = find(flat.graph_module, str(node.target))
+        if isinstance(body, GraphModule) and str(node.target) not in changed:
+            inner = Program.of(body)
+            if _has_calls(inner, calls_in):
+                changed[str(node.target)] = _inlined_at_any_depth(inner, calls_in).graph_module
+    return with_bodies(flat, changed) if changed else flat
+
+
+def _has_calls(program: Program, calls_in: _FindCalls) -> bool:
+    """Whether a program, or a body of its operators at any depth, has such calls."""
     reads = program.graph.find_nodes(op="get_attr", sort=False)
     inner = (find(program.graph_module, str(node.target)) for node in reads)
     bodies = (Program.of(body) for body in inner if isinstance(body, GraphModule))
-    return bool(_calls_in(program)) or any(map(_calls_at_any_depth, bodies))
+    return bool(calls_in(program)) or any(_has_calls(body, calls_in) for body in bodies)
 
 
 def _calls_in(program: Program) -> dict[Node, BodyCall]:
@@ -110,6 +125,11 @@ def _calls_in(program: Program) -> dict[Node, BodyCall]:
         if isinstance(call, BodyCall) and _left_behind(call) == AMBIENT:
             found[node] = call
     return found
+
+
+def _mode_calls_in(program: Program) -> dict[Node, BodyCall]:
+    """Those among them that set a mode."""
+    return {node: call for node, call in _calls_in(program).items() if call.sets is not None}
 
 
 def _chosen(program: Program, names: Collection[str]) -> dict[Node, BodyCall]:
@@ -205,9 +225,7 @@ class _Scope:
 class Inlining:
     """The flat graph while it is written: inlines `calls`, and in the bodies those that `calls_in` finds."""
 
-    def __init__(
-        self, program: Program, calls: Mapping[Node, BodyCall], calls_in: Callable[[Program], Mapping[Node, BodyCall]]
-    ) -> None:
+    def __init__(self, program: Program, calls: Mapping[Node, BodyCall], calls_in: _FindCalls) -> None:
         self.program, self.calls, self.calls_in = program, calls, calls_in
         self.root = program.graph_module
         self.writer = GraphWriter.like(program.graph)

@@ -25,6 +25,7 @@ from partita.errors import OptionError
 from partita.lowering._torch.conditions import Check, check_from, conditions_of, symbolic_places
 from partita.lowering.variant import WrongOutputsError, check_outputs
 from partita.plans import Plan, plan
+from partita.plans.report import called_name
 from partita.policies import ByCapability
 from partita.program.program import Program
 from partita.testing.backend_bodies import BODIES, Body, CapturedLayer
@@ -32,6 +33,7 @@ from partita.testing.generator.build import dump, random_case
 from partita.testing.generator.draft import Case
 from partita.testing.generator.state import ramp
 from partita.testing.laws.core import LawError
+from partita.testing.supported_bodies import bodies_of, body_of, supported_operators
 from partita.treatments import Lower
 
 
@@ -44,6 +46,8 @@ def check_backend(
 ) -> BackendReport:
     """Checks the laws on small bodies, all or those named, and on programs.
 
+    Unless bodies are named, there are also some of nothing but operators that the backend supports. The report says how
+    many bodies were tried, and which operators were in them.
     A body of torch's functions that the backend refuses is tried once more as aten operators, as `partita.capture`
     writes it. What it refuses then is excluded, and a failure to compile or to store breaks no law as long as something
     compiles: both are in the notes. If a law is broken, it raises `LawError`, whose message is the report, or returns
@@ -58,6 +62,7 @@ def check_backend(
     for case in cases:
         checking.check_program(case)
     if bodies is None:
+        checking.check_supported()
         checking.check_captured()
     report = checking.report()
     if raises and not report.holds:
@@ -89,12 +94,17 @@ class BrokenLaw:
 @final
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """The number of checks, the broken laws, and notes on what was excluded."""
+    """The number of checks, the broken laws, notes on what was excluded, and what was tried."""
 
     backend: str
     checks: int
     broken: tuple[BrokenLaw, ...] = ()
     notes: tuple[str, ...] = ()
+    #: How many small bodies it compiled, or tried to, and how many it refused.
+    bodies: int = 0
+    refused: int = 0
+    #: What these bodies call, sorted by name.
+    operators: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -110,8 +120,22 @@ class BackendReport:
         found = f"{len(laws)} laws broken" if len(laws) > 1 else "1 law broken" if laws else "all laws hold"
         lines = [f"{self.backend}: {found} in {self.checks} checks"]
         lines += [f"  {broken}" for broken in self.broken]
+        lines.append(f"  {self._tried()}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _tried(self) -> str:
+        refused = f", {self.refused} refused" if self.refused else ""
+        if not self.bodies:
+            return f"tried no small body{refused}"
+        count = len(self.operators)
+        shown = ", ".join(self.operators[:_SHOWN]) + (f" and {count - _SHOWN} more" if count > _SHOWN else "")
+        bodies = "1 small body" if self.bodies == 1 else f"{self.bodies} small bodies"
+        return f"tried {bodies}{refused}; {count} operator{'' if count == 1 else 's'} in them: {shown}"
+
+
+#: How many operators a report prints.
+_SHOWN = 8
 
 
 @final
@@ -120,7 +144,8 @@ class _BackendCheck:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.checks = self.compiled = self.lowered = 0
+        self.checks = self.compiled = self.lowered = self.bodies = self.refused = 0
+        self.operators: set[str] = set()
         self.broken: list[BrokenLaw] = []
         self._notes: dict[str, list[str]] = {}
 
@@ -129,7 +154,10 @@ class _BackendCheck:
         wrong = None if self.compiled or self.lowered else "it refuses or fails on everything"
         self.hold("something that it supports compiles", "all bodies and programs", lambda: wrong)
         notes = tuple(f"{note}: {', '.join(dict.fromkeys(places))}" for note, places in self._notes.items())
-        return BackendReport(self.backend.name, self.checks, tuple(self.broken), notes)
+        operators = tuple(sorted(self.operators))
+        return BackendReport(
+            self.backend.name, self.checks, tuple(self.broken), notes, self.bodies, self.refused, operators
+        )
 
     def note(self, text: str, where: str) -> None:
         """Records what was excluded, and where."""
@@ -161,7 +189,12 @@ class _BackendCheck:
             refused = self.check_refusals(module, name)
         if refused:
             self.note(f"excluded since it refuses {refused!r}", body.name)
+            self.refused += 1
             return
+        self.bodies += 1
+        for node in module.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                self.operators.add(called_name(node))
         ways = (False, True) if takes_symbols(self.backend) else (False,)
         for symbols in ways:
             where = f"{name}, with symbols for sizes" if symbols else name
@@ -171,12 +204,27 @@ class _BackendCheck:
             self.hold(_RETURNING, where, lambda calls=calls: "; ".join(calls.wrong_results) or None)  # type: ignore[misc]
             self.compiled += len(calls.functions)
             for reason in calls.failed:
-                self.note(f"it failed with {reason}", where)
+                self.note(f"{_FAILED} {reason}", where)
         if body.lowered:
             case = Case(module, self._inputs(body, 5), {}, origin=body.name)
             self.hold(_LOWERING, body.name, lambda: self._lowered(case))
         if hasattr(self.backend, "save"):
             self.hold("what is stored can be loaded", body.name, lambda: self._restored(body, module, calls.functions))
+
+    def check_supported(self) -> None:
+        """Checks bodies of the operators that it supports and that no body had; where one is wrong, one by one."""
+        tried = set(map(_base_name, self.operators))
+        names = [name for name in supported_operators(self.backend.refusal) if _base_name(name) not in tried]
+        known = self._wrong()
+        for body in bodies_of(names):
+            self.check_body(body)
+        if self._wrong() != known:
+            for name in names:
+                self.check_body(body_of(name))
+
+    def _wrong(self) -> tuple[int, list[str]]:
+        """What is broken or has failed so far."""
+        return len(self.broken), [note for note in self._notes if note.startswith(_FAILED)]
 
     def check_refusals(self, module: GraphModule, where: str) -> str | None:
         """Queries the backend for every node; returns its first reason to refuse one, if any."""
@@ -224,7 +272,7 @@ class _BackendCheck:
 
     def _note_failures(self, lowering: Plan, where: str) -> None:
         for failure in lowering.failures:
-            self.note(f"it failed with {failure.reason}", f"{failure.region} of {where}")
+            self.note(f"{_FAILED} {failure.reason}", f"{failure.region} of {where}")
         self.lowered += len(lowering.partition) - len({failure.region for failure in lowering.failures})
 
     def _compared(self, body: Body, module: GraphModule, calls: _CompiledCalls) -> str | None:
@@ -300,6 +348,11 @@ def _as_operators(body: Body) -> GraphModule | None:
         return None
 
 
+def _base_name(operator: str) -> str:
+    """linear, of torch's function and of aten.linear.default."""
+    return operator.removeprefix("aten.").partition(".")[0]
+
+
 def _captured(case: Case) -> Program | None:
     held = case.copy()
     try:
@@ -312,6 +365,7 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
+_FAILED = "it failed with"
 _RETURNING = "it makes functions that return a tuple or a list, with all outputs of the body"
 _ANY_SIZE = "a captured program serves every size that it was captured for"
 _CHANGED = "weights that have changed are read again"

@@ -54,9 +54,11 @@ def load_plan(
     *,
     classes: Iterable[type] = (),
 ) -> Plan:
-    """The plan of a file for the program that it was made for, captured again if need be.
+    """The plan of a file for the program that it was made for, captured again if need be, before or after it was saved.
 
-    The file is data: nothing in it is imported or run. A treatment of your own is found among `classes`, by its name.
+    A file has each mode block of a program as one operator. Where the plan was made for the mode blocks in the other
+    form, `plan.program` is this program in that form. The file is data: nothing in it is imported or run. A treatment
+    of your own is found among `classes`, by its name.
     """
     plan = read_plan(path, program if isinstance(program, Program) else Program.of(program), _known(classes))
     _check_marks(plan)

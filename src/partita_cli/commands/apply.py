@@ -14,7 +14,7 @@ from partita_cli.options import (
     PlanPath,
     PolicyText,
     ProgramPath,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -33,10 +33,10 @@ def command(
     program: ProgramPath,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.pt2", help="The file to write.")],
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     marks: Annotated[
-        bool, typer.Option("--marks", help="Only mark the nodes of each region, and cut nothing.")
+        bool, typer.Option("--marks", help="Only mark the nodes of each region, and cut nothing.", metavar="")
     ] = False,
     operators: Operators = None,
     imports: Imports = None,
@@ -44,8 +44,8 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Carry out a plan and write the new program; the old one stays as it is."""
-    check_output(output, ".pt2")
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    check_output(output, ".pt2", inputs=(program, plan))
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
     with working("applying"):

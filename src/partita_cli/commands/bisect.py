@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from partita_cli.commands.verify import check_compared, comparison_data, tolerance_of
+from partita_cli.errors import CommandError
 from partita_cli.options import (
     AsJson,
     Imports,
@@ -17,7 +19,7 @@ from partita_cli.options import (
     PolicyText,
     ProgramPath,
     Seed,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -34,18 +36,21 @@ EPILOG = examples(
 def command(
     program: ProgramPath,
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     inputs: InputsPath = None,
     seed: Seed = 0,
     isolate: Annotated[
-        bool, typer.Option("--isolate", help="Run every trial in a process of its own, so that crashes are found.")
+        bool,
+        typer.Option(
+            "--isolate", help="Run every trial in a process of its own, so that crashes are found.", metavar=""
+        ),
     ] = False,
     reproduce: Annotated[
         Path | None,
         typer.Option("--reproduce", metavar="FOLDER", help="Write a script with inputs that shows it without Partita."),
     ] = None,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+    gradients: Annotated[bool, typer.Option(help="Compare gradients too.", metavar="")] = True,
     relative: Annotated[float | None, typer.Option(help="How far numbers may differ.")] = None,
     absolute: Annotated[float | None, typer.Option(help="The same, as an absolute distance.")] = None,
     operators: Operators = None,
@@ -57,7 +62,9 @@ def command(
 
     The status is 1 if something differs.
     """
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    if reproduce is not None and not (reproduce.is_dir() or (not reproduce.exists() and reproduce.parent.is_dir())):
+        raise CommandError(f"{reproduce} is for a folder: give one, or a new name in a folder that is there")
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
     args, kwargs = read_inputs(inputs, read, seed)
@@ -70,7 +77,8 @@ def command(
     if json:
         regions, nodes = [region.name for region in found.regions], [node.name for node in found.nodes]
         data = {"blame": found.blame, "regions": regions, "nodes": nodes, "runs": found.runs}
-        say_json({**data, "comparison": comparison_data(found.comparison)})
+        places = [asdict(place) for place in found.places]
+        say_json({**data, "places": places, "comparison": comparison_data(found.comparison)})
     else:
         say(str(found))
     if reproduce is not None and found.nodes:

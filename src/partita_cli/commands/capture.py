@@ -43,7 +43,7 @@ def command(
     ] = None,
     train: Annotated[
         bool | None,
-        typer.Option("--train/--eval", help="Switch the model to training or evaluation mode first."),
+        typer.Option("--train/--eval", help="Switch the model to training or evaluation mode first.", metavar=""),
     ] = None,
     json: AsJson = False,
 ) -> None:

@@ -14,7 +14,7 @@ from partita_cli.options import (
     PlanPath,
     PolicyText,
     ProgramPath,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -36,7 +36,7 @@ def command(
     program: ProgramPath,
     node: Annotated[str, typer.Argument(metavar="NODE", help="The name of a node; partita plan --json has them.")],
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     operators: Operators = None,
     imports: Imports = None,
@@ -46,11 +46,11 @@ def command(
     """Say what a node does, where a plan puts it and why, its mode, and what it must stay after or before."""
     import partita
 
-    has_plan = policy is not None or plan is not None or treatment is not None
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports) if has_plan else None
+    has_plan = policy is not None or plan is not None or bool(treatment)
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports) if has_plan else None
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
-    found = read.node(node)
     made = make(read) if make else partita.Plan(partita.Partition(read, []), ())
+    found = made.program.node(node)  # A plan may be for the mode blocks in their other form.
     why = made.explanation(found)
     if json:
         say_json({"calls": _call(found), "value": _value(found), **plain_data(asdict(why))})

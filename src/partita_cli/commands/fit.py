@@ -42,7 +42,7 @@ def command(
         typer.Option("--peak", help="The most bytes a step may take: 11GB, 900MiB, or a part of the plain step: 0.6."),
     ] = None,
     curve: Annotated[
-        bool, typer.Option("--curve", help="Show peaks against the time that recomputation adds.")
+        bool, typer.Option("--curve", help="Show peaks against the time that recomputation adds.", metavar="")
     ] = False,
     points: Annotated[int, typer.Option("--points", min=2, help="How many points the curve has.")] = 8,
     picture: Annotated[
@@ -59,7 +59,9 @@ def command(
         str, typer.Option("--optimizer", help="Its state counts: the name of one in torch.optim, or bytes.")
     ] = "0",
     communication: Annotated[str, typer.Option("--communication", help="Bytes that communication takes, 200MB.")] = "0",
-    chart: Annotated[bool, typer.Option("--chart", help="Draw the bytes over the step in the terminal.")] = False,
+    chart: Annotated[
+        bool, typer.Option("--chart", help="Draw the bytes over the step in the terminal.", metavar="")
+    ] = False,
     json: AsJson = False,
 ) -> int:
     """Plan a training step that takes at most so many bytes: which blocks are recomputed, and the predicted peak.
@@ -156,13 +158,14 @@ def _budget(peak: str) -> str | float:
 
 def _show(plan: MemoryPlan | None, curve: Sequence[MemoryPlan], *, chart: bool) -> None:
     from partita.memory.budget import shown_bytes
+    from partita.memory.rates import shown_milliseconds, two_digits
 
     rows = [
         (
             shown_bytes(one.peak_bytes),
             f"{100 * one.peak_bytes / one.plain_peak_bytes:.0f} %",
-            f"{1e3 * one.extra_seconds:.3f} ms",
-            f"{100 * one.extra_seconds / one.plain_seconds if one.plain_seconds else 0:.1f} %",
+            shown_milliseconds(one.extra_seconds),
+            f"{two_digits(100 * one.extra_seconds / one.plain_seconds if one.plain_seconds else 0)} %",
         )
         for one in curve
     ]

@@ -52,13 +52,15 @@ def facts_of(program: Program, path: Path) -> dict[str, Any]:
     from partita import inline
     from partita.plans.report import called_name
     from partita.program.flops import Flops
+    from partita.program.program import counted_operators
 
     calls = _calls_of_bodies(program)
     flat = inline(program) if calls else program
-    operators = [node for node in flat.operators() if flat.index.number[node] not in flat.modes.toggles]
+    operators = [flat.index.nodes[number] for number in sorted(flat.once(counted_operators))]
     return {
         "file": str(path),
         "nodes": len(program.index),
+        "outer_operators": len(program.once(counted_operators)),
         "operators": dict(Counter(map(called_name, operators)).most_common()),
         "bodies": calls,
         "inputs": _inputs(program),
@@ -216,7 +218,9 @@ def _print(data: dict[str, Any]) -> None:
 def _rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     bodies = ", ".join(f"{count} of {name}" for name, count in data["bodies"].items())
     yield "nodes", f"{data['nodes']:,}" + (f"; calls of bodies: {bodies}" if bodies else "")
-    yield "operators", f"{sum(data['operators'].values()):,}"
+    count = sum(data["operators"].values())
+    outer = f"; {data['outer_operators']:,} in the graph itself, calls of bodies among them" if bodies else ""
+    yield "operators", f"{count:,}{outer}"
     for kind, one in data["state"].items():
         if one["count"]:
             yield kind, f"{one['count']:,} tensors, {one['elements']:,} elements, {one['bytes']:,} bytes"

@@ -14,7 +14,7 @@ from partita_cli.options import (
     PlanPath,
     PolicyText,
     ProgramPath,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -23,32 +23,36 @@ from partita_cli.sources import planner, read_program
 
 if TYPE_CHECKING:
     from partita import Plan
+    from partita.program.flops import Flops
 
 NEEDS_ARGUMENTS = True
 EPILOG = examples(
     "partita plan model.pt2 --policy size:parts=4",
     "partita plan model.pt2 -p capability:inductor,min_size=4 -t lower:inductor -o plan.json",
-    "partita plan model.pt2 -p module:layers.* -t recompute:keep=expensive",
+    "partita plan model.pt2 -p 'module:layers.*' -t recompute:keep=expensive",
+    "partita plan model.pt2 -p 'module:layers.*,head' -t 'layers.*=recompute' -t head=lower:inductor",
 )
 
 
 def command(
     program: ProgramPath,
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan to this file.")
     ] = None,
-    summary: Annotated[bool, typer.Option("--summary", help="Print only how much is in regions, and why not.")] = False,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Print only how much is in regions, and why not.", metavar="")
+    ] = False,
     operators: Operators = None,
     imports: Imports = None,
     trusted: Trusted = False,
     json: AsJson = False,
 ) -> None:
     """Show the regions that a policy makes and what a treatment does to them; nothing is changed."""
-    check_output(output, ".json")
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    check_output(output, ".json", inputs=(program, plan))
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
     if output is not None:
@@ -66,10 +70,15 @@ def command(
 
 def data_of(plan: Plan) -> dict[str, Any]:
     """A plan as plain data: regions in the order in which they run, and what is outside."""
+    from partita.program.flops import Flops
+    from partita.program.program import counted_operators
+
     order = [vertex for vertex in plan.partition.order if vertex < len(plan.partition)]
+    counter = Flops()
     return {
         "nodes": len(plan.program.index),
-        "regions": [_region(plan, vertex) for vertex in order],
+        "operators": len(plan.program.once(counted_operators)),
+        "regions": [_region(plan, vertex, counter) for vertex in order],
         "bodies": [{"name": body.name, "nodes": body.nodes, "regions": list(body.regions)} for body in plan.bodies()],
         "excluded": [
             {"kind": one.kind, "by": one.by, "why": one.why, "operators": dict(one.operators)}
@@ -78,22 +87,24 @@ def data_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _region(plan: Plan, vertex: int) -> dict[str, Any]:
-    """One region; sizes that are not known in advance are null."""
-    from partita.plans.report import bytes_of_crossings
-    from partita.program.flops import Flops
+def _region(plan: Plan, vertex: int, counter: Flops) -> dict[str, Any]:
+    """One region; bytes are those at the sizes of the trace, and null where a size is only known at run time."""
+    from partita.plans.report import border_bytes
 
-    region, border = plan.partition.regions[vertex], plan.partition.borders.of_regions[vertex]
-    sizes = [list(bytes_of_crossings(plan.partition, side)) for side in (border.inputs, border.outputs)]
-    bytes_in, bytes_out = (None if None in side else sum(filter(None, side)) for side in sizes)
+    partition = plan.partition
+    region, border = partition.regions[vertex], partition.borders.of_regions[vertex]
+    bytes_in, bytes_out = border_bytes(partition, vertex)
     return {
         "name": region.name,
         "label": None if region.label is None else str(region.label),
         "nodes": [node.name for node in region.nodes],
+        "operators": partition.operator_count(region),
         "inputs": len(border.inputs),
         "outputs": len(border.outputs),
-        "bytes_in": bytes_in,
-        "bytes_out": bytes_out,
-        "flops": Flops().total(region.nodes),
+        "bytes_in": bytes_in.size,
+        "bytes_out": bytes_out.size,
+        "dynamic_in": bytes_in.is_dynamic,
+        "dynamic_out": bytes_out.is_dynamic,
+        "flops": counter.total(region.nodes),
         "treatment": repr(plan.treatments[vertex]),
     }

@@ -17,7 +17,7 @@ from partita_cli.options import (
     PolicyText,
     ProgramPath,
     Seed,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -37,10 +37,10 @@ def command(
         Path, typer.Option("--output", "-o", metavar="FILE.html", help="The file to write; its ending is the format.")
     ],
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Apply the plan, compare the result, and report that too.")
+        bool, typer.Option("--verify", help="Apply the plan, compare the result, and report that too.", metavar="")
     ] = False,
     format: Annotated[
         Literal["html", "json", "dot", "model_explorer"] | None,
@@ -62,8 +62,9 @@ def command(
 
     if inputs is not None and not verify:
         raise CommandError("--inputs are for --verify: add that, or omit them")
-    check_output(output, *(() if format else (".html", ".htm", ".json", ".dot", ".gv")))
-    make = planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    suffixes = () if format else (".html", ".htm", ".json", ".dot", ".gv")
+    check_output(output, *suffixes, inputs=(program, plan, inputs))
+    make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
     comparison = None

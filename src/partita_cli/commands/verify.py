@@ -17,7 +17,7 @@ from partita_cli.options import (
     PolicyText,
     ProgramPath,
     Seed,
-    TreatmentText,
+    TreatmentTexts,
     Trusted,
     examples,
 )
@@ -42,11 +42,11 @@ def command(
         typer.Argument(metavar="[OTHER.pt2]", help="The program to compare; or give a plan for the first one."),
     ] = None,
     policy: PolicyText = None,
-    treatment: TreatmentText = None,
+    treatment: TreatmentTexts = None,
     plan: PlanPath = None,
     inputs: InputsPath = None,
     seed: Seed = 0,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+    gradients: Annotated[bool, typer.Option(help="Compare gradients too.", metavar="")] = True,
     relative: Annotated[
         float | None, typer.Option(help="How far numbers may differ; the same bits, or what a treatment declares.")
     ] = None,
@@ -62,9 +62,9 @@ def command(
     """
     if (other is None) == (plan is None and policy is None):
         raise CommandError("give a second program, or a plan for the first one (--plan, or --policy and --treatment)")
-    if other is not None and treatment is not None:
+    if other is not None and treatment:
         raise CommandError("a treatment is for a plan of the first program: omit it, or the second program")
-    make = None if other is not None else planner(policy=policy, treatment=treatment, plan=plan, imports=imports)
+    make = None if other is not None else planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     before = read_program(program, trusted=trusted, operators=operators, imports=imports)
     after = make(before).apply() if make else read_program(other or program, trusted=trusted, operators=operators)
     args, kwargs = read_inputs(inputs, before, seed)

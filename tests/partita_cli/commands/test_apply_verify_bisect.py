@@ -100,6 +100,17 @@ def test_bisect_names_the_region_and_writes_a_script(
     assert (tmp_path / "found" / "reproduce.py").exists()
     data = run(*words, "--json").json
     assert (data["blame"], data["regions"], data["nodes"]) == ("region", ["part_1"], ["relu"])
+    assert "\n  relu: aten.relu.default in 1 (ReLU)\n" in ran.out
+    assert data["places"] == [
+        {"node": "relu", "calls": "aten.relu.default", "module": "1", "module_class": "ReLU", "source": ""}
+    ], "a file has no lines of source"
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "missing" / "folder"):
+        words = ("bisect", tmp_path / "never_read.pt2", "-p", "size:parts=2", "--reproduce", place)
+        assert "is for a folder" in refused(*words)
 
 
 def test_random_inputs_fit_the_tables_they_look_up(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from partita.memory.budget import shown_bytes
 from partita.memory.joint.model import JointModel
 from partita.memory.joint.simulation import Simulated, simulate
 from partita.memory.picture import Picture
-from partita.memory.rates import Rates
+from partita.memory.rates import Rates, shown_milliseconds
 from partita.memory.timeline import Moment, Occupant, Timeline
 from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
@@ -102,7 +102,7 @@ class JointMemoryPlan:
             kept = ", ".join(members[0].nodes[:4]) + (" ..." if len(members[0].nodes) > 4 else "")
             yield (
                 f"{name}: {shown_bytes(sum(one.bytes for one in members))} by choice ({kept or 'nothing'}), "
-                f"{1e3 * sum(one.seconds for one in members):.2f} ms to recompute the rest"
+                f"{shown_milliseconds(sum(one.seconds for one in members))} to recompute the rest"
             )
         at = self.simulated.at
         half = "forward" if self.simulated.forward_peak > self.simulated.backward_peak else "backward"
@@ -120,7 +120,7 @@ class JointMemoryPlan:
         occupants = sorted(self.simulated.occupants.items(), key=lambda pair: (-pair[1], pair[0].name))
         for node, size in occupants[:6]:
             yield f"  {shown_bytes(size)}: {node.name}{_in_module(node)}"
-        yield f"recomputation takes {1e3 * self.seconds:.2f} ms"
+        yield f"recomputation takes {shown_milliseconds(self.seconds)}"
 
 
 def _in_module(node: Node | None) -> str:

@@ -26,6 +26,10 @@ function shownScaled(number, units) {
   const digits = at === 0 ? 0 : value >= 100 ? 0 : value >= 10 ? 1 : 2;
   return `${value.toFixed(digits)} ${units[at]}`.trim();
 }
+const OPERATOR = FLAG.operator;
+const operatorsIn = (sequence) => sequence.reduce((sum, node) => sum + ((nodes.flags[node] & OPERATOR) !== 0), 0);
+// With ~, bytes at the sizes of the trace: sizes are dynamic.
+const traced = (shown, isDynamic) => (number) => (isDynamic && number !== null ? `~${shown(number)}` : shown(number));
 const shownBytes = (number) => shownScaled(number, ["B", "kB", "MB", "GB", "TB"]);
 const shownFlops = (number) => (number === 0 ? "0" : shownScaled(number, ["", "k", "M", "G", "T", "P"]));
 const plural = (count, one, several) => `${shownCount(count)} ${count === 1 ? one : several || one + "s"}`;

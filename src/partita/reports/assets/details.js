@@ -31,7 +31,7 @@ function nodeDetails(node) {
     el("p", { class: "muted" }, `${opOf(node)} ${text(nodes.target[node])}`),
     el("dl", {},
       fact("value", text(nodes.value[node]) || "not traced"),
-      fact("bytes", shownCount(nodes.bytes[node])),
+      fact("bytes", traced(shownCount, has(node, "dynamic sizes"))(nodes.bytes[node])),
       factIf(nodes.flops[node], "FLOPs", shownCount(nodes.flops[node])),
       factIf(modulePath(node), "module", modulePath(node)),
       factIf(owner >= 0, "region", owner >= 0 ? regionLink(owner) : ""),
@@ -67,8 +67,8 @@ function regionDetails(at) {
     el("dl", {},
       factIf(region.label !== null, "label", region.label),
       fact("nodes", shownCount(region.nodes)),
-      fact("bytes in", shownCount(region.bytes_in)),
-      fact("bytes out", shownCount(region.bytes_out)),
+      fact("bytes in", traced(shownCount, region.dynamic_in)(region.bytes_in)),
+      fact("bytes out", traced(shownCount, region.dynamic_out)(region.bytes_out)),
       fact("FLOPs", shownCount(region.flops)),
       factIf(region.saved_bytes !== null, "saved", saved),
       factIf(region.recomputed_flops !== null, "recomputed", `${shownCount(region.recomputed_flops)} FLOPs`)),
@@ -105,7 +105,7 @@ function crossingTable(crossings) {
   if (!crossings.length) return el("p", { class: "muted" }, "Nothing.");
   const rows = crossings.slice(0, MOST_CROSSINGS).map(([node, place, value, bytes]) => el("tr", {},
     el("td", {}, nodeLink(node), place || ""), el("td", {}, text(value)),
-    el("td", { class: "number" }, shownBytes(bytes))));
+    el("td", { class: "number" }, traced(shownBytes, has(node, "dynamic sizes"))(bytes))));
   const more = crossings.length - MOST_CROSSINGS;
   if (more > 0) rows.push(el("tr", {}, el("td", { colspan: 3, class: "muted" }, `${shownCount(more)} more`)));
   return el("table", { class: "data small" }, headRow("name", "value", "bytes"), el("tbody", {}, rows));
@@ -123,7 +123,7 @@ function groupDetails(item) {
     el("h2", { class: "name" }, item.label),
     el("p", { class: "muted" }, view.subtitle(item)),
     el("dl", {},
-      fact("nodes", shownCount(item.end - item.start)),
+      fact("nodes", shownCount(operatorsIn(view.tree.sequence.slice(item.start, item.end)))),
       fact("bytes of results", shownCount(bytes)),
       fact("FLOPs", shownCount(flops))),
     inside.size ? section(`Regions ${inside.size}`, listed([...inside], regionLink)) : null,
@@ -131,15 +131,15 @@ function groupDetails(item) {
 }
 
 function overview() {
-  const inRegions = nodes.region.filter((region) => region >= 0).length;
+  const inRegions = regions.reduce((sum, region) => sum + region.nodes, 0);
   const flops = nodes.flops.reduce((sum, own) => sum + own, 0);
   const repeated = data.bodies.filter((body) => body.regions.length > 1).length;
   const { saved, memory, failures } = data;
   return [
     el("h2", {}, "Overview"),
     el("dl", {},
-      fact("nodes", shownCount(NODE_COUNT)),
-      fact("in regions", shownCount(inRegions)),
+      fact("nodes", `${shownCount(NODE_COUNT)}, ${shownCount(data.operators)} of them operators`),
+      fact("in regions", plural(inRegions, "operator")),
       fact("regions", shownCount(regions.length)),
       fact("distinct bodies", shownCount(data.bodies.length), repeated ? `, ${shownCount(repeated)} repeated` : ""),
       fact("FLOPs", shownFlops(flops)),

@@ -119,7 +119,7 @@ class Painting extends Arrangement {
   }
 
   subtitle(item) {
-    const count = plural(item.end - item.start, "node");
+    const count = plural(operatorsIn(this.tree.sequence.slice(item.start, item.end)), "node");
     if (item.kind === "region") return `${count} · ${regions[item.region].treatment}`;
     if (item.kind === "module") return `${text(data.modules[item.module][1])} · ${count}`;
     return count;

@@ -17,9 +17,9 @@ function buildRegions(panel) {
 
 function regionColumns(rows) {
   const own = (key, name, shown, title) => numberColumn(name, (row) => row[key], shown, { title });
-  const bar = (key, name, shown) => {
+  const bar = (key, name, shown, dynamic) => {
     const most = rows.reduce((found, row) => Math.max(found, row[key] || 0), 0);
-    return { ...own(key, name, shown), cell: (row) => barCell(row[key], most, shown) };
+    return { ...own(key, name, shown), cell: (row) => barCell(row[key], most, traced(shown, row[dynamic])) };
   };
   const saved = [
     own("saved_bytes", "saved", shownBytes, "saved for backward without the treatment"),
@@ -31,8 +31,8 @@ function regionColumns(rows) {
     own("nodes", "nodes", shownCount),
     numberColumn("in", (row) => row.inputs.length, shownCount, { title: "values that cross into it" }),
     numberColumn("out", (row) => row.outputs.length, shownCount, { title: "values that cross out of it" }),
-    bar("bytes_in", "bytes in", shownBytes),
-    bar("bytes_out", "bytes out", shownBytes),
+    bar("bytes_in", "bytes in", shownBytes, "dynamic_in"),
+    bar("bytes_out", "bytes out", shownBytes, "dynamic_out"),
     bar("flops", "FLOPs", shownFlops),
     ...(rows.some((row) => row.saved_bytes !== null) ? saved : []),
     { name: "treatment", value: (row) => row.treatment, class: "clip" },
@@ -127,8 +127,7 @@ function buildOutside(panel) {
   panel.append(...data.excluded.map(reasonDetails));
   const outside = [];
   for (let node = 0; node < NODE_COUNT; node++) {
-    const isOperator = !has(node, "state") && opOf(node) !== "placeholder" && opOf(node) !== "output";
-    if (nodes.region[node] < 0 && isOperator && !copiesOf.has(node)) outside.push(node);
+    if (nodes.region[node] < 0 && has(node, "operator")) outside.push(node);
   }
   if (!outside.length) return;
   const columns = [
@@ -142,8 +141,7 @@ function buildOutside(panel) {
 }
 
 function whyOutside(node) {
-  if (nodes.reason[node] >= 0) return data.reasons[nodes.reason[node]].text;
-  return has(node, "mode toggle") ? "it only switches a mode" : "no reason given";
+  return nodes.reason[node] >= 0 ? data.reasons[nodes.reason[node]].text : "no reason given";
 }
 
 function reasonDetails(group) {
