@@ -72,11 +72,11 @@ class GraphWriter:
 
     def copy(self, node: Node, swap: Callable[[Node], Any], *, name: str, target: Any = None) -> Node:
         """A copy of `node` that reads `swap(n)` wherever `node` reads `n`."""
-        kwargs = node._kwargs
+        kwargs = node.kwargs
         copied = self.write(
             node.op,
             node.target if target is None else target,
-            map_nodes(node._args, swap),
+            map_nodes(node.args, swap),
             map_nodes(kwargs, swap) if kwargs else None,
             name=name,
             type_expr=node.type,
@@ -95,10 +95,10 @@ class GraphWriter:
         put = graph._root._prepend
         table = graph._find_nodes_lookup_table.table
         for node, name in zip(nodes, names, strict=True):
-            op, target, kwargs = node.op, node.target, node._kwargs
+            op, target, kwargs = node.op, node.target, node.kwargs
             copied = make(Node)
             begin(copied, graph, name, op, target, node.type)
-            copied._update_args_kwargs(map_nodes(node._args, lookup), map_nodes(kwargs, lookup) if kwargs else kwargs)
+            copied._update_args_kwargs(map_nodes(node.args, lookup), map_nodes(kwargs, lookup) if kwargs else kwargs)
             if node.meta:
                 copy_meta(node.meta, copied.meta, metas)
             put(copied)

@@ -137,7 +137,7 @@ def has_registered_effect(target: Any) -> bool:
 
 def has_keywords(nodes: Iterable[Node]) -> bool:
     """Whether any of these calls passes an argument by keyword."""
-    return any(map(_keywords, nodes))
+    return any(node.kwargs for node in nodes)
 
 
 def nodes_by_target(graph: Graph) -> Mapping[tuple[str, Any], Collection[Node]]:
@@ -232,7 +232,6 @@ try:
     from torch._higher_order_ops.effects import _get_effect
 except ImportError:
     _get_effect = None  # type: ignore[assignment]
-_keywords = operator.attrgetter("_kwargs")
 _MAY_ALIAS = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
 
 

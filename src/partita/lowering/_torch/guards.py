@@ -11,11 +11,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # Documented, but not in `__all__`.
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita._torch.fake_sandbox import Tracing, tracing_now
@@ -74,7 +72,7 @@ class Guard:
         self._integers = tuple(integers)
         self._leaves = tuple((place, values[place].is_leaf) for place in leaves)
         self._readable = tuple(readable)
-        self._depth, self._device = _len_torch_function_stack(), default_device()
+        self._depth, self._device = len(_get_current_function_mode_stack()), default_device()
         self._inference = torch.is_inference_mode_enabled()
         self._is_able = TensorGuards is not None
         if self._is_able:
@@ -91,8 +89,8 @@ class Guard:
         if (
             not self._is_able
             or len(values) != self._count
-            or _len_torch_dispatch_stack()
-            or _len_torch_function_stack() != self._depth
+            or _get_current_dispatch_mode_stack()
+            or len(_get_current_function_mode_stack()) != self._depth
             or forward_ad._current_level >= 0
             or is_tracing()
             or not self._state.check()
@@ -168,9 +166,7 @@ def read_global_state() -> GlobalState:
 
 def is_intercepted() -> bool:
     """Whether operators are intercepted: by a tracer, torch.func, forward-mode AD, or modes of the user."""
-    if _len_torch_dispatch_stack() > 0 and not all(map(_is_custom_op_analysis, _get_current_dispatch_mode_stack())):
-        return True
-    if _len_torch_function_stack() > 0 and default_device() is None:
+    if not all(map(_is_custom_op_analysis, _get_current_dispatch_mode_stack())) or default_device() is None:
         return True
     if is_tracing() or in_forward_mode() or count_levels():
         return True
@@ -182,8 +178,13 @@ def _is_custom_op_analysis(mode: object) -> bool:
     return type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode" and type(mode).__module__.startswith("torch.")
 
 
+with torch.device("cpu"):
+    #: The function mode of a default device.
+    _DEVICE_MODE = type(_get_current_function_mode_stack()[-1])
+
+
 def default_device() -> torch.device | None:
-    """The device of new tensors; None where function modes other than `DeviceContext` are active."""
-    if not all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack()):
+    """The device of new tensors; None where function modes other than those of default devices are active."""
+    if not all(type(mode) is _DEVICE_MODE for mode in _get_current_function_mode_stack()):
         return None
     return torch.get_default_device()
