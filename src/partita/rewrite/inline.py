@@ -18,7 +18,7 @@ from partita._torch.nn_modules import runs_its_graph
 from partita._torch.operators.schemas import SYM_SIZE, flattens_inputs
 from partita.analysis.index import Index
 from partita.analysis.modes import AMBIENT, Block, Grad, Mode, Setting, has_toggles, modes_of
-from partita.analysis.nodes import attribute_of, find
+from partita.analysis.nodes import attribute_of, bodies_of, bodies_read, find
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program
 from partita.rewrite.mode_nodes import ModeWriter, runs_body, setting_of
@@ -87,19 +87,15 @@ def returned_value(call: Node, output: Node) -> Any:
 def _with_inlined_bodies(program: Program) -> Program:
     """`program` with all calls inlined in the bodies of its remaining operators: the branches of a `cond`, say."""
     changed = {}
-    for node in program.graph.find_nodes(op="get_attr"):
-        body = find(program.graph_module, str(node.target))
-        if isinstance(body, GraphModule) and str(node.target) not in changed and _calls_at_any_depth(Program.of(body)):
+    for node, body in bodies_read(program.graph_module, program.graph.find_nodes(op="get_attr")):
+        if str(node.target) not in changed and _calls_at_any_depth(Program.of(body)):
             changed[str(node.target)] = inline(Program.of(body)).graph_module
     return with_bodies(program, changed) if changed else program
 
 
 def _calls_at_any_depth(program: Program) -> bool:
     """Whether a body, or a body of its operators, has calls to inline."""
-    reads = program.graph.find_nodes(op="get_attr", sort=False)
-    inner = (find(program.graph_module, str(node.target)) for node in reads)
-    bodies = (Program.of(body) for body in inner if isinstance(body, GraphModule))
-    return bool(_calls_in(program)) or any(map(_calls_at_any_depth, bodies))
+    return bool(_calls_in(program)) or any(map(_calls_at_any_depth, map(Program.of, bodies_of(program.graph_module))))
 
 
 def _calls_in(program: Program) -> dict[Node, BodyCall]:

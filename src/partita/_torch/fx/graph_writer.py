@@ -178,6 +178,26 @@ def identifier(text: str) -> str:
     return re.sub(r"\W", "_", normalize("NFKC", text))
 
 
+class FreeNames:
+    """Names that are taken one after the other; one that is taken already, or `is_taken` elsewhere, is numbered."""
+
+    def __init__(self, is_taken: Callable[[str], bool] = lambda _: False) -> None:
+        self._is_taken = is_taken
+        self._taken: set[str] = set()
+        self._counts: dict[str, int] = {}
+
+    def take(self, wanted: str) -> str:
+        """A free name like `wanted`."""
+        count = self._counts.get(wanted, 0)
+        name = f"{wanted}_{count}" if count else wanted
+        while name in self._taken or self._is_taken(name):
+            count += 1
+            name = f"{wanted}_{count}"
+        self._counts[wanted] = count
+        self._taken.add(name)
+        return name
+
+
 class Names:
     """The names of one graph, shared with the graph's own table, so that later names stay unique too."""
 

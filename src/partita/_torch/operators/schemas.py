@@ -110,6 +110,11 @@ def is_of_other_library(signature: Signature) -> bool:
 _TORCH_NAMESPACES = frozenset(("aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd"))
 
 
+def base_name(target: Any) -> str:
+    """The name of an operator without its overload, or of a function."""
+    return str(getattr(target, "__name__", "")).partition(".")[0]
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether `target` is an operator that runs bodies."""
     return isinstance(target, HigherOrderOperator)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.functorch import count_levels
 from partita._torch.modes import enabled_autocast, in_forward_mode
-from partita.lowering._torch.gradients import hides_history
+from partita.lowering._torch.gradients import hides_history, is_leaf
 
 try:
     from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
@@ -110,15 +110,7 @@ class Guard:
                 return False
         if self._readable and any(hides_history(values[place]) for place in self._readable):
             return False
-        return not self._leaves or all(_is_leaf(values[place]) is leaf for place, leaf in self._leaves)
-
-
-def _is_leaf(value: Tensor) -> bool | None:
-    """Whether a tensor is a leaf; None where autograd refuses to return its `grad_fn`."""
-    try:
-        return value.is_leaf
-    except RuntimeError:
-        return None
+        return not self._leaves or all(is_leaf(values[place]) is leaf for place, leaf in self._leaves)
 
 
 def _exact(value: Any) -> Any:
