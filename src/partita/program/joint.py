@@ -84,7 +84,7 @@ def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
     backward = _backward(index, results)
     if not tangents and any(isinstance(node, Node) and not backward[index.number[node]] for node in gradients):
         raise SignatureError(
-            f"none of the inputs {listed([node.name for node in placeholders])} is a tangent: in a joint graph the "
+            f"none of the inputs {listed([node.name for node in placeholders], 4)} is a tangent: in a joint graph the "
             "inputs of the backward are called 'tangents_1' and so on, as AOTAutograd does; trace one with "
             "partita.capture_joint(model, args)"
         )
