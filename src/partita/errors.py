@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pickle import PicklingError
 
 __all__ = [
@@ -133,3 +134,8 @@ class ArchiveError(PartitaError, ValueError):
 
 class UntrustedArchiveError(ArchiveError):
     """An archive contains more than data, and the caller did not mark it as trusted."""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first names as a message has them, and the number of the others."""
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from partita import Tolerance, capture, plan, verify
 from partita.backends import Eager
 from partita.errors import LoweringError, ModeError, OptionError, TreatmentError
-from partita.plans.failures import Failure
+from partita.plans.compilations import Failure
 from partita.policies import ByLabel, BySize, SplitAt
 from partita.treatments import Lower
 

@@ -31,8 +31,7 @@ from partita.lowering.signature import Signature, TensorSpec
 from partita.lowering.stored_layout import STORED
 from partita.lowering.variant import Fit
 from partita.lowering.variant_cache import Variants
-from partita.plans.compilations import Compilations
-from partita.plans.failures import Failures
+from partita.plans.compilations import Compilations, Failures
 from partita.policies import ByLabel, ByMode
 from partita.program._torch.guards import InputGuards
 from partita.treatments import Lower

@@ -14,7 +14,7 @@ import partita
 from partita import Comparison, Partition, Plan, Program, Region
 from partita.equivalence.differences import Difference
 from partita.memory import MemoryPlan, step_memory
-from partita.plans.failures import Failure
+from partita.plans.compilations import Failure
 from partita.policies import ByCapability, ByModule, BySize
 from partita.treatments import Call, Recompute
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita._torch.modes import read_ambient, restore_after_error, restore_autocast
+from partita._torch.operators.schemas import base_name
 from partita.errors import BackendError
 
 
@@ -150,15 +151,15 @@ class WrongWhenTraced(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
         if loses_dropout(func, args, named):
-            raise BackendError(f"{_name(func)} drops values in training, and a trace would lose that")
-        if _name(func) in MISCOMPUTED:
-            raise BackendError(f"{_name(func)} has another value when it is traced")
+            raise BackendError(f"{base_name(func)} drops values in training, and a trace would lose that")
+        if base_name(func) in MISCOMPUTED:
+            raise BackendError(f"{base_name(func)} has another value when it is traced")
         return func(*args, **named)
 
 
 def loses_dropout(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a trace of this call drops nothing where eager mode does; arguments that are nodes count as true."""
-    name = _name(target)
+    name = base_name(target)
     if name in _RECURRENT:
         arguments = _recurrent_arguments(name, args, kwargs)
         layers, dropout, train = (arguments.get(key) for key in ("num_layers", "dropout", "train"))
@@ -171,10 +172,6 @@ def loses_dropout(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 _RECURRENT = frozenset(("gru", "rnn_relu", "rnn_tanh"))
-
-
-def _name(target: Any) -> str:
-    return str(getattr(target, "__name__", "")).partition(".")[0]
 
 
 def _recurrent_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

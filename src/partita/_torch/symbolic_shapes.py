@@ -24,7 +24,8 @@ NUMBER_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     )
 )
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+#: The classes of symbolic numbers.
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def symbols_in(value: Any) -> tuple[Any, ...]:
@@ -53,7 +54,7 @@ def symbol_of(value: Any) -> Any:
 
 def hint_of(value: Any, default: int = 1) -> Any:
     """A number itself; of a symbolic one its hint, the value in the trace, or `default` where it has none."""
-    if not isinstance(value, _SYMBOLIC):
+    if not isinstance(value, SYMBOLIC):
         return value
     return value.node.hint if value.node.has_hint() else default
 
@@ -75,7 +76,7 @@ def _is_symbolic(value: Any) -> bool:
         return has_symbolic_sizes(value)
     if isinstance(value, tuple | list):
         return any(map(_is_symbolic, value))
-    return isinstance(value, _SYMBOLIC)
+    return isinstance(value, SYMBOLIC)
 
 
 def write_number(number: torch.SymInt, by_symbol: Mapping[Any, Node]) -> Node | int | None:

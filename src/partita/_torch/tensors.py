@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, final
 
 import torch
@@ -145,6 +146,28 @@ def _check_gradients(views: Sequence[_View], memory: torch.dtype) -> None:
 
 def _is_real_of(real: torch.dtype, dtype: torch.dtype) -> bool:
     return dtype.is_complex and dtype.to_real() == real
+
+
+def may_overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a tensor may share memory; False is certain."""
+    if 0 in sizes:
+        return False
+    reached = 0
+    pairs = [(stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    # By strides alone: to compare symbolic sizes would add guards.
+    for stride, size in sorted(pairs, key=itemgetter(0)):
+        if stride <= reached:
+            return True
+        reached += stride * (size - 1)
+    return False
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Each element once: without the repetitions of an expanded tensor, which cannot be written."""
+    for axis, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(axis, 0, min(tensor.shape[axis], 1))
+    return tensor
 
 
 def is_within_storage(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from partita._torch import toggles
 from partita._torch.modes import can_autocast
 from partita._torch.operators.schemas import is_higher_order
 from partita.analysis.index import Index
-from partita.analysis.nodes import find
+from partita.analysis.nodes import bodies_read, find
 from partita.errors import ModeError
 
 
@@ -188,14 +188,6 @@ def traced_grad(module: GraphModule) -> bool | None:
     return not telling or any(values[-1] is not False or len(values) % 2 == 1 for values in telling)
 
 
-def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
-    """The bodies that operators of a graph run."""
-    for read in module.graph.find_nodes(op="get_attr", sort=False):
-        found = find(module, str(read.target))
-        if isinstance(found, GraphModule):
-            yield found
-
-
 def check_bodies(index: Index, root: nn.Module, modes: Modes, *, grad: bool | None = None) -> None:
     """Raises where a call leaves a mode switched for the nodes after it: only toggles in the graph itself may do so.
 
@@ -303,10 +295,7 @@ def _grad_constants(module: GraphModule) -> Iterator[_GradConstants]:
         switches = owner.graph.find_nodes(op="call_function", target=toggles.SET_GRAD)
         outside = [switch for switch in switches if modes.at(index.number[switch]).inference is None]
         yield _GradConstants(_values_set(switches), _values_set(outside), in_callers_mode)
-        for read in owner.graph.find_nodes(op="get_attr"):
-            body = find(owner, str(read.target))
-            if not isinstance(body, GraphModule):
-                continue
+        for read, body in bodies_read(owner, owner.graph.find_nodes(op="get_attr")):
             is_kept = any(_grad_inside(call, modes.at(index.number[call]).grad) is None for call in read.users)
             found = (body, in_callers_mode and is_kept)
             if found not in seen:

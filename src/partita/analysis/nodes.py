@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -147,6 +148,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def returned_by(graph: Graph) -> Sequence[Any]:
+    """What a graph returns, item by item; one value that is no container is the only item."""
+    (output,) = graph.find_nodes(op="output")
+    returned: Any = output.args[0] if output.args else ()
+    return returned if isinstance(returned, tuple | list) else (returned,)
+
+
 def container_items(node: Node) -> tuple[Any, ...] | None:
     """The traced items of a plain tuple, list or torch.Size; None where the result is something else or unknown."""
     value = value_of(node)
@@ -227,6 +235,21 @@ def sum_of_bytes(sizes: Iterable[TracedBytes]) -> TracedBytes:
     return TracedBytes(total, is_dynamic)
 
 
+def bytes_at_hints(value: Any) -> int:
+    """The bytes of the tensors in a traced value, for the sizes that symbols were traced with."""
+    return sum(math.prod(map(hint_of, one.shape)) * one.element_size() for one in tensors_in(value))
+
+
+def known_sum(sizes: Iterable[int | None]) -> int | None:
+    """The sum; None if one of the numbers is not known."""
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    return total
+
+
 # Attributes: what the dotted target of a node refers to on a module.
 
 
@@ -249,6 +272,22 @@ def find(root: nn.Module, path: str) -> Any:
         inner = value._modules.get(part) if isinstance(value, nn.Module) else None
         value = getattr(value, part, None) if inner is None else inner
     return value
+
+
+def body_read(root: nn.Module, node: Node) -> GraphModule | None:
+    """The body that `node` reads from `root` for an operator; None for any other node."""
+    value = find(root, str(node.target)) if node.op == "get_attr" else None
+    return value if isinstance(value, GraphModule) else None
+
+
+def bodies_read(root: nn.Module, nodes: Iterable[Node]) -> Iterator[tuple[Node, GraphModule]]:
+    """Those of these nodes that read a body, each with the body: the inputs of a call, say."""
+    return ((node, body) for node in nodes if (body := body_read(root, node)) is not None)
+
+
+def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
+    """The bodies that operators of a graph run."""
+    return (body for _, body in bodies_read(module, module.graph.find_nodes(op="get_attr", sort=False)))
 
 
 def modules_in(root: nn.Module) -> Iterator[nn.Module]:

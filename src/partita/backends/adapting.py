@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from partita._torch.operators.schemas import SYM_SIZE
-from partita.backends._torch.fake_inputs import SYMBOLIC, place_of_symbol, size_carrier, unnamed_sizes
+from partita._torch.symbolic_shapes import SYMBOLIC
+from partita.backends._torch.fake_inputs import place_of_symbol, size_carrier, unnamed_sizes
 
 
 @final

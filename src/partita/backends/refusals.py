@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.compile_context import MISCOMPUTED, loses_dropout
 from partita._torch.functorch import is_inside_transform
-from partita._torch.operators.schemas import has_registered_effect, is_higher_order, registers_hook
+from partita._torch.operators.schemas import base_name, has_registered_effect, is_higher_order, registers_hook
 from partita._torch.toggles import TOGGLES
 from partita.analysis.effects.functions import rule_of_function, rule_of_method
 from partita.analysis.effects.modules import effects_of_module
@@ -162,7 +162,7 @@ def _name_called(node: Node) -> str:
     """The name of the function or method that a node calls, without overload."""
     if isinstance(node.target, str):
         return node.target if node.op == "call_method" else ""
-    return str(getattr(node.target, "__name__", "")).partition(".")[0]
+    return base_name(node.target)
 
 
 #: What functionalization (torch 2.13) loses: aliasing that schemas do not declare, and in-place reshapes. What its

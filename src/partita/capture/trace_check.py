@@ -19,7 +19,7 @@ from partita._torch import toggles
 from partita._torch.modes import initial_modes, would_autocast
 from partita.analysis.index import Index
 from partita.analysis.modes import AMBIENT, Autocast, Mode, modes_of
-from partita.analysis.nodes import find
+from partita.analysis.nodes import bodies_read
 from partita.capture._torch.caller_modes import GradSwitch, GradTrace, follow_callers_grad
 from partita.capture._torch.recorder import Recorder, Seen
 from partita.errors import CaptureError
@@ -194,10 +194,8 @@ def _modes_with_bodies(graph_module: GraphModule, outer: Mode) -> Iterator[tuple
         yield node, mode
         setting = setting_of(node)
         inside = mode if setting is None else mode.setting(setting)
-        for operand in node.all_input_nodes:
-            body = find(graph_module, str(operand.target)) if operand.op == "get_attr" else None
-            if isinstance(body, GraphModule):
-                yield from _modes_with_bodies(body, replace(inside, blocks=()))
+        for _, body in bodies_read(graph_module, node.all_input_nodes):
+            yield from _modes_with_bodies(body, replace(inside, blocks=()))
 
 
 def _agree(mode: Mode, seen: Seen) -> bool:

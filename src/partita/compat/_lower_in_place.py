@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node, Tracer
 
 from partita._torch.nn_modules import StandsForBody
 from partita.lowering.lower import Lower
-from partita.plans.failures import Failures
+from partita.plans.compilations import Failures
 from partita.plans.treatment import Site, treated
 from partita.program.program import UNMOVED, StateKeys
 from partita.regions import Partition, Region

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
@@ -26,6 +25,7 @@ from partita.errors import BrokenGraphError, ModeError
 from partita.program.program import EffectSuccessors, effect_neighbours, effect_successors, program_being_edited
 from partita.rewrite.fuse import FusedStyle, fuse, fused_body, is_trivial, mode_of_call
 from partita.rewrite.in_place import insert_call
+from partita.solvers.quotient import stable_order
 
 __all__ = [
     "erase_nodes",
@@ -229,24 +229,14 @@ def _sorted_nodes(nodes: Iterable[Node], successors: EffectSuccessors | None = N
         return held
     if successors is None:
         successors = _effect_successors_in(held[0].graph)
-    waits = dict.fromkeys(held, 0)
     place = {node: at for at, node in enumerate(held)}
-    after = {node: [*node.users, *successors.get(node, ())] for node in held}
-    for found in after.values():
-        for node in found:
-            if node in waits:
-                waits[node] += 1
-    ready = [(at, node) for node, at in place.items() if not waits[node]]
-    heapify(ready)
-    order: list[Node] = []
-    while ready:
-        _, node = heappop(ready)
-        order.append(node)
-        for later in after[node]:
-            if later in waits:
-                waits[later] -= 1
-                if not waits[later]:
-                    heappush(ready, (place[later], later))
+    edges = [
+        (at, place[later])
+        for node, at in place.items()
+        for later in (*node.users, *successors.get(node, ()))
+        if later in place
+    ]
+    order = [held[at] for at in stable_order({at: at for at in place.values()}, edges)]
     if len(order) != len(held):
         raise FusionError(
             "topological sorted nodes doesn't have same length as input nodes: "

@@ -16,7 +16,7 @@ from partita._torch.nn_modules import StandsForBody
 from partita.analysis.modes import Mode
 from partita.analysis.nodes import find
 from partita.backends.backend import Backend, find_backend
-from partita.compat._fused_groups import free_names
+from partita.compat._fused_groups import checked_module, free_names
 from partita.compat._lower_in_place import commit, prepare
 from partita.errors import CallbackError, OptionError
 from partita.lowering.lower import Lower
@@ -83,12 +83,10 @@ def partial_lower(
 
 
 def _checked(gm: object, **predicates: object) -> GraphModule:
-    if not isinstance(gm, GraphModule):
-        raise OptionError(f"a torch.fx.GraphModule is lowered in place, not {type(gm).__name__}")
     for name, predicate in predicates.items():
         if not callable(predicate):
             raise OptionError(f"{name} is a function that says whether to lower, not {predicate!r}")
-    return gm
+    return checked_module(gm, "what is lowered in place is")
 
 
 def _refusal(gm: GraphModule, backend: Backend, node_predicate: Callable[[Node], bool]) -> Callable[[Node], str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -300,25 +300,26 @@ def _parts_by_unit(
 
 def _levels_of_items(program: Program, items: Iterable[Node], units: Units, levels: Sequence[int]) -> dict[int, int]:
     """The latest level of each getitem by itself."""
-    nodes, number, unit_of = program.index.nodes, program.index.number, units.unit_of
-    highest, own = max(levels, default=0), dict[int, int]()
-    for item in sorted((*program.projections, *(number[node] for node in items)), reverse=True):
-        readers = [number[user] for user in nodes[item].users]
-        reached = [own.get(reader, levels[unit_of[reader]]) for reader in readers if unit_of[reader] >= 0]
-        own[item] = min(reached, default=highest)
+    own = dict[int, int]()
+    for item, readers in _readers_of_items(program, items, units):
+        own[item] = min((own.get(at, levels[units.unit_of[at]]) for at in readers), default=max(levels, default=0))
     return own
 
 
 def _parts_of_items(program: Program, items: Iterable[Node], units: Units, part_of: Sequence[int]) -> dict[int, int]:
     """The part in which the search for connected parts puts each getitem at first: that of its first user."""
-    nodes, number, unit_of = program.index.nodes, program.index.number, units.unit_of
-    own = dict[int, int]()
-    for item in sorted((*program.projections, *(number[node] for node in items)), reverse=True):
-        readers = [number[user] for user in nodes[item].users]
-        accepted = (reader for reader in readers if unit_of[reader] >= 0 and units.kinds[unit_of[reader]] != REFUSED)
-        reached = (own.get(reader, part_of[unit_of[reader]]) for reader in accepted)
-        own[item] = next(reached, part_of[unit_of[item]])
+    unit_of, own = units.unit_of, dict[int, int]()
+    for item, readers in _readers_of_items(program, items, units):
+        accepted = (at for at in readers if units.kinds[unit_of[at]] != REFUSED)
+        own[item] = next((own.get(at, part_of[unit_of[at]]) for at in accepted), part_of[unit_of[item]])
     return own
+
+
+def _readers_of_items(program: Program, items: Iterable[Node], units: Units) -> Iterator[tuple[int, list[int]]]:
+    """Each getitem, the last first, with the nodes in units that read it."""
+    nodes, number = program.index.nodes, program.index.number
+    for item in sorted((*program.projections, *(number[node] for node in items)), reverse=True):
+        yield item, [number[user] for user in nodes[item].users if units.unit_of[number[user]] >= 0]
 
 
 def _is_legal(units: Units, levels: Sequence[int]) -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.fx.lazy_graph_module import take_inputs_in_a_list
 from partita._torch.gc_pause import gc_paused
-from partita.analysis.nodes import find, value_of
+from partita.analysis.nodes import bodies_read, value_of
 from partita.backends._torch.fake_inputs import stand_ins
 from partita.backends.backend import Backend
 from partita.backends.inductor import Inductor
@@ -94,7 +94,8 @@ def marked_modules(gm: GraphModule) -> list[GraphModule]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting += _bodies(module)
+            reads = bodies_read(module, module.graph.find_nodes(op="get_attr"))
+            waiting += [body for read, body in reads if not all(map(is_marked, read.users))]
     return [module for module in found if any(map(is_marked, module.graph.nodes))]
 
 
@@ -174,10 +175,3 @@ def _backend(node: Node) -> Backend:
         return Inductor(_options(node))
     except OptionError as error:
         raise OptionError(f"Invalid inductor config key in the annotation of {node.name!r}: {error}") from error
-
-
-def _bodies(module: GraphModule) -> Iterator[GraphModule]:
-    for node in module.graph.find_nodes(op="get_attr"):
-        body = find(module, str(node.target))
-        if isinstance(body, GraphModule) and not all(map(is_marked, node.users)):
-            yield body

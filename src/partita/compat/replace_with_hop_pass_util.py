@@ -7,7 +7,7 @@ too. torch's two passes are written with these; ours are not, and these are for 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from partita._torch import toggles
 from partita._torch.fx.graph_writer import copy_meta
 from partita.analysis.modes import AMBIENT, Grad, Mode, only_argument, traced_grad
-from partita.analysis.nodes import find
+from partita.analysis.nodes import bodies_read, find, returned_by
 from partita.compat._fused_groups import checked_module
 from partita.compat.utils import node_replace_
 from partita.errors import OptionError, SignatureError
@@ -53,7 +53,8 @@ def _replace_with_hop_pass_helper(
 ) -> tuple[GraphModule, Signature]:
     """The result of the function for `gm`, with the bodies of its operators, at any depth, treated alike in place."""
     new_gm, new_signature = sequential_split_and_maybe_inline_subgraphs(gm, graph_signature)
-    for path, body in dict(_bodies(new_gm)).items():
+    reads = bodies_read(new_gm, new_gm.graph.find_nodes(op="get_attr"))
+    for path, body in {str(read.target): body for read, body in reads}.items():
         inner, _ = _replace_with_hop_pass_helper(body, None, sequential_split_and_maybe_inline_subgraphs)
         owner, _, name = path.rpartition(".")
         setattr(new_gm.get_submodule(owner), name, inner)
@@ -132,17 +133,8 @@ def _part_of(node: Node) -> GraphModule:
     return part
 
 
-def _bodies(module: GraphModule) -> Iterator[tuple[str, GraphModule]]:
-    for read in module.graph.find_nodes(op="get_attr"):
-        body = find(module, str(read.target))
-        if isinstance(body, GraphModule):
-            yield str(read.target), body
-
-
 def _check_outputs(module: GraphModule, signature: ExportGraphSignature) -> None:
-    (output,) = module.graph.find_nodes(op="output")
-    returned = output.args[0] if output.args else ()
-    found = len(returned) if isinstance(returned, tuple | list) else 1
+    found = len(returned_by(module.graph))
     if found != len(signature.output_specs):
         raise _OutputsError(
             f"the graph has {found} outputs and its signature {len(signature.output_specs)}; give the signature that "

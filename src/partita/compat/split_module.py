@@ -11,9 +11,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from partita._torch import toggles
+from partita._torch.fx.graph_writer import FreeNames
 from partita._torch.gc_pause import gc_paused
 from partita.analysis.modes import only_argument, traced_grad
-from partita.errors import CallbackError, CycleError, MissingLabelError, ModeError, OptionError
+from partita.errors import CallbackError, CycleError, MissingLabelError, ModeError, OptionError, listed
 from partita.program.program import Program
 from partita.regions import Partition as RegionPartition
 from partita.regions import Region
@@ -101,10 +102,7 @@ def split_module_simple(
     operators = program.operators()
     missing = [node.name for node in operators if node_to_partition.get(node) is None]
     if missing:
-        raise MissingLabelError(
-            f"node_to_partition has no id for {', '.join(map(repr, missing[:5]))}"
-            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; give every operator one"
-        )
+        raise MissingLabelError(f"node_to_partition has no id for {listed(missing, 5)}; give every operator one")
     parts = _parts(operators, [node_to_partition[node] for node in operators], partition_affix)
     partition = _partition(program, parts)
     body = BodyStyle(keeps_node_names=False, returns_tuple=False, caller_grad=_caller_grad(m))
@@ -174,15 +172,8 @@ def _names(partition: RegionPartition) -> list[str]:
         for node in index.graph.find_nodes(op="get_attr")
         if index.number[node] not in moved or any(owner[index.number[user]] < 0 for user in node.users)
     }
-    names = []
-    for region in partition:
-        name, count = region.name, 0
-        while name in taken:
-            count += 1
-            name = f"{region.name}_{count}"
-        taken.add(name)
-        names.append(name)
-    return names
+    free = FreeNames(taken.__contains__)
+    return [free.take(region.name) for region in partition]
 
 
 def _log_mode_regions(nodes: Sequence[Node], labels: Sequence[int | str]) -> None:

@@ -18,7 +18,7 @@ from partita._torch.modes import fresh_modes
 from partita._torch.nn_modules import StandsForBody
 from partita._torch.operators.schemas import is_higher_order, mutated_nodes, viewed_node
 from partita.analysis.modes import Mode
-from partita.analysis.nodes import find, value_of
+from partita.analysis.nodes import bodies_read, find, value_of
 from partita.dissolve.autocast import dissolve_autocast
 from partita.dissolve.grad import dissolve_grad, records_gradients
 from partita.errors import ModeError, OptionError
@@ -96,10 +96,7 @@ def _bodies(program: Program, dissolved: Callable[[Program], Program]) -> dict[t
         if node.op != "call_function" or not is_higher_order(node.target):
             continue
         mode = replace(program.modes.at(number).within(program.caller), blocks=())
-        for read in node.all_input_nodes:
-            body = find(program.graph_module, str(read.target)) if read.op == "get_attr" else None
-            if not isinstance(body, GraphModule):
-                continue
+        for read, body in bodies_read(program.graph_module, node.all_input_nodes):
             if (body, mode) not in known:
                 known[body, mode] = dissolved(Program(body, pure=program.pure, caller=mode)).graph_module
             if known[body, mode] is not body:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Literal, TypeAlias, final
@@ -22,7 +23,7 @@ from partita.equivalence.places import Place, place_of
 from partita.equivalence.reproduction import write_reproduction
 from partita.errors import OptionError, PartitaError
 from partita.plans import Plan
-from partita.plans.failures import Failures
+from partita.plans.compilations import Failures
 from partita.plans.treatment import Treatment
 from partita.program.program import Program
 from partita.regions import Partition, Region
@@ -132,20 +133,16 @@ def bisect(
     exception of a treatment counts as a difference; where nothing else differs, so does a failed compilation. With
     `isolate` every part runs in a process of its own, and one that crashes the process counts, too.
     """
-
-    def compared(before: Program, after: Program) -> Comparison:
-        return compare(
-            before,
-            after,
-            args,
-            kwargs,
-            tolerance=tolerance,
-            gradients=gradients,
-            second_call=second_call,
-            no_grad_call=no_grad_call,
-            other_shapes=other_shapes,
-        )
-
+    compared = partial(
+        compare,
+        args=args,
+        kwargs=kwargs,
+        tolerance=tolerance,
+        gradients=gradients,
+        second_call=second_call,
+        no_grad_call=no_grad_call,
+        other_shapes=other_shapes,
+    )
     trials = Trials(plan, compared, isolate=isolate)
     return replace(_bisected(plan, trials), _arguments=(args, kwargs))
 

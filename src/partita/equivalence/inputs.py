@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from partita._torch.pytrees import Tree, flatten, keywords_of
 from partita._torch.symbolic_shapes import symbol_of, symbols_in
-from partita._torch.tensors import plain_tensors
+from partita._torch.tensors import plain_tensors, unexpanded
 from partita.analysis.nodes import value_of
 from partita.equivalence.objects import Held, held_in
 from partita.equivalence.state import storage_key, storage_of
@@ -250,19 +250,12 @@ def _is_fillable(tensor: Tensor) -> bool:
 
 
 def _fill(tensor: Tensor) -> None:
-    once = _unexpanded(tensor)
+    once = unexpanded(tensor)
     try:
         once.copy_(_other_values(once))
     except RuntimeError:
         # Elements that overlap in memory cannot be mutated one by one; such an input keeps its values.
         return
-
-
-def _unexpanded(tensor: Tensor) -> Tensor:
-    for axis, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(axis, 0, 1)
-    return tensor
 
 
 def _other_values(tensor: Tensor) -> Tensor:

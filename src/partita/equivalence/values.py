@@ -11,15 +11,15 @@ from typing import Any, TypeAlias
 
 import torch
 
+from partita._torch.symbolic_shapes import SYMBOLIC
 from partita.analysis.tolerance import EXACT, Tolerance
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size)
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VALUES = (
     *(NoneType, bool, int, float, complex, str, bytes, bytearray, range, slice, EllipsisType, NotImplementedType),
     *(enum.Enum, type, set, frozenset),
-    *(*_FUNCTIONS, *_TORCH_VALUES, *_SYMBOLIC),
+    *(*_FUNCTIONS, *_TORCH_VALUES, *SYMBOLIC),
 )
 
 #: None where two values can be neither distinguished nor called equal.

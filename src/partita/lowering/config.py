@@ -13,8 +13,7 @@ from partita.analysis.effects.modules import may_use_rng
 from partita.analysis.effects.terms import PURE, UNKNOWN, Effects
 from partita.lowering.signature import DynamicSizes
 from partita.lowering.variant import Cause, Variant
-from partita.plans.compilations import Compilations, CompiledBody
-from partita.plans.failures import Failure, Failures, report
+from partita.plans.compilations import Compilations, CompiledBody, Failure, Failures
 from partita.program.program import Program
 
 
@@ -80,7 +79,7 @@ class Lowering:
     def report(self, cause: Cause, error: Exception | None = None) -> None:
         """Records that the region runs eagerly, or raises."""
         failure = Failure(self.region, self.backend, cause.reason, cause.node)
-        report(failure, self.failures, strict=self.strict, error=error)
+        self.failures.report(failure, strict=self.strict, error=error)
 
     def note(self, variant: Variant, values: Sequence[Any], *, user: object) -> None:
         """Records that `user`, the dispatcher of the region, calls a function of a variant with inputs like these."""

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.fx import GraphModule, Node
 
+from partita._torch.tensors import may_overlap, unexpanded
 from partita.analysis.effects.terms import Effects
 from partita.errors import OptionError
 from partita.lowering.config import Lowering
 from partita.lowering.constants import is_state
-from partita.lowering.dry_run import has_distinct_elements
 from partita.lowering.signature import Call, Signature, TensorSpec, ValueSpec
 from partita.lowering.variant import Cause, Variant
 from partita.plans.compilations import Compilations
@@ -328,7 +328,7 @@ class Recording:
                 given[place] = _like(inputs[place])
             outputs = function(*given)
         # Only names of the memory are kept: the next recording may use it for something else.
-        copied = tuple(_unowned(_distinct(given[place])) for place in places)
+        copied = tuple(_unowned(unexpanded(given[place])) for place in places)
         results = tuple(_unowned(output) if isinstance(output, Tensor) else output for output in outputs)
         recording = cls(graph, memory, device, tuple(places), copied, results)
         memory.keep(recording)
@@ -337,11 +337,11 @@ class Recording:
     def replay(self, inputs: Sequence[Any]) -> list[Any]:
         """The outputs for these inputs, in memory of their own."""
         self.memory.wait_for_others(self.device)
-        _copy_all(self.inputs, [_distinct(inputs[place]) for place in self.places])
+        _copy_all(self.inputs, [unexpanded(inputs[place]) for place in self.places])
         self.graph.replay()
         tensors = [output for output in self.outputs if isinstance(output, Tensor)]
         copies = [_like(tensor) for tensor in tensors]
-        _copy_all([_distinct(copy) for copy in copies], [_distinct(tensor) for tensor in tensors])
+        _copy_all([unexpanded(copy) for copy in copies], [unexpanded(tensor) for tensor in tensors])
         left = iter(copies)
         return [next(left) if isinstance(output, Tensor) else output for output in self.outputs]
 
@@ -369,18 +369,10 @@ def _like(tensor: Tensor) -> Tensor:
     return made.requires_grad_() if tensor.requires_grad else made
 
 
-def _distinct(tensor: Tensor) -> Tensor:
-    """Each element of a tensor once: without the repetitions of an expanded one, which cannot be written."""
-    strides = tensor.stride()
-    if 0 not in strides:
-        return tensor
-    sizes = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, strides, strict=True)]
-    return tensor.as_strided(sizes, strides)
-
-
 def _unowned(tensor: Tensor) -> Tensor:
     """A tensor in the same memory that does not keep it allocated."""
-    if not has_distinct_elements(_distinct(tensor)):
+    once = unexpanded(tensor)
+    if may_overlap(once.shape, once.stride()):
         raise ValueError("a tensor has elements that overlap")
     if tensor.numel() == 0:
         return tensor

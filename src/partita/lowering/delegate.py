@@ -20,7 +20,7 @@ from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.operators.schemas import SYM_SIZE
 from partita._torch.symbolic_shapes import hint_of, symbol_of, symbolic_expression, symbols_in, write_number
 from partita.analysis.modes import Mode as GraphMode
-from partita.analysis.nodes import common_stack, value_of
+from partita.analysis.nodes import common_stack, returned_by, value_of
 from partita.analysis.tolerance import Tolerance
 from partita.backends._torch.fake_inputs import FakeInputs
 from partita.backends.backend import (
@@ -113,8 +113,7 @@ class _Region:
         self.inputs = body.graph.find_nodes(op="placeholder")
         #: The inputs of the compiled function.
         self.variable = [node for node in self.inputs if node.name not in self.constants]
-        returned: Any = body.graph.output_node().args[0]
-        returned = returned if isinstance(returned, tuple | list) else (returned,)
+        returned = returned_by(body.graph)
         #: Sizes among the results, which are computed beside the compiled function.
         self.sizes = [one for one in returned if isinstance(one, Node) and isinstance(value_of(one), torch.SymInt)]
         self.outputs: Sequence[Any] = [one for one in returned if one not in self.sizes]

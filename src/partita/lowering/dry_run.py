@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import storage_key
+from partita._torch.tensors import may_overlap
 from partita.analysis.effects.terms import PURE, Effects
 from partita.errors import BackendError, ModeError
 from partita.lowering._torch.containers import LEAF, Container, Fixed, Shape, assembled, has_tensors, items_of, shape_of
@@ -288,19 +289,8 @@ def inputs_to_copy(inputs: Mapping[str, Any], outputs: Iterable[Any], mutated_la
         if name in mutated_later
         and isinstance(value, Tensor)
         and memory_of(value) not in aliased
-        and has_distinct_elements(value)
+        and not may_overlap(value.shape, value.stride())
     ]
-
-
-def has_distinct_elements(value: Tensor) -> bool:
-    """Whether no two elements of a tensor share memory."""
-    reached = 0
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True), key=lambda axis: axis[0]):
-        if size > 1:
-            if stride <= reached:
-                return False
-            reached += stride * (size - 1)
-    return True
 
 
 # Outputs without aliases in the body must have none when it is compiled. Inductor (torch 2.13) returns `x` itself for

@@ -34,8 +34,7 @@ from partita.lowering.cuda_graphs import assertions_in, static_inputs
 from partita.lowering.lowered import Lowered
 from partita.lowering.signature import DynamicSizes, traced_symbols
 from partita.lowering.variant_cache import Variants, variants_for
-from partita.plans.compilations import Compilations
-from partita.plans.failures import Failure, Failures, report
+from partita.plans.compilations import Compilations, Failure, Failures
 from partita.plans.treatment import Site
 from partita.program.program import Program, mutated_positions, tensors_with_hooks
 from partita.regions import Region
@@ -230,7 +229,7 @@ class Lower(metaclass=PlainHelp):
 
     def _eager(self, program: Program, failure: Failure, failures: Failures) -> nn.Module:
         """The body itself, for a region that cannot be compiled for any inputs."""
-        report(failure, failures, strict=self.strict)
+        failures.report(failure, strict=self.strict)
         return program.graph_module
 
     def _backend_or_reason(self) -> Backend | str:

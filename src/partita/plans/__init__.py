@@ -1,7 +1,6 @@
 """Plans: what will be done, decided and printed before anything is done."""
 
-from partita.plans.compilations import CompiledBody
-from partita.plans.failures import Failure
+from partita.plans.compilations import CompiledBody, Failure
 from partita.plans.mode_tree import ModeTree, mode_tree
 from partita.plans.plan import Plan, Policy, plan
 from partita.plans.report import DistinctBody, Excluded, Explanation

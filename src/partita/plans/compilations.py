@@ -1,14 +1,18 @@
-"""What was compiled for the regions of a plan, kept so that the user can read it after the program has run."""
+"""What was compiled for the regions of a plan, and what failed, kept to be read after the program has run."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import final, overload
+from typing import Any, TypeVar, final, overload
 
 from partita._plain_help import PlainHelp
+from partita.errors import LoweringError
 from partita.plans.progress import Progress
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -48,13 +52,57 @@ class CompiledBody(metaclass=PlainHelp):
 
 
 @final
-class Compilations(Sequence[CompiledBody]):
-    """An append-only list of compiled bodies; thread-safe."""
+@dataclass(frozen=True, slots=True)
+class Failure(metaclass=PlainHelp):
+    """Why a region runs eagerly: the node where that is known, and the first line of the reason."""
+
+    region: str
+    backend: str
+    reason: str
+    node: str | None = None
+
+    def __str__(self) -> str:
+        at = f" at {self.node!r}" if self.node is not None else ""
+        return f"{self.region}: {self.backend} failed{at}: {self.reason}"
+
+
+_Entry = TypeVar("_Entry", CompiledBody, Failure)
+
+
+class _Record(Sequence[_Entry]):
+    """An append-only list; thread-safe. Copies and pickles of a program start with an empty one."""
 
     def __init__(self) -> None:
-        self._found: list[CompiledBody] = []
-        self.progress = Progress()
+        self._found: list[_Entry] = []
         self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[_Entry]:
+        return iter(tuple(self._found))
+
+    @overload
+    def __getitem__(self, index: int) -> _Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[_Entry]: ...
+    def __getitem__(self, index: int | slice) -> _Entry | Sequence[_Entry]:
+        return self._found[index]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+@final
+class Compilations(_Record[CompiledBody]):
+    """The compiled bodies; prints as lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress = Progress()
 
     def add(self, compiled: CompiledBody) -> None:
         """Adds a compiled body."""
@@ -67,25 +115,24 @@ class Compilations(Sequence[CompiledBody]):
         """How long all compilations took together."""
         return sum(compiled.seconds for compiled in self)
 
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __iter__(self) -> Iterator[CompiledBody]:
-        return iter(tuple(self._found))
-
-    @overload
-    def __getitem__(self, index: int) -> CompiledBody: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[CompiledBody]: ...
-    def __getitem__(self, index: int | slice) -> CompiledBody | Sequence[CompiledBody]:
-        return self._found[index]
-
     def __str__(self) -> str:
         return "\n".join(map(str, self))
 
-    def __repr__(self) -> str:
-        return f"Compilations({list(self)!r})"
 
-    def __reduce__(self) -> tuple[type[Compilations], tuple[()]]:
-        """Copies and pickles of a program start with an empty list."""
-        return Compilations, ()
+@final
+class Failures(_Record[Failure]):
+    """The failures, each once."""
+
+    def add(self, failure: Failure) -> bool:
+        """Adds a failure; whether it is new."""
+        with self._lock:
+            is_new = failure not in self._found
+            self._found += [failure] if is_new else []
+            return is_new
+
+    def report(self, failure: Failure, *, strict: bool = False, error: Exception | None = None) -> None:
+        """Adds a failure and logs it once; raises it with `strict`."""
+        if self.add(failure):
+            log.warning("%s; it runs eagerly", failure)
+        if strict:
+            raise LoweringError(f"{failure}; without strict=True it would run eagerly") from error

@@ -9,7 +9,6 @@ from math import inf
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
-from torch import nn
 from torch.fx import Node
 
 from partita._torch.modes import fresh_modes, read_ambient
@@ -162,8 +161,8 @@ def saved_memory(
         (None,) * len(partition),
         reason=saved.reason,
         caller=saved.caller,
-        parameter_bytes=sum(map(_bytes_of, parameters)),
-        gradient_bytes=sum(_bytes_of(parameter) for parameter in parameters if parameter.requires_grad),
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
     )
     if saved.reason is not None:
         return known
@@ -212,10 +211,6 @@ def _reported(treatment: ReportsSavedBytes, region: Region, saved: SavedTensors)
             "SavedBytes, for example by `saved_bytes_of`, or None"
         )
     return found
-
-
-def _bytes_of(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()
 
 
 def _largest(partition: Partition, found: Sequence[SavedBytes | None]) -> tuple[Region | None, int | None]:

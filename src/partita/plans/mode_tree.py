@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from partita._plain_help import PlainHelp
-from partita.analysis.nodes import find, value_of
+from partita._torch.symbolic_shapes import SYMBOLIC
+from partita.analysis.nodes import bodies_read, value_of
 from partita.analysis.projections import is_projection
 from partita.program.program import Program
 from partita.rewrite.inline import inline
 from partita.rewrite.mode_nodes import runs_body, setting_of
 from partita.rewrite.wrap_modes import wrap_modes
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @final
@@ -56,8 +54,7 @@ def _tree(sets: str, module: GraphModule) -> ModeTree:
     mutated: dict[Node, bool] = {}
     for node in module.graph.nodes:
         setting = setting_of(node)
-        bodies = list(_bodies(node, module))
-        inner = [_tree(str(setting), body) for body in bodies]
+        inner = [_tree(str(setting), body) for _, body in bodies_read(module, node.all_input_nodes)]
         if setting is not None:
             regions += inner
         else:
@@ -69,18 +66,10 @@ def _tree(sets: str, module: GraphModule) -> ModeTree:
     return ModeTree(sets, tuple(operators), tuple(regions))
 
 
-def _bodies(call: Node, module: GraphModule) -> Iterator[GraphModule]:
-    """The bodies among the arguments of a call."""
-    for read in call.all_input_nodes:
-        body = find(module, str(read.target)) if read.op == "get_attr" else None
-        if isinstance(body, GraphModule):
-            yield body
-
-
 def _is_operator(node: Node, module: GraphModule, mutated: dict[Node, bool]) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return False
-    return not (_takes_result(node) or is_projection(node, module, mutated) or isinstance(value_of(node), _NUMBERS))
+    return not (_takes_result(node) or is_projection(node, module, mutated) or isinstance(value_of(node), SYMBOLIC))
 
 
 def _takes_result(node: Node) -> bool:

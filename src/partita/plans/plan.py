@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import reduce
@@ -20,10 +20,9 @@ from partita._plain_help import PlainHelp
 from partita._torch.gc_pause import gc_paused
 from partita.analysis.modes import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.errors import ModeError, OptionError, TreatmentError
-from partita.plans.compilations import Compilations
+from partita.errors import ModeError, OptionError, TreatmentError, listed
+from partita.plans.compilations import Compilations, Failures
 from partita.plans.diff import PlanDiff, plan_diff
-from partita.plans.failures import Failures
 from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
 from partita.plans.report import (
     DistinctBody,
@@ -358,7 +357,7 @@ def _hint(partition: Partition, unknown: object) -> str:
     labelled = [region.name for region in partition if region.label == unknown]
     if labelled:
         return (
-            f": it is the label of {_some(labelled)}, and a mapping is by region name; pass a function, such as "
+            f": it is the label of {listed(labelled)}, and a mapping is by region name; pass a function, such as "
             "lambda region: treatments[region.label]"
         )
     names = list(dict.fromkeys(region.name for region in partition))
@@ -367,11 +366,7 @@ def _hint(partition: Partition, unknown: object) -> str:
     if near or not names:
         return f"; did you mean {', '.join(map(repr, near))}?" if near else "; the policy found none"
     near_labels = get_close_matches(str(unknown), labels, n=3) or labels
-    return f"; there are {_some(names)}" + (f", labelled {_some(near_labels)}" if labels and labels != names else "")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+    return f"; there are {listed(names)}" + (f", labelled {listed(near_labels)}" if labels and labels != names else "")
 
 
 def _treatment_for(
@@ -389,7 +384,7 @@ def _treatment_for(
         if isinstance(treatment, Mapping) and chosen is None:
             label = "" if region.label in (None, region.name) else f" (labelled {region.label!r})"
             raise OptionError(
-                f"region {region.name!r}{label} has no treatment among {_some(list(map(str, treatment)))}; add one "
+                f"region {region.name!r}{label} has no treatment among {listed(list(map(str, treatment)))}; add one "
                 "under this name, for example Call(), or pass a function from regions to treatments"
             )
         raise OptionError(f"region {region.name!r} has no treatment (got {chosen!r}); set one, for example Call()")

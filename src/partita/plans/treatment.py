@@ -14,8 +14,7 @@ from partita._plain_help import PlainHelp
 from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import LoweringError, TreatmentError
-from partita.plans.compilations import Compilations
-from partita.plans.failures import Failures
+from partita.plans.compilations import Compilations, Failures
 from partita.program.program import Program
 from partita.regions import Region
 from partita.rewrite.operator_calls import OperatorCall

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TypeAlias, final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from partita._plain_help import PlainHelp
 from partita._torch.gc_pause import gc_paused
-from partita._torch.symbolic_shapes import hint_of
-from partita.analysis.nodes import bytes_of, value_of
+from partita.analysis.nodes import bytes_at_hints, bytes_of, value_of
 from partita.errors import CallbackError, CycleError, OptionError
 from partita.policies.capability import (
     Capability,
@@ -341,10 +339,7 @@ def check_switch_cost(cost: object) -> None:
 def _bytes_computed(node: Node) -> int | None:
     """The bytes of a result, for the sizes that symbols were traced with; None where nothing was traced."""
     value = value_of(node)
-    if value is None:
-        return None
-    tensors = [one for one in (value if isinstance(value, tuple | list) else (value,)) if isinstance(one, Tensor)]
-    return sum(int(math.prod(hint_of(size) for size in one.shape)) * one.element_size() for one in tensors)
+    return None if value is None else bytes_at_hints(value)
 
 
 class Switching:

@@ -9,8 +9,8 @@ from typing import Literal, final
 from torch.fx import GraphModule, Node
 
 from partita._plain_help import PlainHelp
-from partita.analysis.modes import AMBIENT, Mode, bodies_of, has_toggles, identifier_of, traced_grad
-from partita.analysis.nodes import find
+from partita.analysis.modes import AMBIENT, Mode, has_toggles, identifier_of, traced_grad
+from partita.analysis.nodes import bodies_of, bodies_read
 from partita.errors import OptionError
 from partita.policies.legalize import distinct_names
 from partita.program.mode_runs import mode_runs
@@ -65,9 +65,8 @@ class ByMode(metaclass=PlainHelp):
 def _calls_of_switching_bodies(program: Program) -> Collection[Node]:
     """The operators whose body switches modes, itself or in nested bodies."""
     calls: dict[Node, None] = {}
-    for read in program.graph.find_nodes(op="get_attr"):
-        body = find(program.graph_module, str(read.target))
-        if isinstance(body, GraphModule) and _switches_modes(body):
+    for read, body in bodies_read(program.graph_module, program.graph.find_nodes(op="get_attr")):
+        if _switches_modes(body):
             calls |= read.users
     return calls
 

@@ -123,7 +123,7 @@ def first_use_bytes(program: Program) -> list[int]:
                 key = storage_key(parameter)
                 if key not in seen:
                     seen.add(key)
-                    total += parameter.numel() * parameter.element_size()
+                    total += parameter.nbytes
         sizes.append(total)
     return sizes
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar, final
 
 from torch.fx import Node
 
-from partita._torch.fx.graph_writer import identifier
+from partita._torch.fx.graph_writer import FreeNames, identifier
 from partita.errors import CallbackError, CycleError
 from partita.program.program import Program
 from partita.regions import Partition, Region
@@ -119,18 +119,9 @@ def settled(program: Program, assignment: Sequence[int]) -> list[int]:
 
 def distinct_names(wanted: Iterable[str]) -> list[str]:
     """The wanted names as identifiers, numbered where an earlier one is the same."""
-    taken: set[str] = set()
-    repeats: dict[str, int] = {}
-    names = []
-    for text in wanted:
-        name = identifier(text)
-        base = name = name if name and not name[0].isdigit() else f"part_{name}"
-        while name in taken:
-            repeats[base] = repeats.get(base, 0) + 1
-            name = f"{base}_{repeats[base]}"
-        taken.add(name)
-        names.append(name)
-    return names
+    free = FreeNames()
+    names = map(identifier, wanted)
+    return [free.take(name if name and not name[0].isdigit() else f"part_{name}") for name in names]
 
 
 def call_user_function(function: Callable[[Argument], Result], argument: Argument, *, node: Node, role: str) -> Result:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita._plain_help import PlainHelp
-from partita.analysis.nodes import find
+from partita.analysis.nodes import bodies_read, find
 from partita.errors import OptionError
 from partita.policies.constraints import at_mode_changes, check_flags, check_modes_apart
 from partita.policies.legalize import Piece, assignable, legal_partition, unassigned
@@ -126,11 +126,7 @@ def _work(program: Program, numbers: Sequence[int]) -> Sequence[int]:
     """How many operators each one stands for: those of the bodies that it runs; nothing if none runs any."""
     root, index = program.graph_module, program.index
     sizes: dict[nn.Module, int] = {}
-    bodies = {
-        index.number[node]: found
-        for node in program.graph.find_nodes(op="get_attr")
-        if isinstance(found := find(root, str(node.target)), GraphModule)
-    }
+    bodies = {index.number[node]: body for node, body in bodies_read(root, program.graph.find_nodes(op="get_attr"))}
     called = {
         index.number[node]: found
         for node in program.graph.find_nodes(op="call_module")

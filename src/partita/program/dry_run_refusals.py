@@ -23,7 +23,7 @@ from partita._torch.dry_runs import (
 )
 from partita._torch.operators.schemas import is_higher_order
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS
-from partita.analysis.nodes import find, value_of
+from partita.analysis.nodes import bodies_read, value_of
 
 
 def refusal_in_graphs(root: GraphModule) -> str | None:
@@ -178,8 +178,7 @@ class _ViewsOfViews:
         read = _either(views[one] for one in node.all_input_nodes)
         if node.op == "placeholder":
             read = _Views(of_input=0)
-        found = [find(root, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"]
-        bodies = [self._depth(body).called_with(read) for body in found if isinstance(body, GraphModule)]
+        bodies = [self._depth(body).called_with(read) for _, body in bodies_read(root, node.all_input_nodes)]
         if node.op in ("placeholder", "output"):
             results = read
         elif is_higher_order(node.target):

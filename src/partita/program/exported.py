@@ -22,7 +22,7 @@ from partita._torch.fake_sandbox import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import exempt_from_dce, generate_code, lazy_module, restore_levels
 from partita._torch.gc_pause import gc_paused
-from partita.analysis.nodes import ModuleStack, attribute_of, settle_stacks
+from partita.analysis.nodes import ModuleStack, attribute_of, returned_by, settle_stacks
 from partita.errors import SignatureError
 from partita.program._torch.guards import callers_take_guards, check_inputs, guards_of, set_guards
 
@@ -121,7 +121,7 @@ class ExportRecord:
 def following(signature: ExportGraphSignature, graph: Graph) -> ExportGraphSignature:
     """The signature for a rewritten graph: a copy in which each output is named after the node that now computes it."""
     copied = _copied(signature)
-    for spec, value in zip(copied.output_specs, _returned(graph), strict=False):
+    for spec, value in zip(copied.output_specs, returned_by(graph), strict=False):
         if isinstance(value, Node) and value.name != _name(spec.arg):
             spec.arg = replace(spec.arg, name=value.name)
     return copied
@@ -131,7 +131,7 @@ def check_signature(graph: Graph, signature: ExportGraphSignature) -> None:
     """Raises if the inputs or outputs that a signature names are not those of the graph, in order."""
     inputs = [node.name for node in graph.find_nodes(op="placeholder")]
     _check_names("inputs", inputs, [_name(spec.arg) for spec in signature.input_specs])
-    outputs = [value.name if isinstance(value, Node) else None for value in _returned(graph)]
+    outputs = [value.name if isinstance(value, Node) else None for value in returned_by(graph)]
     named = [_name(spec.arg) for spec in signature.output_specs]
     constants = [at for at, name in enumerate(outputs) if name is None and at < len(named)]
     for at in constants:
@@ -151,12 +151,6 @@ def _check_tokens(signature: ExportGraphSignature, attributes: Mapping[str, Any]
                 f"{tokens[0]!r}, and no token can enter a body; leave these nodes out of the regions, or cut the "
                 "program before it is decomposed"
             )
-
-
-def _returned(graph: Graph) -> Sequence[Any]:
-    (output,) = graph.find_nodes(op="output")
-    returned = output.args[0] if output.args else ()
-    return returned if isinstance(returned, tuple | list) else (returned,)
 
 
 def _check_names(what: str, found: Sequence[str | None], named: Sequence[str | None]) -> None:

@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from partita._torch.dry_runs import is_torchs, refusal_of_call
+from partita._torch.operators.schemas import base_name
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.program._torch.saved_tensors import flops_of_call
@@ -57,11 +58,6 @@ def without_memory(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(without_memory, value))
     return hint_of(value)
-
-
-def base_name(target: Any) -> str:
-    """The name of an operator without its overload, or of a function."""
-    return str(getattr(target, "__name__", "")).partition(".")[0]
 
 
 def _way_to_count(node: Node) -> Callable[..., int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from partita._plain_help import PlainHelp
 from partita._torch.operators.schemas import storage_key, viewed_node
 from partita.analysis.index import Index
-from partita.analysis.nodes import bytes_of_value, find, tensors_in, value_of
-from partita.errors import OptionError, SignatureError
+from partita.analysis.nodes import bytes_of_value, find, known_sum, tensors_in, value_of
+from partita.errors import OptionError, SignatureError, listed
 
 __all__ = ["Held", "Joint"]
 
@@ -66,12 +66,12 @@ class Joint(metaclass=PlainHelp):
     @property
     def held_bytes(self) -> int | None:
         """The bytes saved for backward beside the inputs, which are alive anyway; None if a size is unknown."""
-        return _total(entry.bytes for entry in self.held if not entry.is_input)
+        return known_sum(entry.bytes for entry in self.held if not entry.is_input)
 
     @property
     def held_input_bytes(self) -> int | None:
         """The bytes of the inputs that the backward reads; None if a size is unknown."""
-        return _total(entry.bytes for entry in self.held if entry.is_input)
+        return known_sum(entry.bytes for entry in self.held if entry.is_input)
 
 
 def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
@@ -84,8 +84,9 @@ def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
     backward = _backward(index, results)
     if not tangents and any(isinstance(node, Node) and not backward[index.number[node]] for node in gradients):
         raise SignatureError(
-            f"none of the inputs {_listed(placeholders)} is a tangent: in a joint graph the inputs of the backward are "
-            "called 'tangents_1' and so on, as AOTAutograd does; trace one with partita.capture_joint(model, args)"
+            f"none of the inputs {listed([node.name for node in placeholders], 4)} is a tangent: in a joint graph the "
+            "inputs of the backward are called 'tangents_1' and so on, as AOTAutograd does; trace one with "
+            "partita.capture_joint(model, args)"
         )
     inputs = tuple(node for node in placeholders if not _is_tangent(node))
     forward_part, backward_part = (
@@ -212,11 +213,6 @@ def _mutated(output: Node, inputs: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(node for entry in recorded if entry is not None for node in known.get(entry, ()))
 
 
-def _listed(nodes: Sequence[Node]) -> str:
-    names = [repr(node.name) for node in nodes[:4]]
-    return ", ".join(names) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
-
-
 # Saved values: what the backward reads of the forward, in bytes; every storage counts once.
 
 
@@ -304,12 +300,3 @@ def _storage_bytes(tensor: Tensor) -> int | None:
     except (NotImplementedError, RuntimeError):  # Sparse and opaque tensors have no storage of their own.
         return bytes_of_value(tensor)
     return size if isinstance(size, int) else None
-
-
-def _total(sizes: Iterable[int | None]) -> int | None:
-    total = 0
-    for size in sizes:
-        if size is None:
-            return None
-        total += size
-    return total

@@ -83,13 +83,8 @@ def _runs_at_depth(
     program: Program, modes: tuple[Mode, ...], numbers: Iterable[int], depth: int
 ) -> Iterator[ModeRun | None]:
     """The runs of nodes in one block at this depth; None for a run that must not be outlined on its own."""
-
-    def block_of(number: int) -> Block | None:
-        blocks = modes[number].blocks
-        return blocks[depth] if depth < len(blocks) else None
-
     number_of = program.index.number
-    for block, members in groupby(numbers, block_of):
+    for block, members in _by_block(modes, numbers, depth):
         if block is None:
             continue
         inner = tuple(members)
@@ -103,6 +98,13 @@ def _runs_at_depth(
         hides_grad = around.grad is not None and any(modes[number].grad is None for number in inner)
         is_set_inside = isinstance(block.sets, Inference) and around.grad is (not block.sets.enabled)
         yield None if hides_grad or is_set_inside else ModeRun(block.sets, around, modes[entered], inner)
+
+
+def _by_block(
+    modes: tuple[Mode, ...], numbers: Iterable[int], depth: int
+) -> Iterator[tuple[Block | None, Iterator[int]]]:
+    """Neighbouring nodes in one block at this depth, or in none."""
+    return groupby(numbers, lambda number: next(iter(modes[number].blocks[depth : depth + 1]), None))
 
 
 def _mode_before(program: Program, modes: tuple[Mode, ...], number: int) -> Mode:
@@ -152,12 +154,7 @@ class _Finder:
 
     def _children(self, numbers: list[int], depth: int) -> Iterator[_Child]:
         modes = self.modes
-
-        def block_of(number: int) -> Block | None:
-            blocks = modes[number].blocks
-            return blocks[depth] if depth < len(blocks) else None
-
-        for block, members in groupby(numbers, block_of):
+        for block, members in _by_block(modes, numbers, depth):
             if block is None:
                 for grad, some in groupby(members, lambda number: modes[number].grad):
                     yield _Child(grad, None, list(some))

@@ -30,7 +30,7 @@ from partita._torch.pytrees import tensors_in
 from partita._torch.symbolic_shapes import hint_of, is_unbacked, symbols_in
 from partita._torch.toggles import TOGGLES
 from partita.analysis.modes import AMBIENT, Mode
-from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
+from partita.analysis.nodes import VALUE_KEYS, attribute_of, known_sum, value_of
 from partita.analysis.nodes import tensors_in as traced_tensors
 from partita.program._torch.saved_tensors import (
     OperatorMonitor,
@@ -124,8 +124,7 @@ class SavedTensors:
 
 def bytes_in(memory: Iterable[Memory]) -> int | None:
     """The bytes of several storages; None if one is unknown."""
-    sizes = [one.bytes for one in memory]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
+    return known_sum(one.bytes for one in memory)
 
 
 def parameters_of(program: Program) -> tuple[nn.Parameter, ...]:

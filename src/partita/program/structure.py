@@ -16,13 +16,12 @@ from torch.fx import Node
 
 from partita._torch.fx.structural_hash import NodeKeys
 from partita._torch.operators.schemas import storage_key
-from partita._torch.symbolic_shapes import renamed_expression
+from partita._torch.symbolic_shapes import SYMBOLIC, renamed_expression
 from partita._torch.tensors import inner_tensors, placements_of
 from partita.analysis.modes import AMBIENT
 from partita.analysis.nodes import find, value_of
 from partita.program.program import Program
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NO_CALLS = frozenset(("placeholder", "get_attr", "output"))
 
 
@@ -119,7 +118,7 @@ class _Reader:
             parts = list(map(self._described, value))
             symbols = tuple([symbol for _, found in parts for symbol in found])
             return (type(value).__name__, *(part for part, _ in parts)), symbols
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, SYMBOLIC):
             text, symbols = renamed_expression(value, self._expressions)
             return (type(value), text), symbols
         if isinstance(value, nn.Module):

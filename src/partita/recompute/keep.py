@@ -19,9 +19,8 @@ from torch.fx.node import map_arg
 from partita._plain_help import PlainHelp
 from partita._torch.dry_runs import Allowance
 from partita._torch.operators.schemas import OPERATORS, signatures_of
-from partita._torch.symbolic_shapes import hint_of
 from partita._torch.toggles import TOGGLES
-from partita.analysis.nodes import imported, value_of
+from partita.analysis.nodes import bytes_at_hints, imported, value_of
 from partita.errors import OptionError, RecomputeError
 from partita.program._torch.saved_tensors import allocated_tensors
 from partita.program.flops import Flops
@@ -283,27 +282,11 @@ class _KeptBytes:
     def of(self, node: Node) -> int:
         """The bytes for one node; symbolic sizes count as they were in the trace."""
         if not isinstance(node.target, OPERATORS):
-            return _bytes_of_result(node)
+            return bytes_at_hints(value_of(node))
         arguments: Any = map_arg((node.args, node.kwargs), value_of)
         key = (node.target, repr(arguments))
         if key not in self._known:
             self._allowance.add(_MORE_CALLS)
             allocated = allocated_tensors(node.target, *arguments, allowance=self._allowance)
-            self._known[key] = _bytes_of_result(node) if allocated is None else _bytes_in(allocated)
+            self._known[key] = bytes_at_hints(value_of(node) if allocated is None else allocated)
         return self._known[key]
-
-
-def _bytes_of_result(node: Node) -> int:
-    value = value_of(node)
-    return _bytes_in(value if isinstance(value, tuple | list) else (value,))
-
-
-def _bytes_in(values: Iterable[object]) -> int:
-    total = 0
-    for item in values:
-        if isinstance(item, Tensor):
-            count = item.element_size()
-            for size in item.shape:
-                count *= hint_of(size)
-            total += count
-    return total

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from partita._torch.fake_sandbox import Tracing, tracing_now
+from partita.analysis.effects.terms import nodes_in
 from partita.analysis.mutation import LaterUses, mutations_before
-from partita.analysis.nodes import find
+from partita.analysis.nodes import body_read
 from partita.errors import OptionError
 from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, registered
 from partita.program.program import Program
@@ -133,23 +133,17 @@ def _tag_saved(gm: GraphModule, later: LaterUses) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             continue
         named, *operands = node.args[operator.mode_count :]
-        body = find(gm, str(named.target)) if isinstance(named, Node) and named.op == "get_attr" else None
-        if not isinstance(body, GraphModule):
+        body = body_read(gm, named) if isinstance(named, Node) else None
+        if body is None:
             continue
         inputs = [placeholder.name for placeholder in body.graph.find_nodes(op="placeholder")]
-        sources = {name: _nodes_in(operand) for name, operand in zip(inputs, operands, strict=False)}
+        sources = {name: list(nodes_in(operand)) for name, operand in zip(inputs, operands, strict=False)}
         uses = mutations.later_uses(node, sources)
         if isinstance(operator, _Checkpoint):
             known: LaterUses = body.meta.get(_LATER, LaterUses())  # Of another call of the same body.
             body.meta[_LATER] = LaterUses(known.mutated | uses.mutated, known.read | uses.read)
         else:
             _tag_saved(body, uses)
-
-
-def _nodes_in(argument: Any) -> list[Node]:
-    found: list[Node] = []
-    map_arg(argument, found.append)
-    return found
 
 
 def _check_options(own: dict[str, Any]) -> None:

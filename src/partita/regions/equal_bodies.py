@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.fx.structural_hash import settings_of
-from partita.analysis.nodes import find
+from partita.analysis.nodes import bodies_read, body_read, find
 from partita.program.program import Program
 from partita.program.structure import Structure, structure_of
 from partita.regions.borders import Crossing, Item
@@ -141,12 +141,11 @@ def _are_marked_alike(ours: Iterable[Node], theirs: Iterable[Node], root: nn.Mod
         if len(one.all_input_nodes) != len(other.all_input_nodes):
             return False
         for read, same in zip(one.all_input_nodes, other.all_input_nodes, strict=True):
-            if read.op == "get_attr" and read.target != same.target:
-                inner, other_inner = find(root, str(read.target)), find(other_root, str(same.target))
-                if isinstance(inner, GraphModule) and isinstance(other_inner, GraphModule):
-                    inside = inner.graph.nodes, other_inner.graph.nodes
-                    if not _are_marked_alike(*inside, inner, other_inner):
-                        return False
+            inner, other_inner = body_read(root, read), body_read(other_root, same)
+            if inner is None or other_inner is None or read.target == same.target:
+                continue
+            if not _are_marked_alike(inner.graph.nodes, other_inner.graph.nodes, inner, other_inner):
+                return False
     return True
 
 
@@ -155,11 +154,10 @@ def _marks_key(nodes: Iterable[Node], root: nn.Module, in_bodies: dict[GraphModu
     found = list[Hashable]()
     for node in nodes:
         found.append(plain_key(_marks(node)))
-        for body in [find(root, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"]:
-            if isinstance(body, GraphModule):
-                if body not in in_bodies:
-                    in_bodies[body] = hash(_marks_key(body.graph.nodes, body, in_bodies))
-                found.append(in_bodies[body])
+        for _, body in bodies_read(root, node.all_input_nodes):
+            if body not in in_bodies:
+                in_bodies[body] = hash(_marks_key(body.graph.nodes, body, in_bodies))
+            found.append(in_bodies[body])
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.fx.graph_writer import GraphWriter
+from partita._torch.fx.graph_writer import FreeNames, GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita.analysis.modes import AMBIENT, Mode, Modes
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, container_items, crossing_places, value_of
@@ -191,7 +191,7 @@ class _BodyWriter:
         self.items: dict[Item, Any] = {}
         self.targets: dict[str, str] = {}
         self.locals: dict[str, str] = {}
-        self.taken: dict[str, int] = {}
+        self.free = FreeNames()
 
     def body(self, numbers: Sequence[int]) -> Body:
         if self.style.keeps_node_names:
@@ -292,10 +292,7 @@ class _BodyWriter:
         """A path inside the body: the old one joined by underscores, numbered where another one has that name."""
         local = self.locals.get(target)
         if local is None:
-            base = local = target.replace(".", "_")
-            while local in self.targets:
-                self.taken[base] = self.taken.get(base, 0) + 1
-                local = f"{base}_{self.taken[base]}"
+            local = self.free.take(target.replace(".", "_"))
             self.targets[local], self.locals[target] = target, local
         return local
 

@@ -18,7 +18,7 @@ from partita._torch.nn_modules import runs_its_graph
 from partita._torch.operators.schemas import SYM_SIZE, flattens_inputs
 from partita.analysis.index import Index
 from partita.analysis.modes import AMBIENT, Block, Grad, Mode, Setting, has_toggles, modes_of
-from partita.analysis.nodes import attribute_of, find
+from partita.analysis.nodes import attribute_of, bodies_of, bodies_read, find
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program
 from partita.rewrite.mode_nodes import ModeWriter, runs_body, setting_of
@@ -100,20 +100,16 @@ _FindCalls: TypeAlias = Callable[[Program], Mapping[Node, "BodyCall"]]
 def _inlined_at_any_depth(program: Program, calls_in: _FindCalls) -> Program:
     """`program` with these calls inlined, in the bodies of its remaining operators too: the branches of a `cond`."""
     flat, changed = Inlining(program, calls_in(program), calls_in).inlined(), dict[str, GraphModule]()
-    for node in flat.graph.find_nodes(op="get_attr"):
-        body = find(flat.graph_module, str(node.target))
-        if isinstance(body, GraphModule) and str(node.target) not in changed:
-            inner = Program.of(body)
-            if _has_calls(inner, calls_in):
-                changed[str(node.target)] = _inlined_at_any_depth(inner, calls_in).graph_module
+    for node, body in bodies_read(flat.graph_module, flat.graph.find_nodes(op="get_attr")):
+        inner = Program.of(body)
+        if str(node.target) not in changed and _has_calls(inner, calls_in):
+            changed[str(node.target)] = _inlined_at_any_depth(inner, calls_in).graph_module
     return with_bodies(flat, changed) if changed else flat
 
 
 def _has_calls(program: Program, calls_in: _FindCalls) -> bool:
     """Whether a program, or a body of its operators at any depth, has such calls."""
-    reads = program.graph.find_nodes(op="get_attr", sort=False)
-    inner = (find(program.graph_module, str(node.target)) for node in reads)
-    bodies = (Program.of(body) for body in inner if isinstance(body, GraphModule))
+    bodies = map(Program.of, bodies_of(program.graph_module))
     return bool(calls_in(program)) or any(_has_calls(body, calls_in) for body in bodies)
 
 

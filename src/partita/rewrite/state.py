@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.fx.graph_writer import ADDED_BY_EXPORT, copy_meta, identifier, map_nodes
+from partita._torch.fx.graph_writer import ADDED_BY_EXPORT, FreeNames, copy_meta, identifier, map_nodes
 from partita._torch.fx.lazy_graph_module import LazyModule, blank_module, lazy_module
 from partita.analysis.nodes import find
 from partita.errors import OptionError
@@ -160,21 +160,11 @@ class MovedByPart:
 
 def unique_names(wanted: Iterable[str], root: nn.Module) -> tuple[str, ...]:
     """The wanted names as identifiers, numbered where `root` or another of them has that name."""
-    taken: set[str] = set()
-    counts: dict[str, int] = {}
-    names = []
-    for name in wanted:
-        base = identifier(name) or "region"
-        base = f"region_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
-        count = counts.get(base, 0)
-        chosen = f"{base}_{count}" if count else base
-        while chosen in taken or chosen in ADDED_BY_EXPORT or hasattr(root, chosen):
-            count += 1
-            chosen = f"{base}_{count}"
-        counts[base] = count
-        taken.add(chosen)
-        names.append(chosen)
-    return tuple(names)
+    free = FreeNames(lambda name: name in ADDED_BY_EXPORT or hasattr(root, name))
+    bases = [identifier(name) or "region" for name in wanted]
+    return tuple(
+        free.take(f"region_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base) for base in bases
+    )
 
 
 def _share(source: nn.Module, target: nn.Module, prefix: str, without: frozenset[str], opened: set[str]) -> None:

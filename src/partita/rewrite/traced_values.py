@@ -11,6 +11,7 @@ from torch.fx import Node
 from partita._torch.dry_runs import refusal_of_call
 from partita._torch.fake_sandbox import FakeSandbox
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
+from partita.analysis.effects.terms import nodes_in
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program
@@ -48,14 +49,7 @@ def can_carry_gradients(tensor: Tensor) -> bool:
 
 def nodes_read(node: Node) -> list[Node]:
     """The nodes among the arguments of `node`, once for every occurrence."""
-    found: list[Node] = []
-
-    def collect(read: Node) -> Node:
-        found.append(read)
-        return read
-
-    map_nodes((node.args, dict(node.kwargs)), collect)
-    return found
+    return list(nodes_in((node.args, node.kwargs)))
 
 
 def call_with(node: Node, values: Sequence[Any]) -> Callable[[], Any]:

@@ -30,7 +30,7 @@ class Quotient:
 
     def stable_order(self) -> list[int] | None:
         """The vertices in an order that obeys every edge, earliest first node first; None if there is a cycle."""
-        order = _stable_order(self.first, self.causes)
+        order = stable_order(self.first, self.causes)
         return order if len(order) == len(self.first) else None
 
     def shortest_cycle(self) -> list[tuple[int, int]]:
@@ -102,9 +102,27 @@ def fused_order(
         edges.append((rank[before], rank[after]))
     if all(before < after for before, after in edges):
         return steps
-    order = _stable_order({at: at for at in range(len(steps))}, edges)
+    order = stable_order({at: at for at in range(len(steps))}, edges)
     assert len(order) == len(steps), "the groups cannot run one after another"
     return [steps[at] for at in order]
+
+
+def stable_order(first: Mapping[int, int], edges: Collection[tuple[int, int]]) -> list[int]:
+    """The vertices in topological order, those with the smallest `first` first; without those that cycles hold up."""
+    waits, successors = dict.fromkeys(first, 0), _successors(edges)
+    for _, after in edges:
+        waits[after] += 1
+    ready = [(number, vertex) for vertex, number in first.items() if not waits[vertex]]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        vertex = heappop(ready)[1]
+        order.append(vertex)
+        for after in successors.get(vertex, ()):
+            waits[after] -= 1
+            if not waits[after]:
+                heappush(ready, (first[after], after))
+    return order
 
 
 def _original_order(
@@ -122,24 +140,6 @@ def _original_order(
         elif lasts[group] == number:
             steps += (number, *items_of.get(group, ()))
     return steps
-
-
-def _stable_order(first: Mapping[int, int], edges: Collection[tuple[int, int]]) -> list[int]:
-    """The vertices in topological order, those with the smallest `first` first; without those that cycles hold up."""
-    waits, successors = dict.fromkeys(first, 0), _successors(edges)
-    for _, after in edges:
-        waits[after] += 1
-    ready = [(number, vertex) for vertex, number in first.items() if not waits[vertex]]
-    heapify(ready)
-    order: list[int] = []
-    while ready:
-        vertex = heappop(ready)[1]
-        order.append(vertex)
-        for after in successors.get(vertex, ()):
-            waits[after] -= 1
-            if not waits[after]:
-                heappush(ready, (first[after], after))
-    return order
 
 
 def _successors(edges: Iterable[tuple[int, int]]) -> dict[int, list[int]]:

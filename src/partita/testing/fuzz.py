@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -72,34 +73,17 @@ class Tally:
         )
 
 
-def fuzz(
-    first_seed: int,
-    graphs: int,
-    *,
-    modes: bool = False,
-    lower: str | None = None,
-    recompute: str | None = None,
-    mixed: str | None = None,
-    repeats: str | None = None,
-    fit: str | None = None,
-) -> Tally:
+def fuzz(first_seed: int, graphs: int, *, modes: bool = False, **laws: str | None) -> Tally:
     """Checks the laws for `graphs` programs from `first_seed` on.
 
-    With `modes`, the laws for modes, on nests only; with `lower`, the name of a backend, the law for lowered programs;
-    with `recompute`, the laws for recomputed ones, run eagerly (`"eager"`) or compiled by a backend of `torch.compile`;
-    with `mixed`, the name of a backend, the law for plans with several treatments; with `repeats`, the laws for blocks
-    that are nearly equal and share a body (`"call"`), or functions of aot_eager (`"lower"`, or `"compile"` inside
-    torch.compile); with `fit`, the laws for training steps that fit a memory budget, run eagerly (`"eager"`) or
-    compiled.
+    With `modes`, the laws for modes, on nests only; with the name of one of `LAWS`, that one, for this value of it: the
+    name of a backend, or what `main` takes.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     check = _check_nest if modes else _check_program
-    check = check if lower is None else partial(_check_lowered, lower)
-    check = check if recompute is None else partial(_check_recomputed, recompute)
-    check = check if mixed is None else partial(_check_mixed, mixed)
-    check = check if repeats is None else partial(_check_repeats, repeats)
-    check = check if fit is None else partial(_check_fit, fit)
+    for name, value in laws.items():
+        check = check if value is None else partial(LAWS[name].check, value)
     return sum((_tried(check, seed) for seed in range(first_seed, first_seed + graphs)), Tally())
 
 
@@ -175,13 +159,50 @@ def _failures(seed: int, applied: Plan) -> tuple[str, ...]:
     return tuple(f"seed {seed}: {failure.backend} failed: {failure.reason}" for failure in applied.failures)
 
 
+@dataclass(frozen=True, slots=True)
+class _Law:
+    """A law for one kind of treated programs, its `values`, the first by default, or None for all backends."""
+
+    check: Callable[[str, int], Tally]
+    values: tuple[str, ...] | None
+    #: What the programs are for which it says something.
+    legal: str
+    about: str
+
+
+LAWS = {
+    "lower": _Law(_check_lowered, None, "compiled", "regions that this backend supports, lowered by it"),
+    "recompute": _Law(
+        _check_recomputed,
+        _COMPILERS,
+        "recomputed",
+        "regions that are recomputed in the backward, compiled if a compiler is named",
+    ),
+    "mixed": _Law(
+        _check_mixed,
+        None,
+        "with several treatments",
+        "regions with several treatments in one plan, some lowered by this",
+    ),
+    "repeats": _Law(
+        _check_repeats,
+        _SHARED,
+        "with equal blocks",
+        "blocks that are nearly equal, and share a body, or compiled functions if that is said",
+    ),
+    "fit": _Law(
+        _check_fit, _COMPILERS[:2], "fitted", "training steps that fit memory budgets, compiled if a compiler is named"
+    ),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what broke; the status is 1 if anything did."""
     options = _parser().parse_args(arguments)
     start, total = time.perf_counter(), Tally()
     starts = range(options.seed, options.seed + options.graphs, _CHUNK)
     sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
-    chosen = {name: getattr(options, name) for name in ("modes", "lower", "recompute", "mixed", "repeats", "fit")}
+    chosen = {name: getattr(options, name) for name in ("modes", *LAWS)}
     check = partial(fuzz, **chosen)
     quiet = partial(logging.disable, logging.WARNING)
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
@@ -191,14 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             total += tally
     _print_counts("broken", total.broken)
     _print_counts("not compiled" if options.lower or options.mixed or options.repeats else "refused", total.refused)
-    titles = {
-        "lower": "compiled",
-        "recompute": "recomputed",
-        "mixed": "with several treatments",
-        "repeats": "with equal blocks",
-        "fit": "fitted",
-    }
-    legal = next((title for option, title in titles.items() if getattr(options, option)), "legal partitions")
+    legal = next((law.legal for name, law in LAWS.items() if getattr(options, name)), "legal partitions")
     what = f"{len(total.refused)} refused" if options.modes else f"{total.legal} {legal}"
     seconds = time.perf_counter() - start
     print(f"\n{total.tried} programs, {what}, {len(total.broken)} broken, {seconds:.0f} s")
@@ -211,31 +225,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--modes", action="store_true", help="nests of modes only, by the laws for modes")
-    kinds.add_argument("--lower", choices=backend_names(), help="regions that this backend supports, lowered by it")
-    kinds.add_argument(
-        "--recompute",
-        nargs="?",
-        const=_EAGER,
-        choices=_COMPILERS,
-        help="regions that are recomputed in the backward, compiled if a compiler is named",
-    )
-    kinds.add_argument(
-        "--mixed", choices=backend_names(), help="regions with several treatments in one plan, some lowered by this"
-    )
-    kinds.add_argument(
-        "--repeats",
-        nargs="?",
-        const=_CALL,
-        choices=_SHARED,
-        help="blocks that are nearly equal, and share a body, or compiled functions if that is said",
-    )
-    kinds.add_argument(
-        "--fit",
-        nargs="?",
-        const=_EAGER,
-        choices=_COMPILERS[:2],
-        help="training steps that fit memory budgets, compiled if a compiler is named",
-    )
+    for name, law in LAWS.items():
+        first: dict[str, Any] = {} if law.values is None else {"nargs": "?", "const": law.values[0]}
+        kinds.add_argument(f"--{name}", choices=law.values or backend_names(), help=law.about, **first)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
     return parser

@@ -4,42 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from partita import treatments
 from partita.errors import OptionError, PlanFileError
-from partita.lowering.delegate import Delegate
-from partita.lowering.lower import Lower
 from partita.plans import Plan
 from partita.plans.files import Known, read_plan, write_plan
 from partita.program.program import Program
-from partita.recompute import (
-    KeepAtMost,
-    KeepEverything,
-    KeepExpensive,
-    KeepNodes,
-    KeepNothing,
-    KeepOperators,
-    Recompute,
-)
-from partita.treatments.basic import Call, LeaveEager, Mark, Mode
+from partita.treatments.basic import Mark
 
-_OURS = (
-    Call,
-    Delegate,
-    KeepAtMost,
-    KeepEverything,
-    KeepExpensive,
-    KeepNodes,
-    KeepNothing,
-    KeepOperators,
-    LeaveEager,
-    Lower,
-    Mark,
-    Mode,
-    Recompute,
-)
+#: Those of the public names that have options.
+_OURS = [cls for cls in map(vars(treatments).get, treatments.__all__) if isinstance(cls, type) and is_dataclass(cls)]
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str], *, classes: Iterable[type] = ()) -> None:

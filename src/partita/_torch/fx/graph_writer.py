@@ -72,11 +72,11 @@ class GraphWriter:
 
     def copy(self, node: Node, swap: Callable[[Node], Any], *, name: str, target: Any = None) -> Node:
         """A copy of `node` that reads `swap(n)` wherever `node` reads `n`."""
-        kwargs = node._kwargs
+        kwargs = node.kwargs
         copied = self.write(
             node.op,
             node.target if target is None else target,
-            map_nodes(node._args, swap),
+            map_nodes(node.args, swap),
             map_nodes(kwargs, swap) if kwargs else None,
             name=name,
             type_expr=node.type,
@@ -95,10 +95,10 @@ class GraphWriter:
         put = graph._root._prepend
         table = graph._find_nodes_lookup_table.table
         for node, name in zip(nodes, names, strict=True):
-            op, target, kwargs = node.op, node.target, node._kwargs
+            op, target, kwargs = node.op, node.target, node.kwargs
             copied = make(Node)
             begin(copied, graph, name, op, target, node.type)
-            copied._update_args_kwargs(map_nodes(node._args, lookup), map_nodes(kwargs, lookup) if kwargs else kwargs)
+            copied._update_args_kwargs(map_nodes(node.args, lookup), map_nodes(kwargs, lookup) if kwargs else kwargs)
             if node.meta:
                 copy_meta(node.meta, copied.meta, metas)
             put(copied)
@@ -176,6 +176,26 @@ ADDED_BY_EXPORT = frozenset(("_guards_fn", "_in_spec", "_out_spec", "validate_in
 def identifier(text: str) -> str:
     """The text, normalized as Python normalizes identifiers, with `_` for invalid characters."""
     return re.sub(r"\W", "_", normalize("NFKC", text))
+
+
+class FreeNames:
+    """Names that are taken one after the other; one that is taken already, or `is_taken` elsewhere, is numbered."""
+
+    def __init__(self, is_taken: Callable[[str], bool] = lambda _: False) -> None:
+        self._is_taken = is_taken
+        self._taken: set[str] = set()
+        self._counts: dict[str, int] = {}
+
+    def take(self, wanted: str) -> str:
+        """A free name like `wanted`."""
+        count = self._counts.get(wanted, 0)
+        name = f"{wanted}_{count}" if count else wanted
+        while name in self._taken or self._is_taken(name):
+            count += 1
+            name = f"{wanted}_{count}"
+        self._counts[wanted] = count
+        self._taken.add(name)
+        return name
 
 
 class Names:

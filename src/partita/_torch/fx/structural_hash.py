@@ -56,7 +56,7 @@ class NodeKeys:
         target: Any = node.target
         if node.op == "call_module":
             target = self.of_module(_attribute(root, str(target)))
-        args, kwargs = node._args, node._kwargs
+        args, kwargs = node.args, node.kwargs
         mark = node.meta.get("recompute")
         if mark is None and not kwargs and len(args) == len(inputs) and all(map(is_, args, inputs)):
             return node.op, target, len(args)  # Most nodes read their inputs in order, and nothing else.
@@ -200,7 +200,7 @@ def _lines_of(module: GraphModule) -> list[str]:
         target = "" if node.op == "placeholder" else node.target
         if target not in texts:
             texts[target] = _text_of(target)
-        arguments = map_nodes((node._args, node._kwargs), places.__getitem__)
+        arguments = map_nodes((node.args, node.kwargs), places.__getitem__)
         lines.append(f"{node.op} {texts[target]} {arguments!r}")
     return lines
 

@@ -110,6 +110,11 @@ def is_of_other_library(signature: Signature) -> bool:
 _TORCH_NAMESPACES = frozenset(("aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd"))
 
 
+def base_name(target: Any) -> str:
+    """The name of an operator without its overload, or of a function."""
+    return str(getattr(target, "__name__", "")).partition(".")[0]
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether `target` is an operator that runs bodies."""
     return isinstance(target, HigherOrderOperator)
@@ -137,7 +142,7 @@ def has_registered_effect(target: Any) -> bool:
 
 def has_keywords(nodes: Iterable[Node]) -> bool:
     """Whether any of these calls passes an argument by keyword."""
-    return any(map(_keywords, nodes))
+    return any(node.kwargs for node in nodes)
 
 
 def nodes_by_target(graph: Graph) -> Mapping[tuple[str, Any], Collection[Node]]:
@@ -232,7 +237,6 @@ try:
     from torch._higher_order_ops.effects import _get_effect
 except ImportError:
     _get_effect = None  # type: ignore[assignment]
-_keywords = operator.attrgetter("_kwargs")
 _MAY_ALIAS = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
 
 

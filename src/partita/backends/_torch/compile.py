@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from partita.analysis.nodes import returned_by
 from partita.backends._torch.fake_inputs import compiling
 from partita.backends._torch.partitioners import drop_forward_effects, plain_partition
 from partita.backends._torch.settings import own_cache_keys
@@ -133,8 +134,7 @@ def copy_saved_inputs(forward: GraphModule, metadata: Any) -> None:
     output = forward.graph.output_node()
     inputs = forward.graph.find_nodes(op="placeholder")
     mutated = {node for node, info in zip(inputs, metadata.input_info, strict=False) if info.mutates_data}
-    returned = output.args[0]
-    results = list(returned) if isinstance(returned, tuple | list) else [returned]
+    results = list(returned_by(forward.graph))
     saved = [place for place in range(metadata.num_forward, len(results)) if results[place] in mutated]
     if not saved:
         return

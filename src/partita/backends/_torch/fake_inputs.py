@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from partita._torch.fake_sandbox import fake_mode_of
-
-#: The classes of symbolic numbers.
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from partita._torch.symbolic_shapes import SYMBOLIC
 
 
 @contextmanager
@@ -143,7 +141,7 @@ def stand_ins(values: Sequence[Any]) -> list[Any] | None:
 
 
 def _stand_in(value: Any, fakes: FakeInputs) -> Any:
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+    if isinstance(value, SYMBOLIC):
         return _known(value)
     if not isinstance(value, Tensor):
         return value

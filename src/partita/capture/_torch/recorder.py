@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch.func import debug_unwrap
 from torch.fx import Node
 from torch.nn import Parameter
 
@@ -149,7 +149,7 @@ class Constants:
     def on_constant(self, node: Node, constant: Any) -> None:
         """Records a tensor that a node reads."""
         # Subclasses are fake tensors of the tracer, or wrap one.
-        if type(constant) not in (Tensor, Parameter) or is_wrapped(constant):
+        if type(constant) not in (Tensor, Parameter) or _is_wrapped(constant):
             return
         self.has_lost_gradients |= constant.requires_grad and torch.is_grad_enabled()
         found = self.found.setdefault(id(constant), _Found(constant, version_of(constant)))
@@ -219,5 +219,10 @@ def _value_of(node: Node, argument: Argument) -> Any:
 def is_only_traced(tensors: Iterable[object]) -> bool:
     """Whether any of these tensors is fake, or belongs to a transform of torch.func that has ended."""
     return any(
-        isinstance(tensor, Tensor) and (fake_mode_of(tensor) is not None or is_wrapped(tensor)) for tensor in tensors
+        isinstance(tensor, Tensor) and (fake_mode_of(tensor) is not None or _is_wrapped(tensor)) for tensor in tensors
     )
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func has wrapped the tensor."""
+    return debug_unwrap(tensor, recurse=False) is not tensor

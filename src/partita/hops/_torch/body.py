@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,6 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.traceback import has_preserved_node_meta
 from torch.utils import _pytree as pytree
-from torch.utils._thunk import Thunk
 
 from partita._torch.fake_sandbox import active_fake_mode, fake_mode_of
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
@@ -167,7 +166,8 @@ class FreeSymbols:
         inner: Any = tracing.tracer
         for symbol, known in list(outer.sympy_expr_tracker.items()):
             if symbol not in inner.sympy_expr_tracker:
-                set_proxy_slot(known.value, inner, Thunk(partial(self._take, inner, known.value)))
+                read: Any = _OnFirstUse(partial(self._take, inner, known.value))
+                set_proxy_slot(known.value, inner, read)
 
     def _take(self, tracer: Any, size: Any) -> Proxy:
         self.used.append(size)
@@ -175,6 +175,13 @@ class FreeSymbols:
         proxy: Proxy = tracer.proxy(node)
         set_meta(proxy, size)
         return proxy
+
+
+class _OnFirstUse:
+    """The proxy of a symbolic size, made when a tracer first asks for it, which it does by `force`."""
+
+    def __init__(self, make: Callable[[], Proxy]) -> None:
+        self.force = cache(make)
 
 
 def lift_tensors(traced: GraphModule, outer: Any) -> list[Tensor]:

@@ -42,7 +42,7 @@ def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] |
     conditions: dict[Expression, None] = {}
     derived: list[Place] = []
     for found, expected in inputs:
-        expression = expected.node._expr
+        expression = expected.node.expr
         if expression.is_symbol and str(expression) not in places:
             places[str(expression)] = found
         else:
@@ -51,7 +51,7 @@ def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] |
         return None
     try:
         conditions |= dict.fromkeys(
-            Operation("==", (found, _on_places(expected.node._expr, places))) for found, expected in derived
+            Operation("==", (found, _on_places(expected.node.expr, places))) for found, expected in derived
         )
         conditions |= dict.fromkeys(_on_places(guard.expr, places) for guard in env.guards)
     except ExpressionError:

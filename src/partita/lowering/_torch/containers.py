@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from partita._torch.symbolic_shapes import SYMBOLIC
 from partita.errors import BackendError
 
 
@@ -62,7 +63,7 @@ def shape_of(value: Any, *, is_output: bool = False) -> Shape:
     return Container(kind, tuple(shape_of(item, is_output=is_output) for item in items), keys)
 
 
-_LEAF_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_LEAF_TYPES = (Tensor, *SYMBOLIC)
 
 
 def _container_type(value: Any) -> type | None:

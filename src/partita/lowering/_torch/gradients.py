@@ -276,7 +276,7 @@ class _Hooks:
         try:
             histories = [(at, inputs[place]) for at, place in pairs if not inputs[place].is_leaf]
         except RuntimeError:  # Autograd refuses to return the `grad_fn` of some views.
-            histories = [(at, inputs[place]) for at, place in pairs if not _is_leaf(inputs[place])]
+            histories = [(at, inputs[place]) for at, place in pairs if not is_leaf(inputs[place])]
         for at, tensor in histories:
             self._inputs.setdefault(at, []).append(ref(tensor))
             if tensor._backward_hooks:
@@ -294,11 +294,12 @@ class _Hooks:
         )
 
 
-def _is_leaf(tensor: Tensor) -> bool:
+def is_leaf(value: Tensor) -> bool | None:
+    """Whether a tensor is a leaf; None where autograd refuses to return its `grad_fn`."""
     try:
-        return tensor.is_leaf
-    except RuntimeError:  # Autograd refuses to return the `grad_fn` of some views.
-        return False
+        return value.is_leaf
+    except RuntimeError:
+        return None
 
 
 def _made_by(value: Any) -> tuple[Any, int] | None:

@@ -11,17 +11,15 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # Documented, but not in `__all__`.
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.functorch import count_levels
 from partita._torch.modes import enabled_autocast, in_forward_mode
-from partita.lowering._torch.gradients import hides_history
+from partita.lowering._torch.gradients import hides_history, is_leaf
 
 try:
     from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
@@ -74,7 +72,7 @@ class Guard:
         self._integers = tuple(integers)
         self._leaves = tuple((place, values[place].is_leaf) for place in leaves)
         self._readable = tuple(readable)
-        self._depth, self._device = _len_torch_function_stack(), default_device()
+        self._depth, self._device = len(_get_current_function_mode_stack()), default_device()
         self._inference = torch.is_inference_mode_enabled()
         self._is_able = TensorGuards is not None
         if self._is_able:
@@ -91,8 +89,8 @@ class Guard:
         if (
             not self._is_able
             or len(values) != self._count
-            or _len_torch_dispatch_stack()
-            or _len_torch_function_stack() != self._depth
+            or _get_current_dispatch_mode_stack()
+            or len(_get_current_function_mode_stack()) != self._depth
             or forward_ad._current_level >= 0
             or is_tracing()
             or not self._state.check()
@@ -112,15 +110,7 @@ class Guard:
                 return False
         if self._readable and any(hides_history(values[place]) for place in self._readable):
             return False
-        return not self._leaves or all(_is_leaf(values[place]) is leaf for place, leaf in self._leaves)
-
-
-def _is_leaf(value: Tensor) -> bool | None:
-    """Whether a tensor is a leaf; None where autograd refuses to return its `grad_fn`."""
-    try:
-        return value.is_leaf
-    except RuntimeError:
-        return None
+        return not self._leaves or all(is_leaf(values[place]) is leaf for place, leaf in self._leaves)
 
 
 def _exact(value: Any) -> Any:
@@ -168,9 +158,7 @@ def read_global_state() -> GlobalState:
 
 def is_intercepted() -> bool:
     """Whether operators are intercepted: by a tracer, torch.func, forward-mode AD, or modes of the user."""
-    if _len_torch_dispatch_stack() > 0 and not all(map(_is_custom_op_analysis, _get_current_dispatch_mode_stack())):
-        return True
-    if _len_torch_function_stack() > 0 and default_device() is None:
+    if not all(map(_is_custom_op_analysis, _get_current_dispatch_mode_stack())) or default_device() is None:
         return True
     if is_tracing() or in_forward_mode() or count_levels():
         return True
@@ -182,8 +170,13 @@ def _is_custom_op_analysis(mode: object) -> bool:
     return type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode" and type(mode).__module__.startswith("torch.")
 
 
+with torch.device("cpu"):
+    #: The function mode of a default device.
+    _DEVICE_MODE = type(_get_current_function_mode_stack()[-1])
+
+
 def default_device() -> torch.device | None:
-    """The device of new tensors; None where function modes other than `DeviceContext` are active."""
-    if not all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack()):
+    """The device of new tensors; None where function modes other than those of default devices are active."""
+    if not all(type(mode) is _DEVICE_MODE for mode in _get_current_function_mode_stack()):
         return None
     return torch.get_default_device()

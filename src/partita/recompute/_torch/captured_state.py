@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from partita._torch.operators.schemas import storage_key
 from partita._torch.tensors import version_of, wants_gradients
-from partita.errors import RecomputeError
+from partita.errors import RecomputeError, listed
 from partita.program._torch.saved_tensors import around_hooks
 
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
@@ -262,11 +262,6 @@ def refuse_mutations(names: Sequence[str], *, is_graph: bool, is_planned: bool =
         f"the body mutates {listed(names)}, and recomputing it would do so again; {way}, or leave the mutation out of "
         "the region"
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first three names, and the number of the others."""
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def snapshot_of(tensor: Tensor) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from partita._torch.symbolic_shapes import SYMBOLIC
 from partita._torch.toggles import EXIT_INFERENCE
 from partita.analysis.nodes import value_of
 from partita.compat.split_module import split_module
@@ -56,20 +58,26 @@ def check_laws(case: Case, labels: Labels) -> bool:
         hold("the input is unchanged after an error", case, lambda: equal(dump(case.graph_module), before), labels)
         return False
     subject = _Subject(case, program, partition, plan(program, partition, Call()).apply())
-    for title, law in LAWS.items():
-        hold(title, case, partial(law, subject), labels)
+    for title, check in LAWS.items():
+        hold(title, case, partial(check, subject), labels)
     hold("the input is unchanged", case, lambda: equal(dump(case.graph_module), before), labels)
     return True
 
 
-def hold(title: str, case: Case, law: Callable[[], None], labels: Labels | None = None) -> None:
-    """Raises `LawError` if the law raises for this case."""
+def hold(title: str, case: Case, check: Callable[[], None], labels: Labels | None = None) -> None:
+    """Raises `LawError` if the check raises for this case."""
+    chosen = {name: label for name, label in (labels or {}).items() if label is not None}
+    with law(title, repr(case), *(() if labels is None else (f"labels = {chosen}",))):
+        check()
+
+
+@contextmanager
+def law(title: str, *case: object) -> Iterator[None]:
+    """Raises `LawError` if the block raises, with what says how to build the case."""
     try:
-        law()
+        yield
     except Exception as error:
-        chosen = {name: label for name, label in (labels or {}).items() if label is not None}
-        regions = "" if labels is None else f"labels = {chosen}\n"
-        raise LawError(f"{title}\n{case!r}\n{regions}{type(error).__name__}: {error}") from error
+        raise LawError("\n".join((title, *map(str, case), f"{type(error).__name__}: {error}"))) from error
 
 
 def _means_the_same(subject: _Subject) -> None:
@@ -179,7 +187,7 @@ def equal(found: object, wanted: object) -> None:
 
 
 def _is_symbolic(node: Node) -> bool:
-    return isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool)
+    return isinstance(value_of(node), SYMBOLIC)
 
 
 LAWS: dict[str, Callable[[_Subject], None]] = {

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from partita._torch.pytrees import flatten
+from partita._torch.pytrees import tensors_in
 from partita.errors import BudgetError, PartitaError
 from partita.memory import MemoryPlan, Rates, StepMemory, measured_peak, step_memory
 from partita.testing.generator.build import random_case
@@ -42,8 +42,8 @@ class Loss(nn.Module):
         self.program = program
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        results = flatten(self.program(*args, **kwargs)).leaves
-        floats = [one for one in results if isinstance(one, Tensor) and one.is_floating_point() and one.numel()]
+        results = tensors_in(self.program(*args, **kwargs))
+        floats = [one for one in results if one.is_floating_point() and one.numel()]
         return sum((one.float().mean() for one in floats), torch.zeros(()))
 
 
@@ -72,12 +72,12 @@ class Step:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            peak = measured_peak(step, (*self.state(), *_tensors((args, kwargs)))) if measures else None
+            peak = measured_peak(step, (*self.state(), *tensors_in((args, kwargs)))) if measures else None
             if peak is None:
                 step()
             after = torch.random.get_rng_state()
-        tensors = [losses[0], after, *self.state(), *_tensors((args, kwargs))]
-        leaves = [one for one in (*self.model.parameters(), *_tensors((args, kwargs))) if one.is_leaf]
+        tensors = [losses[0], after, *self.state(), *tensors_in((args, kwargs))]
+        leaves = [one for one in (*self.model.parameters(), *tensors_in((args, kwargs))) if one.is_leaf]
         found = Trained([one.detach().clone() for one in tensors], [_copied(one.grad) for one in leaves], peak)
         with torch.no_grad():
             for tensor, value in before:
@@ -221,10 +221,6 @@ def _budgets(least: int, most: int) -> list[int]:
 def _broken(title: str, step: Step, plan: object, words: str) -> LawError:
     shown = "\n".join(map(str, plan)) if isinstance(plan, list) else str(plan)
     return LawError(f"{title}\nrandom_step({step.seed})\n{words}\n{shown}")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(value).leaves if isinstance(leaf, Tensor)]
 
 
 def _copied(tensor: Tensor | None) -> Tensor | None:

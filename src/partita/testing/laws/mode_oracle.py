@@ -24,6 +24,7 @@ from partita._torch.modes import Ambient, read_ambient, restore_autocast
 from partita._torch.pytrees import flatten
 from partita._torch.toggles import ENTER_INFERENCE, IS_GRAD_ENABLED, SET_GRAD, TOGGLES
 from partita.analysis.modes import Mode as GraphMode
+from partita.analysis.nodes import bodies_read, body_read
 from partita.plans import plan
 from partita.policies import ByMode
 from partita.program.program import Program
@@ -223,21 +224,15 @@ def graphs_in(module: GraphModule) -> Iterator[Graph]:
 
 def bodies_of(module: GraphModule) -> Iterator[GraphModule]:
     """The bodies that the operators of a graph run, one for each node that reads it."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        if not node.users:
-            continue
-        body = attrgetter(str(node.target))(module)
-        if isinstance(body, GraphModule):
-            yield body
+    reads = (node for node in module.graph.find_nodes(op="get_attr") if node.users)
+    return (body for _, body in bodies_read(module, reads))
 
 
 def bodies_of_call(module: GraphModule, call: Node) -> Iterator[tuple[int, GraphModule]]:
     """The bodies among the arguments of a call, each with its place."""
     for place, value in enumerate(call.args):
-        if isinstance(value, Node) and value.op == "get_attr":
-            body = attrgetter(str(value.target))(module)
-            if isinstance(body, GraphModule):
-                yield place, body
+        if isinstance(value, Node) and (body := body_read(module, value)) is not None:
+            yield place, body
 
 
 def _names_in(module: GraphModule, path: str = "") -> Iterator[str]:

@@ -6,6 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from partita._torch.fx.structural_hash import body_key
 from partita.analysis.tolerance import EXACT
 from partita.backends import find_backend
 from partita.backends.backend import tolerance_of
-from partita.equivalence import compare
+from partita.equivalence import Comparison, compare
 from partita.errors import TreatmentError
 from partita.plans import Plan, plan
 from partita.policies import Repeats
 from partita.program.program import Program, summation_tolerance
 from partita.testing.generator.near_repeats import NearRepeats
-from partita.testing.laws.core import LawError
+from partita.testing.laws.core import law
 from partita.testing.laws.treatments import is_allowed
 from partita.torch_compile import backend
 from partita.treatments import Call, Lower, Mode, Recompute, Treatment
@@ -41,15 +42,13 @@ def check_repeats_laws(case: NearRepeats) -> bool:
     except TreatmentError:  # What cannot be recomputed is refused.
         planned = plan(program, planned.partition, Call())
         after = planned.apply()
-    try:
+    with law("blocks that share a body are equivalent to the original", repr(case), planned):
         _check_equal(program, after, case)
         _check_bodies(planned, after)
         _check_copies(after)
         if after.export is not None and case.seed % _SAVED == 0:
             for loaded in _loaded(after):
                 _check_equal(program, loaded, case)
-    except Exception as error:
-        raise _broken("blocks that share a body are equivalent to the original", case, planned, error) from error
     return len(_distinct(after.graph_module)) < len(_called(after.graph_module))
 
 
@@ -57,11 +56,8 @@ def check_lowered_repeats_law(case: NearRepeats, backend: str) -> Plan:
     """Raises where a program whose blocks share compiled functions differs from the original; else the plan."""
     program = case.program()
     planned = plan(program, Repeats(min_size=1 + case.seed % 3), Lower(backend))
-    try:
+    with law(f"blocks that share functions of {backend} are equivalent to the original", repr(case), planned):
         _check_equal(program, planned.apply(), case)
-    except Exception as error:
-        title = f"blocks that share functions of {backend} are equivalent to the original"
-        raise _broken(title, case, planned, error) from error
     return planned
 
 
@@ -75,22 +71,21 @@ def check_compiled_repeats_law(case: NearRepeats, inner: str) -> None:
         options["treatment"] = Recompute()
     compiled = torch.compile(case.model, backend=backend, options=options)
     tolerance = tolerance_of(find_backend(inner)) | _rounding(case)
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.compiler.reset)
+        stack.enter_context(law(f"a model compiled by {inner} in pieces is equivalent to it", repr(case)))
         for _ in range(2):  # From the second call on, pieces are called directly.
-            found = compare(case.model, compiled, case.args, tolerance=tolerance, other_shapes=False)
-            left = [one for one in found.differences if not is_allowed(one, found, counted=True, other_errors=True)]
-            assert not left, str(found)
-    except Exception as error:
-        raise _broken(f"a model compiled by {inner} in pieces is equivalent to it", case, None, error) from error
-    finally:
-        torch.compiler.reset()
+            _check_allowed(compare(case.model, compiled, case.args, tolerance=tolerance, other_shapes=False))
 
 
 def _check_equal(program: Program, after: Program | nn.Module, case: NearRepeats) -> None:
     is_program = isinstance(after, Program)
     tolerance = after.tolerance | summation_tolerance(program) if isinstance(after, Program) else EXACT
     # torch.export.load makes two weights of a tied one, each with a part of the gradient.
-    found = compare(program, after, case.args, tolerance=tolerance, gradients=is_program)
+    _check_allowed(compare(program, after, case.args, tolerance=tolerance, gradients=is_program))
+
+
+def _check_allowed(found: Comparison) -> None:
     # Where autograd refuses the backward of the original, a treatment may refuse it in other words, or have one.
     left = [one for one in found.differences if not is_allowed(one, found, counted=True, other_errors=True)]
     assert not left, str(found)
@@ -144,7 +139,3 @@ def _graph(module: GraphModule, name: str) -> GraphModule:
     found = module.get_submodule(name)
     assert isinstance(found, GraphModule)
     return found
-
-
-def _broken(title: str, case: NearRepeats, planned: Plan | None, error: Exception) -> LawError:
-    return LawError(f"{title}\n{case!r}\n{planned or ''}\n{type(error).__name__}: {error}")

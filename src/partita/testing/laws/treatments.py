@@ -32,7 +32,7 @@ from partita.testing.generator.build import dump
 from partita.testing.generator.draft import Case
 from partita.testing.generator.recipe import ALL
 from partita.testing.generator.regions import random_labels
-from partita.testing.laws.core import LawError, equal, hold
+from partita.testing.laws.core import LawError, equal, hold, law
 from partita.testing.laws.mode_oracle import leaves_modes
 from partita.treatments import Call, Keep, KeepEverything, KeepExpensive, KeepNothing, Lower, Mode, Recompute, Treatment
 
@@ -44,7 +44,7 @@ def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
     """
     found = find_backend(backend)
     lowering = _lowered(case, found, seed)
-    try:
+    with law(f"a program lowered by {found.name} is equivalent to the original", repr(case), lowering):
         comparison = _compared(case, lowering, lowering.apply())
         counted = statistics_are_counted(lowering)
         left = [one for one in comparison.differences if not is_allowed(one, comparison, counted=counted)]
@@ -55,9 +55,6 @@ def check_lower_laws(case: Case, backend: str | Backend, seed: int) -> Plan:
             return _compared(other, planned, planned.apply(), _SINGLE)
 
         assert not left or _are_rounding(left, case, again), str(comparison)
-    except Exception as error:
-        title = f"a program lowered by {found.name} is equivalent to the original"
-        raise LawError(f"{title}\n{case!r}\n{lowering}\n{type(error).__name__}: {error}") from error
     return lowering
 
 
@@ -353,7 +350,7 @@ def check_mixed_law(case: Case, backend: str | Backend, seed: int) -> tuple[Plan
     """Raises where the program differs once `random_mixture` is applied; else the plan and the result."""
     found = find_backend(backend)
     mixture, after = _mixed(case, found, seed)
-    try:
+    with law("a program with several treatments is equivalent to the original", repr(case), mixture):
         comparison = _compared(case, mixture, after, tolerance_of(found))
         allows = partial(is_allowed, comparison=comparison, counted=statistics_are_counted(mixture), other_errors=True)
         left = [one for one in comparison.differences if not allows(one)]
@@ -362,9 +359,6 @@ def check_mixed_law(case: Case, backend: str | Backend, seed: int) -> tuple[Plan
             return _compared(other, *_mixed(other, found, seed), tolerance_of(found) | _SINGLE)
 
         assert not left or _are_rounding(left, case, again), str(comparison)
-    except Exception as error:
-        title = "a program with several treatments is equivalent to the original"
-        raise LawError(f"{title}\n{case!r}\n{mixture}\n{type(error).__name__}: {error}") from error
     return mixture, after
 
 
