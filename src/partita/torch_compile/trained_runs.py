@@ -30,12 +30,17 @@ def _rows(cut: GraphModule, trained: Mapping[str, TrainedFunction]) -> Iterator[
     """The calls of regions with nothing between them but the reading of results."""
     row: list[Node] = []
     for node in cut.graph.nodes:
-        if node.op == "call_module" and str(node.target) in trained and all(map(_is_item, node.users)):
+        if node.op == "call_module" and str(node.target) in trained and _passes_nodes(node):
             row.append(node)
         elif not _is_item(node):
             yield row
             row = []
     yield row
+
+
+def _passes_nodes(call: Node) -> bool:
+    """Whether the arguments of a region are nodes, and all that reads its results reads one of them."""
+    return all(isinstance(arg, Node) for arg in call.args) and all(map(_is_item, call.users))
 
 
 def _is_item(node: Node) -> bool:
