@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
-from partita.torch_compile._torch import direct_training
+from partita.torch_compile._torch import direct_training, trained_together
 from partita.torch_compile._torch.direct_training import trained_directly
 from partita.treatments import Call, Recompute, Treatment
 
@@ -87,7 +87,7 @@ class Trained:
 def is_direct(value: Tensor) -> bool:
     """Whether the last piece was called without wrappers."""
     made: Any = value.grad_fn
-    return made._forward_cls.backward.__module__ == direct_training.__name__
+    return made._forward_cls.backward.__module__ in (direct_training.__name__, trained_together.__name__)
 
 
 def test_a_layer_more_is_few_python_calls_more() -> None:

@@ -47,7 +47,7 @@ from partita.torch_compile._torch.backends import (
     without_disabling,
 )
 from partita.torch_compile._torch.direct_calls import Boxed, behind_wrappers
-from partita.torch_compile._torch.direct_training import Function, trained_directly
+from partita.torch_compile._torch.direct_training import TrainedFunction, trained_directly
 from partita.torch_compile.options import Inner
 from partita.torch_compile.piece_borders import (
     AliasedMutationError,
@@ -59,6 +59,7 @@ from partita.torch_compile.piece_borders import (
     snapshots_of,
 )
 from partita.torch_compile.shared_pieces import KnownResults, PieceKey, SharedPieces, WaitingPiece, piece_key
+from partita.torch_compile.trained_runs import record_together
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ def _call_directly(cut: GraphModule, calls: Mapping[str, PieceCall]) -> None:
 
     Where nothing else has to be done, what the compiler made is called without what is around it.
     """
-    trained: dict[int, Function | None] = {}
+    known: dict[int, TrainedFunction | None] = {}
+    trained: dict[str, TrainedFunction] = {}
     for node in cut.graph.find_nodes(op="call_module"):
         name, module = str(node.target), cut._modules.get(str(node.target))
         if not isinstance(module, Compiled | Bordered):
@@ -104,7 +106,15 @@ def _call_directly(cut: GraphModule, calls: Mapping[str, PieceCall]) -> None:
         if call is None or _returns_dynamic_sizes(node, call):
             continue
         if call.is_trained():
-            _train_directly(cut, module, call, trained)
+            direct = _trained_directly(module, call, known)
+            if direct is None:
+                continue
+            if isinstance(module, Compiled) or (module.only_removes_gradients() and call.has_one_gradient()):
+                vars(cut)[name] = direct.direct()
+                if direct.has_one_gradient():
+                    trained[name] = direct
+            else:
+                module.function = direct.direct()
         elif call.needs_backward():
             log.debug("%s trains with the wrappers of AOTAutograd around it", name)
         elif call.is_pure() and isinstance(module, Compiled):
@@ -112,23 +122,18 @@ def _call_directly(cut: GraphModule, calls: Mapping[str, PieceCall]) -> None:
             if code is not None:
                 vars(cut)[name] = _first_call(cut, name, module.function, code)
                 node.args = (list(node.args),)
+    record_together(cut, trained)
     cut.recompile()
 
 
-def _train_directly(
-    cut: GraphModule, module: Compiled | Bordered, call: PieceCall, known: dict[int, Function | None]
-) -> None:
-    """Lets a piece that trains be called without what AOTAutograd has around it, if that has nothing to do."""
+def _trained_directly(
+    module: Compiled | Bordered, call: PieceCall, known: dict[int, TrainedFunction | None]
+) -> TrainedFunction | None:
+    """What can be called without what AOTAutograd has around it, if that has nothing to do; of equal pieces, one."""
     function = module.function
     if id(function) not in known:
         known[id(function)] = trained_directly(function, input_count=len(call.args))
-    direct = known[id(function)]
-    if direct is None:
-        return
-    if isinstance(module, Bordered) and not (module.only_removes_gradients() and call.has_one_gradient()):
-        module.function = direct
-    else:
-        vars(cut)[call.name] = direct
+    return known[id(function)]
 
 
 def _first_call(

@@ -34,12 +34,30 @@ _WRAPPERS = frozenset(
 )
 
 
-def trained_directly(function: Function, *, input_count: int) -> Function | None:
-    """A function like `function`, which was compiled for training; None where the wrappers are needed.
+@final
+@dataclass(frozen=True, slots=True)
+class TrainedFunction:
+    """A function that was compiled for training, the autograd function of AOTAutograd in it, and what that returns."""
 
-    Its first call and first backward are those of `function`: torch checks operators of users in them, and may compile
-    the backward.
-    """
+    function: Function
+    wrapped: Any
+    layout: Layout
+
+    def direct(self) -> Function:
+        """A function like it without wrappers.
+
+        Its first call and first backward are those of the function: torch checks operators of users in them, and may
+        compile the backward.
+        """
+        return _direct(self.function, self.wrapped, self.layout)
+
+    def has_one_gradient(self) -> bool:
+        """Whether its backward gets one gradient."""
+        return len(self.layout.expected) == 1
+
+
+def trained_directly(function: Function, *, input_count: int) -> TrainedFunction | None:
+    """A function that was compiled for training, if the wrappers around it have nothing to do; None otherwise."""
     wrapped = _autograd_function(function)
     try:
         layout = "it is compiled in another way" if wrapped is None else _layout_of(wrapped, input_count)
@@ -48,7 +66,7 @@ def trained_directly(function: Function, *, input_count: int) -> Function | None
     if isinstance(layout, str):
         log.debug("a piece that trains is called with the wrappers of AOTAutograd: %s", layout)
         return None
-    return _direct(function, wrapped, layout)
+    return TrainedFunction(function, wrapped, layout)
 
 
 def _autograd_function(function: Any) -> Any:
@@ -60,7 +78,7 @@ def _autograd_function(function: Any) -> Any:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class Layout:
     """Which outputs of a compiled forward are results, and which are saved; what its backward expects."""
 
     input_count: int
@@ -71,12 +89,12 @@ class _Layout:
     unsafe_views: tuple[int, ...]
     non_differentiable: tuple[int, ...]
     #: Of the gradients that the backward gets.
-    expected: tuple[_Expected, ...]
+    expected: tuple[Expected, ...]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Expected:
+class Expected:
     """The result whose gradient a compiled backward gets, and the layout that it expects of it."""
 
     place: int
@@ -91,34 +109,44 @@ class _Expected:
             return gradient.is_contiguous(memory_format=self.memory_format)
         return gradient.shape == self.size and gradient.stride() == self.stride
 
+    def laid_out(self, gradient: Any) -> Any:
+        """The gradient in this layout; a tensor of another class is left to AOTAutograd."""
+        if type(gradient) is not Tensor or self.accepts(gradient):
+            return gradient
+        if self.memory_format is not None:
+            return gradient.contiguous(memory_format=self.memory_format)
+        assert self.size is not None
+        assert self.stride is not None
+        return gradient.new_empty_strided(self.size, self.stride).copy_(gradient)
 
-def _layout_of(wrapped: Any, input_count: int) -> _Layout | str:
+
+def _layout_of(wrapped: Any, input_count: int) -> Layout | str:
     """The layout of what AOTAutograd has compiled, or why its wrappers are needed."""
     known = wrapped.metadata
-    if _code(wrapped.compiled_fw) is None:
+    if code_of(wrapped.compiled_fw) is None:
         return "its forward does not take a list"
     reason = next((reason for reason, is_so in _reasons(wrapped, known, input_count) if is_so), None)
     if reason is not None:
         return reason
     outputs = known.output_info
-    differentiable = [place for place, info in enumerate(outputs) if _has_gradient(info)]
+    differentiable = [place for place, info in enumerate(outputs) if has_gradient(info)]
     tensors = [place for place, info in enumerate(outputs) if issubclass(info.raw_type, Tensor)]
     kinds = [kind.memory_format for kind in known.subclass_tangent_meta]
     if len(kinds) != len(differentiable) or None in kinds or not set(differentiable) <= set(tensors):
         return "its gradients are not plain tensors"
     pairs = zip(differentiable, kinds, strict=True)
-    return _Layout(
+    return Layout(
         input_count,
         slice(0, known.num_forward_returns),
         known.tensors_saved_for_backwards_with_vc_check_slice,
         known.symints_saved_for_backwards_slice,
         tuple(known.unsafe_view_out_indices),
         tuple(place for place in tensors if not outputs[place].requires_grad),
-        tuple(_Expected(place, kind.size, kind.stride, kind.memory_format) for place, kind in pairs),
+        tuple(Expected(place, kind.size, kind.stride, kind.memory_format) for place, kind in pairs),
     )
 
 
-def _has_gradient(info: Any) -> bool:
+def has_gradient(info: Any) -> bool:
     # Before torch 2.13 there is one field, which is the same for results that are no views.
     return bool(getattr(info, "requires_grad_for_backward", info.requires_grad))
 
@@ -136,7 +164,7 @@ def _reasons(wrapped: Any, known: Any, input_count: int) -> Iterator[tuple[str, 
     yield "it saves values that autograd does not check", bool(unchecked)
 
 
-def _direct(function: Function, wrapped: Any, layout: _Layout) -> Function:
+def _direct(function: Function, wrapped: Any, layout: Layout) -> Function:
     """Calls the compiled function, and from the second call on what is inside of it."""
     is_recording, is_in_transform = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
     apply: Function | None = None
@@ -154,7 +182,7 @@ def _direct(function: Function, wrapped: Any, layout: _Layout) -> Function:
     return call
 
 
-def _applied(wrapped: Any, layout: _Layout) -> Function:
+def _applied(wrapped: Any, layout: Layout) -> Function:
     """What is called to run the compiled forward and to record its backward."""
     methods = {"forward": staticmethod(_forward(wrapped, layout)), "backward": staticmethod(_backward(wrapped, layout))}
     # torch shows the name of an autograd function.
@@ -164,8 +192,8 @@ def _applied(wrapped: Any, layout: _Layout) -> Function:
     return apply
 
 
-def _forward(wrapped: Any, layout: _Layout) -> Callable[..., Any]:
-    run = _code(wrapped.compiled_fw)
+def _forward(wrapped: Any, layout: Layout) -> Callable[..., Any]:
+    run = code_of(wrapped.compiled_fw)
     assert run is not None
     is_in_autocast, without_autocast = torch._C._is_any_autocast_enabled, torch._C._DisableAutocast
     results, saved, numbers = layout.results, layout.saved, layout.numbers
@@ -185,7 +213,7 @@ def _forward(wrapped: Any, layout: _Layout) -> Callable[..., Any]:
             ctx.set_materialize_grads(False)
         found = list(outputs[results])
         for place in layout.unsafe_views:
-            found[place] = _unsafe_view(found[place])
+            found[place] = unsafe_view(found[place])
         if layout.non_differentiable:
             ctx.mark_non_differentiable(*[found[place] for place in layout.non_differentiable])
             ctx._materialize_non_diff_grads = False
@@ -194,15 +222,15 @@ def _forward(wrapped: Any, layout: _Layout) -> Callable[..., Any]:
     return forward
 
 
-def _unsafe_view(value: Tensor) -> Tensor:
+def unsafe_view(value: Tensor) -> Tensor:
     """The same values as a tensor that is no view."""
     made: Tensor = torch.ops.aten._unsafe_view.default(value, value.shape)
     return made
 
 
-def _backward(wrapped: Any, layout: _Layout) -> Callable[..., Any]:
+def _backward(wrapped: Any, layout: Layout) -> Callable[..., Any]:
     inherited, is_boxed = wrapped.backward, getattr(wrapped, "boxed_grads_call", False)
-    is_unusual, has_context, context = _is_unusual(), torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+    is_unusual, has_context, context = is_unusual_backward(), torch._C._is_key_in_tls, torch._C._get_obj_in_tls
     is_alone, nothing = len(layout.expected) == 1, (None,) * layout.input_count
     run: Boxed | None = None
 
@@ -212,9 +240,9 @@ def _backward(wrapped: Any, layout: _Layout) -> Callable[..., Any]:
         used = [gradients[one.place] for one in layout.expected]
         if is_alone and used[0] is None:
             return nothing  # As in eager mode.
-        if run is None or is_unusual() or not all(map(_Expected.accepts, layout.expected, used)):
+        if run is None or is_unusual() or not all(map(Expected.accepts, layout.expected, used)):
             computed = inherited(ctx, *received)
-            run = _code(wrapped.compiled_bw)
+            run = code_of(wrapped.compiled_bw)
             return computed
         args = [*ctx.symints, *ctx.saved_tensors, *used]
         ctx.maybe_clear_saved_tensors()
@@ -224,11 +252,11 @@ def _backward(wrapped: Any, layout: _Layout) -> Callable[..., Any]:
         # The engine may run it in a thread of its own.
         return context("context").run(run, args) if has_context("context") else run(args)
 
-    _keep_from_dynamo(backward)
+    keep_from_dynamo(backward)
     return backward
 
 
-def _is_unusual() -> Callable[[], bool]:
+def is_unusual_backward() -> Callable[[], bool]:
     """Whether a backward needs what is around the compiled code: checks, errors, switched modes."""
     is_recorded, is_deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph
@@ -240,7 +268,7 @@ def _is_unusual() -> Callable[[], bool]:
     return is_unusual
 
 
-def _code(compiled: Any) -> Boxed | None:
+def code_of(compiled: Any) -> Boxed | None:
     """What runs a compiled graph, of Inductor without what is around it; None if it does not take a list."""
     graph = compiled_graph(without_disabling(compiled))
     takes_list = graph is not None or getattr(compiled, "_boxed_call", False)
@@ -248,7 +276,7 @@ def _code(compiled: Any) -> Boxed | None:
     return found
 
 
-def _keep_from_dynamo(function: Any) -> None:
+def keep_from_dynamo(function: Any) -> None:
     """Dynamo neither compiles `function` nor what it calls: a backward may run while a compiled frame does."""
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
