@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.operators.schemas import storage_key
 from partita.analysis.nodes import is_module_state
 from partita.program.program import Program
+from partita.recompute.operators import restore_rng_in_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class _Checked:
             return self._function(*args)
         if not self._has_warned:
             self._has_warned = True
+            # Not before: the graph that is compiled has the same bodies.
+            restore_rng_in_checkpoints(self._plain)
             log.warning(
                 "a graph that mutates an input is called with inputs that share memory in another way than those that "
                 "it was compiled for; it runs uncompiled"
