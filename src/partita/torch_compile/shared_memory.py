@@ -61,9 +61,9 @@ class _Checked:
         if overlaps_of(args, self._places) == self._compiled_for:
             return self._function(*args)
         if not self._has_warned:
-            self._has_warned = True
             # Not before: the graph that is compiled has the same bodies.
             restore_rng_in_checkpoints(self._plain)
+            self._has_warned = True
             log.warning(
                 "a graph that mutates an input is called with inputs that share memory in another way than those that "
                 "it was compiled for; it runs uncompiled"
