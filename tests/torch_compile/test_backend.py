@@ -457,6 +457,50 @@ def test_a_checkpoint_of_the_model_restores_the_random_numbers(options: dict[str
     torch.testing.assert_close(model.inside.weight.grad, expected)
 
 
+def _frozen_half(inside: nn.Module, x: Tensor) -> Tensor:
+    def dropped(value: Tensor) -> Tensor:
+        with torch.no_grad():
+            mask = nn.functional.dropout(inside(value), 0.5)
+        return mask * nn.functional.dropout(inside(value), 0.5)
+
+    return checkpoint(dropped, x, use_reentrant=False)
+
+
+def _nested(inside: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(lambda value: _frozen_half(inside, value).cos(), x, use_reentrant=False)
+
+
+def _twice_mutated(inside: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    y.add_(1)
+    return _frozen_half(inside, x) * y
+
+
+@pytest.mark.parametrize("model", [_frozen_half, _nested])
+def test_a_checkpoint_with_a_frozen_block_is_compiled(
+    model: Callable[..., Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    inside, x, found = nn.Linear(6, 6), torch.randn(4, 6), []
+    for call in (model, torch.compile(model, backend=backend, options={"inner": "aot_eager"})):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(call(inside, x).square().sum(), inside.weight)[0])
+    torch.testing.assert_close(*found)
+    assert "uncompiled" not in caplog.text
+
+
+def test_a_checkpoint_restores_the_random_numbers_where_a_graph_with_shared_memory_runs_uncompiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inside, memory, found = nn.Linear(6, 6), torch.randn(4, 6), []
+    compiled = torch.compile(_twice_mutated, backend=backend, options={"inner": "aot_eager"})
+    compiled(inside, memory.clone(), memory.clone())
+    for call in (_twice_mutated, compiled):
+        torch.manual_seed(1)
+        shared = memory.clone()
+        found.append(torch.autograd.grad(call(inside, shared[:], shared[:]).sum(), inside.weight)[0])
+    torch.testing.assert_close(*found)
+    assert "runs uncompiled" in caplog.text
+
+
 def test_an_overload_is_found_where_dynamo_writes_its_function() -> None:
     def model(x: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(x.sin(), x, x).cos()

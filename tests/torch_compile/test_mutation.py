@@ -14,11 +14,13 @@ from tests.helpers.selecting import slow_but
 from tests.helpers.torch_versions import IS_OLD, TRACES_HOOKS
 from tests.torch_compile.helpers import Recorder, compiled
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from partita import Program, plan
 from partita.errors import TreatmentError
 from partita.policies import ByCapability, ByLabel, ByModule, BySize, SplitAt
 from partita.torch_compile import backend
+from partita.torch_compile.piece_borders import may_overlap
 from partita.treatments import Call, KeepOperators, Lower, Recompute
 
 
@@ -237,6 +239,94 @@ def test_a_part_that_shares_mutated_memory_says_that_it_is_not_compiled(
     assert_trained_alike(detached_alias, policy=BySize(parts=2), inner=recorder)
     assert len(recorder.parts) == 1
     assert "mutates argument 0, which shares memory with another; it runs uncompiled" in caplog.text
+
+
+def rows_of_a_view(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    y = x * 1
+    pairs = y.view(2, 2, 4)
+    pairs.transpose(0, 1)[0].mul_(2)
+    before = y + 1
+    pairs[:, 0].add_(1)
+    return before + y, pairs[1]
+
+
+def view_of_a_transpose(x: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    y = x * 1
+    y.t_()
+    column = y.select(0, 1).expand(4, 4)
+    return column, column * column + b.sin(), y * y + b.sin()
+
+
+def transposed_after_a_border(x: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    y = x * x + b
+    other = b.sin() * x
+    y.t_()
+    other = other + y
+    y.mul_(2)
+    return y, other
+
+
+def transposed_by_a_checkpoint(x: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    y = checkpoint(lambda value: (value * 1).t_(), x, use_reentrant=False)
+    column = y.select(0, 1).expand(4, 4)
+    return column, column * column + b.sin(), y * y + b.sin()
+
+
+@pytest.mark.parametrize("parts", slow_but([2, 3, 4, 6], 2))
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "function", [rows_of_a_view, view_of_a_transpose, transposed_after_a_border, transposed_by_a_checkpoint]
+)
+def test_views_that_cross_and_are_mutated_or_reshaped_are_those_of_eager_mode(
+    function: Callable[..., tuple[Tensor, ...]], grad: bool, parts: int
+) -> None:
+    torch.manual_seed(0)
+    values, b, found = torch.randn(4, 4), torch.randn(4, 4), []
+    for call in (function, compiled(function, policy=BySize(parts=parts), inner="aot_eager")):
+        x = values.clone().requires_grad_(grad)
+        results = call(x, b)
+        if grad:
+            torch.stack([result.flatten() @ torch.arange(result.numel() + 0.0) for result in results]).sum().backward()
+        found.append((x.grad, *results))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, check_stride=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "offsets", "overlap"),
+    [
+        ((4, 2), (6, 1), (0, 2), False),  # The chunks of a row.
+        ((4, 2), (6, 1), (0, 1), True),
+        ((2, 3), (3, 1), (0, 6), False),  # The halves.
+        ((2, 3), (3, 1), (0, 5), True),
+        ((3,), (2,), (0, 1), False),  # Even and odd elements.
+        ((3,), (2,), (0, 2), True),
+        ((2, 2, 2), (8, 4, 1), (0, 2), False),
+        ((3, 2), (0, 1), (0, 1), True),
+        ((), (), (3, 3), True),
+    ],
+)
+def test_views_overlap_where_they_have_elements_in_common(
+    sizes: tuple[int, ...], strides: tuple[int, ...], offsets: tuple[int, int], overlap: bool
+) -> None:
+    memory = torch.zeros(30)
+    one, other = (memory.as_strided(sizes, strides, offset) for offset in offsets)
+    assert may_overlap(one, other) is may_overlap(other, one) is overlap
+    assert not may_overlap(one, other.clone())
+
+
+def test_parts_that_mutate_views_which_are_apart_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(x: Tensor) -> Tensor:
+        first, second = (x * 1).chunk(2, dim=-1)
+        total = first.sin() + second
+        first.mul_(2)
+        return total + second * first
+
+    recorder, x = Recorder(), torch.randn(3, 4)
+    call = compiled(forward, policy=BySize(parts=2), inner=recorder)
+    torch.testing.assert_close(call(x), forward(x))
+    assert len(recorder.parts) == 2
+    assert "uncompiled" not in caplog.text
 
 
 @TRACES_HOOKS

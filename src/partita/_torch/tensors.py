@@ -148,7 +148,7 @@ def _is_real_of(real: torch.dtype, dtype: torch.dtype) -> bool:
     return dtype.is_complex and dtype.to_real() == real
 
 
-def may_overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+def may_repeat_elements(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements of a tensor may share memory; False is certain."""
     if 0 in sizes:
         return False

@@ -31,7 +31,7 @@ from partita._torch.expressions import (
     substituted,
 )
 from partita._torch.modes import in_forward_mode
-from partita._torch.tensors import may_overlap
+from partita._torch.tensors import may_repeat_elements
 from partita.backends.backend import Backend, Compiled, find_backend
 from partita.errors import BackendError, OptionError
 from partita.program._torch.guards import functions_of_conditions
@@ -376,7 +376,7 @@ def _checked(
 
 def _input_laid_out(spec: DelegateSpec, tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """The same for an input, whose elements need not be equal where those of the traced one share memory."""
-    if not _has_strides(tensor, strides) and may_overlap(tensor.shape, strides):
+    if not _has_strides(tensor, strides) and may_repeat_elements(tensor.shape, strides):
         raise BackendError(
             f"region {spec.region!r} was compiled for an input of strides {tuple(strides)}, whose elements share "
             f"memory, and not for strides {tensor.stride()}; capture the program with a contiguous one"
@@ -396,7 +396,7 @@ def _laid_out(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     for axis, stride in enumerate(strides):
         if stride == 0 and tensor.shape[axis] > 1:
             tensor, written = tensor.narrow(axis, 0, 1), written.narrow(axis, 0, 1)
-    if not may_overlap(tensor.shape, strides):
+    if not may_repeat_elements(tensor.shape, strides):
         written.copy_(tensor)
         return made
     # torch refuses to copy into windows that overlap: each element is written by its place in memory.

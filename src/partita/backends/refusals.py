@@ -158,6 +158,11 @@ _VIEWS_OR_COPIES = frozenset(
 )
 
 
+def reshapes_in_place(node: Node) -> bool:
+    """Whether a node changes the shape or the strides of a tensor in place."""
+    return _HIDDEN.get(_name_called(node)) == RESHAPES
+
+
 def _name_called(node: Node) -> str:
     """The name of the function or method that a node calls, without overload."""
     if isinstance(node.target, str):

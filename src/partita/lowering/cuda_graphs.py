@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.fx import GraphModule, Node
 
-from partita._torch.tensors import may_overlap, unexpanded
+from partita._torch.tensors import may_repeat_elements, unexpanded
 from partita.analysis.effects.terms import Effects
 from partita.errors import OptionError
 from partita.lowering.config import Lowering
@@ -372,7 +372,7 @@ def _like(tensor: Tensor) -> Tensor:
 def _unowned(tensor: Tensor) -> Tensor:
     """A tensor in the same memory that does not keep it allocated."""
     once = unexpanded(tensor)
-    if may_overlap(once.shape, once.stride()):
+    if may_repeat_elements(once.shape, once.stride()):
         raise ValueError("a tensor has elements that overlap")
     if tensor.numel() == 0:
         return tensor

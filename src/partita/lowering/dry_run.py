@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._torch.operators.schemas import storage_key
-from partita._torch.tensors import may_overlap
+from partita._torch.tensors import may_repeat_elements
 from partita.analysis.effects.terms import PURE, Effects
 from partita.errors import BackendError, ModeError
 from partita.lowering._torch.containers import LEAF, Container, Fixed, Shape, assembled, has_tensors, items_of, shape_of
@@ -289,7 +289,7 @@ def inputs_to_copy(inputs: Mapping[str, Any], outputs: Iterable[Any], mutated_la
         if name in mutated_later
         and isinstance(value, Tensor)
         and memory_of(value) not in aliased
-        and not may_overlap(value.shape, value.stride())
+        and not may_repeat_elements(value.shape, value.stride())
     ]
 
 

@@ -18,11 +18,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from partita._torch.toggles import TOGGLES
+from partita.analysis.effects.functions import rule_of_function, rule_of_method
+from partita.analysis.effects.terms import Effects
 from partita.analysis.modes import Mode
 from partita.analysis.nodes import tensors_in, value_of
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
+from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.regions.equal_bodies import has_repeats
 from partita.torch_compile._torch.backends import no_recompute_without_backward, reset_with_dynamo
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
@@ -142,17 +146,38 @@ class _CountedBodies:
 def _compile_in_pieces(
     gm: GraphModule, decided: Plan, inner: Inner, example_inputs: Sequence[Any], *, shares: bool
 ) -> Callable[..., Any]:
-    if decided.program.effects.fences:
+    if decided.program.effects.fences and _enters_transforms(gm):
         # Between the nodes that enter and leave a transform tensors are wrapped; compilers do not support these.
         log.warning("the graph enters torch.func transforms; its parts run uncompiled")
-        return decided.apply().graph_module
+        return _uncompiled(decided)
     if any(one.layout is torch.jagged for node in gm.graph.nodes for one in tensors_in(value_of(node))):
         # The symbol that stands for the lengths of a nested tensor has no value with which a piece could be traced.
         log.warning("the graph has nested tensors; its parts run uncompiled")
-        return decided.apply().graph_module
+        return _uncompiled(decided)
     deferred = replace(decided, treatments=tuple(map(DeferredTreatment, decided.treatments)), puts_back_modes=False)
     cut, progress = deferred.apply().graph_module, decided.compilations.progress
     return compile_pieces(cut, gm, inner, example_inputs, shares=shares, progress=progress)
+
+
+def _enters_transforms(gm: GraphModule) -> bool:
+    """Whether a node of the graph or of a body in it enters a transform or runs autograd.
+
+    A body that ends with gradients switched on, as after a `no_grad` block, is a fence as well, but compiles.
+    """
+    nodes = (node for one in gm.modules() if isinstance(one, GraphModule) for node in one.graph.nodes)
+    calls = (node for node in nodes if node.op in ("call_function", "call_method") and node.target not in TOGGLES)
+    return any(_own_effects(node).fences for node in calls)
+
+
+def _own_effects(node: Node) -> Effects:
+    target = node.target
+    return (rule_of_method(target) if isinstance(target, str) else rule_of_function(target)).usual
+
+
+def _uncompiled(decided: Plan) -> Callable[..., Any]:
+    applied = decided.apply().graph_module
+    restore_rng_in_checkpoints(applied)
+    return applied
 
 
 @contextmanager

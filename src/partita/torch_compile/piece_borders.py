@@ -124,6 +124,19 @@ def snapshots_of(values: Iterable[Any]) -> tuple[_Snapshot | None, ...]:
     return tuple(_snapshot(value) if isinstance(value, Tensor) else None for value in values)
 
 
+def may_overlap(one: Any, other: Any) -> bool:
+    """Whether two values may have elements in common; False for views of one storage that are apart or interleaved."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or memory_of(one) != memory_of(other):
+        return False
+    if any(tensor.layout is not torch.strided for tensor in (one, other)) or one.dtype != other.dtype:
+        return True
+    strides = {*one.stride(), *other.stride()}
+    if not all(isinstance(number, int) for number in (*strides, one.storage_offset(), other.storage_offset())):
+        return True
+    # Modulo the step of an outer dimension, the elements of each lie in a window; windows that are apart share none.
+    return not any(_are_apart(_window(one, period), _window(other, period)) for period in (None, *strides))
+
+
 def count_mutations(tensors: Sequence[Any], *, before: Sequence[_Snapshot | None]) -> None:
     """Raises the version counters of tensors that were mutated without that.
 
@@ -287,6 +300,24 @@ def _snapshot(tensor: Tensor) -> _Snapshot:
     is_strided = tensor.layout is torch.strided
     layout = (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_strided else tensor.shape
     return _Snapshot(version_of(tensor), _grad_fn(tensor), layout)
+
+
+def _window(tensor: Tensor, period: int | None) -> tuple[int, int] | None:
+    """Where the elements begin and end modulo `period`; None if that is unknown or they go round."""
+    if period == 0:
+        return None
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    inner = [(size, stride) for size, stride in steps if period is None or stride % period]
+    if not all(isinstance(size, int) for size, _ in inner):
+        return None
+    offset = int(tensor.storage_offset())
+    begin = offset if period is None else offset % period
+    end = begin + sum((size - 1) * stride for size, stride in inner) + 1
+    return None if period is not None and end > period else (begin, end)
+
+
+def _are_apart(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
+    return one is not None and other is not None and (one[1] <= other[0] or other[1] <= one[0])
 
 
 def _grad_fn(tensor: Tensor) -> object:

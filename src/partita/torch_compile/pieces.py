@@ -24,7 +24,9 @@ from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
 from partita.analysis.tolerance import Tolerance
+from partita.backends.refusals import reshapes_in_place
 from partita.errors import OptionError
+from partita.lowering.dry_run import memory_of
 from partita.plans.progress import Progress
 from partita.plans.treatment import (
     Called,
@@ -56,6 +58,7 @@ from partita.torch_compile.piece_borders import (
     PieceCall,
     count_mutations,
     edges_before,
+    may_overlap,
     snapshots_of,
 )
 from partita.torch_compile.shared_pieces import KnownResults, PieceKey, SharedPieces, WaitingPiece, piece_key
@@ -192,6 +195,10 @@ class _PieceCompiler(Interpreter):
         reason = piece.uncompiled_because
         if reason is not None or _has_inference_tensors(args):
             self._leave_uncompiled(str(n.target), body, reason or "has inputs made in inference mode")
+            return self._run_piece(n, piece, args).outputs
+        reason = _why_aliased(piece, args)
+        if reason is not None:
+            self._leave_uncompiled(str(n.target), body, reason)
             return self._run_piece(n, piece, args).outputs
         needs_backward = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if needs_backward and (program := Program(body)).once(mutated_positions):
@@ -373,6 +380,19 @@ def _inputs_read_once(program: Program) -> tuple[int, ...]:
     return tuple(place for place, node in inputs if len(readers[storages.find(index.number[node])]) <= 1)
 
 
+def _why_aliased(piece: Piece, args: Sequence[Any]) -> str | None:
+    """Why a piece is not compiled that mutates an argument which overlaps another one; None if there is none.
+
+    AOTAutograd (torch 2.13) makes such arguments anew as views of one of them, and gets the shape or the offset of some
+    outputs wrong, under `no_grad` without an error.
+    """
+    if len({memory_of(arg) for arg in args}) == len(args):
+        return None
+    pairs = ((place, at) for place in piece.mutated_args() for at in range(len(args)) if at != place)
+    found = next(((place, at) for place, at in pairs if may_overlap(args[place], args[at])), None)
+    return None if found is None else f"mutates argument {found[0]}, which shares memory with another"
+
+
 def _has_inference_tensors(args: Sequence[Any]) -> bool:
     """Whether a compiled piece could fail: AOTAutograd (torch 2.13) mutates its inputs outside of inference mode."""
     if torch.is_inference_mode_enabled():
@@ -467,12 +487,44 @@ class DeferredTreatment:
             treated = self.treatment.treat(body)
         # A piece is compiled as a whole, so it sets its modes itself and needs no operator for that.
         module = body if isinstance(treated, Called) else treated
-        return Piece(body, module, _split_hook(site), stays_eager=stays_eager(self.treatment))
+        return Piece(body, module, _why_uncompiled(body, site), stays_eager=stays_eager(self.treatment))
+
+
+def _why_uncompiled(body: GraphModule, site: Site) -> str | None:
+    """Why a region must not be compiled apart from the rest of the graph; None if it may be."""
+    if site.program is None or len(site.region.nodes) == len(site.program.operators()):
+        return None  # One compiled graph has all gradients, and no tensor that crosses.
+    # AOTAutograd (torch 2.13) loses strides and gradients of views of such a tensor.
+    return "reshapes a tensor in place that crosses its border" if _reshapes_across(body) else _split_hook(site)
+
+
+def _reshapes_across(body: GraphModule) -> bool:
+    """Whether a tensor that is reshaped in place shares memory with an input or an output."""
+    reshaping = [node for node in body.graph.nodes if _reshapes(node, body)]
+    if not reshaping:
+        return False
+    program = Program(body)
+    index, storages = program.index, program.calls.storages
+    inputs = (index.number[node] for node in body.graph.find_nodes(op="placeholder"))
+    crossing = set(map(storages.find, (*inputs, *index.inputs(len(index) - 1))))
+    return any(storages.find(index.number[node]) in crossing for node in reshaping)
+
+
+def _reshapes(node: Node, root: GraphModule) -> bool:
+    """Whether a node reshapes a tensor in place, or a body does that it runs."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    bodies = (root.get_submodule(str(one.target)) for one in node.all_input_nodes if _is_module(one, root))
+    graphs = (one for body in bodies for one in body.modules() if isinstance(one, GraphModule))
+    return reshapes_in_place(node) or any(reshapes_in_place(one) for inner in graphs for one in inner.graph.nodes)
+
+
+def _is_module(node: Node, root: GraphModule) -> bool:
+    return node.op == "get_attr" and str(node.target) in root._modules
 
 
 def _split_hook(site: Site) -> str | None:
-    if site.program is None or len(site.region.nodes) == len(site.program.operators()):
-        return None  # One compiled graph has all gradients.
+    assert site.program is not None
     nodes = set(site.region.nodes)
     tensors = (one for one in site.program.once(tensors_with_hooks) if one.is_certain)
     hooked = next((one for one in tensors if one.is_divided_by(nodes)), None)

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.operators.schemas import storage_key
 from partita.analysis.nodes import is_module_state
 from partita.program.program import Program
+from partita.recompute.operators import restore_rng_in_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class _Checked:
         if overlaps_of(args, self._places) == self._compiled_for:
             return self._function(*args)
         if not self._has_warned:
+            # Not before: the graph that is compiled has the same bodies.
+            restore_rng_in_checkpoints(self._plain)
             self._has_warned = True
             log.warning(
                 "a graph that mutates an input is called with inputs that share memory in another way than those that "
