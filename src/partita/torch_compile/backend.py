@@ -34,6 +34,7 @@ from partita.torch_compile.piece_borders import Border, Bordered, border_of_grap
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
 from partita.torch_compile.shared_memory import checking_shared_memory
 from partita.torch_compile.shared_pieces import piece_key
+from partita.torch_compile.steps import forget_steps, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,10 @@ def backend(
                 optimizer=chosen.optimizer,
                 checkpoints=chosen.checkpoints,
                 on_plan=chosen.on_plan,
+                steps=None if options is None else steps_of(options),
             )
         )
+        reset_with_dynamo(backend)
     else:
         function = _compiled(gm, example_inputs, chosen)
     return function if numbers is None else numbers.beside(function)
@@ -104,6 +107,7 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpt
 def _forget_frames() -> None:
     forget_plans()
     forget_warnings()
+    forget_steps()
 
 
 # torch.compiler.reset() calls this attribute of backends that have it.

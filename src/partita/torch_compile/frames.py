@@ -99,6 +99,30 @@ class RunningModel:
             _PLANS.setdefault(self.root, []).append(plan)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class PlaceInStep:
+    """Whether a graph that is compiled now is a part of the model that runs, and where."""
+
+    is_part: bool
+    #: The path of the frame's module in the outermost module that is running; empty for that itself.
+    name: str
+
+    @classmethod
+    def of(cls, graph_module: GraphModule) -> PlaceInStep:
+        """It is a part if a graph break ends it, or if the modules around that of its frame have other parameters."""
+        running = RunningModel(graph_module)
+        name = next(iter(running.frame.paths), "")
+        reason = getattr(graph_module, "compile_subgraph_reason", None)
+        if getattr(reason, "graph_break", False):
+            return cls(is_part=True, name=name)
+        own, root = running_module(), running.root
+        if own is None or root is None or own is root:
+            return cls(is_part=False, name=name)
+        inside = set(own.parameters())
+        return cls(is_part=any(one not in inside for one in root.parameters()), name=name)
+
+
 def _ambient_autocast() -> Iterator[Autocast]:
     """The autocast that is on now, by device; Dynamo compiles a frame under the modes that it is called under."""
     ambient = read_ambient()
