@@ -82,6 +82,10 @@ def bytes_of_step(step: RecordedStep, menus: Mapping[int, PartMenu], current: Ma
     return _Numbers(step, menus, current).found()
 
 
+#: A result of so few bytes is a loss.
+_NUMBER_BYTES = 16
+
+
 class _Numbers:
     def __init__(self, step: RecordedStep, menus: Mapping[int, PartMenu], current: Mapping[int, PartWay]) -> None:
         self.step, self.menus, self.current = step, menus, current
@@ -177,6 +181,9 @@ class _Numbers:
         if value.gradient_bytes:
             return list(range(self.count))
         made = [self.backward[at] for at, call in enumerate(self.step.calls) if at in self.backward and number in call.arguments]
+        if not made and number in self.maker and value.bytes <= _NUMBER_BYTES and self.maker[number] in self.backward:
+            # Who calls `backward` holds the gradient of the loss.
+            return list(range(self.backward[self.maker[number]] + 1, self.count))
         if not made or (value.is_parameter and not value.is_resident):
             return []  # What gathers parameters takes care of their gradients.
         if value.is_parameter:

@@ -21,11 +21,13 @@ def compile_with_partitioner(
     peak higher with it, and run no faster. So it is switched off.
     """
     if inner == "aot_eager":
-        from functorch.compile import aot_module_simplified, default_partition, nop
+        from functorch.compile import aot_module_simplified, default_partition
+        from torch._dynamo.backends.debugging import boxed_nop
 
         cut = default_partition if partition is None else partition
+        # Boxed: what is saved is freed after its last use, while `nop` would keep it until the backward ends.
         eager: Callable[..., Any] = torch.compiler.disable(
-            aot_module_simplified(gm, list(inputs), nop, nop, cut, keep_inference_input_mutations=True)
+            aot_module_simplified(gm, list(inputs), boxed_nop, boxed_nop, cut, keep_inference_input_mutations=True)
         )
         return eager
     from functorch.compile import config as settings
