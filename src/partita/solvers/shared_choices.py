@@ -25,7 +25,7 @@ class Way:
 
 
 def fastest_ways(menus: Sequence[Sequence[Way]], fixed: Sequence[int], room: int) -> tuple[int, ...] | None:
-    """For each part the number of a way, so that no moment takes more than `room`, in the least time; None if none fits.
+    """For each part the number of a way, so that no moment takes more than `room`, in the least time, or None.
 
     `fixed` has the bytes of each moment that no choice changes. Among equally fast choices the one with the lowest peak
     is returned, so less room never gives a higher peak. Exact for up to `_MOST_STATES` undominated states.
@@ -61,7 +61,7 @@ def bytes_of_ways(menus: Sequence[Sequence[Way]], fixed: Sequence[int], chosen: 
 #: Seconds, the highest moment as far as it is known, sums, and the number of the state before with the way from there.
 _State: TypeAlias = tuple[float, float, tuple[int, ...], int, int]
 #: More states than this are thinned out; states of several sums take longer to compare.
-_MOST_STATES, _MOST_WITH_SUMS = 800, 200
+_MOST_STATES, _MOST_WITH_SUMS = 300, 150
 
 
 @final

@@ -167,6 +167,8 @@ class MemoryPartition:
                 f"step is {shown_bytes(budget)}; allow more, or use smaller batches",
                 smallest=smallest,
             )
+        if self.budget.is_relative:
+            return planner.planned(careful.chosen, max(planner.plain.peak, planner.peak_of(careful.chosen)))
         return planner.planned(careful.chosen, budget - resident, resident=resident)
 
     def uuid(self) -> str:
@@ -308,7 +310,14 @@ def compile_to_fit(
             other.run_with_others()
         partition = replace(partition, part=AsPart(len(example_inputs)))
     return FittedGraph(
-        gm, example_inputs, partition, inner=str(inner), optimizer=optimizer, on_plan=on_plan, steps=steps, name=place.name
+        gm,
+        example_inputs,
+        partition,
+        inner=str(inner),
+        optimizer=optimizer,
+        on_plan=on_plan,
+        steps=steps,
+        name=place.name,
     )
 
 

@@ -47,18 +47,25 @@ class Part(Protocol):
     @property
     def fixed_bytes(self) -> int:
         """What libraries allocate at the first step."""
+
     def bytes_to_come(self) -> int:
         """The bytes of the optimizer's state that are not allocated yet."""
+
     def menu(self) -> PartMenu | None:
         """The ways to run it, that in which it runs now among them; None if it saves nothing for backward."""
+
     def way(self) -> PartWay | None:
         """The way in which it runs now."""
+
     def plan_of(self, way: PartWay, spare: int) -> JointMemoryPlan:
         """What it saves in a way that leaves so many bytes of the budget."""
+
     def run_so(self, way: PartWay, spare: int) -> None:
         """Compiles it once more before its next call, if it runs in another way."""
+
     def run_alone(self) -> None:
         """Plans it by itself, since its steps call nothing else."""
+
     def run_with_others(self) -> None:
         """Takes as little memory as it can until the whole step is known."""
 
@@ -207,7 +214,7 @@ class Steps:
         self._plan_together(0 if self._plan is None else self._plan.margin)
 
     def _together(self) -> list[_Kind]:
-        """The kinds of steps with several calls whose graphs are still there, and those that share a graph with them."""
+        """The kinds of steps with several calls whose graphs are still there, and those that share a graph with one."""
         alive = [kind for kind in self._kinds if all(self._parts[number]() is not None for number in kind.parts)]
         several = [kind for kind in alive if kind.calls > 1]
         parts = frozenset[int]().union(*(kind.parts for kind in several))
@@ -234,7 +241,9 @@ class Steps:
                 return
             log.warning("no plan holds the budget of the step: %s", infeasible(found))
         self._alone -= set(parts)
-        changed = [part.name for number, part in parts.items() if number in found.ways and part.way() != found.ways[number]]
+        changed = [
+            part.name for number, part in parts.items() if number in found.ways and part.way() != found.ways[number]
+        ]
         shown = self._shown(found, kinds, parts)
         log.info("%s", shown)
         if changed:
@@ -386,7 +395,9 @@ class Call:
         function = backward_of(results, self._since)
         if function is not None:
             running.waits_for(self)
-            watch_backward(function, self._backward_begins if running.recorder is not None else None, self._backward_ended)
+            watch_backward(
+                function, self._backward_begins if running.recorder is not None else None, self._backward_ended
+            )
 
     def _backward_begins(self) -> None:
         running = self._running()

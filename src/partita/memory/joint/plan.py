@@ -399,9 +399,7 @@ class JointPlanner:
             smallest=total,
         )
 
-    def planned(
-        self, chosen: tuple[int, ...], room: int, *, margin: int = 0, resident: int = 0
-    ) -> JointMemoryPlan:
+    def planned(self, chosen: tuple[int, ...], room: int, *, margin: int = 0, resident: int = 0) -> JointMemoryPlan:
         """The plan with these choices, whatever its peak is."""
         model, simulated = self.model, self._simulated(chosen)
         reached = model.reached(self.saved(chosen))

@@ -7,7 +7,7 @@ calls hold that have run forward and not yet backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -153,7 +153,9 @@ class _Numbers:
 
     def _saved_in_all_ways(self, call: RecordedCall) -> set[int]:
         """The values among a call's inputs that it saves whatever is chosen."""
-        each = [{value for value, own in self._saved(call, way).items() if not own} for way in self.menus[call.part].ways]
+        each = [
+            {value for value, own in self._saved(call, way).items() if not own} for way in self.menus[call.part].ways
+        ]
         return set.intersection(*each)
 
     def _is_state(self, number: int) -> bool:
@@ -180,7 +182,11 @@ class _Numbers:
             return []
         if value.gradient_bytes:
             return list(range(self.count))
-        made = [self.backward[at] for at, call in enumerate(self.step.calls) if at in self.backward and number in call.arguments]
+        made = [
+            self.backward[at]
+            for at, call in enumerate(self.step.calls)
+            if at in self.backward and number in call.arguments
+        ]
         if not made and number in self.maker and value.bytes <= _NUMBER_BYTES and self.maker[number] in self.backward:
             # Who calls `backward` holds the gradient of the loss.
             return list(range(self.backward[self.maker[number]] + 1, self.count))

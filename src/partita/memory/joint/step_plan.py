@@ -169,7 +169,7 @@ def infeasible(planned: PlannedWays) -> BudgetError:
 def _joined(part: int, menu: PartMenu, steps: Sequence[RecordedStep], numbers: Sequence[StepBytes]) -> list[Way]:
     """The ways of a part with the moments of all steps, one after another."""
     found = []
-    for number, way in enumerate(menu.ways):
+    for number in range(len(menu.ways)):
         sizes: tuple[int, ...] = ()
         seconds = 0.0
         for step, one in zip(steps, numbers, strict=True):

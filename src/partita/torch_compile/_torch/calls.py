@@ -14,7 +14,8 @@ DYNAMO_SKIPS = True
 
 def next_function_number() -> int:
     """The number that the next autograd function of this thread gets."""
-    number: int = torch.autograd._get_sequence_nr()
+    autograd: Any = torch.autograd
+    number: int = autograd._get_sequence_nr()
     return number
 
 
