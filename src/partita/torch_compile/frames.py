@@ -105,14 +105,14 @@ class PlaceInStep:
     """Whether a graph that is compiled now is a part of the model that runs, and where."""
 
     is_part: bool
-    #: The path of the frame's module in the outermost module that is running; empty for that itself.
+    #: The path of the frame's module in the outermost module that is running; for that itself those of its modules.
     name: str
 
     @classmethod
     def of(cls, graph_module: GraphModule) -> PlaceInStep:
         """It is a part if a graph break ends it, or if the modules around that of its frame have other parameters."""
         running = RunningModel(graph_module)
-        name = next(iter(running.frame.paths), "")
+        name = next(iter(running.frame.paths), "") or _modules_in(graph_module)
         reason = getattr(graph_module, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             return cls(is_part=True, name=name)
@@ -168,6 +168,16 @@ def _path_in(root: nn.Module, module: nn.Module) -> str | None:
 def plain_path(path: str) -> str:
     """A path without what wrappers add."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def _modules_in(graph_module: GraphModule) -> str:
+    """The path of the module whose operators a graph has, or of the first and the last one of several."""
+    paths: dict[str, None] = {}
+    for node in graph_module.graph.nodes:
+        recorded = [plain_path(path) for path, _ in _recorded(node.meta.get("nn_module_stack"))]
+        paths.update(dict.fromkeys(recorded[:1]))
+    names = list(paths)
+    return "" if not names else names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def _has_traced_modules(module: nn.Module, graph_module: GraphModule) -> bool:

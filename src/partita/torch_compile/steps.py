@@ -109,6 +109,11 @@ class _Kind:
     def calls(self) -> int:
         return sum(event >= 0 for event in self.events)
 
+    @property
+    def begin(self) -> tuple[int, bool]:
+        """What is known of it when its first call begins."""
+        return self.events[0], self.has_gradients
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,8 @@ class Steps:
         self._kinds: dict[_Kind, _Seen] = {}
         self._alone: set[int] = set()
         self._running = _Running()
-        self._records_next = True
+        #: How steps begin that ran in another way than the known ones while they were not recorded.
+        self._unrecorded: set[tuple[int, bool]] = set()
         self._plan: _Planned | None = None
         self._refusal: BudgetError | None = None
 
@@ -177,8 +183,8 @@ class Steps:
         assert part is not None
         self._running.has_gradients = any(map(_has_gradient, arguments))
         device = part.device
-        if self._records_next or number in self._uncalled:
-            self._records_next = False
+        begin = number, self._running.has_gradients
+        if begin in self._unrecorded or all(kind.begin != begin for kind in self._kinds):
             allocated = 0
             if device is not None:
                 # Workspaces of libraries are part of what is predicted, and allocated from the first step on.
@@ -197,8 +203,9 @@ class Steps:
             self._measure(kind)
             return
         if ran.recorder is None:
-            self._records_next = True
+            self._unrecorded.add(kind.begin)
             return
+        self._unrecorded.discard(kind.begin)
         alive = {number: part for number in kind.parts if (part := self._parts[number]()) is not None}
         if len(alive) < len(kind.parts):
             return
