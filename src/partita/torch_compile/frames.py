@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -107,20 +108,23 @@ class PlaceInStep:
     is_part: bool
     #: The path of the frame's module in the outermost module that is running; for that itself those of its modules.
     name: str
+    #: The outermost module that is running.
+    model: weakref.ref[nn.Module] | None
 
     @classmethod
     def of(cls, graph_module: GraphModule) -> PlaceInStep:
         """It is a part if a graph break ends it, or if the modules around that of its frame have other parameters."""
         running = RunningModel(graph_module)
         name = next(iter(running.frame.paths), "") or _modules_in(graph_module)
+        own, root = running_module(), running.root
+        model = None if root is None else weakref.ref(root)
         reason = getattr(graph_module, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
-            return cls(is_part=True, name=name)
-        own, root = running_module(), running.root
+            return cls(True, name, model)
         if own is None or root is None or own is root:
-            return cls(is_part=False, name=name)
+            return cls(False, name, model)
         inside = set(own.parameters())
-        return cls(is_part=any(one not in inside for one in root.parameters()), name=name)
+        return cls(any(one not in inside for one in root.parameters()), name, model)
 
 
 def _ambient_autocast() -> Iterator[Autocast]:

@@ -14,7 +14,7 @@ from hashlib import sha256
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -317,7 +317,7 @@ def compile_to_fit(
         optimizer=optimizer,
         on_plan=on_plan,
         steps=steps,
-        name=place.name,
+        place=place,
     )
 
 
@@ -341,7 +341,7 @@ class FittedGraph:
         optimizer: torch.optim.Optimizer | int = 0,
         on_plan: Callable[[Any], object] | None = None,
         steps: Steps | None = None,
-        name: str = "",
+        place: PlaceInStep | None = None,
     ) -> None:
         devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
         self.device = next(iter(devices)) if len(devices) == 1 else None
@@ -358,7 +358,8 @@ class FittedGraph:
         self._wanted: MemoryPartition | None = None
         self._function = self._compiled(gm, inputs, partition)
         self._number = self._steps.adopt(self)
-        self.name = f"graph {self._number}" + (f" in {name}" if name else "")
+        self._place = place
+        self.name = f"graph {self._number}" + (f" in {place.name}" if place is not None and place.name else "")
 
     def __call__(self, *args: Any) -> Any:
         call = self._steps.begins(self._number, args)
@@ -381,6 +382,10 @@ class FittedGraph:
     def communication_bytes(self) -> int:
         """What communication between ranks takes during a step."""
         return self.partition.communication_bytes
+
+    def model(self) -> nn.Module | None:
+        """The outermost module that ran when it was compiled."""
+        return None if self._place is None or self._place.model is None else self._place.model()
 
     def bytes_to_come(self) -> int:
         """The bytes of the optimizer's state that are not allocated yet."""

@@ -33,6 +33,9 @@ class _Storage:
     sizes: list[int] = field(default_factory=list)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 @final
 class StepRecorder:
     """The calls of one step as they run, and the bytes of all known storages when each half of a call begins."""
@@ -43,18 +46,21 @@ class StepRecorder:
         #: What the device had allocated before the step, if it counts that, and what an optimizer will allocate.
         self._allocated, self._to_come = allocated, to_come
         self._freed: dict[int, int] = {}
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._calls: list[tuple[int, tuple[int | None, ...], tuple[int | None, ...]]] = []
         self._moments: list[tuple[int, bool]] = []
         self._storages: list[_Storage] = []
         self._number: dict[int, int] = {}
 
-    def forward_begins(self, part: int, arguments: Iterable[object]) -> int:
-        """The number of the call."""
-        number = len(self._calls)
-        self._moments.append((number, True))
+    def forward_begins(self, part: int, arguments: Iterable[object], model: torch.nn.Module | None) -> None:
+        """A call begins; the parameters and buffers of the model around it are allocated, too, whoever reads them."""
+        self._moments.append((len(self._calls), True))
         self._calls.append((part, self._numbers(arguments), ()))
+        if model is not None and model not in self._models:
+            self._models.add(model)
+            # Shards of parameters are part of communication.
+            self._numbers(one for one in (*model.parameters(), *model.buffers()) if type(one) in _PLAIN)
         self._note_sizes()
-        return number
 
     def forward_ended(self, call: int, results: Iterable[object]) -> None:
         part, arguments, _ = self._calls[call]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partita.errors import BudgetError
 from partita.memory.budget import MemoryBudget, check_device_has, shown_bytes
@@ -47,6 +47,9 @@ class Part(Protocol):
     @property
     def fixed_bytes(self) -> int:
         """What libraries allocate at the first step."""
+
+    def model(self) -> nn.Module | None:
+        """The outermost module that ran when it was compiled."""
 
     def bytes_to_come(self) -> int:
         """The bytes of the optimizer's state that are not allocated yet."""
@@ -175,7 +178,8 @@ class Steps:
         if self._refusal is not None:
             raise self._refusal
         self._uncalled.discard(number)
-        return self._running.begins(number, arguments)
+        part = self._parts[number]()
+        return self._running.begins(number, arguments, None if part is None else part.model())
 
     def _start(self, number: int, arguments: Sequence[object]) -> None:
         """Begins a step; it is recorded if it may be of a new kind."""
@@ -352,7 +356,7 @@ class _Running:
         """
         return not self._pending or (self.events[0] == number and self.events[-1] < 0)
 
-    def begins(self, number: int, arguments: Sequence[object]) -> Call:
+    def begins(self, number: int, arguments: Sequence[object], model: nn.Module | None) -> Call:
         call = Call(self, self.calls)
         self.calls += 1
         if self.calls > _MOST_CALLS:
@@ -360,7 +364,7 @@ class _Running:
             return call
         self.events.append(number)
         if self.recorder is not None:
-            self.recorder.forward_begins(number, arguments)
+            self.recorder.forward_begins(number, arguments, model)
         return call
 
     def waits_for(self, call: Call) -> None:

@@ -190,6 +190,9 @@ class _Numbers:
         if not made and number in self.maker and value.bytes <= _NUMBER_BYTES and self.maker[number] in self.backward:
             # Who calls `backward` holds the gradient of the loss.
             return list(range(self.backward[self.maker[number]] + 1, self.count))
+        if not made and value.is_parameter and value.is_resident and self.backward:
+            # What reads it is not compiled, so that its gradient may come at any time.
+            return list(range(min(self.backward.values()), self.count))
         if not made or (value.is_parameter and not value.is_resident):
             return []  # What gathers parameters takes care of their gradients.
         if value.is_parameter:
