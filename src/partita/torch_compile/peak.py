@@ -350,7 +350,7 @@ class FittedGraph:
         # Traced values take no memory, unlike the inputs of this call.
         self._inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._inner, self._optimizer, self.on_plan = inner, optimizer, on_plan
-        self._calls = 0
+        self._calls, self._has_run = 0, False
         self.partition = partition
         self._steps = Steps() if steps is None else steps
         self._menu: PartMenu | None = None
@@ -362,6 +362,9 @@ class FittedGraph:
         self.name = f"graph {self._number}" + (f" in {place.name}" if place is not None and place.name else "")
 
     def __call__(self, *args: Any) -> Any:
+        if not self._has_run and fake_mode_in(args) is not None:
+            return self._function(*args)  # DDP's compiler calls the graph of a bucket to get fakes for the next one.
+        self._has_run = True
         call = self._steps.begins(self._number, args)
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None

@@ -21,14 +21,16 @@ def compile_with_partitioner(
     peak higher with it, and run no faster. So it is switched off.
     """
     if inner == "aot_eager":
-        from functorch.compile import aot_module_simplified, default_partition
+        from functorch.compile import default_partition
+        from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.debugging import boxed_nop
 
         cut = default_partition if partition is None else partition
         # Boxed: what is saved is freed after its last use, while `nop` would keep it until the backward ends.
-        eager: Callable[..., Any] = torch.compiler.disable(
-            aot_module_simplified(gm, list(inputs), boxed_nop, boxed_nop, cut, keep_inference_input_mutations=True)
+        compile_eager = aot_autograd(
+            fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=cut, keep_inference_input_mutations=True
         )
+        eager: Callable[..., Any] = compile_eager(gm, list(inputs))
         return eager
     from functorch.compile import config as settings
     from torch._inductor.compile_fx import compile_fx
