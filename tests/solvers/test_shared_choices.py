@@ -64,7 +64,7 @@ def _seconds(menus: list[list[Way]], chosen: tuple[int, ...]) -> float:
 
 
 @given(_steps(), st.integers(0, 80))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_fastest_choice_is_the_fastest_of_all_that_fit(step: tuple[list[list[Way]], list[int]], room: int) -> None:
     menus, fixed = step
     fitting = [one for one in _all_choices(menus) if peak_of_ways(menus, fixed, one) <= room]
@@ -78,7 +78,7 @@ def test_the_fastest_choice_is_the_fastest_of_all_that_fit(step: tuple[list[list
 
 
 @given(_steps())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_lowest_peak_is_the_lowest_of_all(step: tuple[list[list[Way]], list[int]]) -> None:
     menus, fixed = step
     found = peak_of_ways(menus, fixed, least_peak_of_ways(menus, fixed))
@@ -88,7 +88,7 @@ def test_the_lowest_peak_is_the_lowest_of_all(step: tuple[list[list[Way]], list[
 
 
 @given(_steps())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_less_room_never_gives_a_higher_peak(step: tuple[list[list[Way]], list[int]]) -> None:
     menus, fixed = step
     found = [one for room in range(90) if (one := fastest_ways(menus, fixed, room)) is not None]
@@ -97,7 +97,7 @@ def test_less_room_never_gives_a_higher_peak(step: tuple[list[list[Way]], list[i
 
 
 @given(_steps(), st.integers(0, 80))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_with_few_states_what_fits_is_still_found(step: tuple[list[list[Way]], list[int]], room: int) -> None:
     menus, fixed = step
     before = shared_choices._MOST_STATES, shared_choices._MOST_WITH_SUMS
@@ -111,8 +111,8 @@ def test_with_few_states_what_fits_is_still_found(step: tuple[list[list[Way]], l
 
 
 def test_a_long_chain_is_filled_up_to_its_budget() -> None:
-    """Forty parts that run once hold what they save until their backward."""
-    count = 40
+    """Twenty parts that run once hold what they save until their backward."""
+    count = 20
     moments = 4 * count
     menus = []
     for part in range(count):

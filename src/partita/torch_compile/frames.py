@@ -106,7 +106,7 @@ class PlaceInStep:
     """Whether a graph that is compiled now is a part of the model that runs, and where."""
 
     is_part: bool
-    #: The path of the frame's module in the outermost module that is running; for that itself those of its modules.
+    #: The path of the frame's module in the outermost module that is running; for the model itself, of modules in it.
     name: str
     #: The outermost module that is running.
     model: weakref.ref[nn.Module] | None
@@ -115,16 +115,13 @@ class PlaceInStep:
     def of(cls, graph_module: GraphModule) -> PlaceInStep:
         """It is a part if a graph break ends it, or if the modules around that of its frame have other parameters."""
         running = RunningModel(graph_module)
-        name = next(iter(running.frame.paths), "") or _modules_in(graph_module)
         own, root = running_module(), running.root
+        inside = set() if own is None else set(own.parameters())
+        is_inner = root is not None and any(one not in inside for one in root.parameters())
+        name = next(iter(running.frame.paths), "") if is_inner else ""
+        ends_at_break = getattr(getattr(graph_module, "compile_subgraph_reason", None), "graph_break", False)
         model = None if root is None else weakref.ref(root)
-        reason = getattr(graph_module, "compile_subgraph_reason", None)
-        if getattr(reason, "graph_break", False):
-            return cls(True, name, model)
-        if own is None or root is None or own is root:
-            return cls(False, name, model)
-        inside = set(own.parameters())
-        return cls(any(one not in inside for one in root.parameters()), name, model)
+        return cls(is_inner or ends_at_break, name or _modules_in(graph_module), model)
 
 
 def _ambient_autocast() -> Iterator[Autocast]:

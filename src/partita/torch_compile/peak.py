@@ -349,6 +349,7 @@ class FittedGraph:
         self._gm = copied_graph(gm, inputs)
         # Traced values take no memory, unlike the inputs of this call.
         self._inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self._sizes = {at: int(hint_of(size)) for at, size in enumerate(self._inputs) if isinstance(size, torch.SymInt)}
         self._inner, self._optimizer, self.on_plan = inner, optimizer, on_plan
         self._calls, self._has_run = 0, False
         self.partition = partition
@@ -365,6 +366,7 @@ class FittedGraph:
         if not self._has_run and fake_mode_in(args) is not None:
             return self._function(*args)  # DDP's compiler calls the graph of a bucket to get fakes for the next one.
         self._has_run = True
+        self._warn_of_larger(args)
         call = self._steps.begins(self._number, args)
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
@@ -375,6 +377,17 @@ class FittedGraph:
         results = self._function(*args)
         call.ended(results)
         return results
+
+    def _warn_of_larger(self, args: Sequence[Any]) -> None:
+        """Says once if a graph of dynamic sizes is called with larger ones than it was planned for."""
+        larger = [(size, args[at]) for at, size in self._sizes.items() if args[at] > size]
+        if larger:
+            log.warning(
+                "%s was planned for a size of %d and is called with %d, which may take more than its budget; call it "
+                "with the largest size first, or compile with dynamic=False, which plans for each size",
+                *(self.name, *larger[0]),
+            )
+            self._sizes.clear()
 
     @property
     def budget(self) -> MemoryBudget:
