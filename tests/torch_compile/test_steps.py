@@ -132,7 +132,7 @@ def _check(called: Any, model: nn.Module, plans: list[Any]) -> StepMemoryPlan:
     return plan
 
 
-@pytest.mark.parametrize("part", [0.0, 0.5, pytest.param(0.25, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("part", [*(pytest.param(part, marks=pytest.mark.slow) for part in (0.0, 0.25, 1.0)), 0.5])
 def test_the_budget_of_a_model_with_graph_breaks_holds_for_the_step(part: float) -> None:
     model, plans, batch = _made(Broken), list[Any](), _batch()
     expected = _train(torch.compile(model, backend="aot_eager"), model, batch)
@@ -150,6 +150,7 @@ def test_the_budget_of_a_model_with_graph_breaks_holds_for_the_step(part: float)
     assert "graph 1 in middle, called once: holds" in str(plan)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_compiled_one_by_one_share_a_budget() -> None:
     model, batch = _made(Layers), _batch()
     expected = _train(model, model, batch)
@@ -167,6 +168,7 @@ def test_blocks_that_are_compiled_one_by_one_share_a_budget() -> None:
         assert (plan.seconds == 0) == (part == 1.0)
 
 
+@pytest.mark.slow
 def test_the_first_step_takes_as_little_as_it_can() -> None:
     """Until the whole step is known nothing is held that can be computed again."""
     model, plans = _made(Broken), list[Any]()
@@ -183,6 +185,7 @@ def test_the_first_step_takes_as_little_as_it_can() -> None:
     assert len(plans) <= count + 4
 
 
+@pytest.mark.slow
 def test_a_budget_that_the_step_cannot_meet_is_refused_with_the_smallest() -> None:
     model, plans = _made(Broken), list[Any]()
     called = _compiled(model, 600_000, plans)
@@ -216,6 +219,7 @@ def test_evaluation_between_steps_changes_no_plan() -> None:
     _check(called, model, plans)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_called_twice_before_its_backward_is_planned_for_that() -> None:
     model, plans, batch = _made(Broken), list[Any](), _batch()
     called = _compiled(model, 0.8, plans)
@@ -233,6 +237,7 @@ def test_a_model_that_is_called_twice_before_its_backward_is_planned_for_that() 
     assert [one.calls for one in plan.parts] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_kept_count() -> None:
     model, plans, batch = _made(Broken), list[Any](), _batch()
     called = _compiled(model, 0.8, plans)
@@ -252,6 +257,7 @@ def test_gradients_that_are_kept_count() -> None:
     assert second.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.slow
 def test_another_batch_size_is_planned_within_the_budget() -> None:
     model, plans = _made(Broken), list[Any]()
     options = _options(1_000_000, plans)
@@ -288,6 +294,7 @@ def test_a_part_without_gradients_counts_with_its_parameters() -> None:
     assert len(plan.parts) == 2
 
 
+@pytest.mark.slow
 def test_models_have_budgets_of_their_own_which_end_with_them() -> None:
     gc.collect()
     steps.forget_steps()
@@ -310,6 +317,7 @@ def test_models_have_budgets_of_their_own_which_end_with_them() -> None:
     assert not steps._STEPS
 
 
+@pytest.mark.slow
 def test_a_reset_begins_anew() -> None:
     model, plans = _made(Broken), list[Any]()
     called = _compiled(model, 0.8, plans)
@@ -345,6 +353,7 @@ def test_a_step_that_is_measured_over_its_budget_is_planned_once_more(caplog: py
     assert _train(_compiled(again, 1.0, []), again, batch, 2) == expected
 
 
+@pytest.mark.slow
 def test_a_measured_step_that_no_plan_holds_takes_the_smallest_peak(caplog: pytest.LogCaptureFixture) -> None:
     model, plans = _made(Broken), list[Any]()
     options = _options(1_100_000, plans)
