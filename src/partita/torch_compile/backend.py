@@ -51,9 +51,11 @@ def backend(
     It compiles the regions that are still graphs after their treatment, each with a tuple as output. Where annotations
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
     and some are equal. With `peak`, the bytes that a training step may take, it compiles the whole graph so that it
-    fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
-    device, `communication` the bytes that data parallelism takes during a step, `optimizer` the optimizer or the bytes
-    of its state, and `checkpoints="respect"` recomputes what `torch.utils.checkpoint` marks in every plan.
+    fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; graphs that are compiled with
+    the same mapping of options share the bytes, and `on_plan` gets a `StepMemoryPlan` of steps that have several.
+    `rates` are those of the device, `communication` the bytes that data parallelism takes during a step, `optimizer`
+    the optimizer or the bytes of its state, and `checkpoints="respect"` recomputes what `torch.utils.checkpoint` marks
+    in every plan.
     """
     chosen, numbers = BackendOptions.read(options), take_numbers_out(gm)
     if chosen.peak is not None:
