@@ -14,8 +14,7 @@ DYNAMO_SKIPS = True
 
 def next_function_number() -> int:
     """The number that the next autograd function of this thread gets."""
-    autograd: Any = torch.autograd
-    number: int = autograd._get_sequence_nr()
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 
 
