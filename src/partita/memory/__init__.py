@@ -2,6 +2,7 @@
 
 from partita.memory.budget import MemoryBudget
 from partita.memory.communication import communication_bytes
+from partita.memory.joint.step_plan import StepMemoryPlan, StepMoment, StepPart
 from partita.memory.measure import measured_peak
 from partita.memory.picture import Picture
 from partita.memory.plan import MemoryPlan, SegmentChoice, StepMemory, budget_curve, fit, step_memory
@@ -17,6 +18,9 @@ __all__ = [
     "Rates",
     "SegmentChoice",
     "StepMemory",
+    "StepMemoryPlan",
+    "StepMoment",
+    "StepPart",
     "Timeline",
     "budget_curve",
     "communication_bytes",

@@ -44,6 +44,11 @@ class MemoryBudget:
             return
         self._checked(self.bytes(0))
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether it is a part of the peak of the plain step."""
+        return isinstance(self.peak, float) and self.peak <= 1
+
     def bytes(self, plain_peak: int) -> int:
         """The budget in bytes, for a step whose plain peak is this."""
         if isinstance(self.peak, bool) or not isinstance(self.peak, str | int | float):

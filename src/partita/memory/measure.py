@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +11,28 @@ from torch import Tensor
 from partita.memory._torch.recorder import Recorder, on_one_thread
 
 
+class _RecorderOfCompiled(Recorder):
+    """Records compiled functions as they run, while Dynamo would run the uncompiled ones under other modes.
+
+    FSDP frees gathered parameters by resizing their storages, which no operator shows.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note_resized()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 def measured_peak(step: Callable[[], object], allocated: Iterable[Tensor] = ()) -> int:
     """Runs `step` once; the most bytes that were allocated meanwhile.
 
     On a CPU these are the storages that operators return, and those of `allocated`, the tensors that exist before:
-    parameters, buffers and arguments; what a kernel allocates and frees inside is not seen. If one of `allocated` is on
-    a GPU, they are what torch's allocator has given out on that GPU, whatever for.
+    parameters, buffers and arguments; what a kernel allocates and frees inside is not seen. Functions that Inductor has
+    compiled call kernels without operators, so that their results are not seen either; those of `aot_eager` are.
+    If one of `allocated` is on a GPU, they are what torch's allocator has given out on that GPU, whatever for.
     """
     tensors = list(allocated)
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
@@ -26,7 +43,7 @@ def measured_peak(step: Callable[[], object], allocated: Iterable[Tensor] = ()) 
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
-    recorder = Recorder()
+    recorder = _RecorderOfCompiled()
     recorder.count(tensors)
     with on_one_thread(), recorder:
         step()

@@ -95,6 +95,23 @@ def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
     return _path(layers)
 
 
+def frontier(stages: Sequence[Stage], room: int) -> list[tuple[int, ...]]:
+    """The choices whose peak is at most `room` of which none both holds less and is faster, the fastest last."""
+    layers: list[_States] = [{_NOTHING: [(0, 0.0, 0, 0)]}]
+    for stage in stages:
+        grown = _grown(layers[-1], stage, room)
+        if not grown:
+            return []
+        layers.append(_best(grown))
+    flat = _flat(layers)
+    found, least = list[tuple[int, ...]](), inf
+    for at, (_, seconds, _, _) in sorted(enumerate(flat[-1]), key=lambda pair: pair[1][:2]):
+        if seconds < least:
+            least = seconds
+            found.append(_path_to(flat, at))
+    return found
+
+
 def _grown(states: _States, stage: Stage, room: int) -> _States:
     """The states after a stage that fit; those of one choice follow each other, so that they are sorted in runs."""
     grown: _States = {}
@@ -200,9 +217,18 @@ def _by_cost(state: _State) -> tuple[float, int]:
 
 def _path(layers: Sequence[_States]) -> tuple[int, ...]:
     """The choices that lead to the best of the last states."""
-    flat = [[state for some in layer.values() for state in some] for layer in layers]
+    flat = _flat(layers)
+    return _path_to(flat, flat[-1].index(min(flat[-1], key=_by_cost)))
+
+
+def _flat(layers: Sequence[_States]) -> list[list[_State]]:
+    """The states of each layer as they are numbered."""
+    return [[state for some in layer.values() for state in some] for layer in layers]
+
+
+def _path_to(flat: Sequence[list[_State]], at: int) -> tuple[int, ...]:
+    """The choices that lead to one of the last states."""
     path: list[int] = []
-    at = flat[-1].index(min(flat[-1], key=_by_cost))
     for layer in reversed(flat[1:]):
         _, _, at, number = layer[at]
         path.append(number)

@@ -38,6 +38,7 @@ from partita.torch_compile.piece_borders import Border, Bordered, border_of_grap
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
 from partita.torch_compile.shared_memory import checking_shared_memory
 from partita.torch_compile.shared_pieces import piece_key
+from partita.torch_compile.steps import forget_steps, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +55,11 @@ def backend(
     It compiles the regions that are still graphs after their treatment, each with a tuple as output. Where annotations
     suffice for all treatments (`Recompute`), it compiles the whole annotated graph, unless its regions hold everything
     and some are equal. With `peak`, the bytes that a training step may take, it compiles the whole graph so that it
-    fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; `rates` are those of the
-    device, `communication` the bytes that data parallelism takes during a step, `optimizer` the optimizer or the bytes
-    of its state, and `checkpoints="respect"` recomputes what `torch.utils.checkpoint` marks in every plan.
+    fits, by `inner` ("inductor" or "aot_eager"), and `on_plan` gets a `JointMemoryPlan`; graphs that are compiled with
+    the same mapping of options share the bytes, and `on_plan` gets a `StepMemoryPlan` of steps that have several.
+    `rates` are those of the device, `communication` the bytes that data parallelism takes during a step, `optimizer`
+    the optimizer or the bytes of its state, and `checkpoints="respect"` recomputes what `torch.utils.checkpoint` marks
+    in every plan.
     """
     chosen, numbers = BackendOptions.read(options), take_numbers_out(gm)
     if chosen.peak is not None:
@@ -74,8 +77,10 @@ def backend(
                 optimizer=chosen.optimizer,
                 checkpoints=chosen.checkpoints,
                 on_plan=chosen.on_plan,
+                steps=None if options is None else steps_of(options),
             )
         )
+        reset_with_dynamo(backend)
     else:
         function = _compiled(gm, example_inputs, chosen)
     return function if numbers is None else numbers.beside(function)
@@ -108,6 +113,7 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpt
 def _forget_frames() -> None:
     forget_plans()
     forget_warnings()
+    forget_steps()
 
 
 # torch.compiler.reset() calls this attribute of backends that have it.

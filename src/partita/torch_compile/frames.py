@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -99,6 +100,30 @@ class RunningModel:
             _PLANS.setdefault(self.root, []).append(plan)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class PlaceInStep:
+    """Whether a graph that is compiled now is a part of the model that runs, and where."""
+
+    is_part: bool
+    #: The path of the frame's module in the outermost module that is running; for the model itself, of modules in it.
+    name: str
+    #: The outermost module that is running.
+    model: weakref.ref[nn.Module] | None
+
+    @classmethod
+    def of(cls, graph_module: GraphModule) -> PlaceInStep:
+        """It is a part if a graph break ends it, or if the modules around that of its frame have other parameters."""
+        running = RunningModel(graph_module)
+        own, root = running_module(), running.root
+        inside = set() if own is None else set(own.parameters())
+        is_inner = root is not None and any(one not in inside for one in root.parameters())
+        name = next(iter(running.frame.paths), "") if is_inner else ""
+        ends_at_break = getattr(getattr(graph_module, "compile_subgraph_reason", None), "graph_break", False)
+        model = None if root is None else weakref.ref(root)
+        return cls(is_inner or ends_at_break, name or _modules_in(graph_module), model)
+
+
 def _ambient_autocast() -> Iterator[Autocast]:
     """The autocast that is on now, by device; Dynamo compiles a frame under the modes that it is called under."""
     ambient = read_ambient()
@@ -144,6 +169,16 @@ def _path_in(root: nn.Module, module: nn.Module) -> str | None:
 def plain_path(path: str) -> str:
     """A path without what wrappers add."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def _modules_in(graph_module: GraphModule) -> str:
+    """The path of the module whose operators a graph has, or of the first and the last one of several."""
+    paths: dict[str, None] = {}
+    for node in graph_module.graph.nodes:
+        recorded = [plain_path(path) for path, _ in _recorded(node.meta.get("nn_module_stack"))]
+        paths.update(dict.fromkeys(recorded[:1]))
+    names = list(paths)
+    return "" if not names else names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def _has_traced_modules(module: nn.Module, graph_module: GraphModule) -> bool:

@@ -1,7 +1,8 @@
 """Training steps that are compiled to fit a memory budget: a partitioner of joint graphs, and the option `peak`.
 
 The partitioner plans which values are saved for backward, so that the step is fastest and its peak fits. On a GPU the
-peak of the first steps is measured; where it is over the budget, the step is planned and compiled once more.
+peak of the first steps is measured; where it is over the budget, the step is planned and compiled once more. Graphs
+that are parts of one step are planned together in `steps.py`, and compiled here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from hashlib import sha256
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -24,14 +25,18 @@ from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
+from partita.memory.joint.part import PartMenu, PartWay, menu_of, way_of
 from partita.memory.joint.plan import JointMemoryPlan, JointPlanner, JointStep
 from partita.memory.optimizer_state import bytes_to_come
 from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import Checkpoints, checked_checkpoints
+from partita.program.joint import Joint
 from partita.program.program import Program
 from partita.torch_compile._torch.backends import own_tracing_context
 from partita.torch_compile._torch.peak import compile_with_partitioner, copied_graph
+from partita.torch_compile.frames import PlaceInStep
 from partita.torch_compile.joint_mutations import check_recomputed_reads, is_functionalized, nodes_before_updates
+from partita.torch_compile.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +91,8 @@ class MemoryPartition:
     respects_checkpoints: bool = False
     #: What the optimizer's state will take that is not allocated yet.
     optimizer_bytes: int = 0
+    #: How a graph is planned that is one of several of a step; None for a whole step.
+    part: AsPart | None = None
     #: The plans of the graphs that were partitioned, in order.
     plans: Plans = field(default_factory=lambda: Plans(), compare=False, repr=False)
 
@@ -129,9 +136,12 @@ class MemoryPartition:
         resident += self.communication_bytes + self.optimizer_bytes
         never_save = _checkpointed(program) if self.respects_checkpoints else ()
         planner = JointPlanner(program, step, must_save=must_save, never_save=never_save)
+        self.plans.planner, self.plans.joint = planner, program.joint
         # A part is one of what the step takes if everything is saved.
         budget = self.budget.bytes(planner.plain.peak + resident)
         check_device_has(budget, device)
+        if self.part is not None:
+            return self._planned_part(self.part, planner, budget, resident)
         if budget <= resident:
             smallest = planner.smallest_peak + self.margin + resident
             raise BudgetError(
@@ -142,11 +152,42 @@ class MemoryPartition:
             )
         return planner.plan(budget - resident, margin=self.margin, resident=resident)
 
+    def _planned_part(self, part: AsPart, planner: JointPlanner, budget: int, resident: int) -> JointMemoryPlan:
+        """The plan that was made for the whole step; before there is one, that which takes the least memory."""
+        if part.chosen is not None and planner.has(part.chosen):
+            return planner.planned(part.chosen, planner.peak_of(part.chosen) + part.spare)
+        joint = self.plans.joint
+        assert joint is not None
+        careful = menu_of(planner, joint, inputs=part.inputs).most_careful
+        smallest = resident + max(careful.forward, careful.backward)
+        # Of what the whole step takes a part cannot be known yet.
+        if budget < smallest and not self.budget.is_relative:
+            raise BudgetError(
+                f"a part of the step takes {shown_bytes(smallest)} ({smallest} bytes) by itself, and the budget of the "
+                f"step is {shown_bytes(budget)}; allow more, or use smaller batches",
+                smallest=smallest,
+            )
+        if self.budget.is_relative:
+            return planner.planned(careful.chosen, max(planner.plain.peak, planner.peak_of(careful.chosen)))
+        return planner.planned(careful.chosen, budget - resident, resident=resident)
+
     def uuid(self) -> str:
         """The key of this partitioner in caches of compiled code."""
-        own = (self.margin, self.communication_bytes, self.respects_checkpoints, self.optimizer_bytes)
+        own = (self.part, self.margin, self.communication_bytes, self.respects_checkpoints, self.optimizer_bytes)
         fields = (self.budget, self.fuses, self.rates, self.resident_bytes, *own)
         return f"partita-peak-{sha256(repr(fields).encode()).hexdigest()}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AsPart:
+    """How a graph is planned whose step has several calls."""
+
+    #: How many inputs it is called with.
+    inputs: int
+    #: What was chosen for it in a plan of the whole step, and how many bytes that leaves; None before there is one.
+    chosen: tuple[int, ...] | None = None
+    spare: int = 0
 
 
 @final
@@ -155,6 +196,9 @@ class Plans:
 
     def __init__(self) -> None:
         self.found: list[JointMemoryPlan] = []
+        #: What planned the last of them, and its graph.
+        self.planner: JointPlanner | None = None
+        self.joint: Joint | None = None
 
     def __deepcopy__(self, _: object) -> Plans:
         return self
@@ -236,10 +280,12 @@ def compile_to_fit(
     optimizer: torch.optim.Optimizer | int = 0,
     checkpoints: Checkpoints = "replan",
     on_plan: Callable[[Any], object] | None = None,
+    steps: Steps | None = None,
 ) -> Callable[..., Any]:
     """A compiled function like `gm` whose training step fits; the graph is compiled as a whole by `inner`.
 
-    `on_plan` gets each `JointMemoryPlan`.
+    Graphs with the same `steps` share the budget. `on_plan` gets each `JointMemoryPlan`, and each `StepMemoryPlan` of
+    steps that have several calls.
     """
     if inner not in ("inductor", "aot_eager"):
         raise OptionError(
@@ -257,12 +303,33 @@ def compile_to_fit(
         optimizer=optimizer,
         checkpoints=checkpoints,
     )
-    return FittedGraph(gm, example_inputs, partition, inner=str(inner), optimizer=optimizer, on_plan=on_plan)
+    steps = Steps() if steps is None else steps
+    place = PlaceInStep.of(gm)
+    if steps.expects_several() or place.is_part:
+        for other in steps.waiting():
+            other.run_with_others()
+        partition = replace(partition, part=AsPart(len(example_inputs)))
+    return FittedGraph(
+        gm,
+        example_inputs,
+        partition,
+        inner=str(inner),
+        optimizer=optimizer,
+        on_plan=on_plan,
+        steps=steps,
+        place=place,
+    )
 
 
 @final
 class FittedGraph:
-    """A compiled graph whose peak is measured on a GPU in its second step; if it is over, it is planned once more."""
+    """A compiled graph whose peak is measured on a GPU in its second step; if it is over, it is planned once more.
+
+    If its step has several calls, all of them are planned and measured together by its `Steps`.
+    """
+
+    #: cuBLAS workspaces of the threads of forward and backward.
+    fixed_bytes = _FIXED_BYTES
 
     def __init__(
         self,
@@ -273,28 +340,116 @@ class FittedGraph:
         inner: str,
         optimizer: torch.optim.Optimizer | int = 0,
         on_plan: Callable[[Any], object] | None = None,
+        steps: Steps | None = None,
+        place: PlaceInStep | None = None,
     ) -> None:
         devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
-        self._device = next(iter(devices)) if len(devices) == 1 else None
+        self.device = next(iter(devices)) if len(devices) == 1 else None
         # Compilers change the graph that they are given.
         self._gm = copied_graph(gm, inputs)
         # Traced values take no memory, unlike the inputs of this call.
         self._inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-        self._inner, self._optimizer, self._on_plan = inner, optimizer, on_plan
-        self._calls = 0
+        self._sizes = {at: int(hint_of(size)) for at, size in enumerate(self._inputs) if isinstance(size, torch.SymInt)}
+        self._inner, self._optimizer, self.on_plan = inner, optimizer, on_plan
+        self._calls, self._has_run = 0, False
         self.partition = partition
+        self._steps = Steps() if steps is None else steps
+        self._menu: PartMenu | None = None
+        #: With what it is compiled once more before its next call.
+        self._wanted: MemoryPartition | None = None
         self._function = self._compiled(gm, inputs, partition)
+        self._number = self._steps.adopt(self)
+        self._place = place
+        self.name = f"graph {self._number}" + (f" in {place.name}" if place is not None and place.name else "")
 
     def __call__(self, *args: Any) -> Any:
-        if self._device is not None and self._calls < 3:
-            self._observe(self._device)
-        return self._function(*args)
+        if not self._has_run and fake_mode_in(args) is not None:
+            return self._function(*args)  # DDP's compiler calls the graph of a bucket to get fakes for the next one.
+        self._has_run = True
+        self._warn_of_larger(args)
+        call = self._steps.begins(self._number, args)
+        if self._wanted is not None:
+            wanted, self._wanted = self._wanted, None
+            self._compile_again(wanted)
+        # Whether there are other calls in its steps is known from the second step on.
+        if self.device is not None and self._calls < 3 and (not self._calls or self._steps.runs_alone(self._number)):
+            self._observe(self.device)
+        results = self._function(*args)
+        call.ended(results)
+        return results
+
+    def _warn_of_larger(self, args: Sequence[Any]) -> None:
+        """Says once if a graph of dynamic sizes is called with larger ones than it was planned for."""
+        larger = [(size, args[at]) for at, size in self._sizes.items() if args[at] > size]
+        if larger:
+            log.warning(
+                "%s was planned for a size of %d and is called with %d, which may take more than its budget; call it "
+                "with the largest size first, or compile with dynamic=False, which plans for each size",
+                *(self.name, *larger[0]),
+            )
+            self._sizes.clear()
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What the whole step may take."""
+        return self.partition.budget
+
+    @property
+    def communication_bytes(self) -> int:
+        """What communication between ranks takes during a step."""
+        return self.partition.communication_bytes
+
+    def model(self) -> nn.Module | None:
+        """The outermost module that ran when it was compiled."""
+        return None if self._place is None or self._place.model is None else self._place.model()
+
+    def bytes_to_come(self) -> int:
+        """The bytes of the optimizer's state that are not allocated yet."""
+        return bytes_to_come(self._optimizer)
+
+    def menu(self) -> PartMenu | None:
+        """The ways to run it, that in which it runs now among them; None if it saves nothing for backward."""
+        plans = self.partition.plans
+        if self._menu is None and plans.planner is not None and plans.joint is not None:
+            now = (plans.found[-1].chosen,)
+            self._menu = menu_of(plans.planner, plans.joint, inputs=len(self._inputs), also=now)
+        return self._menu
+
+    def way(self) -> PartWay | None:
+        """The way in which it runs now."""
+        plans = self.partition.plans
+        if plans.planner is None or plans.joint is None:
+            return None
+        return way_of(plans.planner, plans.found[-1].chosen, plans.joint, inputs=len(self._inputs))
+
+    def plan_of(self, way: PartWay, spare: int) -> JointMemoryPlan:
+        """What it saves in a way that leaves so many bytes of the budget."""
+        planner = self.partition.plans.planner
+        assert planner is not None
+        return planner.planned(way.chosen, planner.peak_of(way.chosen) + spare)
+
+    def run_so(self, way: PartWay, spare: int) -> None:
+        """Compiles it once more before its next call, if it runs in another way."""
+        self._wanted = None
+        if way != self.way():
+            part = AsPart(len(self._inputs), way.chosen, spare)
+            self._wanted = replace(self.partition, part=part, margin=0, resident_bytes=None, plans=Plans())
+
+    def run_alone(self) -> None:
+        """Plans it by itself, if it was planned as a part of a step: its steps call nothing else."""
+        if self.partition.part is not None:
+            self._wanted = replace(self.partition, part=None, plans=Plans())
+
+    def run_with_others(self) -> None:
+        """Takes as little memory as it can until the whole step is known: its step has other graphs, too."""
+        if self.partition.part is None and self.partition.plans.planner is not None:
+            self._wanted = replace(self.partition, part=AsPart(len(self._inputs)), plans=Plans())
 
     def _compiled(self, gm: GraphModule, inputs: Sequence[Any], partition: MemoryPartition) -> Callable[..., Any]:
         function = compile_with_partitioner(gm, inputs, partition, inner=self._inner)
-        if self._on_plan is not None:
+        if self.on_plan is not None:
             for found in partition.plans.found:
-                self._on_plan(found)
+                self.on_plan(found)
         return function
 
     def _observe(self, device: torch.device) -> None:
@@ -314,11 +469,12 @@ class FittedGraph:
         `resident` is what is allocated between steps, gradients of an earlier step among it if they were kept. State
         that the optimizer has not allocated yet counts, too, unless it was given in bytes.
         """
+        if not self.partition.plans.found:
+            return  # No result of the graph has a gradient, so nothing was planned.
         plan, budget = self.partition.plans.found[-1], self.partition.budget
-        is_part = isinstance(budget.peak, float) and budget.peak <= 1
         to_come = 0 if isinstance(self._optimizer, int) else bytes_to_come(self._optimizer)
         asked = budget.bytes(0) - to_come
-        if is_part:
+        if budget.is_relative:
             asked = plan.allowed_bytes + self.partition.communication_bytes + resident
         shown = [shown_bytes(number) for number in (measured, plan.peak_bytes + resident, asked)]
         log.info("the step takes %s at its peak, predicted %s, allowed %s", *shown)

@@ -113,6 +113,16 @@ class Recorder(TorchDispatchMode):
         storage = weakref.ref(value.untyped_storage())
         return lambda: storage() is not None
 
+    def note_resized(self) -> None:
+        """Counts the bytes that storages have now, where they were resized."""
+        for key, reference in self._known.items():
+            storage, entry = reference(), self._entries[key]
+            size = entry.bytes if storage is None else self._rounded(storage)
+            if size != entry.bytes:
+                self.record.allocated += size - entry.bytes
+                self.record.peak = max(self.record.peak, self.record.allocated)
+                entry.bytes = size
+
     def start_again(self) -> None:
         """Names operators from the beginning of the script again."""
         self._next = 0
@@ -175,13 +185,13 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or key in self._never_counted:
             return False
-        size = -(-int(hint_of(storage.nbytes())) // self._rounding) * self._rounding
+        size = self._rounded(storage)
         entry = Allocation(size, operator, node, path, len(self.record.ran))
         record, known, entries = self.record, self._known, self._entries
 
         def freed(_: object) -> None:
             entry.died = len(record.ran)
-            record.allocated -= size
+            record.allocated -= entry.bytes
             known.pop(key, None)
             entries.pop(key, None)
 
@@ -191,6 +201,9 @@ class Recorder(TorchDispatchMode):
         record.allocated += size
         record.peak = max(record.peak, record.allocated)
         return True
+
+    def _rounded(self, storage: Any) -> int:
+        return -(-int(hint_of(storage.nbytes())) // self._rounding) * self._rounding
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -25,7 +25,7 @@ from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
 from partita.program.program import Program
 from partita.regions.joint_forward import forward_part
-from partita.solvers.peak import Choice, Stage, fastest, least_peak, peak_of
+from partita.solvers.peak import Choice, Stage, fastest, frontier, least_peak, peak_of
 
 
 @final
@@ -72,6 +72,8 @@ class JointMemoryPlan:
     plain_simulated: Simulated | None = field(default=None, repr=False)
     #: What is allocated throughout, as far as it is known: parameters, buffers, arguments, communication.
     resident_bytes: int = 0
+    #: For each segment the number of what it saves in the planner's list.
+    chosen: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def timeline(self) -> Timeline:
@@ -282,7 +284,8 @@ class JointPlanner:
             entry = min(smaller, key=price)
             yield from smaller
 
-    def _saved(self, chosen: Sequence[int]) -> set[Node]:
+    def saved(self, chosen: Sequence[int]) -> set[Node]:
+        """The values that a plan saves, those among them that its backward does not need."""
         saved = set(self.always)
         for at, number in enumerate(chosen):
             saved.update(self.candidates[at][place] for place in self.menus[at][number].places)
@@ -311,7 +314,7 @@ class JointPlanner:
 
     def _simulated(self, chosen: tuple[int, ...]) -> Simulated:
         if chosen not in self._simulations:
-            self._simulations[chosen] = simulate(self.model, self._saved(chosen))
+            self._simulations[chosen] = simulate(self.model, self.saved(chosen))
         return self._simulations[chosen]
 
     @cached_property
@@ -322,6 +325,27 @@ class JointPlanner:
         asked = (least + (most - least) * part // _PARTS for part in range(_PARTS))
         spread = [one for bytes_ in asked if (one := fastest(self.stages, bytes_)) is not None]
         return list(dict.fromkeys((*self._alike(), chosen, *spread)))
+
+    def has(self, chosen: Sequence[int]) -> bool:
+        """Whether each segment has such a choice."""
+        return len(chosen) == len(self.menus) and all(
+            number < len(menu) for menu, number in zip(self.menus, chosen, strict=True)
+        )
+
+    def peak_of(self, chosen: tuple[int, ...]) -> int:
+        """The peak of a plan, beside what is allocated throughout."""
+        return self._simulated(chosen).peak
+
+    def alternatives(self, most: int) -> list[tuple[int, ...]]:
+        """About so many plans that differ in what they hold, in their peaks and in their time."""
+        known = list(self._known)
+        least = min(self._simulated(chosen).peak for chosen in known)
+        highest = max(self.plain.peak, least)
+        for room in (highest, (least + highest) // 2, least):
+            ends = frontier(self.stages, room)
+            count = max((most - len(known)) // 3, 2)
+            known += [ends[round(at * (len(ends) - 1) / (count - 1))] for at in range(count)] if ends else []
+        return list(dict.fromkeys(known))
 
     @cached_property
     def smallest_peak(self) -> int:
@@ -338,8 +362,8 @@ class JointPlanner:
         fitting = [chosen for chosen in (*self._known, *self._near(allowed)) if self._simulated(chosen).peak <= allowed]
         if not fitting:
             raise self._infeasible(room, margin, resident)
-        best = min(fitting, key=lambda chosen: (self._seconds(chosen), self._simulated(chosen).peak))
-        return self._planned(best, room, margin, resident)
+        best = min(fitting, key=lambda chosen: (self.seconds(chosen), self._simulated(chosen).peak))
+        return self.planned(best, room, margin=margin, resident=resident)
 
     def _near(self, allowed: int) -> Iterator[tuple[int, ...]]:
         """Plans whose peak, by what is known of segments, is about `allowed`, until one of them fits."""
@@ -359,7 +383,8 @@ class JointPlanner:
             # It takes less than its segments say, so there may be room for more.
             target += spare
 
-    def _seconds(self, chosen: Sequence[int]) -> float:
+    def seconds(self, chosen: Sequence[int]) -> float:
+        """The time that a plan takes to recompute what it does not save."""
         return sum(menu[number].seconds for menu, number in zip(self.menus, chosen, strict=True))
 
     def _infeasible(self, room: int, margin: int, resident: int) -> BudgetError:
@@ -374,9 +399,10 @@ class JointPlanner:
             smallest=total,
         )
 
-    def _planned(self, chosen: tuple[int, ...], room: int, margin: int, resident: int) -> JointMemoryPlan:
+    def planned(self, chosen: tuple[int, ...], room: int, *, margin: int = 0, resident: int = 0) -> JointMemoryPlan:
+        """The plan with these choices, whatever its peak is."""
         model, simulated = self.model, self._simulated(chosen)
-        reached = model.reached(self._saved(chosen))
+        reached = model.reached(self.saved(chosen))
         segments = []
         for at, number in enumerate(chosen):
             entry = self.menus[at][number]
@@ -392,6 +418,7 @@ class JointPlanner:
             simulated,
             self.plain,
             resident,
+            chosen,
         )
 
 

@@ -68,6 +68,45 @@ def simulate(model: JointModel, saved: Collection[Node]) -> Simulated:
     )
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class SimulatedPart:
+    """The bytes of a graph that is a part of a step, beside its inputs, gradients of its results among them."""
+
+    forward_peak: int
+    #: The highest point of its backward, with what it has saved.
+    backward_peak: int
+    #: What it holds between forward and backward, without inputs and results.
+    held: int
+    #: The inputs and the results that are saved for its backward: the nodes whose memory they are in.
+    saved_inputs: frozenset[Node]
+    saved_results: frozenset[Node]
+    #: The operators at the highest points.
+    forward_at: Node | None
+    backward_at: Node | None
+
+
+def simulate_part(model: JointModel, saved: Collection[Node]) -> SimulatedPart:
+    """The same for a part of a step: its results stay only if they are saved, or as long as other parts hold them."""
+    base, reached = model.base, model.reached(saved)
+    held = {base[node] for node in reached if base[node] not in model.inputs}
+    results = {base[node] for node in model.results if base[node] not in model.inputs}
+    gradients = {base[node] for node in model.gradients if base[node] not in model.inputs}
+    forward = _Run(model, Order(model.forward), frozenset(), held | results, reached)
+    order = backward_order(model, reached, initially=held, kept=gradients)
+    backward = _Run(model, order, held, gradients, reached)
+    read = {one for node in order.nodes for one in node.all_input_nodes}
+    return SimulatedPart(
+        forward.peak,
+        backward.peak,
+        sum(model.size[node] for node in held - results),
+        frozenset(base.get(node, node) for node in read | reached) & model.inputs,
+        frozenset(held & results),
+        forward.peak_node,
+        backward.peak_node,
+    )
+
+
 def _phases(
     model: JointModel, forward: Sequence[tuple[int, int]], order: Sequence[Node], backward: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, int]]:

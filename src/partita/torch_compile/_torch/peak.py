@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from partita.torch_compile._torch.backends import adopt_origin, sources_of
@@ -21,12 +20,16 @@ def compile_with_partitioner(
     peak higher with it, and run no faster. So it is switched off.
     """
     if inner == "aot_eager":
-        from functorch.compile import aot_module_simplified, default_partition, nop
+        from functorch.compile import default_partition
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
 
         cut = default_partition if partition is None else partition
-        eager: Callable[..., Any] = torch.compiler.disable(
-            aot_module_simplified(gm, list(inputs), nop, nop, cut, keep_inference_input_mutations=True)
+        # Boxed: what is saved is freed after its last use, while `nop` would keep it until the backward ends.
+        compile_eager = aot_autograd(
+            fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=cut, keep_inference_input_mutations=True
         )
+        eager: Callable[..., Any] = compile_eager(gm, list(inputs))
         return eager
     from functorch.compile import config as settings
     from torch._inductor.compile_fx import compile_fx
