@@ -219,7 +219,7 @@ def test_the_demo_ends_with_a_page(demo: str) -> None:
 
 def test_the_chapters_on_repeats_budgets_and_plan_files_hold(demo: str) -> None:
     repeats = demo.partition("\n5. ")[2].partition("\n6. ")[0]
-    assert "repeat_0: 4 calls of 19 nodes" in repeats
+    assert "repeat_0: 4 calls of 16 nodes" in repeats
     fitted = demo.partition("\n7. ")[2].partition("\n8. ")[0]
     assert "█ planned" in fitted
     assert "compared, with dropout: nothing differs" in fitted

@@ -329,7 +329,9 @@ def tracing_now() -> Tracing:
         return Tracing.OPEN
     if any(_tracers()):
         return Tracing.OPEN
-    return Tracing.NOT if _get_current_dispatch_mode_pre_dispatch() is None else Tracing.OPEN
+    before_dispatch = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch)
+    is_traced = before_dispatch and _get_current_dispatch_mode_pre_dispatch() is not None
+    return Tracing.OPEN if is_traced else Tracing.NOT
 
 
 def traces_after_dispatch() -> bool:
@@ -337,7 +339,8 @@ def traces_after_dispatch() -> bool:
     if torch.compiler.is_exporting():
         return False
     writes_nodes, functionalizes = _tracers()
-    return writes_nodes and not functionalizes
+    is_functionalized = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.Functionalize)
+    return writes_nodes and not functionalizes and not is_functionalized
 
 
 def _tracers() -> tuple[bool, bool]:

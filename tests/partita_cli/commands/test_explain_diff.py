@@ -38,7 +38,7 @@ def test_diff_tells_what_changes_by_words_and_status(small_file: Path, plans: tu
     one, other = plans
     ran = run("diff", one, other, "--program", small_file)
     assert ran.status == 1
-    assert "+ region 'part_2', 1 nodes" in ran.out
+    assert "+ region 'part_2', 1 node" in ran.out
     same = run("diff", one, one, "--program", small_file)
     assert (same.status, same.out) == (0, "the plans are equal\n")
     assert run("diff", one, other, "--program", small_file, "--json").json["equal"] is False

@@ -10,14 +10,13 @@ from typing import Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch import DispatchKey
-from torch._ops import HigherOrderOperator, _get_current_dispatch_mode_pre_dispatch
+from torch._ops import HigherOrderOperator, _compute_keyset, _get_current_dispatch_mode_pre_dispatch
 from torch.fx import Graph, Proxy
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.node import has_side_effect
 from torch.overrides import handle_torch_function
 
 from partita._torch.fake_sandbox import Tracing, tracing_now
-from partita._torch.functorch import count_levels
 from partita.errors import OptionError
 from partita.hops._torch.body import KeptCall, run_body, trace_call
 from partita.hops._torch.hop_rules import register_with_dynamo
@@ -95,7 +94,7 @@ class BodyOperator(HigherOrderOperator):
                 f"{self._shown()} takes a body to call after {self.mode_count} arguments, not {type(body).__name__!r}; "
                 "give it a function or a module"
             )
-        if _is_kept():
+        if self._is_kept(args, keywords):
             return super().__call__(*args, **keywords)  # type: ignore[no-untyped-call]
         return self.run(mode, body, operands, keywords)
 
@@ -136,6 +135,20 @@ class BodyOperator(HigherOrderOperator):
 
     def _shown(self) -> str:
         return self._home[1] if self._home else self.__name__
+
+    def _is_kept(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+        """Whether a pre-dispatch tracer is the next to handle the call, and no other dispatch key comes before it.
+
+        Under functionalization the body is inlined instead: its mutations must become values of the outer graph.
+        """
+        if not torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch):
+            return False
+        if not isinstance(_get_current_dispatch_mode_pre_dispatch(), ProxyTorchDispatchMode):
+            return False
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.Python):
+            return False
+        keys = _compute_keyset(args, keywords, self.non_fallthrough_keys)
+        return bool(keys.highestPriorityTypeId() == DispatchKey.PreDispatch)
 
     def _keep_call(self, tracer: ProxyTorchDispatchMode, /, *args: Any, **keywords: Any) -> Any:
         mode, body, operands = args[: self.mode_count], args[self.mode_count], args[self.mode_count + 1 :]
@@ -182,16 +195,6 @@ def registered(kind: type[_Operator], name: str, *, home: tuple[str, str], twin:
     """The operator `name`, created once even if its module is reloaded: graphs refer to the first one."""
     known = getattr(torch.ops.higher_order, name, None)
     return cast(_Operator, known) if isinstance(known, BodyOperator) else kind(name, home=home, twin=twin)
-
-
-def _is_kept() -> bool:
-    """Whether a pre-dispatch tracer is the next to handle a call; transforms of torch.func come before it.
-
-    Under functionalization the body is inlined instead: its mutations must become values of the outer graph.
-    """
-    if not isinstance(_get_current_dispatch_mode_pre_dispatch(), ProxyTorchDispatchMode):
-        return False
-    return not torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.Python) and not count_levels()
 
 
 def _imported(module: str, name: str) -> Any:
