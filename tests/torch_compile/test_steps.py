@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from partita.memory import Rates, measured_peak
 from partita.memory.joint.plan import JointMemoryPlan
 from partita.memory.joint.step_plan import StepMemoryPlan
 from partita.torch_compile import steps
+from partita.torch_compile.peak import FittedGraph
 
 RATES = Rates(matmul_flops=1e12, attention_flops=1e12, bytes=1e11, call=5e-6)
 _WIDTH, _ROWS = 32, 256
@@ -387,3 +390,108 @@ def test_graphs_that_are_called_without_end_are_not_recorded_without_end(monkeyp
     assert len(running.events) == 5
     assert running.recorder is None
     partial(torch.autograd.backward, losses)()
+
+
+def test_a_refused_step_keeps_nothing_of_the_calls_that_it_refuses() -> None:
+    model = _made(Broken)
+    called = _compiled(model, 650_000, [])
+    called(*_batch()).backward()
+    references = []
+    for _ in range(2):
+        batch = _batch()
+        references.append(weakref.ref(batch[0]))
+        with pytest.raises(BudgetError, match="in the whole step"):
+            called(*batch)
+        del batch
+    gc.collect()
+    assert [one() for one in references] == [None, None]
+
+
+def test_a_kind_of_step_that_fits_as_it_is_planned_is_not_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps that call their graphs in ever new ways are not compiled once more for each."""
+    model, plans = _made(Broken), list[Any]()
+    called, batch = _compiled(model, 0.8, plans), _batch()
+    for count in (3, 3, 2, 2, 1, 1):
+        caplog.clear()
+        losses = [called(*batch) for _ in range(count)]
+        torch.stack(losses).sum().backward()
+        model.zero_grad()
+    (plan,) = _step_plans(plans)
+    assert [one.calls for one in plan.parts] == [3, 3, 3]
+    for count in (1, 2, 3):
+
+        def step(count: int = count) -> None:
+            torch.stack([called(*batch) for _ in range(count)]).sum().backward()
+
+        assert _peak(step, model, batch) <= plan.allowed_bytes
+
+
+def test_a_plan_that_fails_to_compile_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plans, batch = _made(Broken), list[Any](), _batch()
+    called = _compiled(model, 1.0, plans)
+    called(*batch).backward()
+    model.zero_grad()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no compiler today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FittedGraph, "_compile_again", fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="today"):
+                called(*batch)
+    for _ in range(2):
+        called(*batch).backward()
+        model.zero_grad()
+    assert _check(called, model, plans).seconds == 0
+
+
+class CompiledFunction(torch.autograd.Function):
+    """What AOTAutograd calls the function of a graph."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class _NoGraph:
+    name, device, on_plan, communication_bytes, fixed_bytes = "none", None, None, 0, 0
+
+    def model(self) -> None: ...
+    def bytes_to_come(self) -> int:
+        return 0
+
+
+def test_calls_of_several_threads_have_numbers_of_their_own() -> None:
+    shared, part, x = steps.Steps(), _NoGraph(), torch.ones(2, requires_grad=True)
+    number = shared.adopt(part)  # type: ignore[arg-type]
+    kept, numbers, errors = list[Tensor](), list[int](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            for _ in range(200):
+                call = shared.begins(number, [x])
+                kept.append(CompiledFunction.apply(x))
+                call.ended(kept[-1:])
+                numbers.append(call.number)
+        except BaseException as error:
+            errors.append(error)
+
+    first = shared.begins(number, [x])
+    kept.append(CompiledFunction.apply(x))
+    first.ended(kept)
+    threads, interval = [Thread(target=run) for _ in range(4)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert sorted(numbers) == list(range(1, 801))

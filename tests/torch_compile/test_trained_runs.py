@@ -164,3 +164,57 @@ def test_hooks_that_use_up_gradients_get_them_region_by_region() -> None:
         found.square().mean().backward()
     assert nodes_of_regions(found) == 4
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class _ReadsAfterwards(Model):
+    """A parameter that all layers share, and an operator outside of regions that reads it after them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        for layer in self.layers[1:]:
+            layer.scale = self.layers[0].scale
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return x[0], self.layers[0].scale[:3].exp()
+
+
+def test_a_shared_parameter_that_is_read_after_the_layers_keeps_the_order_of_its_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert_same_bits_with_a_node_for_each(_ReadsAfterwards(5), monkeypatch)
+
+
+def test_a_parameter_that_runs_share_keeps_the_order_of_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained_runs, "_LONGEST", 4)
+    model = Model(7)
+    for layer in model.layers[1:]:
+        layer.scale = model.layers[0].scale
+    call, x = compiled(model), torch.randn(4, 6)
+    gradients(call, model, x)
+    # The last four, whose gradients come first.
+    assert nodes_of_regions(call(x.requires_grad_())) == 4
+    torch.compiler.reset()
+    assert_same_bits_with_a_node_for_each(model, monkeypatch)
+
+
+def test_hooks_on_saved_tensors_get_them_region_by_region() -> None:
+    """So that what they move elsewhere is never all there at once."""
+    trained, seen = Trained(Model(4)), list[str]()
+
+    def unpack(value: Tensor) -> Tensor:
+        seen.append("unpacked")
+        return value
+
+    for layer in trained.model.layers:
+        layer.scale.register_hook(lambda _: seen.append("gradient"))
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, unpack):
+        found = trained.call(trained.x)
+    assert nodes_of_regions(found) == 4
+    found.square().mean().backward()
+    order = [one for at, one in enumerate(seen) if at == 0 or seen[at - 1] != one]
+    assert order == ["unpacked", "gradient"] * 4
+    trained.twin(trained.x).square().mean().backward()
+    trained.assert_same_gradients()
+    assert nodes_of_regions(trained.call(trained.x)) == 1

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from threading import RLock
 from typing import Any, final
 
 import torch
@@ -357,6 +358,7 @@ class FittedGraph:
         self._menu: PartMenu | None = None
         #: With what it is compiled once more before its next call.
         self._wanted: MemoryPartition | None = None
+        self._lock = RLock()
         self._function = self._compiled(gm, inputs, partition)
         self._number = self._steps.adopt(self)
         self._place = place
@@ -368,15 +370,23 @@ class FittedGraph:
         self._has_run = True
         self._warn_of_larger(args)
         call = self._steps.begins(self._number, args)
-        if self._wanted is not None:
-            wanted, self._wanted = self._wanted, None
-            self._compile_again(wanted)
+        self._compile_as_wanted()
         # Whether there are other calls in its steps is known from the second step on.
         if self.device is not None and self._calls < 3 and (not self._calls or self._steps.runs_alone(self._number)):
             self._observe(self.device)
         results = self._function(*args)
         call.ended(results)
         return results
+
+    def _compile_as_wanted(self) -> None:
+        """Compiles once more if another plan is wanted; if that fails, the next call fails alike."""
+        if self._wanted is None:
+            return
+        with self._lock:
+            if (wanted := self._wanted) is not None:
+                self._compile_again(wanted)
+                if self._wanted is wanted:
+                    self._wanted = None
 
     def _warn_of_larger(self, args: Sequence[Any]) -> None:
         """Says once if a graph of dynamic sizes is called with larger ones than it was planned for."""

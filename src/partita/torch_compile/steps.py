@@ -1,8 +1,8 @@
 """Training steps of several graphs: which graphs a step calls, and one memory budget for all of them.
 
 The graphs that torch.compile makes with one mapping of options share a budget. A step begins with a forward call when
-no backward is left to run. What a new kind of step does is recorded once; then all of its graphs are planned together,
-and those whose plan changes are compiled once more when they are called next.
+no backward is left to run. What a new kind of step does is recorded once. Unless it fits as its graphs are planned
+already, all graphs are planned together then, and those whose plan changes are compiled once more at their next call.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
-from partita.errors import BudgetError
 from partita.memory.budget import MemoryBudget, check_device_has, shown_bytes
 from partita.memory.joint.part import PartMenu, PartWay
 from partita.memory.joint.plan import JointMemoryPlan
 from partita.memory.joint.step import RecordedStep
-from partita.memory.joint.step_plan import PlannedWays, StepMemoryPlan, StepMoment, StepPart, infeasible, plan_steps
+from partita.memory.joint.step_plan import (
+    PlannedWays,
+    StepMemoryPlan,
+    StepMoment,
+    StepPart,
+    holds,
+    infeasible,
+    plan_steps,
+)
 from partita.torch_compile._torch.calls import backward_of, next_function_number, watch_backward
 from partita.torch_compile.step_record import StepRecorder
 
@@ -138,11 +146,14 @@ class Steps:
         #: Least recently seen first.
         self._kinds: dict[_Kind, _Seen] = {}
         self._alone: set[int] = set()
-        self._running = _Running()
+        #: Graphs and their backwards may run in several threads.
+        self._lock = RLock()
+        self._running = _Running(self._lock)
         #: How steps begin that ran in another way than the known ones while they were not recorded.
         self._unrecorded: set[tuple[int, bool]] = set()
         self._plan: _Planned | None = None
-        self._refusal: BudgetError | None = None
+        #: What no choice of ways fits. Its error is made anew for each call: one that is raised keeps what called it.
+        self._refused: PlannedWays | None = None
 
     @property
     def plan(self) -> StepMemoryPlan | None:
@@ -171,15 +182,16 @@ class Steps:
 
     def begins(self, number: int, arguments: Sequence[object]) -> Call:
         """A call that begins now; if it is the first of a step, the steps before it are planned."""
-        if not self._running.events or self._running.is_over(number):
-            finished, self._running = self._running, _Running()
-            self._finish(finished)
-            self._start(number, arguments)
-        if self._refusal is not None:
-            raise self._refusal
-        self._uncalled.discard(number)
-        part = self._parts[number]()
-        return self._running.begins(number, arguments, None if part is None else part.model())
+        with self._lock:
+            if not self._running.events or self._running.is_over(number):
+                finished, self._running = self._running, _Running(self._lock)
+                self._finish(finished)
+                self._start(number, arguments)
+            if self._refused is not None:
+                raise infeasible(self._refused)
+            self._uncalled.discard(number)
+            part = self._parts[number]()
+            return self._running.begins(number, arguments, None if part is None else part.model())
 
     def _start(self, number: int, arguments: Sequence[object]) -> None:
         """Begins a step; it is recorded if it may be of a new kind."""
@@ -222,7 +234,25 @@ class Steps:
             for part in alive.values():
                 part.run_alone()
             return
-        self._plan_together(0 if self._plan is None else self._plan.margin)
+        if self._plan is not None and self._holds(self._plan, kind):
+            return
+        try:
+            self._plan_together(0 if self._plan is None else self._plan.margin)
+        except BaseException:
+            # It was not planned for, so the next one like it must be.
+            del self._kinds[kind]
+            raise
+
+    def _holds(self, planned: _Planned, kind: _Kind) -> bool:
+        """Whether a new kind of step fits as its graphs are planned, so that nothing is compiled once more for it."""
+        parts = {number: part for number in kind.parts if (part := self._parts[number]()) is not None}
+        return holds(
+            planned.found,
+            self._kinds[kind].step,
+            {number: menu for number, part in parts.items() if (menu := part.menu()) is not None},
+            self._kinds[kind].ways,
+            beside=next(iter(parts.values())).communication_bytes + planned.margin,
+        )
 
     def _together(self) -> list[_Kind]:
         """The kinds of steps with several calls whose graphs are still there, and those that share a graph with one."""
@@ -248,7 +278,7 @@ class Steps:
             check_device_has(found.asked, first.device)
         if not found.fits:
             if self._plan is None:
-                self._refusal = infeasible(found)
+                self._refused = found
                 return
             log.warning("no plan holds the budget of the step: %s", infeasible(found))
         self._alone -= set(parts)
@@ -334,7 +364,9 @@ class _Planned:
 class _Running:
     """The step that runs now: its calls, and those whose backward is still to run."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: RLock) -> None:
+        #: Held while one thread notes what runs.
+        self.lock = lock
         self.events: list[int] = []
         self.calls = 0
         self.has_backward = False
@@ -401,24 +433,28 @@ class Call:
         running = self._running()
         if running is None:
             return
-        if running.recorder is not None:
-            running.recorder.forward_ended(self.number, results)
-        function = backward_of(results, self._since)
-        if function is not None:
-            running.waits_for(self)
-            watch_backward(
-                function, self._backward_begins if running.recorder is not None else None, self._backward_ended
-            )
+        with running.lock:
+            if running.recorder is not None:
+                running.recorder.forward_ended(self.number, results)
+            function = backward_of(results, self._since)
+            if function is not None:
+                running.waits_for(self)
+                watch_backward(
+                    function, self._backward_begins if running.recorder is not None else None, self._backward_ended
+                )
 
     def _backward_begins(self) -> None:
         running = self._running()
-        if running is not None and running.recorder is not None:
-            running.recorder.backward_begins(self.number)
+        if running is not None:
+            with running.lock:
+                if running.recorder is not None:
+                    running.recorder.backward_begins(self.number)
 
     def _backward_ended(self) -> None:
         running = self._running()
         if running is not None:
-            running.ran_backward(self.number)
+            with running.lock:
+                running.ran_backward(self.number)
 
 
 def _has_gradient(value: object) -> bool:

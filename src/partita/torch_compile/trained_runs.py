@@ -1,13 +1,14 @@
 """Runs of compiled regions that train one after the other, which autograd can record as one node.
 
 A node for each region costs the host time, in the forward and in the backward. One for several is exact where a
-backward that reaches one of them reaches all: then no gradient is computed that a node for each would not compute.
+backward that reaches one of them reaches all, and where what several of them read is not read after them: then the same
+gradients stay None, and the engine of autograd adds up the others in the same order.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -57,12 +58,21 @@ def _number(item: Node) -> int:
 
 
 def _runs(row: Sequence[Node], trained: Mapping[str, TrainedFunction]) -> Iterator[Sequence[Node]]:
-    """Parts of a row in which the gradient of the last call flows through all others, and no other leaves the run."""
+    """Parts of a row in which the gradient of the last call flows through all others, and no other leaves the run.
+
+    Nor is it read after a run what several of its calls read: the engine would add that gradient first.
+    """
     last_reads = [_last_read(row, at, trained[str(call.target)]) for at, call in enumerate(row)]
+    inputs = dict.fromkeys(one for call in row for one in _inputs_with_gradient(call, trained))
+    last_reads_of = {one: _last_place(row, one.users) for one in inputs}
     begin = 0
     while begin < len(row):
-        end, needed = begin, begin
+        end, needed, read = begin, begin, set[Node]()
         for at in range(begin, min(begin + _LONGEST, len(row))):
+            for one in _inputs_with_gradient(row[at], trained):
+                if one in read:
+                    needed = max(needed, last_reads_of[one])
+                read.add(one)
             if needed <= at:
                 end = at
             needed = max(needed, last_reads[at])
@@ -75,8 +85,19 @@ def _last_read(row: Sequence[Node], at: int, function: TrainedFunction) -> int:
     """The last call of a row that reads the result of a call that has a gradient; beyond all if others read it."""
     place = function.layout.expected[0].place
     readers = {user for item in row[at].users if _number(item) == place for user in item.users}
-    places = [row.index(reader) if reader in row else len(row) for reader in readers]
-    return max(places, default=len(row))
+    return _last_place(row, readers) if readers else len(row)
+
+
+def _inputs_with_gradient(call: Node, trained: Mapping[str, TrainedFunction]) -> list[Node]:
+    """What a call computes a gradient of; a node that is passed twice is there twice."""
+    requiring = trained[str(call.target)].layout.requiring
+    return [arg for place, arg in enumerate(call.args) if place in requiring and isinstance(arg, Node)]
+
+
+def _last_place(row: Sequence[Node], readers: Iterable[Node]) -> int:
+    """The place in a row of the last of these nodes; beyond all if one runs after the row, -1 if all run before."""
+    places = {call: place for place, call in enumerate(row)}
+    return max((places.get(one, -1 if one < row[0] else len(row)) for one in readers), default=-1)
 
 
 def _call_together(cut: GraphModule, run: Sequence[Node], trained: Mapping[str, TrainedFunction]) -> None:

@@ -155,6 +155,30 @@ def plan_steps(
     )
 
 
+def holds(
+    planned: PlannedWays,
+    step: RecordedStep,
+    menus: Mapping[int, PartMenu],
+    current: Mapping[int, PartWay],
+    *,
+    beside: int = 0,
+) -> bool:
+    """Whether another step fits with these ways as they are, and is no larger than those that they were planned for.
+
+    Then it would change neither what is allowed nor which ways fit.
+    """
+    order = sorted(part for part in step.parts if part in menus)
+    if any(planned.ways.get(part) not in menus[part].ways for part in order):
+        return False
+    numbers = bytes_of_step(step, menus, current)
+    fixed = [size + beside for size in numbers.fixed]
+    solved = [numbers.menus[part] for part in order]
+    chosen = [menus[part].ways.index(planned.ways[part]) for part in order]
+    plain = [menus[part].ways.index(menus[part].fastest) for part in order]
+    fits = peak_of_ways(solved, fixed, chosen) <= planned.asked
+    return fits and peak_of_ways(solved, fixed, plain) <= planned.plain_peak
+
+
 def infeasible(planned: PlannedWays) -> BudgetError:
     """What is raised if no ways fit."""
     filled = ", ".join(f"{shown_bytes(size)} of {what}" for what, size in planned.occupants[:4])

@@ -82,6 +82,8 @@ class Layout:
     """Which outputs of a compiled forward are results, and which are saved; what its backward expects."""
 
     input_count: int
+    #: The inputs that the backward computes gradients of.
+    requiring: frozenset[int]
     results: slice
     saved: slice
     numbers: slice
@@ -137,6 +139,7 @@ def _layout_of(wrapped: Any, input_count: int) -> Layout | str:
     pairs = zip(differentiable, kinds, strict=True)
     return Layout(
         input_count,
+        frozenset(place for place, info in enumerate(known.input_info) if info.requires_grad),
         slice(0, known.num_forward_returns),
         known.tensors_saved_for_backwards_with_vc_check_slice,
         known.symints_saved_for_backwards_slice,

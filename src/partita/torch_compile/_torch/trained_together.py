@@ -1,7 +1,8 @@
 """Several compiled regions that train, recorded by autograd as one node, as torch records a whole compiled graph.
 
 The node runs the compiled forwards in their order and the compiled backwards in the reverse one. It sums the gradients
-of a value that several regions read in the order in which the engine of autograd does, so that the bits are the same.
+of a value that several regions read in the order in which the engine of autograd does, so that the bits are the same
+unless something that runs after the regions reads the value as well.
 """
 
 from __future__ import annotations
@@ -45,20 +46,26 @@ def recorded_together(calls: Sequence[RegionCall], *, input_count: int, returned
     """A function that runs these calls in order and returns the values at the places that are `returned`.
 
     The gradient of each of these, if it has one, must flow through every call. At first each call is recorded alone, as
-    it stays where a parameter has a hook that uses up its gradient, which would be held longer.
+    it stays where a parameter has a hook that uses up its gradient, which would be held longer. So it is, too, while
+    hooks on saved tensors are set: one node has them packed after all forwards and unpacked before all backwards, and
+    what they move to another device would be on this one at the same time.
     """
     is_recording, is_in_transform = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
+    hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
     run = _Run(tuple(calls), input_count, tuple(returned))
+    direct = run.directly()
     apply: Function | None = None
 
     def call(*args: Any) -> Sequence[Any]:
         nonlocal apply
         if apply is None:
             outputs = run.call_each(*args)
-            apply = run.directly().call_each if any(map(_frees_gradient, args)) else _applied(run)
+            apply = direct.call_each if any(map(_frees_gradient, args)) else _applied(run)
             return outputs
         if is_in_transform() or not is_recording():
             return run.call_each(*args)
+        if hooks_on_saved_tensors(False) is not None:
+            return direct.call_each(*args)
         return apply(*args)
 
     return call
@@ -213,9 +220,9 @@ def _backward(run: _Run) -> Callable[..., Any]:
             made = [code_of(one.compiled_bw) for one in wrapped]
             codes = None if None in made else made
             return computed
-        arguments = codes, gradients, saved, symbols, ctx.begins
+        planned = codes, gradients, saved, symbols, ctx.begins
         # The engine may run it in a thread of its own.
-        return context("context").run(plan.run, *arguments) if has_context("context") else plan.run(*arguments)
+        return context("context").run(plan.run, *planned) if has_context("context") else plan.run(*planned)
 
     keep_from_dynamo(backward)
     keep_from_dynamo(_BackwardPlan.run)
