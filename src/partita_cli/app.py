@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Annotated
 import typer
 
 from partita_cli.errors import CommandError
-from partita_cli.output import complain, one_line
+from partita_cli.output import complain, flush, one_line
 
 #: The modules of the commands, in the order of a first acquaintance; each has `command`, and `EPILOG` with examples.
 _COMMANDS = (
@@ -46,14 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [word for word in given if word != "--debug"]
     try:
         status = application()(given, prog_name="partita", standalone_mode=False)
-        sys.stdout.flush()
+        if status == INTERRUPTED:
+            complain("interrupted")
+        flush()
         return status if isinstance(status, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has seen enough, `head` say; Python would complain once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as left:
+        # Typer leaves so when nobody reads its help any more.
+        if not isinstance(left.__context__, BrokenPipeError):
+            raise
+        flush()
         return 0
     except Exception as error:
         if shows_traceback:

@@ -205,12 +205,20 @@ class Treatments:
             if not any(_fits(region, pattern) for region in known):
                 names = list(dict.fromkeys(name for region in known for name in _names_of(region)))
                 shown = [*names[:_SHOWN], *(["others"] if len(names) > _SHOWN else [])]
-                near = get_close_matches(pattern, names, n=3)
+                near = _wider(pattern, names) or get_close_matches(pattern, names, n=3)
                 hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {', '.join(shown)}"
                 raise CommandError(
                     f"there is a treatment for {pattern!r}, but no region has such a name or label; "
                     f"{hint if names else 'the policy found no region'}"
                 )
+
+
+def _wider(pattern: str, names: Sequence[str]) -> list[str]:
+    """The pattern with any text before it, or around it, if that fits; names of regions are those of whole paths."""
+    for wider in (f"*{pattern}", f"*{pattern.strip('*')}*"):
+        if pattern.strip("*") and any(fnmatchcase(name, wider) for name in names):
+            return [wider]
+    return []
 
 
 #: How many regions an error names.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -24,14 +25,14 @@ _LONGEST_LINE = 1_000
 def say(text: str = "", *, style: str | None = None) -> None:
     """Prints text, as it is; control characters, which a file from others may have in its names, are replaced."""
     if style is None:
-        sys.stdout.write(f"{_printable(text)}\n")
+        _write(f"{_printable(text)}\n")
     else:
         _console().print(_printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_json(data: object) -> None:
     """Prints data as JSON."""
-    sys.stdout.write(json.dumps(data, indent=1) + "\n")
+    _write(json.dumps(data, indent=1) + "\n")
 
 
 def title(text: str) -> None:
@@ -161,11 +162,35 @@ def plain_data(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
+def flush() -> None:
+    """Writes what is left to stdout."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+    except BrokenPipeError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """Goes on without stdout: whoever read it has seen enough, `head` say, but the command does all it was asked to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
+    class Lasting(Console):
+        def on_broken_pipe(self) -> None:
+            _drop_output()  # The default leaves the program with status 1.
+
     # The stream of now: what is printed later may be held back.
-    return Console(file=sys.stderr if stderr else sys.stdout)
+    return Lasting(file=sys.stderr if stderr else sys.stdout)
 
 
 def _printable(text: str) -> str:

@@ -98,6 +98,15 @@ def going_backward_by_a_transform(model: Model, x: Tensor) -> Tensor:
     return gradient(model.first(x))[0]  # type: ignore[no-any-return]
 
 
+class Cache:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def returning_its_own_class(model: Model, x: Tensor) -> Cache:
+    return Cache(model.first(x))
+
+
 def random_from_a_lower_bound(model: Model, x: Tensor) -> Tensor:
     return x + torch.empty_like(x).random_(3, 9)
 
@@ -107,6 +116,7 @@ KEPT_ALIVE: list[Iterator[Tensor]] = []
 
 REFUSED: dict[Callable[..., Any], str] = {
     random_from_a_lower_bound: r"aten.random_.from, since 'from' is a keyword.*torch.randint_like\(x, low, high\)",
+    returning_its_own_class: r"it returns a .*Cache, .*returns tensors.*config\.use_cache = False",
     branching_on_values: "Model cannot be captured: .*[Dd]ata-dependent",
     failing: "Model cannot be captured: LookupError: no such layer$",
     with_its_own_backward: r"node 'pow_1'.* ran without gradients.*torch.autograd.Function.*custom_op",

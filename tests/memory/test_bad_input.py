@@ -46,6 +46,11 @@ def test_a_budget_that_is_none_is_refused_before_any_work(peak: Any) -> None:
         backend(torch.fx.symbolic_trace(nn.ReLU()), (_X,), options={"peak": peak} if peak is not None else {"peak": []})
 
 
+def test_a_percentage_is_refused_with_the_way_to_write_it() -> None:
+    with pytest.raises(PartitaError, match=r"as a part of what the plain step takes: the number 0\.6"):
+        partita.fit(Model(depth=2), (_X, _Y), peak="60%", rates=RATES)
+
+
 def test_a_budget_over_what_the_device_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 10**9))

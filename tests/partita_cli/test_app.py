@@ -99,7 +99,8 @@ def test_an_interrupt_is_told_by_the_status(small_file: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(inspect, "facts_of", interrupted)
-    assert run("inspect", small_file).status == 130
+    ran = run("inspect", small_file)
+    assert (ran.status, ran.err) == (130, "partita: interrupted\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(small_file: Path) -> None:
@@ -107,6 +108,22 @@ def test_a_reader_that_has_seen_enough_is_no_error(small_file: Path) -> None:
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["{0"]
     assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["--help", "plan --help", "--version", "list"])
+def test_help_and_titles_that_nobody_reads_are_no_error(words: str) -> None:
+    command = f"{sys.executable} -m partita_cli {words} | true; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("0\n", "")
+
+
+def test_the_answer_is_no_whoever_stopped_reading_it(small_file: Path, tmp_path: Path) -> None:
+    for name, policy in (("one.json", "size:parts=1"), ("two.json", "size:parts=2")):
+        assert run("plan", small_file, "-p", policy, "-o", tmp_path / name).status == 0
+    files = f"{tmp_path / 'one.json'} {tmp_path / 'two.json'} --program {small_file}"
+    command = f"{sys.executable} -m partita_cli diff {files} | true; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("1\n", "")
 
 
 def test_a_file_of_recomputed_regions_is_read_in_a_new_process(counting_file: Path, tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ def test_who_means_it_gets_what_is_left(program: Program, policy: Any, regions: 
     partita.verify(program, decided.apply(), (torch.randn(2, 4),))
 
 
+def test_the_error_shows_the_options_that_were_given(program: Program) -> None:
+    with pytest.raises(NoMatchError, match=r"^AroundOperators\(operators=\('elu',\), min_size=2\) matches no operator"):
+        partita.plan(program, AroundOperators("elu", min_size=2), Call())
+
+
 def test_a_program_without_operators_has_no_match_either() -> None:
     with pytest.raises(NoMatchError, match="modules called in it: none"):
         ByModule("layers.*")(partita.capture(nn.Identity(), (torch.randn(2),)))

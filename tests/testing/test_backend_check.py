@@ -357,6 +357,16 @@ class OneOfTwoIsWrong(OnlyTwoOperators):
         return super().compile(body, inputs)
 
 
+class BoundedRelu(OnlyTwoOperators):
+    """As wrong as relu6, which shows in large values alone."""
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        for node in body.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            node.target = torch.ops.aten.relu6.default
+        body.recompile()
+        return super().compile(body, inputs)
+
+
 class Refuses(Faithful):
     def refusal(self, node: Node) -> str | None:
         return "nothing" if node.op.startswith("call_") else None
@@ -378,6 +388,15 @@ def test_an_operator_that_is_wrong_is_named_by_itself() -> None:
     places = {broken.where.partition(",")[0] for broken in checking.report().broken}
     assert "aten.relu.default" in places
     assert "aten.add.Tensor" not in places
+
+
+def test_a_bound_that_only_large_values_reach_is_found() -> None:
+    checking = _BackendCheck(BoundedRelu())
+    checking.operators.add("relu")  # A body with small values has tried it.
+    checking.check_supported()
+    report = checking.report()
+    assert "aten.relu.default" in {broken.where.partition(",")[0] for broken in report.broken}
+    assert str(report).count("each operator that it supports is right") == 1
 
 
 def test_a_report_says_that_nothing_was_tried() -> None:

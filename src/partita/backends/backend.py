@@ -95,8 +95,9 @@ def find_backend(wanted: str | Backend) -> Backend:
     found = _entries().get(wanted)
     if found is None:
         names = backend_names()
-        near = get_close_matches(wanted, names, n=3) or names
-        raise OptionError(f"no backend is called {wanted!r}; try {', '.join(map(repr, near))}")
+        near = get_close_matches(wanted, names, n=3)
+        own = "" if near else ". Your own is found once its module (--import MODULE) has called register_backend"
+        raise OptionError(f"no backend is called {wanted!r}; try {', '.join(map(repr, near or names))}{own}")
     try:
         made = found.load()()
     except Exception as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -195,6 +196,14 @@ def _reason(error: Exception) -> str:
         )
     if _FUNCTORCH_TENSOR in str(error):
         return _gradient_transform_reason()
+    unknown = re.search(r"Found <class '([\w.<>]+)'> in output", str(error))
+    if unknown is not None:
+        return (
+            f"it returns a {unknown[1]}, whose tensors torch does not know how to find. Wrap the model in a module "
+            "that returns tensors, in tuples, lists or dicts if there are several, or register the class "
+            "(torch.export.register_dataclass); a model of transformers returns no cache with "
+            "model.config.use_cache = False"
+        )
     return summary_of(error)
 
 

@@ -87,7 +87,10 @@ class MemoryBudget:
 def _read(text: str) -> int:
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise OptionError(f"{text!r} is no number of bytes; write it as '11GB', '900 MiB' or 11_000_000_000")
+        raise OptionError(
+            f"{text!r} is no number of bytes; write it as '11GB', '900 MiB' or 11_000_000_000, or as a part of what "
+            "the plain step takes: the number 0.6"
+        )
     number, unit = found[1], found[2].lower()
     if unit not in _UNITS:
         raise OptionError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import NamedTuple, Protocol, final, runtime_checkable
 
@@ -64,4 +65,15 @@ def check_match(policy: SelectsByName, program: Program) -> None:
     if program.frame is not None or policy.allow_empty:
         return
     names = policy.names(program)
-    raise NoMatchError(f"{policy!r} matches no {names.what}; {names.hint()} Pass allow_empty=True where that is fine")
+    raise NoMatchError(
+        f"{_shown(policy)} matches no {names.what}; {names.hint()} Pass allow_empty=True where that is fine"
+    )
+
+
+def _shown(policy: SelectsByName) -> str:
+    """A policy with the options that differ from their defaults."""
+    if not is_dataclass(policy):
+        return repr(policy)
+    given = ((option, getattr(policy, option.name)) for option in fields(policy) if option.repr)
+    named = [f"{option.name}={value!r}" for option, value in given if value != option.default]
+    return f"{type(policy).__name__}({', '.join(named)})"

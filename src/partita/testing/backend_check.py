@@ -119,7 +119,9 @@ class BackendReport:
         laws = list(dict.fromkeys(broken.law for broken in self.broken))
         found = f"{len(laws)} laws broken" if len(laws) > 1 else "1 law broken" if laws else "all laws hold"
         lines = [f"{self.backend}: {found} in {self.checks} checks"]
-        lines += [f"  {broken}" for broken in self.broken]
+        for law in laws:
+            lines.append(f"  {law}")
+            lines += [f"    {broken.where}: {broken.detail}" for broken in self.broken if broken.law == law]
         lines.append(f"  {self._tried()}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -212,9 +214,8 @@ class _BackendCheck:
             self.hold("what is stored can be loaded", body.name, lambda: self._restored(body, module, calls.functions))
 
     def check_supported(self) -> None:
-        """Checks bodies of the operators that it supports and that no body had; where one is wrong, one by one."""
-        tried = set(map(_base_name, self.operators))
-        names = [name for name in supported_operators(self.backend.refusal) if _base_name(name) not in tried]
+        """Checks bodies of the operators that it supports, with large values too; where one is wrong, one by one."""
+        names = supported_operators(self.backend.refusal)
         known = self._wrong()
         for body in bodies_of(names):
             self.check_body(body)
@@ -346,11 +347,6 @@ def _as_operators(body: Body) -> GraphModule | None:
             return body.holding(program.graph_module)
     except Exception:  # A body does what a tracer may refuse, with any error.
         return None
-
-
-def _base_name(operator: str) -> str:
-    """linear, of torch's function and of aten.linear.default."""
-    return operator.removeprefix("aten.").partition(".")[0]
 
 
 def _captured(case: Case) -> Program | None:

@@ -69,6 +69,7 @@ def test_treatments_of_regions_that_are_not_there_are_refused(counting_file: Pat
     words = ("plan", counting_file, "-p", "module:blocks.*,head", "-t")
     assert "did you mean 'head'" in refused(*words, "haed=recompute")
     assert "there are blocks_0, blocks.0" in refused(*words, "layers.*=recompute")
+    assert "did you mean '*locks*'" in refused(*words, "locks*=recompute")
     assert "did you mean 'recompute'" in refused(*words, "head=recompte")
     assert "both for all regions" in refused(*words, "recompute", "-t", "call")
     assert "says no regions before '='" in refused(*words, "=recompute")

@@ -165,11 +165,19 @@ class Recorder(TorchDispatchMode):
         return node, path, "forward" if function is None else "recompute"
 
     def _follow(self, operator: str) -> None:
-        """Goes on to the next operator of this name in the script; a recomputation skips some."""
+        """Goes on to the next operator of this name in the script; a recomputation skips some.
+
+        An operator that does no work, a view or a `detach`, skips none that does: recomputation makes more of these
+        than there are in the script.
+        """
+        skips_work = False
         for place in (*range(self._next, len(self._script)), *range(min(self._next, len(self._script)))):
-            if self._script[place].operator == operator:
-                self._next = place + 1
+            ran = self._script[place]
+            if ran.operator == operator:
+                if ran.moved_bytes or not skips_work:
+                    self._next = place + 1
                 return
+            skips_work = skips_work or ran.moved_bytes > 0
 
     def _scripted(self) -> tuple[str, str]:
         if not 0 < self._next <= len(self._script):
