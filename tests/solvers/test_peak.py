@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from partita.solvers import peak
 from partita.solvers.keep_sets import Item, keep_sets
-from partita.solvers.peak import Choice, IfSaved, Stage, fastest, least_peak, peak_of
+from partita.solvers.peak import Choice, IfSaved, Stage, fastest, frontier, least_peak, peak_of
 
 _VALUES = st.frozensets(st.integers(0, 2))
 _CHOICES = st.builds(
@@ -70,6 +70,30 @@ def test_the_least_peak_is_the_least_of_all_plans(stages: list[Stage]) -> None:
 def test_less_room_never_gives_a_higher_peak(stages: list[Stage]) -> None:
     peaks = [peak_of(stages, plan) for room in range(70) if (plan := fastest(stages, room)) is not None]
     assert peaks == sorted(peaks)
+
+
+def _held(stages: list[Stage], plan: tuple[int, ...]) -> int:
+    held, saved = 0, frozenset[int]()
+    for stage, number in zip(stages, plan, strict=True):
+        more, _, saved = stage.run(stage.choices[number], saved)
+        held += more
+    return held
+
+
+@given(_STAGES, st.integers(-5, 60))
+@settings(max_examples=100, deadline=None)
+def test_the_frontier_has_the_fastest_plan_for_everything_that_may_be_held(stages: list[Stage], room: int) -> None:
+    fitting = {
+        (_held(stages, one), _seconds(stages, one)) for one in _all_plans(stages) if peak_of(stages, one) <= room
+    }
+    found = frontier(stages, room)
+    assert all(peak_of(stages, plan) <= room for plan in found)
+    expected = [
+        (held, seconds)
+        for held, seconds in sorted(fitting)
+        if not any(other != (held, seconds) and other[0] <= held and other[1] <= seconds for other in fitting)
+    ]
+    assert [(_held(stages, plan), _seconds(stages, plan)) for plan in found] == expected
 
 
 def test_a_value_that_one_stage_saves_stays_allocated_for_the_others() -> None:
