@@ -1,13 +1,15 @@
 """Memory budgets on a GPU: planned steps beside plain compilation, checkpoints by hand and torch's own budget.
 
 The decoder of `benchmarks.device.recompute` trains under each way in a process of its own, and with `vit/` or `unet/`
-before a way a model of `benchmarks.device.models`. Processes compile side by side, and are timed one at a time, in
-turns. Bytes are beside those that rest between steps: parameters and arguments. `plan:11.7` is a plan for 11.7 GB of
-them, `plan:60%` one for 60 % of the fastest step.
+before a way a model of `benchmarks.device.models`. `breaks/` and `layers/` are the decoder in several graphs: with a
+graph break after each fourth block, and with each block compiled on its own. Processes compile side by side, and are
+timed one at a time, in turns. Bytes are beside those that rest between steps: parameters and arguments. `plan:11.7` is
+a plan for 11.7 GB of them, `plan:60%` one for 60 % of the fastest step.
 
     python -m benchmarks.device.peak                       # the decoder in all ways, in less than six minutes
     python -m benchmarks.device.peak plain plan:14.4 hand:matmuls
     python -m benchmarks.device.peak vit/plain vit/hand:nothing vit/torch:0.5 vit/plan:70% vit/plan:45%
+    python -m benchmarks.device.peak breaks/plain breaks/plan:11.7 layers/plain layers/plan:11.7 layers/plan:smallest
     python -m benchmarks.device.peak --jobs 4 --seconds 600
 
 Prints a line of JSON for each way, and then how each plan compares with the best other way of at most its peak.
@@ -35,7 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from benchmarks.device.models import UNet, VisionTransformer, image_inputs, vision_inputs
 from benchmarks.device.recompute import BATCH, LAYERS, TOKENS, WORDS, Decoder
 from partita.errors import BudgetError
-from partita.memory import Rates, measure_rates
+from partita.memory import Rates, StepMemoryPlan, measure_rates
 from partita.torch_compile import backend
 
 #: Those with high peaks and those with low ones alternate, since several compile at the same time.
@@ -99,6 +101,18 @@ _RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
+class _BrokenDecoder(Decoder):
+    """A decoder of which torch.compile makes a graph for each four blocks."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            if number and number % 4 == 0:
+                torch._dynamo.graph_break()
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
 class _Worker:
     """One way in this process."""
 
@@ -117,7 +131,8 @@ class _Worker:
         self.resting = torch.cuda.memory_allocated()
         #: The bytes of a step that were asked for, or a part of those of the fastest step.
         self.asked: int | float | None = None
-        self.step: Callable[..., Tensor] = torch.compile(self.model)
+        self.in_layers = model == "layers"
+        self.step = self._compiled()
         if who == "plan":
             part = rest[0].removesuffix("%")
             asked = float(part) / 100 if part != rest[0] else 1 if part == "smallest" else int(float(part) * 1e9)
@@ -129,7 +144,14 @@ class _Worker:
         rates = Rates(**json.loads(os.environ[_RATES])) if _RATES in os.environ else None
         peak = asked if isinstance(asked, float) else self.resting + asked
         options = {"peak": peak, "on_plan": self.plans.append, "rates": rates}
-        self.step = torch.compile(self.model, backend=backend, options=options)
+        self.step = self._compiled(backend=backend, options=options)
+
+    def _compiled(self, **how: Any) -> Callable[..., Tensor]:
+        if not self.in_layers:
+            return torch.compile(self.model, **how)
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.compile(**how)
+        return self.model
 
     def forget(self) -> None:
         for parameter in self.model.parameters():
@@ -148,12 +170,15 @@ class _Worker:
         begin = time.perf_counter()
         try:
             self.timed()
+            if self.asked:  # A step of several graphs is planned when the next one begins.
+                self.timed()
         except Exception as error:
             smallest = _smallest(error)
             if smallest is None or not self.way.endswith("plan:smallest"):
                 raise
             torch.compiler.reset()
-            self._fit(smallest)
+            self._fit(smallest - self.resting)  # An error counts all that is allocated.
+            self.timed()
             self.timed()
         first = time.perf_counter() - begin
         # Plans are compared with the measured peak when the third step begins, and may be made anew.
@@ -176,12 +201,15 @@ class _Worker:
             "gradients": sum(float(one.float().abs().sum()) for one in gradients),
         }
         if self.asked:
-            asked = self.plans[-1].allowed_bytes if isinstance(self.asked, float) else self.asked
+            # A plan of several graphs counts all that is allocated.
+            together = [plan for plan in self.plans if isinstance(plan, StepMemoryPlan)]
+            plans, beside = (together, self.resting) if together else (self.plans, 0)
+            asked = plans[-1].allowed_bytes - beside if isinstance(self.asked, float) else self.asked
             found["asked_gb"] = round(asked / 1e9, 3)
             found["fits"] = peak <= asked
-            found["plans"] = len(self.plans)
-            found["predicted_gb"] = [round(plan.peak_bytes / 1e9, 3) for plan in self.plans]
-            found["recompute_ms"] = round(1e3 * self.plans[-1].seconds, 2) if self.plans else None
+            found["plans"] = len(plans)
+            found["predicted_gb"] = [round((plan.peak_bytes - beside) / 1e9, 3) for plan in plans]
+            found["recompute_ms"] = round(1e3 * plans[-1].seconds, 2) if plans else None
         self._give_back()
         return found
 
@@ -199,8 +227,8 @@ class _Worker:
 
 def _built(name: str, by_hand: list[str]) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model in bfloat16 and its arguments."""
-    if name == "decoder":
-        model: nn.Module = Decoder()
+    if name in ("decoder", "breaks", "layers"):
+        model: nn.Module = _BrokenDecoder() if name == "breaks" else Decoder()
         if by_hand:
             keep, rich = ("attention", int(by_hand[1])) if by_hand[0] == "rich" else (by_hand[0], 0)
             model = _HandDecoder(keep, rich)
@@ -210,7 +238,7 @@ def _built(name: str, by_hand: list[str]) -> tuple[nn.Module, tuple[Tensor, ...]
         return VisionTransformer(*run).to(torch.bfloat16), vision_inputs()
     if name == "unet":
         return UNet(*run).to(torch.bfloat16), image_inputs()
-    raise SystemExit(f"{name!r} is no model of this benchmark; there are decoder, vit and unet")
+    raise SystemExit(f"{name!r} is no model of this benchmark; there are decoder, breaks, layers, vit and unet")
 
 
 def _smallest(error: BaseException | None) -> int | None:
