@@ -129,7 +129,7 @@ class PlanFileError(PartitaError, ValueError):
 
 
 class ArchiveError(PartitaError, ValueError):
-    """A file is not an archive of an exported program, or one that cannot be read here."""
+    """A file is no archive of an exported program, or one that cannot be read here; or no file can hold a program."""
 
 
 class UntrustedArchiveError(ArchiveError):

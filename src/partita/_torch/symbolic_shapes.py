@@ -52,6 +52,15 @@ def symbol_of(value: Any) -> Any:
     return expression if expression.is_symbol else None
 
 
+def constant_size(value: int) -> torch.SymInt:
+    """A symbolic number that is always `value`, which torch saves as an input with a name, and not as a constant."""
+    import sympy  # type: ignore[import-untyped]
+    from torch.fx.experimental.sym_node import SymNode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return torch.SymInt(SymNode(sympy.Integer(value), ShapeEnv(), int, value))
+
+
 def hint_of(value: Any, default: int = 1) -> Any:
     """A number itself; of a symbolic one its hint, the value in the trace, or `default` where it has none."""
     if not isinstance(value, SYMBOLIC):

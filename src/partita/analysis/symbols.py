@@ -16,7 +16,7 @@ from partita.analysis.nodes import value_of
 
 
 def symbolic_scalars_of(index: Index) -> frozenset[int]:
-    """The nodes, by number, that compute a boolean or float from symbolic numbers alone, the same in every mode."""
+    """The nodes, by number, that compute a boolean or float from numbers alone, the same in every mode."""
     by_target = nodes_by_target(index.graph).items()
     calls = (nodes for (op, target), nodes in by_target if target in NUMBER_FUNCTIONS or op == "call_method")
     return frozenset(index.number[node] for nodes in calls for node in nodes if _is_scalar(node))
@@ -30,7 +30,8 @@ def _is_scalar(node: Node) -> bool:
     value = value_of(node)
     if node.op == "call_method":
         return node.target == "item" and isinstance(value, torch.SymFloat) and _is_float_argument(node.args[0])
-    return isinstance(value, torch.SymBool | torch.SymFloat) and all(
+    # The value of one that is always the same, as that of `n == 5` after a check that it is so, may be a plain number.
+    return isinstance(value, torch.SymBool | torch.SymFloat | bool | float) and all(
         isinstance(value_of(read), _NUMBERS) for read in node.all_input_nodes
     )
 

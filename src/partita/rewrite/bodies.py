@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import FreeNames, GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
+from partita._torch.symbolic_shapes import constant_size
 from partita.analysis.modes import AMBIENT, Mode, Modes
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, container_items, crossing_places, value_of
 from partita.analysis.symbols import Dimension
@@ -33,6 +34,8 @@ class BodyStyle:
     returns_tuple: bool = True
     #: A body without results returns one of its tensors: torch.export cannot load a call without any output.
     returns_something: bool = False
+    #: Inputs that are known integers have symbolic values: of others, torch.export saves the value and not the name.
+    names_integers: bool = False
     #: The grad mode of the caller, a constant where the body restores it; restored by value if unknown.
     caller_grad: bool | None = None
 
@@ -244,6 +247,8 @@ class _BodyWriter:
             placeholder.meta.update(meta_of_crossing(crossing, source))
             if isinstance(crossing, Item):
                 self.items[crossing] = placeholder
+        if self.style.names_integers and type(placeholder.meta.get("val")) is int:
+            placeholder.meta["val"] = constant_size(placeholder.meta["val"])
 
     def _write_module(self, node: Node) -> None:
         """A read of the body of a higher-order operator, or a call of a module, under a path inside this body."""
@@ -302,7 +307,8 @@ class _BodyWriter:
         inputs = self.writer.graph.find_nodes(op="placeholder")
         known = [node for node in (*computed, *inputs) if isinstance(node, Node) and value_of(node) is not None]
         tensors = (node for node in known if isinstance(value_of(node), torch.Tensor))
-        return next(tensors, next((node for node in known if isinstance(value_of(node), torch.SymInt | int)), None))
+        # A truth value is an `int` too, but torch.export (2.13) loads no call that returns one.
+        return next(tensors, next((node for node in known if type(value_of(node)) in (torch.SymInt, int)), None))
 
     def _output(self, crossing: int | Item) -> Any:
         if not isinstance(crossing, Item):

@@ -42,7 +42,7 @@ class OutlineStyle:
 
 
 #: A call without results has no place in an exported program.
-EXPORT_STYLE = OutlineStyle(replace(PLAIN_BODY, returns_something=True))
+EXPORT_STYLE = OutlineStyle(replace(PLAIN_BODY, returns_something=True, names_integers=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from partita._torch.fx.graph_writer import ADDED_BY_EXPORT
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
 MOST_VALUES = 20_000_000
 _MOST_LETTERS = 100_000
+#: Of a scalar, which may be unsigned.
+SMALLEST_INTEGER, LARGEST_SCALAR = -(1 << 63), (1 << 64) - 1
 #: Unicode normalization takes time quadratic in the length of a string.
 LONGEST_NAME = 1_000
 #: How deep containers in annotations may be nested: what copies or compares them recurses.
@@ -126,8 +128,8 @@ class Data:
 
     # Values ------------------------------------------------------------------------------------------------------
 
-    def integer(self) -> int:
-        is_integer = type(self.value) is int and -(1 << 63) <= self.value < 1 << 63
+    def integer(self, *, largest: int = (1 << 63) - 1) -> int:
+        is_integer = type(self.value) is int and SMALLEST_INTEGER <= self.value <= largest
         return int(self._as("integer of 64 bits", fits=is_integer))
 
     def number(self) -> float:

@@ -18,6 +18,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _illegal_names
 
 from partita._torch.operators.schemas import TEXT_CHECKS
+from partita._torch.symbolic_shapes import constant_size
 from partita.program.archives._torch.operators import (
     LEVELS,
     NAMESPACES,
@@ -28,7 +29,7 @@ from partita.program.archives._torch.operators import (
     returns_results_of_body,
 )
 from partita.program.archives._torch.symbols import Symbols, read_device, read_dtype, stays_small
-from partita.program.archives.data import LONGEST_NAME, MOST_DOTS, Data
+from partita.program.archives.data import LARGEST_SCALAR, LONGEST_NAME, MOST_DOTS, Data
 
 _DEEPEST = 40
 #: The most nodes of a graph, if every call is replaced by the body that it runs, and the most for each that is written:
@@ -107,7 +108,10 @@ class GraphReader:
         self._symbols.spend(1, given)
         kind, content = given.choice()
         if kind in NAMED:
-            self._define(given, self._create("placeholder", value_name(given)))
+            node = self._create("placeholder", value_name(given))
+            self._define(given, node)
+            if kind == "as_sym_int" and type(node.meta["val"]) is int:
+                node.meta["val"] = constant_size(node.meta["val"])
         elif kind in ("as_int", "as_float", "as_bool", "as_none", "as_string"):
             # Constants are compared with what is passed, in code that torch may generate.
             value = content.plain_text() if kind == "as_string" else self._argument(given)
@@ -199,6 +203,8 @@ class GraphReader:
             given.refuse(f"{target} takes no {what[:40]} for {argument.name!r}")
         if argument.N and isinstance(content.value, list) and not _has_length(argument, len(content.value)):
             given.refuse(f"{target} takes no {len(content.value)} numbers for {argument.name!r}, but {argument.N}")
+        if kind == "as_int" and str(argument.real_type) == "number":
+            return content.integer(largest=LARGEST_SCALAR)
         if kind == "as_string" and argument.name in ("assert_msg", "msg", "api_name"):
             return content.message()
         if kind == "as_string" and target.namespace not in NAMESPACES:
