@@ -163,9 +163,10 @@ class MemoryPartition:
         smallest = resident + max(careful.forward, careful.backward)
         # Of what the whole step takes a part cannot be known yet.
         if budget < smallest and not self.budget.is_relative:
+            where = part.place and f" in {part.place}"
             raise BudgetError(
-                f"a part of the step takes {shown_bytes(smallest)} ({smallest} bytes) by itself, and the budget of the "
-                f"step is {shown_bytes(budget)}; allow more, or use smaller batches",
+                f"a part of the step, the graph{where}, takes {shown_bytes(smallest)} ({smallest} bytes) by itself, and "
+                f"the budget of the step is {shown_bytes(budget)}; allow more, or use smaller batches",
                 smallest=smallest,
             )
         if self.budget.is_relative:
@@ -189,6 +190,8 @@ class AsPart:
     #: What was chosen for it in a plan of the whole step, and how many bytes that leaves; None before there is one.
     chosen: tuple[int, ...] | None = None
     spare: int = 0
+    #: Where in the model it is, for messages; no part of the key of compiled code.
+    place: str = field(default="", compare=False, repr=False)
 
 
 @final
@@ -309,7 +312,7 @@ def compile_to_fit(
     if steps.expects_several() or place.is_part:
         for other in steps.waiting():
             other.run_with_others()
-        partition = replace(partition, part=AsPart(len(example_inputs)))
+        partition = replace(partition, part=AsPart(len(example_inputs), place=place.name))
     return FittedGraph(
         gm,
         example_inputs,
@@ -362,7 +365,7 @@ class FittedGraph:
         self._function = self._compiled(gm, inputs, partition)
         self._number = self._steps.adopt(self)
         self._place = place
-        self.name = f"graph {self._number}" + (f" in {place.name}" if place is not None and place.name else "")
+        self.name = f"graph {self._number}" + (self._place_name and f" in {self._place_name}")
 
     def __call__(self, *args: Any) -> Any:
         if not self._has_run and fake_mode_in(args) is not None:
@@ -409,6 +412,10 @@ class FittedGraph:
         """What communication between ranks takes during a step."""
         return self.partition.communication_bytes
 
+    @property
+    def _place_name(self) -> str:
+        return "" if self._place is None else self._place.name
+
     def model(self) -> nn.Module | None:
         """The outermost module that ran when it was compiled."""
         return None if self._place is None or self._place.model is None else self._place.model()
@@ -442,7 +449,7 @@ class FittedGraph:
         """Compiles it once more before its next call, if it runs in another way."""
         self._wanted = None
         if way != self.way():
-            part = AsPart(len(self._inputs), way.chosen, spare)
+            part = AsPart(len(self._inputs), way.chosen, spare, self._place_name)
             self._wanted = replace(self.partition, part=part, margin=0, resident_bytes=None, plans=Plans())
 
     def run_alone(self) -> None:
@@ -453,7 +460,9 @@ class FittedGraph:
     def run_with_others(self) -> None:
         """Takes as little memory as it can until the whole step is known: its step has other graphs, too."""
         if self.partition.part is None and self.partition.plans.planner is not None:
-            self._wanted = replace(self.partition, part=AsPart(len(self._inputs)), plans=Plans())
+            self._wanted = replace(
+                self.partition, part=AsPart(len(self._inputs), place=self._place_name), plans=Plans()
+            )
 
     def _compiled(self, gm: GraphModule, inputs: Sequence[Any], partition: MemoryPartition) -> Callable[..., Any]:
         function = compile_with_partitioner(gm, inputs, partition, inner=self._inner)
