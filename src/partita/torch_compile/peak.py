@@ -165,8 +165,8 @@ class MemoryPartition:
         if budget < smallest and not self.budget.is_relative:
             where = part.place and f" in {part.place}"
             raise BudgetError(
-                f"a part of the step, the graph{where}, takes {shown_bytes(smallest)} ({smallest} bytes) by itself, and "
-                f"the budget of the step is {shown_bytes(budget)}; allow more, or use smaller batches",
+                f"a part of the step, the graph{where}, takes {shown_bytes(smallest)} ({smallest} bytes) by itself, "
+                f"and the budget of the step is {shown_bytes(budget)}; allow more, or use smaller batches",
                 smallest=smallest,
             )
         if self.budget.is_relative:
