@@ -41,7 +41,7 @@ class NearRepeats:
         return f"near_repeats({self.seed}): {odd}; recorded by {self.route}; {self.model}"
 
 
-def near_repeats(seed: int) -> NearRepeats:
+def near_repeats(seed: int, *, dtype: torch.dtype = torch.float32) -> NearRepeats:
     """The model of a seed: from two to six blocks of the same steps, up to two of which differ."""
     source = Random(seed)
     steps = tuple(source.choice(list(_STEPS)) for _ in range(source.randint(2, 6)))
@@ -49,12 +49,12 @@ def near_repeats(seed: int) -> NearRepeats:
     chosen = [(source.randrange(count), source.choice(list(DIFFERENCES))) for _ in range(source.choice((0, 1, 1, 2)))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        blocks = [_Block(_Settings(steps)) for _ in range(count)]
-        model = _Stack(blocks, reads_later=source.random() < 0.2, moves_strides=source.random() < 0.2)
+        blocks = [_Block(_Settings(steps, dtype=dtype)) for _ in range(count)]
+        model = _Stack(blocks, reads_later=source.random() < 0.2, moves_strides=source.random() < 0.2).to(dtype)
         model.train(source.random() < 0.8)
         for at, name in chosen:
             DIFFERENCES[name](model, at)
-        args = (torch.randn(_ROWS, _WIDTH, requires_grad=source.random() < 0.5),)
+        args = (torch.randn(_ROWS, _WIDTH, dtype=dtype, requires_grad=source.random() < 0.5),)
     route = source.choice(("fx", "fx", "fx with values", "fx with values", "capture"))
     return NearRepeats(model, args, seed, tuple(chosen), route)
 

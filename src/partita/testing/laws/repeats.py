@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import body_key
-from partita.analysis.tolerance import EXACT
+from partita.analysis.tolerance import EXACT, Tolerance
 from partita.backends import find_backend
 from partita.backends.backend import tolerance_of
 from partita.equivalence import Comparison, compare
@@ -22,7 +22,7 @@ from partita.errors import TreatmentError
 from partita.plans import Plan, plan
 from partita.policies import Repeats
 from partita.program.program import Program, summation_tolerance
-from partita.testing.generator.near_repeats import NearRepeats
+from partita.testing.generator.near_repeats import NearRepeats, near_repeats
 from partita.testing.laws.core import law
 from partita.testing.laws.treatments import is_allowed
 from partita.torch_compile import backend
@@ -75,7 +75,37 @@ def check_compiled_repeats_law(case: NearRepeats, inner: str) -> None:
         stack.callback(torch.compiler.reset)
         stack.enter_context(law(f"a model compiled by {inner} in pieces is equivalent to it", repr(case)))
         for _ in range(2):  # From the second call on, pieces are called directly.
-            _check_allowed(compare(case.model, compiled, case.args, tolerance=tolerance, other_shapes=False))
+            found = compare(case.model, compiled, case.args, tolerance=tolerance, other_shapes=False)
+            if _is_refused_by(inner, case, found) or (found.differences and _is_rounding(case, options)):
+                return
+            _check_allowed(found)
+
+
+def _is_refused_by(inner: str, case: NearRepeats, found: Comparison) -> bool:
+    """Whether the compiler by itself refuses the model, as it does where autograd refuses its backward."""
+    if not any(one.kind == "exception" and one.where == "the call" for one in found.differences):
+        return False
+    torch.compiler.reset()
+    try:
+        torch.compile(copy.deepcopy(case.model), backend=inner)(*case.args)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _is_rounding(case: NearRepeats, options: dict[str, Any]) -> bool:
+    """Whether what differs in single precision is equal in double precision.
+
+    A cut adds the gradients of a value that several pieces read in another order, and norms of nearly equal numbers
+    magnify that. Autocast has no effect on double precision.
+    """
+    if any(name == "autocast" for _, name in case.differences):
+        return False
+    precise = near_repeats(case.seed, dtype=torch.float64)
+    torch.compiler.reset()
+    compiled = torch.compile(precise.model, backend=backend, options=options)
+    tolerance = Tolerance(relative=1e-9, absolute=1e-9)
+    return not compare(precise.model, compiled, precise.args, tolerance=tolerance, other_shapes=False).differences
 
 
 def _check_equal(program: Program, after: Program | nn.Module, case: NearRepeats) -> None:
