@@ -23,19 +23,17 @@ _HELP = """
 import time
 from partita_cli import main
 main(["--help"])
-print(0.0, 0.0, time.process_time())
+print(0.0, time.process_time())
 """
-#: Of what torch imports, the last line tells how long it took, and how long the command took then.
+#: The last line tells how long torch took, and how long the command then; fake tensors import torch._dynamo (2.13).
 _INSPECT = """
 import sys, time
 begin = time.process_time()
 import torch
-middle = time.process_time()
-import torch._dynamo  # Fake tensors need it (torch 2.13), and with them every exported program.
 end = time.process_time()
 from partita_cli import main
 main(["inspect", sys.argv[1], "--json"])
-print(middle - begin, end - middle, time.process_time() - end)
+print(end - begin, time.process_time() - end)
 """
 
 
@@ -63,30 +61,30 @@ def rows(scale: Scale) -> Iterator[Row]:
         section="command line",
         case="partita --help",
         unit="s",
-        ours=taken[_HELP][2],
+        ours=taken[_HELP][1],
         reading="seconds",
-        value=taken[_HELP][2],
+        value=taken[_HELP][1],
         target=at_most(0.3),
     )
-    of_torch, of_dynamo, own = taken[_INSPECT]
+    of_torch, own = taken[_INSPECT]
     yield Row(
         section="command line",
-        case=f"partita inspect, {len(program.index):,} nodes, after torch and Dynamo",
+        case=f"partita inspect, {len(program.index):,} nodes, after torch",
         unit="s",
         ours=own,
-        beside="import torch, and torch._dynamo",
-        other=of_torch + of_dynamo,
+        beside="import torch",
+        other=of_torch,
         reading="seconds",
         value=own,
         target=at_most(1.0),
     )
 
 
-def _measured(code: str, file: Path, environment: Mapping[str, str], turns: int) -> tuple[float, float, float]:
-    """The medians of the three numbers in the last line that a process prints; the first one makes the bytecode."""
+def _measured(code: str, file: Path, environment: Mapping[str, str], turns: int) -> tuple[float, float]:
+    """The medians of the two numbers in the last line that a process prints; the first one makes the bytecode."""
     command, taken = [sys.executable, "-c", code, str(file)], []
     for _ in range(turns + 1):
         printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
         taken.append([float(word) for word in printed.splitlines()[-1].split()])
-    first, second, third = (median(column) for column in zip(*taken[1:], strict=True))
-    return first, second, third
+    first, second = (median(column) for column in zip(*taken[1:], strict=True))
+    return first, second

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +37,8 @@ _COMMANDS = (
 _NAMES = {"list_all": "list"}
 
 BAD_INPUT, INTERRUPTED = 2, 130
+#: How many objects a command makes before Python looks for cyclic garbage among them; Python itself has 700.
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shows_traceback = "--debug" in given
     given = [word for word in given if word != "--debug"]
     try:
-        status = application()(given, prog_name="partita", standalone_mode=False)
+        with _rare_collections():
+            status = application()(given, prog_name="partita", standalone_mode=False)
         if status == INTERRUPTED:
             complain("interrupted")
         flush()
@@ -64,6 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif told := _told(error):
             complain(told)
         return BAD_INPUT
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Fewer cyclic collections: what torch's modules and a graph are made of stays, and each would visit it again."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], _OBJECTS_BETWEEN_COLLECTIONS) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import subprocess
@@ -92,6 +93,22 @@ def test_an_error_that_nobody_expected_is_one_line_too_and_debug_shows_the_trace
         assert ran.status == 2
         assert "Traceback" in ran.err
         assert "in broken" in ran.err
+
+
+def test_garbage_is_collected_rarely_while_a_command_runs_and_as_before_afterwards(
+    small_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def interrupted(*_: object) -> None:
+        seen.append(gc.get_threshold()[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect, "facts_of", interrupted)
+    before = gc.get_threshold()
+    run("inspect", small_file)
+    assert seen[0] >= 50_000
+    assert gc.get_threshold() == before
 
 
 def test_an_interrupt_is_told_by_the_status(small_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,13 @@ def unparsed(guard: str) -> str:
     return ast.unparse(ast.parse(guard))
 
 
+def described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    kind = (value.is_leaf, value.requires_grad, value.is_inference())
+    return f"{value} {value.stride()} {value.dtype} {value.device} {value.layout} {kind}"
+
+
 def compare_with_torch(path: Path) -> torch.export.ExportedProgram:
     """The program that we load, after it was compared with the one that torch loads."""
     mine, torchs = load_exported(path), torch.export.load(path)
@@ -50,8 +57,8 @@ def compare_with_torch(path: Path) -> torch.export.ExportedProgram:
     assert mine.graph_signature == torchs.graph_signature
     assert mine.range_constraints == torchs.range_constraints
     assert [unparsed(guard) for guard in mine._guards_code] == [unparsed(guard) for guard in torchs._guards_code]
-    assert [str(node.meta.get("val")) for node in mine.graph.nodes] == [
-        str(node.meta.get("val")) for node in torchs.graph.nodes
+    assert [described(node.meta.get("val")) for node in mine.graph.nodes] == [
+        described(node.meta.get("val")) for node in torchs.graph.nodes
     ]
     for table in ("state_dict", "constants"):
         left, right = getattr(mine, table), getattr(torchs, table)
