@@ -1,4 +1,4 @@
-"""A variant: one compiled specialization of a body, the calls that it serves, and how its outputs are completed."""
+"""A variant: one compiled specialization of a body, whether it fits a call, and how its outputs are completed."""
 
 from __future__ import annotations
 

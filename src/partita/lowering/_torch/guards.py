@@ -1,6 +1,6 @@
-"""Guards on tensors and on global state.
+"""Guards: whether a compiled function that fitted one call fits the next, by its tensors and the global state.
 
-They are fast and conservative: a call that they reject may still be served, which a full lookup decides.
+They are fast and conservative: a call that they reject may still be served, which `Variant.serves` decides.
 """
 
 from __future__ import annotations
