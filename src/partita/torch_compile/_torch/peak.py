@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from partita._torch.fx.lazy_graph_module import take_inputs_in_a_list
 from partita._torch.operators.schemas import flattens_inputs
-from partita.torch_compile._torch.backends import adopt_origin, sources_of
+from partita.torch_compile._torch.backends import adopt_origin, find_backend, sources_of
 
 
 def compile_with_partitioner(
@@ -25,16 +25,16 @@ def compile_with_partitioner(
     if inner == "aot_eager":
         return _compiled_ahead(gm, inputs, partition)
     from functorch.compile import config as settings
-    from torch._inductor.compile_fx import compile_fx
 
+    compile_fx: Any = find_backend("inductor")
     if partition is None:
-        plain: Any = compile_fx(gm, list(inputs))
-        return plain  # type: ignore[no-any-return]
+        plain: Callable[..., Any] = compile_fx(gm, list(inputs))
+        return plain
     patches: dict[str, Any] = {"custom_partitioner_fn": partition, "allow_buffer_reuse": False}
     # AOTAutograd's cache would skip the partitioner, and the step would have no plan; Inductor's cache still serves.
     with settings.patch(enable_autograd_cache=False):
-        function: Any = compile_fx(gm, list(inputs), config_patches=patches)
-        return function  # type: ignore[no-any-return]
+        function: Callable[..., Any] = compile_fx(gm, list(inputs), config_patches=patches)
+        return function
 
 
 def _compiled_ahead(gm: GraphModule, inputs: Sequence[Any], partition: Callable[..., Any] | None) -> Callable[..., Any]:
