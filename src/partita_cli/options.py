@@ -73,6 +73,11 @@ InputsPath: TypeAlias = Annotated[
 Seed: TypeAlias = Annotated[
     int, typer.Option("--seed", help="For the random inputs that are made where --inputs is missing.")
 ]
+Gradients: TypeAlias = Annotated[bool, typer.Option(help="Compare gradients too.", metavar="")]
+Relative: TypeAlias = Annotated[
+    float | None, typer.Option(help="How far numbers may differ; the same bits, or what a treatment declares.")
+]
+Absolute: TypeAlias = Annotated[float | None, typer.Option(help="The same, as an absolute distance.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.", metavar="")]
 Trusted: TypeAlias = Annotated[
     bool,

@@ -225,7 +225,7 @@ def _set(read: Callable[[], Any], write: Callable[[Any], object], value: Any) ->
         lambda: patch.object(torch, "__version__", "2.0.0"),
         lambda: patch.object(Counting, "__repr__", lambda self: "Counting(level=2)"),
         lambda: patch.object(Counting, "version", "2", create=True),
-        lambda: patch("partita.lowering.cache_folder._digest_of_partita", lambda: "another version"),
+        lambda: patch("partita.lowering.cache_folder.digest_of_partita", lambda: "another version"),
         lambda: patch("partita.lowering.cache_folder.instructions", lambda: ["sse"]),
     ],
 )

@@ -25,8 +25,7 @@ def drop_fleeting_hooks(module: nn.Module) -> None:
     for table in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(table.items()):
             if "<locals>" in getattr(hook, "__qualname__", ""):
-                for known in (table, module._forward_hooks_always_called, module._forward_hooks_with_kwargs):
-                    known.pop(key, None)
+                del table[key]  # Other tables still have its number, which no hook gets again.
     # These raise in torch, since the flag is fixed when a program is exported; they are bound to torch's own module.
     for name in ("train", "eval"):
         module.__dict__.pop(name, None)

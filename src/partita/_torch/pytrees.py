@@ -35,12 +35,12 @@ def flatten(value: Any) -> Tree:
 
 def leaves_of(value: Any) -> list[Any]:
     """Everything in a value that is no container, in order."""
-    return pytree.tree_leaves(value)
+    return [value] if isinstance(value, Tensor) else pytree.tree_flatten(value)[0]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

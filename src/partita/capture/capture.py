@@ -27,7 +27,6 @@ from partita._torch.fx.lazy_graph_module import TRAINING
 from partita._torch.modes import fresh_modes
 from partita._torch.pytrees import leaves_of, tensors_in
 from partita.capture._torch.caller_modes import GradSwitch
-from partita.capture._torch.generators import read_generators_from_inputs
 from partita.capture._torch.joint import (
     Arguments,
     TracedJoint,
@@ -37,7 +36,7 @@ from partita.capture._torch.joint import (
     trace_joint,
 )
 from partita.capture._torch.patching import CHECKPOINT
-from partita.capture._torch.recorded_export import export_recorded
+from partita.capture._torch.recorded_export import export_recorded, read_generators_from_inputs
 from partita.capture._torch.recorder import is_only_traced
 from partita.capture.trace_check import StopAfterTrace, TraceOnlyPass, WrapModesPass
 from partita.errors import CaptureError, OptionError, PartitaError

@@ -1,4 +1,4 @@
-"""Replaces autocast blocks by the casts that autocast performs.
+"""Replaces autocast blocks by the casts that autocast performs, as exports such as ONNX need them.
 
 A dry run determines what autocast does to each node (`autocast_trace`); the new graph is written from that.
 """
@@ -34,11 +34,11 @@ from partita.dissolve.autocast_trace import (
     check_value,
 )
 from partita.dissolve.grad import records_gradients
+from partita.dissolve.traced_values import nodes_read, sandbox_for, value_read, write_beside
 from partita.errors import ModeError
 from partita.program.program import Program
 from partita.rewrite.mode_nodes import ModeWriter
 from partita.rewrite.state import module_like, share_state
-from partita.rewrite.traced_values import nodes_read, sandbox_for, value_read, write_beside
 
 _TO = torch.ops.aten.to.dtype
 

@@ -20,10 +20,10 @@ from partita._torch.pytrees import map_tensors, tensors_in
 from partita.analysis.modes import Autocast, Block, Mode
 from partita.analysis.nodes import VALUE_KEYS, value_of
 from partita.dissolve.grad import ReturnedArguments, records_gradients
+from partita.dissolve.traced_values import call_with, can_carry_gradients, nodes_read, value_read
 from partita.errors import ModeError
 from partita.program.program import Program
 from partita.rewrite.operator_calls import owned_inputs
-from partita.rewrite.traced_values import call_with, can_carry_gradients, nodes_read, value_read
 
 
 class AutocastDryRun:

@@ -20,11 +20,7 @@ from partita.analysis.effects.terms import nodes_in_slots
 from partita.analysis.modes import Mode
 from partita.analysis.nodes import find, value_of
 from partita.analysis.projections import takes_item
-from partita.errors import ModeError, OptionError
-from partita.program.program import Program
-from partita.rewrite.operator_calls import owned_inputs
-from partita.rewrite.state import module_like, share_state
-from partita.rewrite.traced_values import (
+from partita.dissolve.traced_values import (
     call_with,
     can_carry_gradients,
     has_value,
@@ -33,6 +29,10 @@ from partita.rewrite.traced_values import (
     value_read,
     write_beside,
 )
+from partita.errors import ModeError, OptionError
+from partita.program.program import Program
+from partita.rewrite.operator_calls import owned_inputs
+from partita.rewrite.state import module_like, share_state
 
 _DETACH = torch.ops.aten.detach.default
 

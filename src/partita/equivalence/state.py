@@ -113,7 +113,7 @@ def paired(before: Sequence[Slot], after: Sequence[Slot]) -> Pairing:
         is_alike = len(before) == len(after) and all(map(_alike, before, after))
         copies = dict(enumerate(after)) if is_alike else {}
     places = tuple(found.get(place) or copies.get(place) or slot for place, slot in enumerate(before))
-    return Pairing(tuple(before), places, _notes(before, after, copies))
+    return Pairing(tuple(before), places, _notes(before, copies))
 
 
 def _by_identity(before: Sequence[Slot], after: Sequence[Slot]) -> dict[int, Slot]:
@@ -141,7 +141,7 @@ def _alike(one: Slot, other: Slot) -> bool:
     return one.tensor.shape == other.tensor.shape and one.tensor.dtype == other.tensor.dtype
 
 
-def _notes(before: Sequence[Slot], after: Sequence[Slot], copies: dict[int, Slot]) -> tuple[str, ...]:
+def _notes(before: Sequence[Slot], copies: dict[int, Slot]) -> tuple[str, ...]:
     if not copies:
         return ()
     number, other = next(iter(copies.items()))

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import digest_of_body, foreign_code, packages_behind
-from partita.backends._torch.settings import compiler_settings, instructions, kernels_in, vectors
+from partita.backends._torch.settings import compiler_settings, digest_of_partita, instructions, kernels_in, vectors
 from partita.errors import OptionError
 
 log = logging.getLogger(__name__)
@@ -142,7 +141,14 @@ def _digest(*texts: str) -> str:
 
 def _environment() -> Iterator[str]:
     """Everything beside the body that decides what a compiler makes of it."""
-    yield from (_digest_of_partita(), torch.__version__, sys.version, sys.platform, platform.machine())
+    yield from (
+        digest_of_partita(),
+        _version_of("partita"),
+        torch.__version__,
+        sys.version,
+        sys.platform,
+        platform.machine(),
+    )
     yield from platform.libc_ver()
     yield from (vectors(), *instructions())
     yield compiler_settings()
@@ -150,15 +156,6 @@ def _environment() -> Iterator[str]:
         yield from (_version_of("triton"), torch.version.cuda or "", torch.version.hip or "")
         for device in range(torch.cuda.device_count()):
             yield f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
-
-
-@cache
-def _digest_of_partita() -> str:
-    """Of the source text: between two versions it changes, too."""
-    root = Path(__file__).parents[1]
-    found = sorted(root.rglob("*.py"))
-    texts = [f"{path.relative_to(root).as_posix()}\n{path.read_text(encoding='utf-8')}" for path in found]
-    return _digest(_version_of("partita"), *texts)
 
 
 def _version_of(package: str) -> str:

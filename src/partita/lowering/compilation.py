@@ -14,9 +14,9 @@ from partita.analysis.effects.terms import Effects
 from partita.backends._torch.fake_inputs import FakeInputs, strides_of
 from partita.errors import BackendError
 from partita.lowering._torch.bodies import body_for_compiler
-from partita.lowering._torch.conditions import conditions_of, symbolic_places
 from partita.lowering._torch.dry_run import InvalidCallError
 from partita.lowering._torch.gradients import require_gradients
+from partita.lowering._torch.guards import conditions_of, symbolic_places
 from partita.lowering.constants import Constants, holding
 from partita.lowering.dry_run import DryRun, dry_run
 from partita.lowering.signature import Place, Signature, Slot, TensorSpec

@@ -35,9 +35,9 @@ from partita.backends.delegates import DelegateSpec, Number, TensorForm, can_sto
 from partita.errors import BackendError, LoweringError, OptionError
 from partita.hops.delegate import DELEGATE
 from partita.lowering._torch.bodies import body_for_compiler
-from partita.lowering._torch.conditions import conditions_of, symbolic_places
 from partita.lowering._torch.containers import LEAF
 from partita.lowering._torch.dry_run import unchecked_call
+from partita.lowering._torch.guards import conditions_of, symbolic_places
 from partita.lowering.config import effects_by_name
 from partita.lowering.constants import holding, state_inputs
 from partita.lowering.lower import scope_of, title_of

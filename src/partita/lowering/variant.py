@@ -1,4 +1,4 @@
-"""A variant: one compiled specialization of a body, the calls that it serves, and how its outputs are completed."""
+"""A variant: one compiled specialization of a body, whether it fits a call, and how its outputs are completed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from partita._torch.expressions import Expression
 from partita.errors import BackendError
-from partita.lowering._torch.conditions import Check, check_from
 from partita.lowering._torch.gradients import UnusedGradients
-from partita.lowering._torch.guards import Guard
+from partita.lowering._torch.guards import Check, Guard, check_from
 from partita.lowering.constants import Constants
 from partita.lowering.dry_run import DryRun, copy_of, outputs_to_copy, views_without_gradients
 from partita.lowering.signature import Signature, TensorSpec, ValueSpec

@@ -318,7 +318,7 @@ class _Walk:
     def links(self) -> Iterator[Link]:
         """The segments with the gradients that later ones leave."""
         if self.loss < 0:
-            raise _no_loss(self.program, self.results, self.requires_grad)
+            raise _no_loss(self.results, self.requires_grad)
         gradients, seen = 0, set[int]()
         before: list[int] = []
         passing = self._passing_gradients()
@@ -440,7 +440,7 @@ def _beats(one: Trial, other: Trial) -> bool:
     )
 
 
-def _no_loss(program: Program, results: Sequence[Node], requires_grad: dict[Node, bool]) -> BudgetError:
+def _no_loss(results: Sequence[Node], requires_grad: dict[Node, bool]) -> BudgetError:
     trained = [node.name for node in results if requires_grad.get(node)]
     if not trained:
         return BudgetError(

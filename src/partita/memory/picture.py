@@ -39,8 +39,8 @@ class Picture:
         return {
             "title": self.title,
             "budget_bytes": self.budget_bytes,
-            "planned": _data_of(self.planned),
-            "plain": None if self.plain is None else _data_of(self.plain),
+            "planned": timeline_data(self.planned, moments=self.planned.rows()),
+            "plain": None if self.plain is None else timeline_data(self.plain, moments=self.plain.rows()),
         }
 
     def svg(self, width: int = 960) -> str:
@@ -184,14 +184,15 @@ def _checked_size(name: str, value: object, least: int) -> int:
     return value
 
 
-def _data_of(timeline: Timeline) -> dict[str, Any]:
+def timeline_data(timeline: Timeline, *, moments: object) -> dict[str, Any]:
+    """A timeline as plain values, with its moments in any form."""
     return {
         "peak_bytes": timeline.peak_bytes,
         "peak_at": place_of_peak(timeline),
         "resident_bytes": timeline.resident_bytes,
         "gradient_bytes": timeline.gradient_bytes,
         "occupants": [asdict(one) for one in timeline.occupants],
-        "moments": timeline.rows(),
+        "moments": moments,
     }
 
 

@@ -145,7 +145,7 @@ def borders_of(
         if made == used or (made < 0 and used < 0) or target in toggles or source in toggles:
             continue
         if target in kept:
-            sweep.cross_item(source, made, target)
+            sweep.cross_item(made, target)
         elif used not in copies.get(source, ()):
             sweep.cross(source, made, used)
     for target, readers in copies.items():
@@ -204,7 +204,7 @@ class _Sweep:
             if self.passes_symbols:
                 self._add_symbols(source, used)
 
-    def cross_item(self, source: int, made: int, target: int) -> None:
+    def cross_item(self, made: int, target: int) -> None:
         """Crosses one item of a container, unless it is a constant, from its producer to the node that takes it."""
         crossing = item_taken(self.index, target)
         if isinstance(crossing, Item) and self.index.nodes[target].users:

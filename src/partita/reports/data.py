@@ -13,7 +13,7 @@ from torch.fx import Node
 from partita.analysis.nodes import TracedBytes, container_items, sum_of_bytes, value_of
 from partita.equivalence import Comparison
 from partita.memory import Picture, Timeline
-from partita.memory.picture import place_of_peak
+from partita.memory.picture import timeline_data
 from partita.plans import Plan
 from partita.plans.memory import SavedMemory
 from partita.plans.report import bytes_of_crossings, plan_remarks, reported_memory
@@ -176,11 +176,4 @@ def _timeline(timeline: Timeline, texts: Texts) -> dict[str, Any]:
         name: [texts.number(getattr(moment, name)) for moment in moments]
         for name in ("phase", "segment", "operator", "node", "path")
     }
-    return {
-        "peak_bytes": timeline.peak_bytes,
-        "peak_at": place_of_peak(timeline),
-        "resident_bytes": timeline.resident_bytes,
-        "gradient_bytes": timeline.gradient_bytes,
-        "occupants": [asdict(one) for one in timeline.occupants],
-        "moments": {**columns, "bytes": [moment.bytes for moment in moments]},
-    }
+    return timeline_data(timeline, moments={**columns, "bytes": [moment.bytes for moment in moments]})

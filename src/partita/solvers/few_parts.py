@@ -36,7 +36,7 @@ def few_steps(relation: Relation, kinds: Sequence[int]) -> Steps:
     found = []
     for prefers_done in (False, True):
         found.append(_run(relation, kinds, prefers_done=prefers_done))
-        found.append(_turned(_run(relation.reversed(), kinds, prefers_done=prefers_done), relation, kinds))
+        found.append(_turned(_run(relation.reversed(), kinds, prefers_done=prefers_done), kinds))
     return min(found, key=len)
 
 
@@ -47,7 +47,7 @@ def _run(relation: Relation, kinds: Sequence[int], *, prefers_done: bool) -> Ste
     return Steps(schedule.levels, schedule.kinds)
 
 
-def _turned(steps: Steps, relation: Relation, kinds: Sequence[int]) -> Steps:
+def _turned(steps: Steps, kinds: Sequence[int]) -> Steps:
     """Steps of the reversed relation, counted from the front; a refused unit ran after its step, now before it."""
     count = len(steps)
     levels = [count - level + (0 if kinds[unit] == REFUSED else 1) for unit, level in enumerate(steps.levels)]

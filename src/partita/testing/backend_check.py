@@ -22,7 +22,7 @@ from partita.backends.backend import takes_symbols, tolerance_of, trains, wants_
 from partita.capture import capture
 from partita.equivalence import Comparison, compare
 from partita.errors import OptionError
-from partita.lowering._torch.conditions import Check, check_from, conditions_of, symbolic_places
+from partita.lowering._torch.guards import Check, check_from, conditions_of, symbolic_places
 from partita.lowering.variant import WrongOutputsError, check_outputs
 from partita.plans import Plan, plan
 from partita.plans.report import called_name

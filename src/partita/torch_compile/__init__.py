@@ -1,8 +1,7 @@
 """Inside torch.compile: the backend `partita`, and a partitioner of joint graphs for AOTAutograd and Inductor."""
 
-from partita.torch_compile.backend import backend
+from partita.torch_compile.backend import InputKind, backend, input_kinds
 from partita.torch_compile.frames import FramePlan, plans
-from partita.torch_compile.inputs import InputKind, input_kinds
 from partita.torch_compile.joint import joint_partition
 from partita.torch_compile.peak import memory_partition
 

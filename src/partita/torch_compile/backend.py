@@ -12,17 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from partita._torch.symbolic_shapes import symbols_in
 from partita._torch.toggles import TOGGLES
 from partita.analysis.effects.functions import rule_of_function, rule_of_method
 from partita.analysis.effects.terms import Effects
 from partita.analysis.modes import Mode
-from partita.analysis.nodes import tensors_in, value_of
+from partita.analysis.nodes import is_module_state, tensors_in, value_of
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
@@ -41,6 +42,9 @@ from partita.torch_compile.shared_pieces import piece_key
 from partita.torch_compile.steps import forget_steps, steps_of
 
 log = logging.getLogger(__name__)
+
+#: A parameter; another tensor that a module holds; a tensor of fixed or of symbolic sizes; a number.
+InputKind: TypeAlias = Literal["parameter", "buffer", "static", "dynamic", "number"]
 
 
 def backend(
@@ -84,6 +88,24 @@ def backend(
     else:
         function = _compiled(gm, example_inputs, chosen)
     return function if numbers is None else numbers.beside(function)
+
+
+def input_kinds(body: GraphModule) -> tuple[InputKind, ...]:
+    """The kind of each input of a graph that the backend `partita` gives to an inner backend, in order.
+
+    Modules hold parameters and buffers: they are the same tensors in every call unless the user replaces them. The
+    other tensors are new ones.
+    """
+    return tuple(map(_kind, body.graph.find_nodes(op="placeholder")))
+
+
+def _kind(node: Node) -> InputKind:
+    value = value_of(node)
+    if is_module_state(node):
+        return "parameter" if isinstance(value, nn.Parameter) else "buffer"
+    if not isinstance(value, Tensor):
+        return "number"
+    return "dynamic" if symbols_in(value) else "static"
 
 
 def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOptions) -> Callable[..., Any]:

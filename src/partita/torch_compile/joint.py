@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
@@ -26,6 +25,7 @@ from partita.backends._torch.partitioners import (
     min_cut_partition,
     plain_partition,
 )
+from partita.backends._torch.settings import digest_of_partita
 from partita.errors import OptionError
 from partita.plans import Policy, Treatment, plan
 from partita.plans.treatment import Marks, is_treatment
@@ -178,7 +178,7 @@ def _identity_of_class(cls: type) -> str | None:
     if top in ("torch", "builtins"):
         return name
     if top == _OURS:
-        return f"{name}@{_digest_of_partita()}"
+        return f"{name}@{digest_of_partita()}"  # A policy uses most of it.
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     digest = None if file is None else _digest(Path(file))
     return None if digest is None else f"{name}@{digest}"
@@ -190,13 +190,6 @@ def _name_in_torch(function: FunctionType) -> str | None:
     is_found = getattr(home, function.__name__, None) is function
     is_in_torch = function.__module__.partition(".")[0] == "torch"
     return f"{function.__module__}.{function.__name__}" if is_found and is_in_torch else None
-
-
-@cache
-def _digest_of_partita() -> str:
-    """A digest of all of Partita's code: a policy uses most of it."""
-    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    return sha256("".join(_digest(file) or "" for file in files).encode()).hexdigest()[:16]
 
 
 def _digest(file: Path) -> str | None:

@@ -11,13 +11,16 @@ import typer
 from partita_cli.commands.verify import check_compared, comparison_data, tolerance_of
 from partita_cli.errors import CommandError
 from partita_cli.options import (
+    Absolute,
     AsJson,
+    Gradients,
     Imports,
     InputsPath,
     Operators,
     PlanPath,
     PolicyText,
     ProgramPath,
+    Relative,
     Seed,
     TreatmentTexts,
     Trusted,
@@ -50,9 +53,9 @@ def command(
         Path | None,
         typer.Option("--reproduce", metavar="FOLDER", help="Write a script with inputs that shows it without Partita."),
     ] = None,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too.", metavar="")] = True,
-    relative: Annotated[float | None, typer.Option(help="How far numbers may differ.")] = None,
-    absolute: Annotated[float | None, typer.Option(help="The same, as an absolute distance.")] = None,
+    gradients: Gradients = True,
+    relative: Relative = None,
+    absolute: Absolute = None,
     operators: Operators = None,
     imports: Imports = None,
     trusted: Trusted = False,
@@ -62,8 +65,7 @@ def command(
 
     The status is 1 if something differs.
     """
-    if reproduce is not None and not (reproduce.is_dir() or (not reproduce.exists() and reproduce.parent.is_dir())):
-        raise CommandError(f"{reproduce} is for a folder: give one, or a new name in a folder that is there")
+    _check_folder(reproduce)
     make = planner(policy=policy, treatments=treatment, plan=plan, imports=imports)
     read = read_program(program, trusted=trusted, operators=operators, imports=imports)
     made = make(read)
@@ -84,3 +86,8 @@ def command(
     if reproduce is not None and found.nodes:
         remark(f"written: {found.reproduce(reproduce)}")
     return 0 if found.blame == "nothing" else 1
+
+
+def _check_folder(path: Path | None) -> None:
+    if path is not None and not (path.is_dir() or (not path.exists() and path.parent.is_dir())):
+        raise CommandError(f"{path} is for a folder: give one, or a new name in a folder that is there")

@@ -72,9 +72,7 @@ def command(
         raise CommandError("give --peak, for example --peak 11GB, or --curve")
     if peak is None and (picture or report or output or chart):
         raise CommandError("--picture, --report, --output and --chart show one plan: give --peak, too")
-    check_output(picture, ".svg", ".png", ".txt", ".json")
-    check_output(report, ".html", ".json", ".dot")
-    check_output(output, ".pt2")
+    _check_outputs(picture, report, output)
     step = _step(read_model(function), optimizer, communication)
     with working("planning"):
         plans = step.curve(points) if curve else ()
@@ -87,6 +85,12 @@ def command(
         return 0 if peak is None else 1
     _write(found, picture=picture, report=report, output=output)
     return 0
+
+
+def _check_outputs(picture: Path | None, report: Path | None, output: Path | None) -> None:
+    check_output(picture, ".svg", ".png", ".txt", ".json")
+    check_output(report, ".html", ".json", ".dot")
+    check_output(output, ".pt2")
 
 
 def _write(plan: MemoryPlan, *, picture: Path | None, report: Path | None, output: Path | None) -> None:

@@ -9,13 +9,16 @@ import typer
 
 from partita_cli.errors import CommandError
 from partita_cli.options import (
+    Absolute,
     AsJson,
+    Gradients,
     Imports,
     InputsPath,
     Operators,
     PlanPath,
     PolicyText,
     ProgramPath,
+    Relative,
     Seed,
     TreatmentTexts,
     Trusted,
@@ -46,11 +49,9 @@ def command(
     plan: PlanPath = None,
     inputs: InputsPath = None,
     seed: Seed = 0,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too.", metavar="")] = True,
-    relative: Annotated[
-        float | None, typer.Option(help="How far numbers may differ; the same bits, or what a treatment declares.")
-    ] = None,
-    absolute: Annotated[float | None, typer.Option(help="The same, as an absolute distance.")] = None,
+    gradients: Gradients = True,
+    relative: Relative = None,
+    absolute: Absolute = None,
     operators: Operators = None,
     imports: Imports = None,
     trusted: Trusted = False,

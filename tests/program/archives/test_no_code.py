@@ -28,7 +28,7 @@ READER = [
     *(SOURCE / "program" / "archives").rglob("*.py"),
     SOURCE / "_torch" / "expressions.py",
     SOURCE / "program" / "_torch" / "guards.py",
-    SOURCE / "lowering" / "_torch" / "conditions.py",
+    SOURCE / "lowering" / "_torch" / "guards.py",
 ]
 #: Ways from a text or bytes to code; `load` is asked for apart.
 FORBIDDEN = frozenset(

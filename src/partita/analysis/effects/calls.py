@@ -23,6 +23,7 @@ from partita._torch.operators.schemas import (
     signatures_of,
     storage_key,
 )
+from partita._torch.pytrees import leaves_of
 from partita._torch.toggles import TOGGLES
 from partita.analysis.effects.functions import rule_of_function, rule_of_method, rule_of_operator
 from partita.analysis.effects.modules import effects_of_module, is_check
@@ -432,7 +433,7 @@ def _as_seen_by_operator(node: Node, body: nn.Module, effects: Effects) -> Effec
 
 def _operand_places(node: Node, count: int) -> list[int] | None:
     """The argument that holds each of `count` inputs of the body; None where that cannot be determined."""
-    leaves = [(i, leaf) for i, argument in enumerate(node.args) for leaf in _leaves(argument)]
+    leaves = [(i, leaf) for i, argument in enumerate(node.args) for leaf in leaves_of(argument)]
     last_body = max((i for i, leaf in leaves if isinstance(leaf, Node) and _reads_body(leaf)), default=-1)
     # `invoke_subgraph` names its body in a string between body and operands.
     places = [i for i, leaf in leaves if i > last_body and not isinstance(leaf, str)]
@@ -444,17 +445,6 @@ def _reads_body(node: Node) -> bool:
     root = node.graph.owning_module
     value = find(root, str(node.target)) if node.op == "get_attr" and root is not None else None
     return isinstance(value, nn.Module)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _of_bare_operator(node: Node) -> Effects:

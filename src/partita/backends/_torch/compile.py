@@ -42,8 +42,9 @@ def function_of_package(package: bytes) -> Callable[..., Sequence[Any]]:
 def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor's function for `body`, forward and backward."""
     from functorch.compile import config as settings
+    from torch._dynamo.backends.registry import lookup_backend
     from torch._guards import TracingContext
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx_inner
 
     def compile_one(graph: GraphModule, examples: Sequence[Any], **others: Any) -> Any:
         disable_buffer_donation()
@@ -56,7 +57,8 @@ def compile_with_inductor(body: GraphModule, inputs: Sequence[Any], options: Map
 
     # A bundle can be stored, but is not in Inductor's own cache.
     with compiling(inputs), settings.patch(bundled_autograd_cache=_can_be_stored(body)), own_cache_keys():
-        made: Any = compile_fx(body, list(inputs), inner_compile=compile_one, config_patches=dict(options))
+        compile_fx: Any = lookup_backend("inductor")
+        made = compile_fx(body, list(inputs), inner_compile=compile_one, config_patches=dict(options))
     function: Callable[..., Any] = made
     return function
 

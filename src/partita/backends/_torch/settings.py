@@ -1,4 +1,4 @@
-"""What compiled code depends on beside its graph: settings of torch and Inductor, and the processor."""
+"""What compiled code depends on beside its graph: settings of torch and Inductor, the processor, our own source."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +56,15 @@ def skip_tests_of(instructions: str | None) -> None:
         valid_vec_isa_list()
     if tested_instructions() != instructions:
         valid_vec_isa_list.cache_clear()
+
+
+@cache
+def digest_of_partita() -> str:
+    """A digest of the source text of Partita, by which compiled code may change between two versions."""
+    root = Path(__file__).resolve().parents[2]
+    found = sorted(root.rglob("*.py"))
+    texts = [f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes() for path in found]
+    return blake2b(b"\n".join(texts), digest_size=16).hexdigest()
 
 
 def inductor_options() -> dict[str, Any]:

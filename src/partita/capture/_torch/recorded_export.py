@@ -1,4 +1,4 @@
-"""torch.export with a recorder of the model's mode blocks, and with our own pass in place of its region passes.
+"""torch.export with a recorder of the model's mode blocks, our own pass in place of its region passes, and repairs.
 
 The patches of torch apply to the whole process, so a lock admits one capture at a time; exports in other threads are
 not recorded, and run torch's own passes.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule, Node
 
 from partita._torch import toggles
@@ -64,6 +64,36 @@ def export_recorded(
                 return torch.export.export(model, args, named, dynamic_shapes=dynamic_shapes, strict=False)
         finally:
             recorder.constants.restore()
+
+
+def read_generators_from_inputs(exported: ExportedProgram) -> None:
+    """Makes random operators use the generators that are passed to each call.
+
+    torch.export (2.13) makes a constant of a generator that is an argument: each call uses the one of the trace.
+    """
+    inputs = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
+    specs = exported.graph_signature.input_specs
+    passed = {
+        _address(generator): inputs[spec.arg.name]
+        for spec in specs
+        if spec.kind is InputKind.USER_INPUT
+        and isinstance(generator := inputs[spec.arg.name].meta.get("val"), torch.Generator)
+    }
+    for spec in [spec for spec in specs if spec.kind is InputKind.CUSTOM_OBJ]:
+        constant = exported.constants.get(str(spec.target))
+        source = passed.get(_address(constant)) if isinstance(constant, torch.Generator) else None
+        if source is not None:
+            node = inputs[spec.arg.name]
+            node.replace_all_uses_with(source)
+            exported.graph.erase_node(node)
+            specs.remove(spec)
+            del exported.constants[str(spec.target)]
+    exported.graph_module.recompile()
+
+
+def _address(generator: Any) -> int:
+    """Distinguishes generators: the constant of an export is another Python object for the same one."""
+    return int(generator._cdata)
 
 
 def _all_patches(model: torch.nn.Module, recorder: Recorder, region_pass: RegionPass) -> list[Patch]:

@@ -1,13 +1,14 @@
-"""Guards on tensors and on global state.
+"""Guards: whether a compiled function that fitted one call fits the next, by its tensors, sizes and the global state.
 
-They are fast and conservative: a call that they reject may still be served, which a full lookup decides.
+Those on tensors and global state are fast and conservative: a call that they reject may still be served, which
+`Variant.serves` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]  # Documented, bu
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from partita._torch.expressions import Expression, ExpressionError, Operation, Read, evaluator
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.functorch import count_levels
 from partita._torch.modes import enabled_autocast, in_forward_mode
+from partita._torch.symbolic_shapes import symbolic_expression
 from partita.lowering._torch.gradients import hides_history, is_leaf
+from partita.program._torch.guards import functions_of_conditions
 
 try:
     from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
@@ -180,3 +184,85 @@ def default_device() -> torch.device | None:
     if not all(type(mode) is _DEVICE_MODE for mode in _get_current_function_mode_stack()):
         return None
     return torch.get_default_device()
+
+
+# Guards on sizes. A compiler adds them to the shape environment of its fake inputs, and its code is only valid where
+# they hold. They are kept as data, which closures check.
+
+
+#: Whether a compiled function may be used for these inputs.
+Check: TypeAlias = Callable[[Sequence[Any]], bool]
+
+#: Where a number is among the inputs of a call, and the symbolic number that was there for the compiler.
+Place: TypeAlias = tuple[Read, torch.SymInt]
+
+
+def symbolic_places(inputs: Sequence[Any]) -> list[Place]:
+    """Every symbolic number of fake inputs, sizes and integers first; call it before compilation."""
+    found: list[Place] = []
+    for place, value in enumerate(inputs):
+        if isinstance(value, Tensor):
+            found += [(Read(place, "size", axis), size) for axis, size in _symbolic(value.shape)]
+        elif isinstance(value, torch.SymInt):
+            found.append((Read(place), value))
+    for place, value in enumerate(inputs):
+        if isinstance(value, Tensor):
+            found += [(Read(place, "stride", axis), stride) for axis, stride in _symbolic(value.stride())]
+    return found
+
+
+def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] | None:
+    """The guards on symbolic numbers, as conditions on inputs; None where there are no symbols."""
+    places: dict[str, Read] = {}
+    conditions: dict[Expression, None] = {}
+    derived: list[Place] = []
+    for found, expected in inputs:
+        expression = expected.node.expr
+        if expression.is_symbol and str(expression) not in places:
+            places[str(expression)] = found
+        else:
+            derived.append((found, expected))
+    if not places:
+        return None
+    try:
+        conditions |= dict.fromkeys(
+            Operation("==", (found, _on_places(expected.node.expr, places))) for found, expected in derived
+        )
+        conditions |= dict.fromkeys(_on_places(guard.expr, places) for guard in env.guards)
+    except ExpressionError:
+        # A guard that cannot be expressed is known to hold for the sizes of this call only.
+        exact = [(places[symbol], value) for symbol, value in _values(env) if symbol in places]
+        exact += [(found, expected.node.hint) for found, expected in derived if expected.node.hint is not None]
+        conditions |= dict.fromkeys(Operation("==", (found, int(value))) for found, value in exact)
+    conditions |= dict.fromkeys(_bounds(env, places))
+    return tuple(conditions)
+
+
+def check_from(conditions: Sequence[Expression]) -> Check:
+    """A function that checks the conditions of `conditions_of`."""
+    return evaluator(Operation("and", tuple(conditions)), functions_of_conditions())
+
+
+def _symbolic(numbers: Iterable[Any]) -> Iterator[tuple[int, torch.SymInt]]:
+    return ((axis, number) for axis, number in enumerate(numbers) if isinstance(number, torch.SymInt))
+
+
+def _on_places(expression: Any, places: dict[str, Read]) -> Expression:
+    """A condition on the inputs; raises where a symbol belongs to no input."""
+    placed = symbolic_expression(expression, places)
+    evaluator(placed, functions_of_conditions())
+    return placed
+
+
+def _bounds(env: Any, places: dict[str, Read]) -> Iterator[Expression]:
+    for symbol, allowed in env.var_to_range.items():
+        found = places.get(str(symbol))
+        if found is not None and allowed.lower.is_Integer:
+            yield Operation(">=", (found, int(allowed.lower)))
+        if found is not None and allowed.upper.is_Integer:
+            yield Operation("<=", (found, int(allowed.upper)))
+
+
+def _values(env: Any) -> Iterator[tuple[str, Any]]:
+    values = getattr(env, "backed_var_to_val", None) or env.var_to_val  # torch 2.11 has the second name only.
+    return ((str(symbol), value) for symbol, value in values.items())

@@ -14,10 +14,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from partita._torch.pytrees import tensors_in
 from partita._torch.symbolic_shapes import hint_of
 
 #: Dynamo does not trace this module: it watches what runs.
@@ -133,10 +133,10 @@ class Recorder(TorchDispatchMode):
         if getattr(func, "namespace", "") == "prim":  # Device queries of fake tensors, which are frequent.
             return result
         node, path, phase = self._place(str(func))
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = tensors_in(result)
         allocates = [self._allocate(tensor, str(func), node, path) for tensor in made]
         works = any(allocates) or func._schema.is_mutable
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if works else []
+        read = tensors_in((args, kwargs)) if works else []
         self.record.ran.append(
             Ran(
                 str(func),

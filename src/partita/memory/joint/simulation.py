@@ -81,8 +81,7 @@ class SimulatedPart:
     #: The inputs and the results that are saved for its backward: the nodes whose memory they are in.
     saved_inputs: frozenset[Node]
     saved_results: frozenset[Node]
-    #: The operators at the highest points.
-    forward_at: Node | None
+    #: The operator at the highest point of the backward.
     backward_at: Node | None
 
 
@@ -102,7 +101,6 @@ def simulate_part(model: JointModel, saved: Collection[Node]) -> SimulatedPart:
         sum(model.size[node] for node in held - results),
         frozenset(base.get(node, node) for node in read | reached) & model.inputs,
         frozenset(held & results),
-        forward.peak_node,
         backward.peak_node,
     )
 

@@ -1,4 +1,4 @@
-"""Runs the body of a checkpoint: recomputed in the backward, or tagged for a partitioner while it is traced."""
+"""Runs the body of a checkpoint: RNG state kept, operators recomputed in the backward; or tagged while it is traced."""
 
 from __future__ import annotations
 

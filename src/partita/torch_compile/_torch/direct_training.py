@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from partita._torch.functorch import count_levels
 from partita.torch_compile._torch.backends import without_disabling
 from partita.torch_compile._torch.direct_calls import Boxed, compiled_graph, inside_wrappers
 
@@ -169,7 +170,7 @@ def _reasons(wrapped: Any, known: Any, input_count: int) -> Iterator[tuple[str, 
 
 def _direct(function: Function, wrapped: Any, layout: Layout) -> Function:
     """Calls the compiled function, and from the second call on what is inside of it."""
-    is_recording, is_in_transform = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
+    is_recording = torch.is_grad_enabled
     apply: Function | None = None
 
     def call(*args: Any) -> Sequence[Any]:
@@ -178,7 +179,7 @@ def _direct(function: Function, wrapped: Any, layout: Layout) -> Function:
             outputs = function(*args)
             apply = _applied(wrapped, layout)
             return outputs
-        if is_in_transform() or not is_recording():
+        if count_levels() or not is_recording():
             return function(*args)
         return apply(*args)
 
@@ -233,7 +234,7 @@ def unsafe_view(value: Tensor) -> Tensor:
 
 def _backward(wrapped: Any, layout: Layout) -> Callable[..., Any]:
     inherited, is_boxed = wrapped.backward, getattr(wrapped, "boxed_grads_call", False)
-    is_unusual, has_context, context = is_unusual_backward(), torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+    is_unusual = is_unusual_backward()
     is_alone, nothing = len(layout.expected) == 1, (None,) * layout.input_count
     run: Boxed | None = None
 
@@ -252,21 +253,21 @@ def _backward(wrapped: Any, layout: Layout) -> Callable[..., Any]:
         if is_boxed:
             gradients.clear()
         del used
-        # The engine may run it in a thread of its own.
-        return context("context").run(run, args) if has_context("context") else run(args)
+        return in_context_of_backward(run, args)
 
-    keep_from_dynamo(backward)
-    return backward
+    # A backward may run while a compiled frame does.
+    disabled: Callable[..., Any] = torch.compiler.disable(backward)
+    return disabled
 
 
 def is_unusual_backward() -> Callable[[], bool]:
     """Whether a backward needs what is around the compiled code: checks, errors, switched modes."""
     is_recorded, is_deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph
-    is_in_transform, is_in_autocast = torch._C._are_functorch_transforms_active, torch._C._is_any_autocast_enabled
+    is_in_autocast = torch._C._is_any_autocast_enabled
 
     def is_unusual() -> bool:
-        return is_recorded() or is_kept() or is_deterministic() or is_in_transform() or is_in_autocast()
+        return is_recorded() or is_kept() or is_deterministic() or is_in_autocast() or bool(count_levels())
 
     return is_unusual
 
@@ -279,9 +280,13 @@ def code_of(compiled: Any) -> Boxed | None:
     return found
 
 
-def keep_from_dynamo(function: Any) -> None:
-    """Dynamo neither compiles `function` nor what it calls: a backward may run while a compiled frame does."""
-    from torch._C._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
+def in_context_of_backward(run: Callable[..., Any], *args: Any) -> Any:
+    """What `run` returns, with the context variables of the caller of the backward.
 
-    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    The engine may run it in a thread of its own.
+    """
+    try:
+        context = torch._C._get_obj_in_tls("context")
+    except RuntimeError:  # C++ has called the engine.
+        context = None
+    return run(*args) if context is None else context.run(run, *args)

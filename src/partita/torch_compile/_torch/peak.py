@@ -6,9 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
-from partita.torch_compile._torch.backends import adopt_origin, sources_of
+from partita._torch.fx.lazy_graph_module import take_inputs_in_a_list
+from partita._torch.operators.schemas import flattens_inputs
+from partita.torch_compile._torch.backends import adopt_origin, find_backend, sources_of
 
 
 def compile_with_partitioner(
@@ -20,28 +23,59 @@ def compile_with_partitioner(
     peak higher with it, and run no faster. So it is switched off.
     """
     if inner == "aot_eager":
-        from functorch.compile import default_partition
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._dynamo.backends.debugging import boxed_nop
-
-        cut = default_partition if partition is None else partition
-        # Boxed: what is saved is freed after its last use, while `nop` would keep it until the backward ends.
-        compile_eager = aot_autograd(
-            fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=cut, keep_inference_input_mutations=True
-        )
-        eager: Callable[..., Any] = compile_eager(gm, list(inputs))
-        return eager
+        return _compiled_ahead(gm, inputs, partition)
     from functorch.compile import config as settings
-    from torch._inductor.compile_fx import compile_fx
 
+    compile_fx: Any = find_backend("inductor")
     if partition is None:
-        plain: Any = compile_fx(gm, list(inputs))
-        return plain  # type: ignore[no-any-return]
+        plain: Callable[..., Any] = compile_fx(gm, list(inputs))
+        return plain
     patches: dict[str, Any] = {"custom_partitioner_fn": partition, "allow_buffer_reuse": False}
     # AOTAutograd's cache would skip the partitioner, and the step would have no plan; Inductor's cache still serves.
     with settings.patch(enable_autograd_cache=False):
-        function: Any = compile_fx(gm, list(inputs), config_patches=patches)
-        return function  # type: ignore[no-any-return]
+        function: Callable[..., Any] = compile_fx(gm, list(inputs), config_patches=patches)
+        return function
+
+
+def _compiled_ahead(gm: GraphModule, inputs: Sequence[Any], partition: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What the backend `aot_eager` makes of `gm`, by this partitioner."""
+    from functorch.compile import aot_module_simplified, default_partition
+
+    cut = default_partition if partition is None else partition
+    made = aot_module_simplified(
+        gm,
+        list(inputs),
+        _boxed,
+        torch.compiler.disable(_boxed_backward),
+        partition_fn=cut,
+        keep_inference_input_mutations=True,
+    )
+    function: Callable[..., Any] = torch.compiler.disable(made)
+    return function
+
+
+def _boxed(graph: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What runs a graph of AOTAutograd; each saved value is freed after its last use, not when the backward ends."""
+    from functorch.compile import make_boxed_func
+
+    take_inputs_in_a_list(graph.graph)
+    graph.recompile()
+    forward = graph.forward
+    if not flattens_inputs(graph.graph):
+        unboxed: Callable[..., Any] = make_boxed_func(forward)
+        return unboxed
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _boxed_backward(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The same for a backward, which may run while a compiled frame does."""
+    run: Callable[..., Any] = torch.compiler.disable(_boxed(graph, inputs))
+    return run
 
 
 def copied_graph(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:

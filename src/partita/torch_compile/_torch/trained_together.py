@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.functorch import count_levels
 from partita.torch_compile._torch.direct_calls import Boxed
 from partita.torch_compile._torch.direct_training import (
     Expected,
@@ -24,8 +25,8 @@ from partita.torch_compile._torch.direct_training import (
     TrainedFunction,
     code_of,
     has_gradient,
+    in_context_of_backward,
     is_unusual_backward,
-    keep_from_dynamo,
     unsafe_view,
 )
 
@@ -50,7 +51,7 @@ def recorded_together(calls: Sequence[RegionCall], *, input_count: int, returned
     hooks on saved tensors are set: one node has them packed after all forwards and unpacked before all backwards, and
     what they move to another device would be on this one at the same time.
     """
-    is_recording, is_in_transform = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
+    is_recording = torch.is_grad_enabled
     hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
     run = _Run(tuple(calls), input_count, tuple(returned))
     direct = run.directly()
@@ -62,7 +63,7 @@ def recorded_together(calls: Sequence[RegionCall], *, input_count: int, returned
             outputs = run.call_each(*args)
             apply = direct.call_each if any(map(_frees_gradient, args)) else _applied(run)
             return outputs
-        if is_in_transform() or not is_recording():
+        if count_levels() or not is_recording():
             return run.call_each(*args)
         if hooks_on_saved_tensors(False) is not None:
             return direct.call_each(*args)
@@ -201,7 +202,7 @@ def _non_differentiable(run: _Run) -> list[int]:
 def _backward(run: _Run) -> Callable[..., Any]:
     wrapped, plan, received, nothing = run.wrapped(), _BackwardPlan.of(run), run.received(), (None,) * run.input_count
     is_boxed = getattr(wrapped[0], "boxed_grads_call", False)
-    is_unusual, has_context, context = is_unusual_backward(), torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+    is_unusual = is_unusual_backward()
     codes: Sequence[Boxed | None] | None = None
 
     def backward(ctx: Any, *arguments: Any) -> Any:
@@ -220,13 +221,11 @@ def _backward(run: _Run) -> Callable[..., Any]:
             made = [code_of(one.compiled_bw) for one in wrapped]
             codes = None if None in made else made
             return computed
-        planned = codes, gradients, saved, symbols, ctx.begins
-        # The engine may run it in a thread of its own.
-        return context("context").run(plan.run, *planned) if has_context("context") else plan.run(*planned)
+        return in_context_of_backward(plan.run, codes, gradients, saved, symbols, ctx.begins)
 
-    keep_from_dynamo(backward)
-    keep_from_dynamo(_BackwardPlan.run)
-    return backward
+    # A backward may run while a compiled frame does.
+    disabled: Callable[..., Any] = torch.compiler.disable(backward)
+    return disabled
 
 
 @final
