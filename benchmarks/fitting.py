@@ -34,7 +34,7 @@ def memory_plan_of_llama(layers: int, tokens: int = 8192) -> dict[str, float]:
     found: dict[str, StepMemory | MemoryPlan] = {}
 
     def attempt() -> None:
-        found["step"] = step_memory(model, (), {"input_ids": ids, "labels": ids}, rates=rates)
+        found["step"] = step_memory(model, (), {"input_ids": ids, "labels": ids.clone()}, rates=rates)
 
     def decide() -> None:
         step = found["step"]

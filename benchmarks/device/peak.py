@@ -212,7 +212,8 @@ class _Worker:
             # A plan of several graphs counts all that is allocated.
             together = [plan for plan in self.plans if isinstance(plan, StepMemoryPlan)]
             plans, beside = (together, self.resting) if together else (self.plans, 0)
-            asked = plans[-1].allowed_bytes - beside if isinstance(self.asked, float) else self.asked
+            # Where no plan holds what was asked for, a later one is allowed what it takes.
+            asked = plans[0].allowed_bytes - beside if isinstance(self.asked, float) else self.asked
             found["asked_gb"] = round(asked / 1e9, 3)
             found["fits"] = peak <= asked
             found["plans"] = len(plans)

@@ -154,6 +154,32 @@ def test_guards_of_a_compiler_are_checked_before_its_code_is_used() -> None:
     assert backend.made == [[True, True], [False, True], [True, False], [False, False]]
 
 
+def test_a_size_that_a_compiler_fixes_is_checked() -> None:
+    class Asking(Counting):
+        """Makes code for eight rows that is only right for these."""
+
+        def compile(self, body, inputs):
+            is_eight = bool(inputs[0].shape[0] == 8)
+            self.made.append([is_eight])
+            return lambda x: (x * (2 if is_eight else 3),)
+
+    backend = Asking()
+    module = lowered(lambda x: x * 2, Lower(backend, dynamic=True))
+    for size in (8, 9, 8, 10):
+        assert torch.equal(module(torch.ones(size)), torch.ones(size) * (2 if size == 8 else 3))
+    assert backend.made == [[True], [False]]
+
+
+def test_a_number_that_is_found_to_be_a_product_of_sizes_stays_dynamic() -> None:
+    """A mixture of experts passes the number of its tokens from layer to layer, beside batch and length."""
+    backend = Counting()
+    module = lowered(lambda x, tokens: x.flatten(0, 1).view(tokens, 4) * 2, Lower(backend, dynamic=True))
+    for rows, length in ((2, 16), (3, 8), (5, 21)):
+        x = torch.randn(rows, length, 4)
+        assert torch.equal(module(x, rows * length), x.flatten(0, 1) * 2)
+    assert len(backend.made) == 1
+
+
 def test_equal_sizes_that_are_needed_are_checked() -> None:
     backend = Counting()
     module = lowered(lambda x, y: x + y, Lower(backend, dynamic=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,9 +22,12 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | int) -> int:
     made = _made(optimizer)
     if made:
         return sum(value.numel() * value.element_size() for value in made)
-    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    parameter_bytes: int = sum(one.numel() * one.element_size() for one in parameters)
-    return _copies(optimizer) * parameter_bytes
+    return sum(
+        _copies(optimizer, group) * one.numel() * one.element_size()
+        for group in optimizer.param_groups
+        for one in group["params"]
+        if one.requires_grad
+    )
 
 
 def bytes_to_come(optimizer: torch.optim.Optimizer | int) -> int:
@@ -35,17 +41,26 @@ def _made(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def _copies(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of the size of a parameter an optimizer of torch keeps for each."""
-    copies = _COPIES.get(type(optimizer).__name__)
-    if copies is None:
-        raise OptionError(
-            f"the size of the state of {type(optimizer).__name__} is not known before its first step; pass it in bytes"
-        )
-    group = optimizer.param_groups[0]
-    if "momentum" in group and type(optimizer).__name__ == "SGD":
-        return int(bool(group["momentum"]))
-    return copies + bool(group.get("amsgrad"))
+def _copies(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """How many tensors of the size of a parameter an optimizer of torch keeps for each of a group."""
+    name = type(optimizer).__name__
+    if name not in _COPIES:
+        raise OptionError(f"the size of the state of {name} is not known before its first step; pass it in bytes")
+    always, options = _COPIES[name]
+    return always + sum(bool(group.get(option)) for option in options)
 
 
-_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1, "SGD": 0, "Rprop": 2}
+#: By the name of the class: copies in any case, and the options of a group that each need one more.
+_COPIES: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "ASGD": (1, ()),
+    "Adadelta": (2, ()),
+    "Adagrad": (1, ()),
+    "Adam": (2, ("amsgrad",)),
+    "AdamW": (2, ("amsgrad",)),
+    "Adamax": (2, ()),
+    "NAdam": (2, ()),
+    "RAdam": (2, ()),
+    "RMSprop": (1, ("momentum", "centered")),
+    "Rprop": (2, ()),
+    "SGD": (0, ("momentum",)),
+}

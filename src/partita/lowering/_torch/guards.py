@@ -7,6 +7,7 @@ Those on tensors and global state are fast and conservative: a call that they re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -193,8 +194,21 @@ def default_device() -> torch.device | None:
 #: Whether a compiled function may be used for these inputs.
 Check: TypeAlias = Callable[[Sequence[Any]], bool]
 
-#: Where a number is among the inputs of a call, and the symbolic number that was there for the compiler.
-Place: TypeAlias = tuple[Read, torch.SymInt]
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a number is among the inputs of a call, and the symbolic number that was there for the compiler."""
+
+    read: Read
+    #: The expression before compilation: what a compiler finds to be equal, it replaces in all numbers.
+    expression: Any
+    hint: int | None
+
+    @classmethod
+    def of(cls, read: Read, number: torch.SymInt) -> Place:
+        """The place of a number that no compiler has seen."""
+        return cls(read, number.node.expr, number.node.hint)
 
 
 def symbolic_places(inputs: Sequence[Any]) -> list[Place]:
@@ -202,12 +216,12 @@ def symbolic_places(inputs: Sequence[Any]) -> list[Place]:
     found: list[Place] = []
     for place, value in enumerate(inputs):
         if isinstance(value, Tensor):
-            found += [(Read(place, "size", axis), size) for axis, size in _symbolic(value.shape)]
+            found += [Place.of(Read(place, "size", axis), size) for axis, size in _symbolic(value.shape)]
         elif isinstance(value, torch.SymInt):
-            found.append((Read(place), value))
+            found.append(Place.of(Read(place), value))
     for place, value in enumerate(inputs):
         if isinstance(value, Tensor):
-            found += [(Read(place, "stride", axis), stride) for axis, stride in _symbolic(value.stride())]
+            found += [Place.of(Read(place, "stride", axis), stride) for axis, stride in _symbolic(value.stride())]
     return found
 
 
@@ -216,23 +230,22 @@ def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] |
     places: dict[str, Read] = {}
     conditions: dict[Expression, None] = {}
     derived: list[Place] = []
-    for found, expected in inputs:
-        expression = expected.node.expr
-        if expression.is_symbol and str(expression) not in places:
-            places[str(expression)] = found
+    for place in inputs:
+        if place.expression.is_symbol and str(place.expression) not in places:
+            places[str(place.expression)] = place.read
         else:
-            derived.append((found, expected))
+            derived.append(place)
     if not places:
         return None
     try:
         conditions |= dict.fromkeys(
-            Operation("==", (found, _on_places(expected.node.expr, places))) for found, expected in derived
+            Operation("==", (place.read, _on_places(place.expression, places))) for place in derived
         )
         conditions |= dict.fromkeys(_on_places(guard.expr, places) for guard in env.guards)
     except ExpressionError:
         # A guard that cannot be expressed is known to hold for the sizes of this call only.
         exact = [(places[symbol], value) for symbol, value in _values(env) if symbol in places]
-        exact += [(found, expected.node.hint) for found, expected in derived if expected.node.hint is not None]
+        exact += [(place.read, place.hint) for place in derived if place.hint is not None]
         conditions |= dict.fromkeys(Operation("==", (found, int(value))) for found, value in exact)
     conditions |= dict.fromkeys(_bounds(env, places))
     return tuple(conditions)
