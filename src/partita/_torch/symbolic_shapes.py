@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -56,9 +56,16 @@ def constant_size(value: int) -> torch.SymInt:
     """A symbolic number that is always `value`, which torch saves as an input with a name, and not as a constant."""
     import sympy  # type: ignore[import-untyped]
     from torch.fx.experimental.sym_node import SymNode
+
+    return torch.SymInt(SymNode(sympy.Integer(value), _environment_of_constants(), int, value))
+
+
+@cache
+def _environment_of_constants() -> Any:
+    """A shape environment without symbols; one takes as much memory as hundreds of numbers, so that all share it."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return torch.SymInt(SymNode(sympy.Integer(value), ShapeEnv(), int, value))
+    return ShapeEnv()
 
 
 def hint_of(value: Any, default: int = 1) -> Any:

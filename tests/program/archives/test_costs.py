@@ -14,10 +14,11 @@ import torch
 from tests.helpers.processes import run_in_new_process
 from tests.helpers.work import calls_during, steps_during
 from tests.program.archives.helpers import Spoilt, X
-from tests.program.archives.test_names import graph, sine, value
+from tests.program.archives.test_names import body, graph, node, sine, value
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from partita import Program, compare, plan
 from partita._torch.dry_runs import Allowance, refusal_of_call
@@ -198,6 +199,26 @@ def test_a_long_name_is_shortened_in_messages(small: Path, tmp_path: Path) -> No
     assert len(str(caught.value)) < 3_000
 
 
+def test_inputs_that_are_known_numbers_make_no_environment_each(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[ShapeEnv]()
+    make = ShapeEnv.__init__
+
+    def count(env: ShapeEnv, *args: Any, **options: Any) -> None:
+        made.append(env)
+        make(env, *args, **options)
+
+    monkeypatch.setattr(ShapeEnv, "__init__", count)
+    inner = graph(["p"], [sine("p", "q")], ["q"])
+    inner["inputs"] += [{"as_sym_int": {"as_name": f"n{at}"}} for at in range(30)]
+    inner["sym_int_values"] = {f"n{at}": {"as_int": at} for at in range(30)}
+    wrap = node("torch.ops.higher_order.wrap", [body("own", inner), value("x")], "r", hop=False)
+    program = Program.of(written(small, tmp_path / "m.pt2", graph(["x"], [wrap], ["r"])))
+    plan(program, BySize(parts=1), Call()).apply()
+    assert len(made) < 10
+
+
 # Values of a file that have the same hash in Python, so that a table of them takes quadratic time.
 
 
@@ -280,8 +301,8 @@ class Number(int):
 
 def test_annotations_with_the_same_hash_are_not_compared_with_each_other() -> None:
     module = chain(["x"], [(SIN, (f"a{at - 1}" if at else "x",)) for at in range(60)])
-    for at, node in enumerate(module.graph.find_nodes(op="call_function", target=SIN)):
-        node.meta["custom"] = {"stage": Number(at // 2)}
+    for at, one in enumerate(module.graph.find_nodes(op="call_function", target=SIN)):
+        one.meta["custom"] = {"stage": Number(at // 2)}
     Number.compared = 0
     assert len(ByAnnotation("stage")(Program.of(module))) == 30
     assert Number.compared < 200
