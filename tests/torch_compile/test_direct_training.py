@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from contextvars import Context, ContextVar
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 from partita.torch_compile._torch import direct_training, trained_together
-from partita.torch_compile._torch.direct_training import trained_directly
+from partita.torch_compile._torch.direct_training import in_context_of_backward, trained_directly
 from partita.treatments import Call, Recompute, Treatment
 
 
@@ -280,6 +282,23 @@ def test_a_backward_while_dynamo_runs_is_not_compiled() -> None:
     assert counters["frames"]["ok"] <= 6
     trained.twin(trained.x).square().mean().backward()
     trained.assert_same_gradients()
+
+
+CALLER = ContextVar("caller", default="nobody")
+
+
+def test_the_code_of_a_backward_gets_the_context_variables_of_its_caller() -> None:
+    def seen() -> str:
+        return Context().run(in_context_of_backward, CALLER.get)  # As in a thread of the engine.
+
+    found: list[str] = []
+    result = torch.ones(2, requires_grad=True).exp()
+    result.register_hook(lambda _: found.append(seen()))
+    token = CALLER.set("user")
+    result.sum().backward()
+    CALLER.reset(token)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        assert [*found, pool.submit(seen).result()] == ["user", "nobody"]
 
 
 def test_compiled_autograd_takes_the_backward_apart() -> None:

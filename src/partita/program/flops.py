@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from partita._torch.dry_runs import is_torchs, refusal_of_call
 from partita._torch.operators.schemas import base_name
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
-from partita.program._torch.saved_tensors import flops_of_call
+from partita.program._torch.saved_tensors import flop_formula, flops_of_call
 
 
 class Flops:
@@ -64,7 +63,7 @@ def _way_to_count(node: Node) -> Callable[..., int] | None:
     """The function that counts a node; None if the node counts as zero whatever it reads."""
     if node.op != "call_function":
         return None
-    if _formula(node.target) is not None:
+    if flop_formula(node.target) is not None:
         return _by_formula if value_of(node) is not None else _run if is_torchs(node.target) else None
     name = base_name(node.target)
     if not is_torchs(node.target) or name not in _PRODUCTS:
@@ -91,18 +90,12 @@ _PRODUCTS = _RECURRENT | frozenset(
 _MANY = 1_000
 
 
-def _formula(target: Any) -> Callable[..., Any] | None:
-    packet = getattr(target, "overloadpacket", target)
-    found: Callable[..., Any] | None = flop_registry.get(packet) if isinstance(packet, Hashable) else None
-    return found
-
-
 def _is_unknown(value: Any) -> bool:
     return value is None or (isinstance(value, tuple | list) and len(value) > _MANY)
 
 
 def _by_formula(node: Node, args: Sequence[Any], kwargs: Any) -> int:
-    formula = _formula(node.target)
+    formula = flop_formula(node.target)
     assert formula is not None
     result = without_memory(value_of(node))
     if not hasattr(formula, "__wrapped__") and _has_long_offsets((*args, *kwargs.values())):

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
 from partita._torch.operators.schemas import viewed_node
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.backends._torch.support import is_random
+from partita.program._torch.saved_tensors import flop_formula
 
 
 class OperatorKinds:
@@ -72,7 +72,7 @@ def argument_of(node: Node, name: str) -> Any:
 
 def flops_of(node: Node) -> int:
     """The FLOPs of a node by torch's formulas, half of them if attention is causal; 0 where there is none."""
-    formula: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = flop_formula(node.target)
     if formula is None:
         return 0
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)

@@ -15,10 +15,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from partita._torch.pytrees import tensors_in
 from partita._torch.symbolic_shapes import hint_of
+from partita.program._torch.saved_tensors import flop_formula
 
 #: Dynamo does not trace this module: it watches what runs.
 DYNAMO_SKIPS = True
@@ -215,25 +215,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    formula = flop_registry.get(getattr(func, "overloadpacket", None)) or _LIKE.get(str(func))
+    formula = flop_formula(func)
     if formula is None:
         return 0
     try:
         return int(hint_of(formula(*args, **kwargs, out_val=result)))
     except Exception:  # A formula may reject arguments with any error; the operator then counts by its bytes.
         return 0
-
-
-# torch 2.13 has attention formulas for accelerators only.
-_aten: Any = torch.ops.aten
-_LIKE: dict[str, Any] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": flop_registry.get(
-        _aten._scaled_dot_product_flash_attention
-    ),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": flop_registry.get(
-        _aten._scaled_dot_product_flash_attention_backward
-    ),
-}
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -188,7 +188,7 @@ class OperatorMonitor(TorchDispatchMode):
         self._allowance.spend(func, args, kwargs)
         if self._makes_meta:
             args, kwargs = on_meta(func, args, kwargs)
-        formula = _formula_for(func.overloadpacket)
+        formula = flop_formula(func)
         if formula is None and is_composite(func):
             with self:  # Without autograd, in inference mode, composite operators arrive undecomposed.
                 return func.decompose(*args, **kwargs)
@@ -239,15 +239,21 @@ def returns_only_views(target: Any) -> bool:
     return bool(returns) and all(result.alias_info is not None for result in returns)
 
 
-def _formula_for(packet: Any) -> Callable[..., Any] | None:
-    # torch 2.13 has attention formulas for accelerators only.
-    known = _ATTENTION_LIKE.get(packet, packet)
-    formula: Callable[..., Any] | None = flop_registry.get(known)
+def flop_formula(target: Any) -> Callable[..., Any] | None:
+    """torch's formula for the FLOPs of an operator, by its arguments and its result `out_val`; None if it has none."""
+    packet = getattr(target, "overloadpacket", target)
+    if not isinstance(packet, Hashable):
+        return None
+    formula: Callable[..., Any] | None = flop_registry.get(_ATTENTION_LIKE.get(packet, packet))
     return formula
 
 
 _aten: Any = torch.ops.aten
-_ATTENTION_LIKE = {_aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention}
+#: torch 2.13 has attention formulas for accelerators only.
+_ATTENTION_LIKE = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
 
 
 def updated_statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
