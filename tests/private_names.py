@@ -15,6 +15,7 @@ import partita
 
 #: Attributes of Python's own that look private.
 PYTHONS = {"_fields", "_getframe", "_replace"}
+_ASKING = {"getattr", "hasattr", "setattr", "delattr"}
 SOURCE = Path(partita.__file__).parent
 LISTED = Path(__file__).with_suffix(".txt")
 
@@ -51,7 +52,7 @@ def _touched(tree: ast.Module, own: set[str]) -> Iterator[str]:
                 yield f"name {_without_members(qualified)}"
         elif isinstance(node, ast.Call):
             yield from _patched(node, names)
-            yield from _asked_by_text(node, own)
+            yield from _asked_by_text(node, own, names)
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
         )
@@ -118,16 +119,20 @@ def _attributes(node: ast.Attribute, own: set[str]) -> Iterator[str]:
         held = held.value
 
 
-def _asked_by_text(node: ast.Call, own: set[str]) -> Iterator[str]:
-    """Attributes that `getattr` and its kin are given as text."""
-    if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr", "delattr"):
-        for argument in node.args[1:2]:
-            if (
-                isinstance(argument, ast.Constant)
-                and _is_private(str(argument.value))
-                and argument.value not in own | PYTHONS
-            ):
-                yield f"attribute {argument.value}"
+def _asked_by_text(node: ast.Call, own: set[str], names: dict[str, str]) -> Iterator[str]:
+    """Names of torch's modules, and attributes, that `getattr` and its kin are given as text."""
+    match node:
+        case ast.Call(
+            func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"), args=[owner, ast.Constant(), *_]
+        ):
+            text = str(ast.literal_eval(node.args[1]))
+            qualified = _qualified(ast.Attribute(owner, text), names)
+            if qualified is not None and _is_module(qualified.removesuffix(f".{text}")):
+                yield from (f"name {_without_members(name)}" for name in [qualified] if _is_private(name))
+            elif _is_private(text) and text not in own | PYTHONS:
+                yield f"attribute {text}"
+        case ast.Call(func=ast.Attribute(attr="attrgetter"), args=[ast.Constant(str(text))]) if _is_private(text):
+            yield f"attribute {text}"
 
 
 def _patched(node: ast.Call, names: dict[str, str]) -> Iterator[str]:
@@ -141,6 +146,8 @@ def _patched(node: ast.Call, names: dict[str, str]) -> Iterator[str]:
                 yield f"patch {names[owner.id]}"
             elif isinstance(owner, ast.Attribute) and (qualified := _qualified(owner, names)) is not None:
                 yield f"patch {qualified}"
+        case ast.Attribute(value=ast.Name(id="patch"), attr="object"):
+            yield f"patch {ast.unparse(node.args[0])}.{ast.unparse(node.args[1])}"
         case ast.Attribute(attr="patch") as called:
             if (qualified := _qualified(called, names)) is not None:
                 yield f"patch {qualified}"

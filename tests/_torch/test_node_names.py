@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import operator
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph
+from torch.fx.graph import _illegal_names
 
-from partita._torch.fx.graph_writer import Names
+from partita._torch.fx.graph_writer import NAMES_OF_CODE, Names
 
 TARGETS: list[Any] = [
     torch.add,
@@ -92,3 +94,7 @@ def test_a_reserved_name_is_not_used(reserved: set[str], sequence: list[tuple[st
     names.reserve(sorted(reserved))
     given_out = [names.fresh(value) if kind == "wish" else names.fresh_for(value) for kind, value in sequence]
     assert len({*given_out, *reserved}) == len(given_out) + len(reserved)
+
+
+def test_names_that_stand_for_something_else_are_those_of_torch() -> None:
+    assert NAMES_OF_CODE - set(vars(builtins)) == set(_illegal_names) - set(vars(builtins))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import operator
 import re
 from collections import OrderedDict, defaultdict
@@ -12,7 +14,6 @@ from unicodedata import normalize
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.graph import _illegal_names as _names_of_python
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
@@ -22,6 +23,10 @@ from partita._torch.operators.schemas import has_process_lifetime
 _NodeBase: Any = getattr(torch._C, "_NodeBase", None)
 _fx_map_arg: Callable[[Any, Callable[[Node], Any]], Any] | None = getattr(torch._C, "_fx_map_arg", None)
 
+#: Names that no node has: they stand for something else in the code that torch generates.
+NAMES_OF_CODE = frozenset(
+    (*keyword.kwlist, *vars(builtins), "NoneType", "device", "fx_pytree", "inf", "nan", "pytree", "torch")
+)
 
 #: The inputs of a node, each once, as the keys of a dict, in argument order.
 input_nodes: Callable[[Node], Mapping[Node, None]] = operator.attrgetter("_input_nodes")
@@ -238,7 +243,7 @@ class Names:
         used, counts, candidates, names = self._used, self._counts, _CANDIDATES, []
         for target in targets:
             known = candidates.get(id(target))
-            if known is None or known[1][2] is not None or known[1][0] in _illegal_names:
+            if known is None or known[1][2] is not None or known[1][0] in _ILLEGAL_NAMES:
                 names.append(self.fresh_for(target))
                 continue
             candidate, base, _ = known[1]
@@ -255,7 +260,7 @@ class Names:
         used, counts = self._used, self._counts
         if suffix is None or candidate in used:
             count = counts.get(base, 0)
-            if candidate in _illegal_names:
+            if candidate in _ILLEGAL_NAMES:
                 count += 1
                 candidate = f"{base}_{count}"
         else:
@@ -288,7 +293,7 @@ def _parse_target(target: str) -> tuple[str, str, str | None]:
 _NAME = re.compile(r"([a-zA-Z_]\w*?)(?:_(\d+))?", re.ASCII)
 _OTHER_CHARACTERS = re.compile(r"\W+", re.ASCII)
 #: torch (2.13) allows a node named `self`, which shadows the module in the generated code.
-_illegal_names = frozenset((*_names_of_python, "self"))
+_ILLEGAL_NAMES = NAMES_OF_CODE | {"self"}
 #: What a node with this target would be called, by the identity of the target; functions and operators are few.
 _CANDIDATES: dict[int, tuple[Any, tuple[str, str, str | None]]] = {}
 _GRAPH = Graph()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from keyword import iskeyword
 from typing import Any, TypeAlias
@@ -43,7 +43,7 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
     try:
         for patch in patches:
             # A class may have inherited the attribute, and a classmethod must be restored as one.
-            originals.append(Patch(patch.owner, patch.name, vars(patch.owner).get(patch.name, _ABSENT)))
+            originals.append(replace(patch, value=vars(patch.owner).get(patch.name, _ABSENT)))
             setattr(patch.owner, patch.name, patch.value)
         yield
     finally:

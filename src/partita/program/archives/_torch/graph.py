@@ -15,8 +15,8 @@ from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.graph import _illegal_names
 
+from partita._torch.fx.graph_writer import NAMES_OF_CODE
 from partita._torch.operators.schemas import TEXT_CHECKS
 from partita._torch.symbolic_shapes import constant_size
 from partita.program.archives._torch.operators import (
@@ -353,7 +353,7 @@ class GraphReader:
             if name is None:
                 name = wanted = self._wanted.get(node, "output")
                 base = _NUMBERED.sub("", wanted)
-                while name in used or name in _illegal_names:
+                while name in used or name in NAMES_OF_CODE:
                     counts[base] = counts.get(base, 0) + 1
                     name = f"{base}_{counts[base]}"
                 used.add(name)

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._export.serde.serialize import GraphModuleSerializer, SerializeError
+from torch._export.serde.serialize import GraphModuleSerializer
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
@@ -39,7 +39,7 @@ def save_exported(
     with _SAVING, _each_body_once(exported.graph_module):
         try:
             torch.export.save(exported, path, extra_files=None if extra_files is None else dict(extra_files))
-        except (AssertionError, SerializeError) as error:
+        except (AssertionError, RuntimeError) as error:
             last = [line for line in str(error).splitlines() if line.strip()][-1:] or ["no more is known"]
             raise ArchiveError(f"torch {torch.__version__} cannot save the program: {last[0].strip()[:300]}") from error
 
