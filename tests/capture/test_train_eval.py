@@ -210,6 +210,39 @@ def test_what_is_missing_or_does_not_fit_is_named_once(*, inside: bool) -> None:
     assert empty.missing_keys == list(holder.state_dict())
 
 
+class _Versioned(nn.Linear):
+    """Takes down which version the state has that it is given."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.versions: list[object] = []
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.versions.append(metadata.get("version"))
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class _Leaves(torch.fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, _: str) -> bool:
+        return isinstance(module, _Versioned)
+
+
+def test_the_versions_of_modules_are_known_by_the_names_of_the_training_variant() -> None:
+    model = nn.Sequential(_Versioned(), _Versioned())
+    program = partita.Program.of(torch.fx.GraphModule(model, _Leaves().trace(model)), pure=[_Versioned])
+    training, evaluation = (partita.plan(program, BySize(parts=2), Call()).apply().module() for _ in range(2))
+    module = TrainEval(training, evaluation)
+    training.load_state_dict(copy.deepcopy(module.state_dict()))
+    module.load_state_dict(copy.deepcopy(training.state_dict()))
+    module.load_state_dict(copy.deepcopy(module.state_dict()))
+    inside = nn.Sequential(module)
+    inside.load_state_dict(copy.deepcopy(inside.state_dict()))
+    # Both variants hold the modules of the model, so each of the last three loads is seen twice.
+    assert [each.versions for each in model] == [[3] * 7] * 2
+
+
 def test_a_buffer_that_is_not_saved_is_unexpected_by_its_own_name() -> None:
     _, module = _scaled(Call())
     found = module.load_state_dict({**module.state_dict(), "scale": torch.ones(4)}, strict=False)

@@ -90,13 +90,35 @@ def test_a_strict_load_still_tells_what_is_missing_and_what_is_strange() -> None
     module = split("original").module()
     old = Model().state_dict()
     del old["blocks.0.bias"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*one\.blocks_0\.bias|Missing key.*blocks\.0\.bias"):
+    with pytest.raises(RuntimeError, match=r'Missing key.*: "blocks\.0\.bias"\.'):
         module.load_state_dict(old)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*strange\.weight"):
         module.load_state_dict({**Model().state_dict(), "strange.weight": torch.ones(1)})
     found = module.load_state_dict({**old, "strange": torch.ones(1)}, strict=False)
     assert found.unexpected_keys == ["strange"]
-    assert [key.rpartition(".")[2] for key in found.missing_keys] == ["bias"]
+    assert found.missing_keys == ["blocks.0.bias"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    "copied", [lambda module: module, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_missing_or_does_not_fit_has_the_name_of_the_original(times: int, copied: Any, *, inside: bool) -> None:
+    module: nn.Module = copied(split("original", times=times).module())
+    original: nn.Module = Model()
+    if inside:
+        module, original = nn.Sequential(module, nn.Linear(2, 2)), nn.Sequential(original, nn.Linear(2, 2))
+    prefix = "0." if inside else ""
+    state = {**original.state_dict(), f"{prefix}scale": torch.ones(3), f"{prefix}blocks.1.bias": torch.ones(3)}
+    del state[f"{prefix}blocks.2.bias"]
+    said = []
+    for each in (module, original):
+        with pytest.raises(RuntimeError) as error:
+            each.load_state_dict(state)
+        said.append(sorted(str(error.value).splitlines()[1:]))
+    assert said[0] == said[1]
+    assert [f"{prefix}blocks.1.bias" in line for line in said[0]].count(True) == 1
 
 
 def test_a_checkpoint_is_not_changed_by_loading_it() -> None:
@@ -224,6 +246,22 @@ def shared() -> GraphModule:
     graph = Leaves().trace(model)
     graph.find_nodes(op="call_module")[1].target = "again"  # A tracer knows a module by one name only.
     return GraphModule(model, graph)
+
+
+@pytest.mark.parametrize("naming", ["split", "original"])
+def test_versions_follow_the_names_through_the_map(naming: StateNaming) -> None:
+    original = nn.Sequential(Versioned(2, 2), Versioned(2, 2))
+    traced = GraphModule(original, Leaves().trace(original))
+    after = cut(Program.of(traced), {"_0": "a", "_1": "b"}, state_names=naming)
+    checkpoint = copy.deepcopy(original.state_dict())
+    after.load_original_state(checkpoint)
+    back = after.original_state()
+    assert sorted(back) == sorted(checkpoint)
+    fresh = nn.Sequential(Versioned(2, 2), Versioned(2, 2))
+    fresh.load_state_dict(back)
+    # The modules of the program are those of the original.
+    assert [each.versions for each in (*original, *fresh)] == [[3]] * 4
+    assert type(after.state_keys.to_original(dict(checkpoint))) is dict
 
 
 @pytest.mark.parametrize("labels", [{"first": "a", "first_1": "a"}, {"first": "a", "first_1": "b"}, {"first_1": "b"}])

@@ -286,6 +286,21 @@ def test_a_function_without_a_name_is_named_when_it_is_pickled() -> None:
     assert torch.equal(copy.deepcopy(module)(torch.ones(2)), torch.ones(2).sin())
 
 
+@pytest.mark.parametrize("check_guards", [False, True])
+@pytest.mark.parametrize("treatment", [Call(), Lower("eager"), Recompute()], ids=repr)
+def test_the_module_of_an_export_by_torch_is_copied_but_not_pickled(treatment: Any, *, check_guards: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)), torch.ones(3, 4)
+    exported = torch.export.export(model, (x,))
+    program = Program.of(exported.module(check_guards=check_guards))
+    module = partita.plan(program, BySize(parts=2), treatment).apply().module()
+    torch.manual_seed(0)
+    expected = module(x)
+    torch.manual_seed(0)
+    assert torch.equal(copy.deepcopy(module)(x), expected)
+    with pytest.raises(NotPicklableError, match=r"make it of the exported program, Program\.of\(exported\)"):
+        pickle.dumps(module)
+
+
 def test_an_operator_that_is_not_registered_is_named_when_a_module_is_loaded() -> None:
     with torch.library._scoped_library("partita_copies", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")

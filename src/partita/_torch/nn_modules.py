@@ -20,6 +20,15 @@ def has_only_export_hooks(module: nn.Module) -> bool:
     return is_plain and bool(hooks) and all(getattr(hook, "__module__", "") == "torch.export._unlift" for hook in hooks)
 
 
+def has_fleeting_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks by which torch.export keeps it from being pickled."""
+    hooks = (hook for table in hooks_of(module) for hook in table.values())
+    return any(
+        getattr(hook, "__module__", "") == "torch.export._unlift" and "<locals>" in getattr(hook, "__qualname__", "")
+        for hook in hooks
+    )
+
+
 def drop_fleeting_hooks(module: nn.Module) -> None:
     """Removes the hooks that cannot be pickled, which are only for programs that take modules as inputs."""
     for table in (module._forward_pre_hooks, module._forward_hooks):

@@ -212,13 +212,17 @@ def _keep_tensors(buffers: list[_Slot]) -> None:
 
 
 def _names_of_training(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Gives the state the names that it has in the training variant."""
+    """Gives the state, and the versions of its modules, the names that they have in the training variant."""
     for key in [key for key in state if key.startswith(prefix)]:
         variant, _, name = key.removeprefix(prefix).partition(".")
         if variant in (_TRAINING, _EVALUATION):
             value = state.pop(key)
             if variant == _TRAINING:
                 state[prefix + name] = value
+    # Those by the paths here stay: inside of another module, torch hands out no versions that a hook could rename.
+    versions = getattr(state, "_metadata", {})
+    own = f"{prefix}{_TRAINING}."
+    versions.update({prefix + path.removeprefix(own): versions[path] for path in versions if path.startswith(own)})
 
 
 def _names_of_variants(module: Any, state: dict[str, Any], prefix: str, *report: Any) -> None:
@@ -232,7 +236,18 @@ def _names_of_variants(module: Any, state: dict[str, Any], prefix: str, *report:
             state[f"{prefix}{_TRAINING}.{slot.name}"] = value
             for name in places.get(id(slot.tensor), ()):
                 state[f"{prefix}{_EVALUATION}.{name}"] = value
+    _add_versions(module, getattr(state, "_metadata", None) or {}, prefix)
     module.being_loaded = _Loading(prefix, errors=report[-1])
+
+
+def _add_versions(module: Any, versions: dict[str, Any], prefix: str) -> None:
+    """Adds the versions of modules by the paths that they have here: modules look for theirs by its current path."""
+    own = {id(part): path for path, part in module.training_variant.named_modules()}
+    for name, variant in ((_TRAINING, module.training_variant), (_EVALUATION, module.evaluation_variant)):
+        for path, part in variant.named_modules(remove_duplicate=False):
+            known = versions.get(prefix + own.get(id(part), path))
+            if path and known is not None:
+                versions.setdefault(f"{prefix}{name}.{path}", known)
 
 
 def _is_persistent(slot: _Slot) -> bool:

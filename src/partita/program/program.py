@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any, NamedTuple, Never, TypeAlias, TypeVar, final
+from typing import Any, NamedTuple, Never, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import nn
@@ -58,14 +58,42 @@ class StateKeys:
         return StateKeys(({path: old for path, old in moved.items() if path != old},)) if self.rewrites else self
 
     def to_original(self, state: Mapping[str, T]) -> dict[str, T]:
-        """A state dict of this program under the original names."""
-        return {self.original(key): value for key, value in state.items()}
+        """A state dict of this program under the original names, with the versions of its modules."""
+        versions = _versions(state)
+        # A module that moved to a name takes it from what had it.
+        paths = sorted(versions, key=lambda path: self.original(path) != path)
+        renamed = {self.original(key): value for key, value in state.items()}
+        return _with_versions(renamed, {self.original(path): versions[path] for path in paths})
 
     def from_original(self, state: Mapping[str, T], keys: Iterable[str]) -> dict[str, T]:
         """A state dict of the original under the names of this program; entries that match none of `keys` are kept."""
         found = {key: state[self.original(key)] for key in keys if self.original(key) in state}
         used = {self.original(key) for key in found}
-        return {**found, **{key: value for key, value in state.items() if key not in used}}
+        renamed = {**found, **{key: value for key, value in state.items() if key not in used}}
+        versions = _versions(state)
+        paths = {path: self.original(path) for key in found for path in _folders(key)} if versions else {}
+        moved = {path: versions[original] for path, original in paths.items() if original in versions}
+        return _with_versions(renamed, {**versions, **moved})
+
+
+def _versions(state: Mapping[str, object]) -> Mapping[str, object]:
+    """The versions of the modules that a state dict was saved from, by path; torch keeps them in an attribute."""
+    return getattr(state, "_metadata", None) or {}
+
+
+def _with_versions(state: dict[str, T], versions: Mapping[str, object]) -> dict[str, T]:
+    """The state with the versions, by which modules know whether to convert it when they load it."""
+    if not versions:
+        return state
+    result: Any = OrderedDict(state)
+    result._metadata = OrderedDict(versions)
+    return cast("dict[str, T]", result)
+
+
+def _folders(key: str) -> Iterator[str]:
+    """The paths of the modules around a parameter or buffer, the innermost first."""
+    while key := key.rpartition(".")[0]:
+        yield key
 
 
 def _before(key: str, moved: Mapping[str, str]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import keyword
+import re
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -129,9 +130,10 @@ def name_state(module: nn.Module, keys: StateKeys, *, naming: StateNaming) -> No
         raise OptionError(f'state_names is "split" or "original", not {naming!r}')
     _remove_renaming(module)
     if naming == "original" and keys.rewrites:
-        own = tuple(module.state_dict(keep_vars=True))
+        loading = _Loading(keys, tuple(module.state_dict(keep_vars=True)))
         module.register_state_dict_post_hook(_Saving(keys))
-        module.register_load_state_dict_pre_hook(_Loading(keys, own))
+        module.register_load_state_dict_pre_hook(loading)
+        module.register_load_state_dict_post_hook(_Reporting(loading))
 
 
 class MovedByPart:
@@ -213,10 +215,9 @@ def _name_at(path: str, names: Mapping[str, str]) -> str:
 
 def _remove_renaming(module: nn.Module) -> None:
     """Removes the hooks of an earlier rewrite, which the new keys include."""
-    tables: tuple[Mapping[int, Any], ...] = (module._state_dict_hooks, module._load_state_dict_pre_hooks)
-    for table in tables:
-        assert isinstance(table, dict)
-        ours = [key for key, hook in table.items() if isinstance(getattr(hook, "hook", hook), _Saving | _Loading)]
+    kinds = _Saving | _Loading | _Reporting
+    for table in (value for name, value in vars(module).items() if name in _HOOKS and isinstance(value, dict)):
+        ours = [key for key, hook in table.items() if isinstance(getattr(hook, "hook", hook), kinds)]
         for key in ours:
             del table[key]
 
@@ -239,8 +240,12 @@ class _Loading:
 
     keys: StateKeys
     own: tuple[str, ...]
+    #: Where the module is in what is loaded, and the list of errors to which the load in progress adds.
+    prefix: str = ""
+    errors: list[str] = field(default_factory=list)
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *report: Any) -> None:
+        self.prefix, self.errors = prefix, report[-1]
         entries = _popped(state, prefix)
         state.update({prefix + key: value for key, value in self.keys.from_original(entries, self.own).items()})
         versions = getattr(state, "_metadata", None) or {}
@@ -249,6 +254,23 @@ class _Loading:
             original = prefix + self.keys.original(path)
             if original in versions:
                 versions.setdefault(prefix + path, versions[original])
+
+
+@dataclass
+class _Reporting:
+    """A hook that names what is missing or does not fit by the names of the original, after a state dict was loaded."""
+
+    loading: _Loading
+
+    def __call__(self, module: nn.Module, found: Any) -> None:
+        prefix, errors, self.loading.errors = self.loading.prefix, self.loading.errors, []
+        original = {prefix + key: prefix + self.loading.keys.original(key) for key in self.loading.own}
+        # A module that several regions call is missing once.
+        found.missing_keys[:] = dict.fromkeys(original.get(key, key) for key in found.missing_keys)
+        if errors:
+            names = "|".join(map(re.escape, original))
+            known = re.compile(rf"(?<![\w.])({names})(?![\w.])")
+            errors[:] = [known.sub(lambda match: original[match[1]], text) for text in errors]
 
 
 def _popped(table: dict[str, Any], prefix: str) -> dict[str, Any]:

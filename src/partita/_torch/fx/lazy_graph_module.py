@@ -28,6 +28,7 @@ from partita._torch.functorch import Entered, close_dual_level, entered_by, ente
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import read_ambient, restore_after_error
+from partita._torch.nn_modules import has_fleeting_hooks
 from partita._torch.operators.schemas import WRAP_WITH_SET_GRAD_ENABLED, flattens_inputs
 from partita.errors import CaptureError, MissingTargetError, NotPicklableError
 
@@ -254,6 +255,12 @@ def _adopt(module: LazyModule, graph: Graph) -> None:
 
 def _reduced(module: GraphModule) -> tuple[Any, ...]:
     """What a pickle stores of a graph module."""
+    if has_fleeting_hooks(module):
+        raise NotPicklableError(
+            "this program was made of ExportedProgram.module(), whose hooks are functions without a name that another "
+            "process could import them by; make it of the exported program, Program.of(exported), or copy the module "
+            "with copy.deepcopy"
+        )
     state = {key: value for key, value in module.__dict__.items() if key not in _GENERATED}
     parts: dict[Any, Any] = {
         part: _AsData(part) for part in module.children() if isinstance(part, GraphModule) and _is_torchs(part)
