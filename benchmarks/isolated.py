@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.capability_growth import growing_capability, growing_repeats, repeats_of_llama
-from benchmarks.fitting import memory_plan_of_llama
+from benchmarks.fitting import compiled_plan_of_blocks, memory_plan_of_llama
 from benchmarks.floor import minimal_copy
 from benchmarks.graphs import build
 from benchmarks.lowered_models import call_overhead, lowered_model
@@ -97,6 +97,7 @@ _MEASUREMENTS: dict[str, Callable[..., Any]] = {
         growing_repeats,
         repeats_of_llama,
         memory_plan_of_llama,
+        compiled_plan_of_blocks,
         call_overhead,
         lowered_model,
         partitioned,

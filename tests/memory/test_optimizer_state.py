@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.helpers.processes import run_on_ranks
 from torch import nn
 
 from partita.errors import OptionError
@@ -50,6 +53,22 @@ def test_groups_have_options_of_their_own() -> None:
     one, other = nn.Parameter(torch.ones(32)), nn.Parameter(torch.ones(64))
     optimizer = torch.optim.SGD([{"params": [one]}, {"params": [other], "momentum": 0.9}], lr=0.1)
     assert optimizer_bytes(optimizer) == 4 * 64 == _stepped(optimizer)
+
+
+def _sharded(rank: int, folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = fully_shard(nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert optimizer_bytes(optimizer) == 2 * 4 * 64 * 64 // 2
+    _stepped(optimizer)
+    assert optimizer_bytes(optimizer) == pytest.approx(2 * 4 * 64 * 64 // 2, abs=16)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
+def test_of_sharded_parameters_a_rank_has_its_part_of_the_state(tmp_path: Path) -> None:
+    run_on_ranks(_sharded, str(tmp_path))
 
 
 def test_the_state_of_an_optimizer_that_is_not_known_is_asked_for() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.work import steps_during
 
 from partita.solvers import peak
 from partita.solvers.keep_sets import Item, keep_sets
@@ -133,6 +135,20 @@ def test_thinned_states_still_fit() -> None:
         peak._MOST_STATES = before
     assert found is not None
     assert peak_of(stages, found) <= 400
+
+
+def test_work_grows_in_proportion_to_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak, "_MOST_STATES", 50)
+
+    def chain(length: int) -> list[Stage]:
+        mixed = [at * 0x9E3779B97F4A7C15 % 1009 for at in range(length)]
+        menus = [[Choice(10.0, 0, 20, 20), Choice(6.0, 5 + mix % 7, 20, 20), Choice(0.0, 17, 20, 20)] for mix in mixed]
+        return [Stage(tuple(menu)) for menu in menus]
+
+    room = 8  # For each stage.
+    once = steps_during(fastest, chain(40), room * 40)
+    # Four times as long; without a bound on states it takes 16 times.
+    assert steps_during(fastest, chain(160), room * 160) < 8 * once
 
 
 @given(st.lists(st.builds(Item, st.integers(0, 12), st.integers(0, 9).map(float)), max_size=8))

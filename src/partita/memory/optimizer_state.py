@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partita._torch.tensors import plain_tensors
 from partita.errors import OptionError
 
 
@@ -21,9 +22,9 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | int) -> int:
         return optimizer
     made = _made(optimizer)
     if made:
-        return sum(value.numel() * value.element_size() for value in made)
+        return sum(map(_bytes, made))
     return sum(
-        _copies(optimizer, group) * one.numel() * one.element_size()
+        _copies(optimizer, group) * _bytes(one)
         for group in optimizer.param_groups
         for one in group["params"]
         if one.requires_grad
@@ -33,12 +34,17 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | int) -> int:
 def bytes_to_come(optimizer: torch.optim.Optimizer | int) -> int:
     """The bytes of an optimizer's state without those that the allocator of a GPU counts already."""
     made = _made(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else []
-    counted = sum(value.numel() * value.element_size() for value in made if value.device.type == "cuda")
+    counted = sum(_bytes(value) for value in made if value.device.type == "cuda")
     return optimizer_bytes(optimizer) - counted
 
 
 def _made(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor in this process: of one that is sharded those of its shard."""
+    return sum(one.numel() * one.element_size() for one in plain_tensors(tensor))
 
 
 def _copies(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from partita._torch.fake_sandbox import fake_mode_in
+from partita._torch.gc_pause import gc_paused
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.analysis.projections import with_items
@@ -123,6 +124,7 @@ class MemoryPartition:
         _delay_products(backward, self.plans.found[-1].simulated.delayed)
         return forward, backward
 
+    @gc_paused()
     def planned(self, program: Program) -> JointMemoryPlan:
         """The plan for one joint graph."""
         device, dtype = _device_and_dtype(program)
