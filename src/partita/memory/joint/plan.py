@@ -132,9 +132,9 @@ def _in_module(node: Node | None) -> str:
 
 #: The most candidates in a segment, of which all sets are tried.
 _MOST_CANDIDATES = 10
-#: How often a plan is made anew if it does not fit as a whole.
-_TRIES = 12
-#: Into so many parts the bytes from the smallest to the plain peak are divided by the plans that are always tried.
+#: How often the bytes between the smallest and the plain peak are halved to find a plan.
+_HALVINGS = 11
+#: Into so many parts the bytes from the smallest to the plain peak are divided by the plans that are known at first.
 _PARTS = 8
 
 
@@ -184,7 +184,8 @@ class JointPlanner:
                 known[key] = self._menu(at)
             self.menus.append(known[key])
         self._simulations: dict[tuple[int, ...], Simulated] = {}
-        self.plain = self._simulated(tuple(len(menu) - 1 for menu in self.menus))
+        self._plain = tuple(len(menu) - 1 for menu in self.menus)
+        self.plain = self._simulated(self._plain)
 
     def _always(self, must_save: Collection[Node]) -> frozenset[Node]:
         """Saved in every plan: borders of segments, small results, what random operators give, what the caller says.
@@ -319,7 +320,7 @@ class JointPlanner:
 
     @cached_property
     def _known(self) -> list[tuple[int, ...]]:
-        """Plans that are tried for every budget, so that less memory asked does not mean more memory used."""
+        """Plans of all sizes, among them those that take least."""
         least, chosen = least_peak(self.stages)
         most = max(self.plain.peak, least)
         asked = (least + (most - least) * part // _PARTS for part in range(_PARTS))
@@ -359,29 +360,38 @@ class JointPlanner:
         plan was measured to be over its prediction. Raises a `BudgetError` with the smallest peak, `resident` included.
         """
         allowed = room - margin
-        fitting = [chosen for chosen in (*self._known, *self._near(allowed)) if self._simulated(chosen).peak <= allowed]
-        if not fitting:
+        best = self._fastest_that_fits(allowed)
+        if best is None:
             raise self._infeasible(room, margin, resident)
-        best = min(fitting, key=lambda chosen: (self.seconds(chosen), self._simulated(chosen).peak))
         return self.planned(best, room, margin=margin, resident=resident)
 
-    def _near(self, allowed: int) -> Iterator[tuple[int, ...]]:
-        """Plans whose peak, by what is known of segments, is about `allowed`, until one of them fits."""
-        target = allowed
-        for attempt in range(_TRIES):
-            chosen = fastest(self.stages, target)
-            if chosen is None:
-                return
-            yield chosen
-            over = self._simulated(chosen).peak - allowed
-            if over > 0:
-                target -= max(over, allowed // 1000)
-                continue
-            spare = peak_of(self.stages, chosen) - self._simulated(chosen).peak
-            if attempt or spare <= 0:
-                return
-            # It takes less than its segments say, so there may be room for more.
-            target += spare
+    def _fastest_that_fits(self, allowed: int) -> tuple[int, ...] | None:
+        """A plan that takes about `allowed` bytes and not more, by halving between bounds that are the same for all.
+
+        By what is known of segments, plans of less bytes are slower, but their peaks only rise nearly with them. So
+        that less memory asked never means more memory used, nor less time, the one with the highest peak is taken:
+        where the bounds for two numbers of bytes part, the larger one has a plan that does not fit the smaller.
+        """
+        if self.plain.peak <= allowed:
+            return self._plain
+        found: tuple[int, ...] | None = None
+        low, high = least_peak(self.stages)[0], peak_of(self.stages, self._plain)
+        middle = low
+        for _ in range(_HALVINGS):
+            if low >= high:
+                break
+            chosen = fastest(self.stages, middle)
+            if chosen is None or self.peak_of(chosen) > allowed:
+                high = middle
+            else:
+                low = middle
+                if found is None or self.peak_of(chosen) >= self.peak_of(found):
+                    found = chosen
+            middle = (low + high) // 2
+        if found is not None:
+            return found
+        smallest = min(self._known, key=lambda chosen: (self.peak_of(chosen), self.seconds(chosen)))
+        return smallest if self.peak_of(smallest) <= allowed else None
 
     def seconds(self, chosen: Sequence[int]) -> float:
         """The time that a plan takes to recompute what it does not save."""
