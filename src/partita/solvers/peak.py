@@ -184,7 +184,7 @@ def _undominated(states: list[_State], most: int) -> list[_State]:
         return kept
     # The ones that are nearest to the best price of memory, and an even choice of the others.
     prices = _above_hull(kept)
-    near = set(sorted(range(len(kept)), key=lambda at: (prices[at], at))[: most // 2])
+    near = set(sorted(range(len(kept)), key=prices.__getitem__)[: most // 2])
     even = {round(at * (len(kept) - 1) / (most // 2)) for at in range(most // 2)}
     # The first holds least: whatever fits at all still does.
     return [kept[at] for at in sorted(near | even | {0, len(kept) - 1})]
@@ -193,8 +193,11 @@ def _undominated(states: list[_State], most: int) -> list[_State]:
 def _above_hull(states: Sequence[_State]) -> list[float]:
     """How much each state costs more than a mixture of others that holds as much; they hold more and cost less."""
     hull: list[int] = []
-    for at, state in enumerate(states):
-        while len(hull) > 1 and _is_above(states[hull[-1]], states[hull[-2]], state):
+    for at, (held, cost, _, _) in enumerate(states):
+        while len(hull) > 1:
+            (low, most, _, _), (middle, less, _, _) = states[hull[-2]], states[hull[-1]]
+            if (less - most) * (held - low) < (cost - most) * (middle - low):
+                break
             hull.pop()
         hull.append(at)
     above = [0.0] * len(states)
@@ -204,11 +207,6 @@ def _above_hull(states: Sequence[_State]) -> list[float]:
         for at in range(start + 1, stop):
             above[at] = states[at][1] - first[1] - slope * (states[at][0] - first[0])
     return above
-
-
-def _is_above(middle: _State, first: _State, last: _State) -> bool:
-    line = (last[1] - first[1]) * (middle[0] - first[0])
-    return (middle[1] - first[1]) * (last[0] - first[0]) >= line
 
 
 def _by_cost(state: _State) -> tuple[float, int]:

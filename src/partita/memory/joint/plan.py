@@ -134,6 +134,8 @@ def _in_module(node: Node | None) -> str:
 _MOST_CANDIDATES = 10
 #: How often the bytes between the smallest and the plain peak are halved to find a plan.
 _HALVINGS = 11
+#: A plan that leaves less than one in so many bytes is good enough.
+_SPARE = 1_000
 #: Into so many parts the bytes from the smallest to the plain peak are divided by the plans that are known at first.
 _PARTS = 8
 
@@ -378,7 +380,7 @@ class JointPlanner:
         low, high = least_peak(self.stages)[0], peak_of(self.stages, self._plain)
         middle = low
         for _ in range(_HALVINGS):
-            if low >= high:
+            if low >= high or (found is not None and self.peak_of(found) >= allowed - allowed // _SPARE):
                 break
             chosen = fastest(self.stages, middle)
             if chosen is None or self.peak_of(chosen) > allowed:
