@@ -13,6 +13,7 @@ from partita import Program
 from partita.policies import BySize
 from partita.testing import ALL, CAPTURES, LawError, captured_case, random_case, random_nest
 from partita.testing.fuzz import fuzz
+from partita.testing.generator.build import random_crossing
 from partita.testing.laws import treatments as recompute_laws
 from partita.testing.laws.mode_oracle import leaves_modes
 from partita.testing.laws.treatments import check_recompute_laws
@@ -58,6 +59,10 @@ def test_generated_programs_are_the_same_once_recomputed(seed: int) -> None:
 )
 def test_programs_that_once_differed_are_the_same(seed: int) -> None:
     assert check_recompute_laws(random_case(seed), seed) is None
+
+
+def test_a_view_that_autograd_takes_for_a_leaf_may_be_mutated_in_a_recomputed_region() -> None:
+    assert check_recompute_laws(random_crossing(910031), 910031) is None
 
 
 def test_nests_of_modes_are_the_same_once_recomputed() -> None:

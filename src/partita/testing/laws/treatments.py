@@ -102,12 +102,15 @@ def _as_double(leaf: Any) -> Any:
 def is_allowed(difference: Difference, comparison: Comparison, *, counted: bool, other_errors: bool = False) -> bool:
     """Compiled code has gradients where autograd refuses them for a view whose base was mutated without its knowledge.
 
-    Other treatments may refuse them with `other_errors`. Where compiled code mutates statistics that a norm has saved
-    which is not compiled, autograd refuses the backward, as it does where `torch.compile` compiles one of two calls of
-    a norm (2.13).
+    Other treatments may refuse them with `other_errors`, and need not refuse a view that autograd takes for a leaf: it
+    does after a mutation of its base by something with a gradient, until its `grad_fn` is asked for (2.13). Where
+    compiled code mutates statistics that a norm has saved which is not compiled, autograd refuses the backward, as it
+    does where `torch.compile` compiles one of two calls of a norm (2.13).
     """
     if _is_after_exception(difference, comparison):
         return True
+    if other_errors and difference.kind == "exception" and difference.where == "the call":
+        return _TAKEN_FOR_LEAF in difference.detail and difference.detail.endswith("!= no exception")
     if difference.kind != "exception" or difference.where != "backward":
         return False
     if counted and _is_refused_gradient(difference):
@@ -123,6 +126,7 @@ def _is_refused_gradient(difference: Difference) -> bool:
 
 
 _REFUSED = "modified by an inplace operation"
+_TAKEN_FOR_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 
 
 def refuses_some_gradient(case: Case) -> bool:
