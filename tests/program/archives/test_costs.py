@@ -199,6 +199,29 @@ def test_a_long_name_is_shortened_in_messages(small: Path, tmp_path: Path) -> No
     assert len(str(caught.value)) < 3_000
 
 
+UNUSED = "torch._functorch.predispatch._unwrap_for_grad"
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments", "results"),
+    [
+        (320, [], [{"as_none": True}] * 64),
+        (2_200, [{"as_ints": [1] * 64}], [{"as_none": True}]),
+        (2_200, [{"as_int_lists": [[]] * 64}], [{"as_none": True}]),
+    ],
+    ids=["results", "numbers", "lists"],
+)
+def test_a_text_stands_for_values_in_proportion_to_its_length(
+    count: int, arguments: list[Any], results: list[Any], small: Path, tmp_path: Path
+) -> None:
+    """Each takes a kilobyte or more while code is generated, and two bytes or fourteen in the file."""
+    nodes = [{**node(UNUSED, arguments, "r"), "outputs": results} for _ in range(count)]
+    with pytest.raises(ArchiveError, match="more values in lists, inputs and results than a program of its size"):
+        load_exported(written(small, tmp_path / "m.pt2", {**graph(["x"], [], ["x"]), "nodes": nodes}))
+    few = {**graph(["x"], [], ["x"]), "nodes": nodes[: count // 3]}
+    assert load_exported(written(small, tmp_path / "m.pt2", few)).graph.nodes
+
+
 def test_inputs_that_are_known_numbers_make_no_environment_each(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
