@@ -422,14 +422,14 @@ class GraphReader:
             self._symbols.spend(_VALUES_OF_BODY, data)
             reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1, retraced=retraced)
             self._root.add_module(name, reader.read(graph, {}))
-            self.bodies[name] = graph.value
             self.written += reader.written
             self._expanded_bodies[name] = reader.expanded
             self._levels_left[name] = retraced
             self.met.update(reader.met)
         elif self.bodies[name] is not graph.value and self.bodies[name] != graph.value:
             data.malformed(f"two graphs are called {name!r}")
-        elif retraced < self._levels_left[name]:
+        self.bodies[name] = graph.value  # The one that calls without a graph share is compared once.
+        if retraced < self._levels_left[name]:
             data.malformed(f"{name!r} runs deeper here than where it was first read; use it there first")
         self.expanded += 1 + self._expanded_bodies[name]
         most = min(_MOST_EXPANDED, _MOST_OF_WRITTEN * self.written)
