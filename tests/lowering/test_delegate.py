@@ -218,6 +218,8 @@ def test_compilations_are_logged_and_listed_as_those_of_lower(caplog: pytest.Log
         ('"sizes": [3, 4]', '"sizes": [3, null]'),
         ('"conditions": []', '"conditions": ["__import__(1)"]'),
         ('"version": "7"', '"other": "7"'),
+        ('"device": "cpu"', '"device": "nowhere"'),
+        ('"symbols": {}', '"symbols": {"s0": [Infinity, 0]}'),
     ],
 )
 def test_a_spoilt_specification_is_refused(old: str, new: str, tmp_path: Path) -> None:
@@ -568,10 +570,11 @@ def test_a_backend_is_not_asked_about_sizes_that_it_does_not_compute() -> None:
     assert seen
 
 
-def test_a_size_without_a_value_is_an_error_of_the_region() -> None:
+@pytest.mark.parametrize("size", ["1 // (3 - 3) + s", "'a' - 1 + s"])
+def test_a_size_without_a_value_is_an_error_of_the_region(size: str) -> None:
     program = delegated(nn.Linear(4, 4), dynamic=True)
     (call,) = calls(program)
-    text = str(call.args[1]).replace('"sizes": ["s', '"sizes": ["1 // (s0 - s0) + s').replace("s0 - s0", "3 - 3")
+    text = str(call.args[1]).replace('"sizes": ["s', f'"sizes": ["{size}')
     with pytest.raises(BackendError, match="a size of its specification has no value"):
         DelegateSpec.of(text).shape(0, [X])
 

@@ -107,7 +107,7 @@ class DelegateSpec:
             _ = spec.checks, spec.shapes, spec.numbers
         except BackendError as error:
             raise BackendError(f"a delegate cannot be read: {error}") from None
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
             raise BackendError(f"a delegate cannot be read: {type(error).__name__}: {error}") from None
         if read:
             raise BackendError(f"a delegate cannot be read: it has unknown entries {sorted(read)}")
@@ -150,7 +150,7 @@ class DelegateSpec:
     def _computed(self, evaluators: Sequence[Evaluator], inputs: Sequence[Any]) -> list[Any]:
         try:
             return [compute(inputs) for compute in evaluators]
-        except (ArithmeticError, IndexError) as error:
+        except (ArithmeticError, IndexError, TypeError, ValueError) as error:
             raise BackendError(f"region {self.region!r}: a size of its specification has no value: {error}") from error
 
     def _evaluator(self, number: Number) -> Evaluator:

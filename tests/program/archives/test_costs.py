@@ -28,6 +28,9 @@ from partita.policies import ByAnnotation, BySize, Repeats
 from partita.program import structure
 from partita.program._torch.saved_tensors import allocated_tensors, flops_until_saved
 from partita.program.archives import inspect_archive, load_exported
+from partita.program.archives._torch.graph import GraphReader
+from partita.program.archives._torch.symbols import Symbols
+from partita.program.archives.data import Data
 from partita.regions import borders
 from partita.regions.equal_bodies import shareable_bodies
 from partita.treatments import Call, Recompute
@@ -197,6 +200,52 @@ def test_a_long_name_is_shortened_in_messages(small: Path, tmp_path: Path) -> No
     with pytest.raises(UntrustedArchiveError, match=r"aaa\.\.\.") as caught:
         load_exported(path)
     assert len(str(caught.value)) < 3_000
+
+
+UNUSED = "torch._functorch.predispatch._unwrap_for_grad"
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments", "results"),
+    [
+        (320, [], [{"as_none": True}] * 64),
+        (2_200, [{"as_ints": [1] * 64}], [{"as_none": True}]),
+        (2_200, [{"as_int_lists": [[]] * 64}], [{"as_none": True}]),
+    ],
+    ids=["results", "numbers", "lists"],
+)
+def test_a_text_stands_for_values_in_proportion_to_its_length(
+    count: int, arguments: list[Any], results: list[Any], small: Path, tmp_path: Path
+) -> None:
+    """Each takes a kilobyte or more while code is generated, and two bytes or fourteen in the file."""
+    nodes = [{**node(UNUSED, arguments, "r"), "outputs": results} for _ in range(count)]
+    with pytest.raises(ArchiveError, match="more values in lists, inputs and results than a program of its size"):
+        load_exported(written(small, tmp_path / "m.pt2", {**graph(["x"], [], ["x"]), "nodes": nodes}))
+    few = {**graph(["x"], [], ["x"]), "nodes": nodes[: count // 3]}
+    assert load_exported(written(small, tmp_path / "m.pt2", few)).graph.nodes
+
+
+class Counted:
+    """A value in a graph of a file that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return isinstance(other, Counted)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_graph_that_many_calls_share_is_compared_once() -> None:
+    """The first call and the last one have it, and those between have none."""
+    wrap = "torch.ops.higher_order.wrap"
+    first, last = ({**graph(["p"], [sine("p", "q")], ["q"]), "unread": Counted()} for _ in range(2))
+    graphs = [first, *[graph([], [], []) for _ in range(30)], last]
+    nodes = [node(wrap, [body("own", one), value("x")], f"r{at}", hop=False) for at, one in enumerate(graphs)]
+    reader = GraphReader(Symbols(None), ())
+    assert len(reader.read(Data(graph(["x"], nodes, ["r0"])), {}).graph.nodes) > 90
+    assert Counted.compared == 1
 
 
 def test_inputs_that_are_known_numbers_make_no_environment_each(

@@ -685,6 +685,46 @@ def test_calls_of_a_repeated_body_have_identifiers_of_their_own(tmp_path: Path) 
     assert same(program.module()(*args), Repeated()(*args))
 
 
+def test_an_identifier_by_keyword_is_replaced_too(tmp_path: Path) -> None:
+    class Repeated(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return _tripled(x), _tripled(y)
+
+    args = (torch.ones(4), torch.zeros(4))
+    torch.export.save(torch.export.export(Repeated(), args, strict=True), tmp_path / "m.pt2")
+    spoilt = Spoilt(tmp_path / "m.pt2")
+
+    def change(program: Any) -> None:
+        nodes = [one for one in program["graph_module"]["graph"]["nodes"] if "invoke_subgraph" in one["target"]]
+        assert len(nodes) == 2
+        for made in nodes:
+            made["inputs"][1] = {"name": "identifier", "arg": {"as_string": "same"}, "kind": 2}
+
+    spoilt.program(change)
+    program = Program.of(spoilt.write(tmp_path / "spoilt.pt2"))
+    made = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+    assert [(node.args[1], node.kwargs) for node in made] == [("call_0", {}), ("call_1", {})]
+    assert same(program.module()(*args), Repeated()(*args))
+
+
+@pytest.mark.parametrize("given", [{"as_none": True}, {"as_int": 3}, {"as_string": "sum"}])
+def test_an_input_without_a_name_is_refused_as_a_part_of_the_file(given: Any, saved: Path, tmp_path: Path) -> None:
+    """torch's verifier compares the names of tensors and sizes alone."""
+    spoilt = Spoilt(saved)
+
+    def change(program: Any) -> None:
+        module = program["graph_module"]
+        (place,) = [at for at, one in enumerate(module["graph"]["inputs"]) if "as_string" in one]
+        module["graph"]["inputs"][place] = given
+        module["signature"]["input_specs"][place] = {"user_input": {"arg": given}}
+
+    spoilt.program(change)
+    path = spoilt.write(tmp_path / "m.pt2")
+    with pytest.raises(ArchiveError, match=r"graph_module\.signature: the signature does not fit the graph"):
+        Program.of(path)
+    assert not inspect_archive(path).is_plain
+
+
 def test_weights_can_be_resized_as_those_of_a_model(saved: Path) -> None:
     loaded = load_exported(saved)
     for tensor in (*loaded.state_dict.values(), *loaded.constants.values()):

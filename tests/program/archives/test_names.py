@@ -518,7 +518,7 @@ def test_names_that_take_long_to_normalize_are_refused(small: Path, tmp_path: Pa
 
 def test_lists_that_are_far_longer_than_a_graph_needs_are_refused(small: Path, tmp_path: Path) -> None:
     many = node(WRAP, [body("own", SINE), value("x"), {"as_ints": [0] * 200_000}], "r", hop=False)
-    with pytest.raises(ArchiveError, match="more values in lists, inputs and outputs than its nodes need"):
+    with pytest.raises(ArchiveError, match="more values in lists, inputs and results than a program of its size"):
         load_exported(written(small, tmp_path / "m.pt2", [many]))
 
 

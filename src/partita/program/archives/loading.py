@@ -17,7 +17,7 @@ from partita._torch.modes import fresh_modes
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.program._torch.trusted_archives import load_trusted
 from partita.program.archives.container import Archive, Kind, kind_of, open_archive, open_file, shown
-from partita.program.archives.data import Data, NotDataError, RefusedError
+from partita.program.archives.data import NotDataError, RefusedError
 from partita.program.exported import with_origin
 
 _SHOWN = 5
@@ -131,7 +131,7 @@ class _Reading:
 
         member = f"models/{name}.json"
         try:
-            saved = SavedProgram(Data.of(self._archive.read_text(member)))
+            saved = SavedProgram(self._archive.read_text(member))
             self.torch_version, self.schema_version = saved.torch_version, saved.schema_version
             weights, tables = Weights(self._archive, is_read=self._is_read), []
             for folder in ("weights", "constants"):

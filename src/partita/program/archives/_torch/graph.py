@@ -43,8 +43,8 @@ _POSITIONAL, _KEYWORD = 1, 2
 _FIRST_OF_CALLED = 2
 #: How many results one call may have: for each of them, torch's serializer looks at all (torch 2.13).
 _MOST_RESULTS = 10_000
-#: How many values in lists and outputs each node may have on average: torch.fx generates code for all of them.
-_VALUES_OF_NODE = 64
+#: How many values in a list take as much memory as an input or a result, each of which is a node, and as a body.
+_VALUES_OF_NODE, _VALUES_OF_BODY = 6, 32
 
 
 class GraphReader:
@@ -105,7 +105,7 @@ class GraphReader:
     # Inputs and outputs ------------------------------------------------------------------------------------------
 
     def _add_input(self, given: Data, constant_name: str) -> None:
-        self._symbols.spend(1, given)
+        self._symbols.spend(_VALUES_OF_NODE, given)
         kind, content = given.choice()
         if kind in NAMED:
             node = self._create("placeholder", value_name(given))
@@ -150,7 +150,6 @@ class GraphReader:
     # Nodes -------------------------------------------------------------------------------------------------------
 
     def _add_node(self, data: Data) -> None:
-        self._symbols.values_left += _VALUES_OF_NODE
         target, inputs = self._operator(data["target"]), data["inputs"]
         metadata = _metadata(data.get("metadata"))
         self.written += 1
@@ -236,9 +235,10 @@ class GraphReader:
             kwargs[keyword] = self._passed_on(called, keyword, data["arg"])
         if len(args) <= max((*bodies, *operators), default=-1):
             inputs.malformed("what it calls is missing")
-        if target is torch.ops.higher_order.invoke_subgraph and len(args) > 1:
+        if target is torch.ops.higher_order.invoke_subgraph:
             # Compilers take equal identifiers for equal bodies with equal operands, and check neither (torch 2.13).
-            args[1] = f"call_{next(self._symbols.subgraph_calls)}"
+            after = 1 if kwargs.pop("identifier", None) is not None else 2
+            args[1:after] = [f"call_{next(self._symbols.subgraph_calls)}"]
         if target is predispatch._remove_batch_dim and (kwargs or args[3:] != [0] or type(args[3]) is not int):
             inputs.refuse("it moves a dimension elsewhere than to the front, where torch does not check the place")
         return args, kwargs
@@ -312,7 +312,7 @@ class GraphReader:
 
     def _items(self, node: Node, outputs: list[Data], metadata: Mapping[str, Any], depth: int) -> list[Any]:
         """The values of the items of a result, each with a node that takes it."""
-        self._symbols.spend(len(outputs), outputs[0] if outputs else Data(None))
+        self._symbols.spend(_VALUES_OF_NODE * len(outputs), outputs[0] if outputs else Data(None))
         if len(outputs) > _MOST_RESULTS:
             outputs[0].malformed(f"a call has {len(outputs)} results, more than {_MOST_RESULTS}, which no call has")
         for place, given in enumerate(outputs):
@@ -419,17 +419,17 @@ class GraphReader:
         if retraced < 0:
             data.malformed(f"branches, loops and the like are nested more than {_MOST_RETRACED} deep")
         if name not in self.bodies:
-            self._symbols.spend(_VALUES_OF_NODE, data)
+            self._symbols.spend(_VALUES_OF_BODY, data)
             reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1, retraced=retraced)
             self._root.add_module(name, reader.read(graph, {}))
-            self.bodies[name] = graph.value
             self.written += reader.written
             self._expanded_bodies[name] = reader.expanded
             self._levels_left[name] = retraced
             self.met.update(reader.met)
         elif self.bodies[name] is not graph.value and self.bodies[name] != graph.value:
             data.malformed(f"two graphs are called {name!r}")
-        elif retraced < self._levels_left[name]:
+        self.bodies[name] = graph.value  # The one that calls without a graph share is compared once.
+        if retraced < self._levels_left[name]:
             data.malformed(f"{name!r} runs deeper here than where it was first read; use it there first")
         self.expanded += 1 + self._expanded_bodies[name]
         most = min(_MOST_EXPANDED, _MOST_OF_WRITTEN * self.written)

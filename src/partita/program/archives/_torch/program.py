@@ -28,11 +28,12 @@ from partita._torch.expressions import (
     parsed,
     printed,
 )
+from partita.errors import SignatureError
 from partita.program._torch.guards import set_guards
 from partita.program.archives._torch.graph import GraphReader, annotations_of, value_name
 from partita.program.archives._torch.symbols import Symbols
 from partita.program.archives.data import Data
-from partita.program.exported import ModeKeepingProgram
+from partita.program.exported import ModeKeepingProgram, check_signature
 
 #: The version of torch's schema that torch 2.11 and later write.
 _MAJOR_VERSION = 8
@@ -49,8 +50,9 @@ _MOST_TERMS, _MOST_WORK = 256, 100_000
 class SavedProgram:
     """A program in an archive, as JSON."""
 
-    def __init__(self, data: Data) -> None:
-        self._data = data
+    def __init__(self, text: bytes) -> None:
+        self._data = data = Data.of(text)
+        self._text_bytes = len(text)
         version = data["schema_version"]
         self.schema_version = f"{version['major'].integer()}.{version['minor'].integer()}"
         self.torch_version = data["torch_version"].message()[:40] if "torch_version" in data.value else "unknown"
@@ -80,7 +82,7 @@ class SavedProgram:
         if mutations * (len(inputs) + len(outputs)) > _MOST_MUTATIONS:
             data["signature"].malformed(f"{mutations} outputs of {len(outputs)} are mutations, which takes too long")
         guards = _conditions(self._data.get("guards_code"))
-        symbols = Symbols(self._data.get("range_constraints"))
+        symbols = Symbols(self._data.get("range_constraints"), text_bytes=self._text_bytes)
         reader = GraphReader(symbols, operators)
         root = reader.read(data["graph"], names)
         self.operators = reader.met
@@ -100,8 +102,17 @@ class SavedProgram:
             constants=constants,
             verifiers=list(dict.fromkeys(map(_verifier, self._data["verifiers"]))),  # Each walks the whole graph.
         )
+        _check_signature(made, data["signature"])
         set_guards(made, guards)
         return made
+
+
+def _check_signature(made: ExportedProgram, data: Data) -> None:
+    """Raises if the signature names other inputs or outputs than the graph: torch does not look at all of them."""
+    try:
+        check_signature(made.graph, made.graph_signature)
+    except SignatureError as error:
+        data.malformed(str(error))
 
 
 def _verifier(dialect: Data) -> Any:

@@ -32,12 +32,15 @@ _MOST_WORK = 100_000
 _WORK_OF_OPERATION, _WORK_OF_REMAINDER, _WORK_OF_SHAPE = 6, 30, 35
 _USUAL_DIMENSIONS = 8
 _MOST_RANGES = 100_000
+#: How many values in lists, inputs and results a program may have, and one more for so many bytes of its text: a value
+#: may take two bytes there, and takes a kilobyte while Python compiles the code that torch.fx generates of it.
+_VALUES, _BYTES_OF_VALUE = 100_000, 32
 
 
 class Symbols:
     """The symbols of one program, its shape environment and its fake tensor mode."""
 
-    def __init__(self, ranges: Data | None) -> None:
+    def __init__(self, ranges: Data | None, *, text_bytes: int = 0) -> None:
         self.env = ShapeEnv(assume_static_by_default=True)
         self._mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True, shape_env=self.env)
         self._symbols: dict[str, sympy.Symbol] = {}
@@ -45,8 +48,8 @@ class Symbols:
         self._terms: dict[sympy.Basic, int] = {}
         self._shapes: set[str] = set()
         self._work = 0
-        #: How many values of lists, and outputs, are still allowed; shared by all graphs of the program.
-        self.values_left = 100_000
+        #: How many values of lists, inputs and results are still allowed; shared by all graphs of the program.
+        self._values_left = _VALUES + text_bytes // _BYTES_OF_VALUE
         #: Numbers for the calls of `invoke_subgraph`.
         self.subgraph_calls = count()
         known = dict(ranges.entries()) if ranges is not None else {}
@@ -65,9 +68,9 @@ class Symbols:
 
     def spend(self, values: int, data: Data) -> None:
         """Counts values that become parts of the graph."""
-        self.values_left -= values
-        if self.values_left < 0:
-            data.malformed("the graph has more values in lists, inputs and outputs than its nodes need")
+        self._values_left -= values
+        if self._values_left < 0:
+            data.malformed("the graph has more values in lists, inputs and results than a program of its size")
 
     def ranges(self) -> dict[Any, ValueRanges[Any]]:
         """The ranges of the symbols and expressions that occurred."""
