@@ -15,7 +15,6 @@ import partita
 
 #: Attributes of Python's own that look private.
 PYTHONS = {"_fields", "_getframe", "_replace"}
-_ASKING = {"getattr", "hasattr", "setattr", "delattr"}
 SOURCE = Path(partita.__file__).parent
 LISTED = Path(__file__).with_suffix(".txt")
 

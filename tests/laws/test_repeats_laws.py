@@ -6,9 +6,14 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
 
+from partita.testing import LawError
 from partita.testing.fuzz import fuzz
 from partita.testing.generator.near_repeats import DIFFERENCES, near_repeats
+from partita.testing.laws.repeats import check_compiled_repeats_law
 
 
 def test_blocks_that_share_bodies_are_the_same() -> None:
@@ -44,3 +49,17 @@ def test_a_wrongly_shared_body_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     tally = fuzz(0, 8, repeats="call")
     assert tally.broken
     assert all("near_repeats(" in case for case in tally.broken)
+
+
+def test_an_error_in_single_precision_alone_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(gm: GraphModule, inputs: Any, *, options: Any = None) -> Any:
+        def run(*args: Any) -> Any:
+            if any(isinstance(one, Tensor) and one.dtype is torch.float32 for one in args):
+                raise RuntimeError("not in single precision")
+            return gm(*args)
+
+        return run
+
+    monkeypatch.setattr("partita.testing.laws.repeats.backend", failing)
+    with pytest.raises(LawError, match="not in single precision"):
+        check_compiled_repeats_law(near_repeats(1), "aot_eager")

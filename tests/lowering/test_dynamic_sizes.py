@@ -170,6 +170,15 @@ def test_a_size_that_a_compiler_fixes_is_checked() -> None:
     assert backend.made == [[True], [False]]
 
 
+def test_a_guard_that_has_no_value_for_a_call_does_not_hold() -> None:
+    """The code for a half of some rows is guarded by remainders of a division by that half, which may be none."""
+    backend = Counting()
+    module = lowered(lambda x: x.split(x.shape[0] // 2)[0] * 2, Lower(backend))
+    for rows, columns in ((6, 8), (2, 6), (6, 6), (0, 0), (0, 6), (4, 6)):
+        x = torch.randn(rows, columns, requires_grad=True)
+        assert torch.equal(module(x), x[: rows // 2] * 2)
+
+
 def test_a_number_that_is_found_to_be_a_product_of_sizes_stays_dynamic() -> None:
     """A mixture of experts passes the number of its tokens from layer to layer, beside batch and length."""
     backend = Counting()

@@ -37,6 +37,15 @@ class Faithful:
         return body(*given)
 
 
+class Fixing(Faithful):
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Run:
+        numbers = [value for value in inputs if isinstance(value, torch.SymInt)]
+        numbers += [size for value in inputs if isinstance(value, Tensor) for size in value.shape]
+        for number in numbers:
+            int(number)
+        return super().compile(body, inputs)
+
+
 class WritesTwice(Faithful):
     def run(self, body: Run, *given: Any) -> Any:
         body(*given)
@@ -235,6 +244,10 @@ def test_a_fault_is_named(backend: Any, body: str, words: str) -> None:
 def test_a_backend_that_is_no_value_is_named() -> None:
     with pytest.raises(LawError, match="its copy is another; make it a frozen dataclass of plain values"):
         check_backend(IsEqualToNothing(), programs=0, bodies=("elementwise",))
+
+
+def test_a_backend_may_fix_the_numbers_that_it_compiles_for() -> None:
+    assert check_backend(Fixing(), programs=0, bodies=("plain_inputs",)).holds
 
 
 def test_a_faultless_backend_gets_a_report() -> None:

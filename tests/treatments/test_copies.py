@@ -16,6 +16,7 @@ from tests.helpers.processes import run_in_new_process
 from tests.helpers.selecting import slow_but
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.hooks import RemovableHandle
 
 import partita
 from partita import Program
@@ -299,6 +300,21 @@ def test_the_module_of_an_export_by_torch_is_copied_but_not_pickled(treatment: A
     assert torch.equal(copy.deepcopy(module)(x), expected)
     with pytest.raises(NotPicklableError, match=r"make it of the exported program, Program\.of\(exported\)"):
         pickle.dumps(module)
+
+
+def test_a_hook_on_a_module_from_another_process_is_called_as_it_was_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = RemovableHandle.next_id
+    program = Program.of(torch.export.export(nn.Linear(4, 4), (torch.ones(3, 4),)))
+    data = pickle.dumps(partita.plan(program, BySize(parts=1), Call()).apply().module())
+    monkeypatch.setattr(RemovableHandle, "next_id", first)  # A new process counts from zero again.
+    module, seen = pickle.loads(data), []
+    for _ in range(20):
+        module.register_forward_hook(lambda *_: seen.append("called"))
+    with pytest.raises(AssertionError):
+        module(torch.ones(3, 7))
+    assert not seen
 
 
 def test_an_operator_that_is_not_registered_is_named_when_a_module_is_loaded() -> None:

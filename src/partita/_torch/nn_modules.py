@@ -34,7 +34,10 @@ def drop_fleeting_hooks(module: nn.Module) -> None:
     for table in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(table.items()):
             if "<locals>" in getattr(hook, "__qualname__", ""):
-                del table[key]  # Other tables still have its number, which no hook gets again.
+                # Others say by its number how it is called. The process that loads a pickle gives numbers out again.
+                for numbered in (value for name, value in vars(module).items() if "_hook" in name):
+                    if isinstance(numbered, dict):
+                        numbered.pop(key, None)
     # These raise in torch, since the flag is fixed when a program is exported; they are bound to torch's own module.
     for name in ("train", "eval"):
         module.__dict__.pop(name, None)

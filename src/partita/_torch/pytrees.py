@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
@@ -35,7 +36,27 @@ def flatten(value: Any) -> Tree:
 
 def leaves_of(value: Any) -> list[Any]:
     """Everything in a value that is no container, in order."""
-    return [value] if isinstance(value, Tensor) else pytree.tree_flatten(value)[0]
+    found: list[Any] = []
+    _add_leaves(value, found)
+    return found
+
+
+def _add_leaves(value: Any, found: list[Any]) -> None:
+    """Recorders of operators call it for each: what their arguments are made of is known without torch's registry."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for item in value:
+            _add_leaves(item, found)
+    elif kind is dict:
+        for item in value.values():
+            _add_leaves(item, found)
+    elif kind in _LEAVES or isinstance(value, Tensor):
+        found.append(value)
+    else:
+        found += pytree.tree_flatten(value)[0]
+
+
+_LEAVES = frozenset((type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

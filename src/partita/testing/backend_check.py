@@ -453,7 +453,8 @@ class _CompiledCalls:
         fake_inputs = [_fake(value, place, fakes, symbols=self._symbols) for place, value in enumerate(inputs)]
         places = symbolic_places(fake_inputs)
         with compiler_scope():
-            properties, modes = [_properties(value) for value in fake_inputs], read_ambient()
+            tensors = [value for value in fake_inputs if isinstance(value, Tensor)]
+            properties, modes = list(map(_properties, tensors)), read_ambient()
             dtype = torch.get_default_dtype()
             try:
                 function = self._backend.compile(body, fake_inputs)
@@ -464,7 +465,7 @@ class _CompiledCalls:
                 self.disturbed["compiling leaves modes switched"] = None
             if torch.get_default_dtype() is not dtype:
                 self.disturbed["compiling leaves the default dtype switched"] = None
-            if [_properties(value) for value in fake_inputs] != properties:
+            if list(map(_properties, tensors)) != properties:
                 self.disturbed["compiling changes its fake inputs"] = None
         if not callable(function):
             self.wrong_results[f"`compile` returns a function, not {function!r}"] = None

@@ -562,6 +562,20 @@ class Even(nn.Module):
         return x.sum(0) / x.shape[0] if x.shape[0] % 2 == 0 else x.sum(0) * 100
 
 
+def test_a_branch_may_read_a_dynamic_size(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            count = y.shape[0]
+            return torch.cond(x.sum() > 0, lambda x: x * count, lambda x: x + count, (x,))
+
+    sizes = ({0: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})
+    exported = torch.export.export(Model(), (torch.ones(3, 4), torch.ones(5)), dynamic_shapes=sizes)
+    torch.export.save(exported, tmp_path / "m.pt2")
+    loaded = compare_with_torch(tmp_path / "m.pt2").module()
+    assert torch.equal(loaded(torch.ones(2, 4), torch.ones(3)), torch.full((2, 4), 3.0))
+    assert torch.equal(loaded(-torch.ones(2, 4), torch.ones(6)), torch.full((2, 4), 5.0))
+
+
 def test_what_is_loaded_checks_the_conditions_of_its_trace(tmp_path: Path) -> None:
     shapes = ({0: torch.export.Dim.AUTO},)
     torch.export.save(torch.export.export(Even(), (X,), dynamic_shapes=shapes), tmp_path / "m.pt2")

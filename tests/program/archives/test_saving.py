@@ -166,6 +166,12 @@ def test_numbers_that_no_file_holds_are_refused_by_name(
     assert not (tmp_path / "m.pt2").exists()
 
 
+def test_a_folder_that_is_not_there_is_no_fault_of_the_program(tmp_path: Path) -> None:
+    program = Program.of(torch.export.export(nn.Linear(4, 4), (X,)))
+    with pytest.raises(RuntimeError, match="does not exist"):
+        program.save(tmp_path / "nowhere" / "m.pt2")
+
+
 def test_what_torch_cannot_save_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise SerializeError("Failed serializing node\n Original exception Traceback\n  TypeError: a reason\n")

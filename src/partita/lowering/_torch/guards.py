@@ -252,8 +252,16 @@ def conditions_of(inputs: Sequence[Place], env: Any) -> tuple[Expression, ...] |
 
 
 def check_from(conditions: Sequence[Expression]) -> Check:
-    """A function that checks the conditions of `conditions_of`."""
-    return evaluator(Operation("and", tuple(conditions)), functions_of_conditions())
+    """A function that checks the conditions of `conditions_of`; one that has no value, as `n % 0`, does not hold."""
+    holds = evaluator(Operation("and", tuple(conditions)), functions_of_conditions())
+
+    def check(inputs: Sequence[Any]) -> bool:
+        try:
+            return bool(holds(inputs))
+        except ArithmeticError:
+            return False
+
+    return check
 
 
 def _symbolic(numbers: Iterable[Any]) -> Iterator[tuple[int, torch.SymInt]]:

@@ -244,12 +244,12 @@ def flop_formula(target: Any) -> Callable[..., Any] | None:
     packet = getattr(target, "overloadpacket", target)
     if not isinstance(packet, Hashable):
         return None
-    formula: Callable[..., Any] | None = flop_registry.get(_ATTENTION_LIKE.get(packet, packet))
+    formula: Callable[..., Any] | None = flop_registry.get(packet) or flop_registry.get(_ATTENTION_LIKE.get(packet))
     return formula
 
 
 _aten: Any = torch.ops.aten
-#: torch 2.13 has attention formulas for accelerators only.
+#: torch 2.13 has attention formulas for accelerators only; one that a user registers comes first.
 _ATTENTION_LIKE = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,

@@ -249,6 +249,9 @@ class GraphReader:
             for place, argument in enumerate(called._schema.arguments):
                 if which in (place, argument.name):
                     return self._of_argument(called, argument, given)
+        kind, content = given.choice()
+        if kind == "as_tensors":  # torch (2.13) writes symbolic numbers among the operands of a graph like tensors.
+            return [self._node(operand["name"], (Tensor, *_NUMBERS)) for operand in content]
         return self._argument(given)
 
     def _of_item(self, inputs: Data) -> list[Any]:
