@@ -177,8 +177,8 @@ PUBLIC = {
         "verify",
     },
     "partita.program.joint": {
-        "Held",
         "Joint",
+        "SavedStorage",
     },
     "partita.program.archives": {
         "ArchiveReport",

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain("interrupted")
         return INTERRUPTED
     except SystemExit as left:
-        # Typer leaves so when nobody reads its help any more.
+        # Typer leaves so when the reader of its help has closed the pipe.
         if not isinstance(left.__context__, BrokenPipeError):
             raise
         flush()
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if shows_traceback:
             traceback.print_exc()
-        elif told := _told(error):
-            complain(told)
+        elif message := _message_of(error):
+            complain(message)
         return BAD_INPUT
 
 
@@ -133,7 +133,7 @@ def version() -> str:
     raise CommandError("the package partita is not installed, only its command line")
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """An error in one line; empty where all is said."""
     format_message = getattr(error, "format_message", None)  # Of typer: a wrong option, a missing argument.
     if format_message is not None:

@@ -26,7 +26,6 @@ Kind: TypeAlias = Literal["policy", "treatment", "keep"]
 
 #: The part of the class names that says what kind it is.
 _PREFIXES: dict[Kind, str] = {"policy": "By", "treatment": "", "keep": "Keep"}
-_PLURALS: dict[Kind, str] = {"policy": "policies", "treatment": "treatments", "keep": "keep"}
 #: Other names of options.
 _ALIASES = {("ByCapability", "backend"): "capabilities", ("ByCapability", "backends"): "capabilities"}
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

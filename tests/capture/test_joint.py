@@ -34,7 +34,7 @@ class Normed(nn.Module):
 
 
 class Everything(nn.Module):
-    """Ties, a frozen and an unread parameter, modes, views, state that is written, several results of all kinds."""
+    """Ties, a frozen and an unread parameter, modes, views, state that is mutated, several results of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_evaluation_is_captured_as_evaluation() -> None:
     torch.manual_seed(0)
     program = check_joint(Everything().eval(), (X,), {"more": {"y": torch.randn(3)}})
     assert program.joint is not None
-    assert [node.meta["desc"].target for node in program.joint.written] == ["calls"]
+    assert [node.meta["desc"].target for node in program.joint.mutated] == ["calls"]
 
 
 class Views(nn.Module):
@@ -112,7 +112,7 @@ def test_results_that_share_memory_have_gradients_of_their_own() -> None:
 
 
 class Tied(nn.Module):
-    """One module under two names, one weight in two modules, one buffer under two names that is written."""
+    """One module under two names, one weight in two modules, one buffer under two names that is mutated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,13 +170,13 @@ class Overwrites(nn.Module):
         return (a * self.weight * b).sum()
 
 
-def test_arguments_that_are_written_come_back_as_new_values() -> None:
+def test_arguments_that_are_mutated_come_back_as_new_values() -> None:
     a, b = torch.randn(3), torch.randn(3)
     model = Overwrites()
     program = partita.capture_joint(model, (a, b))
     joint = program.joint
     assert joint is not None
-    assert joint.written == (joint.inputs[1],)
+    assert joint.mutated == (joint.inputs[1],)
     before = a.clone()
     with torch.no_grad():
         new, loss, gradient, *others = program.module()(model.weight, a, b, torch.tensor(1.0))

@@ -45,7 +45,7 @@ def test_a_wrongly_shared_body_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         keys = [(len(border.inputs), len(border.outputs)) for border in borders]
         return [sizes.setdefault(key, at) for at, key in enumerate(keys)]
 
-    monkeypatch.setattr(sys.modules["partita.plans.plan"], "shared_bodies", share_everything)
+    monkeypatch.setattr(sys.modules["partita.plans.plan"], "_shared_bodies", share_everything)
     tally = fuzz(0, 8, repeats="call")
     assert tally.broken
     assert all("near_repeats(" in case for case in tally.broken)

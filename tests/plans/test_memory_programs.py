@@ -25,7 +25,7 @@ from partita.testing.generator.draft import Case
 T = TypeVar("T")
 
 #: Hooks see no tensors in lists, torch's checkpoint saves no inference tensors, and what reads numbers is not traced.
-_FEATURES = replace(KNOWN, writes=False, lists=False, items=False, inference=False)
+_FEATURES = replace(KNOWN, mutations=False, lists=False, items=False, inference=False)
 
 
 @pytest.mark.parametrize("seeds", slow_but([range(70), range(70, 200)], range(70)))

@@ -205,13 +205,13 @@ def test_an_item_stays_together_as_what_makes_its_container() -> None:
     assert parts(ByCapability(takes_all, together=[["getitem", "sin"]], max_size=2)(program))[0][0] == "topk"
     refuses = ByCapability(lambda node: "no" if node.name == "sin" else None, together=[["getitem_1", "sin"]])
     reasons = {node.name: reason for node, reason in refuses(program).reasons.items()}
-    assert reasons["topk"] == "it stays together with 'sin', which is refused by taken: no"
+    assert reasons["topk"] == "it stays together with 'sin', which is refused by capability: no"
 
 
 def test_an_empty_reason_is_none() -> None:
     program = program_of(two_chains)
     refused = partita.plan(program, ByCapability(lambda node: "" if node.name == "sin" else None), Call())
-    assert "1 node refused by taken: no reason given: sin 1" in refused.summary()
+    assert "1 node refused by capability: no reason given: sin 1" in refused.summary()
     left = partita.plan(program, ByCapability(takes_all, worthwhile=lambda region: ""), Call())
     assert "is not worthwhile: no reason given" in left.explain("sin")
     assert "6 nodes not worthwhile: no reason given: " in left.summary()
@@ -222,7 +222,7 @@ def test_all_that_tells_what_is_left_out_counts_the_same() -> None:
     switches = [node for node in made.program.graph.nodes if "grad_enabled" in node.name]
     assert "only switches" not in str(made)
     assert made.summary().startswith("2 nodes in 1 region, 1 outside")
-    assert "excluded: 1 node: refused by taken: no" in str(made), "items go with what makes them"
+    assert "excluded: 1 node: refused by capability: no" in str(made), "items go with what makes them"
     assert sum(group.count for group in made.excluded()) == 1
     assert made.explain(switches[0].name).count("it only switches a mode") == 1
 

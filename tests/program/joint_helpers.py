@@ -78,10 +78,10 @@ def joint_step(program: Program, model: nn.Module, args: tuple[Any, ...], kwargs
     names: list[str | int] = [*joint.state, *range(len(leaves))]
     name_of = dict(zip(joint.inputs, names, strict=True))
     buffers = dict(model.named_buffers())
-    written = {name_of[node]: value for node, value in zip(joint.written, given, strict=False)}
+    written = {name_of[node]: value for node, value in zip(joint.mutated, given, strict=False)}
     state = {name: written.get(name, value) for name, value in buffers.items()}
     gradients = {name: value for name, value in zip(names, given[count:], strict=True) if name not in buffers}
-    return Step(list(given[len(joint.written) : count]), state, gradients)
+    return Step(list(given[len(joint.mutated) : count]), state, gradients)
 
 
 def tangents_for(values: list[Tensor], seed: int) -> list[Tensor]:

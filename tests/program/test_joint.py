@@ -1,4 +1,4 @@
-"""Joint graphs as programs: which half a node is in, what is held between the halves, regions of the forward."""
+"""Joint graphs as programs: which half a node is in, what is saved between the halves, regions of the forward."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_halves_inputs_and_outputs_of_a_graph_that_was_made_by_hand() -> None:
     assert joint.gradients == (gradient, None)
     assert joint.forward == (product, sine, slope)
     assert joint.backward == (back, gradient)
-    assert [(entry.node, entry.is_input, entry.bytes) for entry in joint.held] == [
+    assert [(entry.node, entry.is_input, entry.bytes) for entry in joint.saved] == [
         (second, True, None),
         (slope, False, None),
     ]
-    assert joint.held_bytes is None
-    assert joint.state == joint.written == ()
+    assert joint.saved_bytes is None
+    assert joint.state == joint.mutated == ()
 
 
 def test_a_node_that_its_tracer_calls_backward_is_backward() -> None:
@@ -85,7 +85,7 @@ def test_a_node_that_its_tracer_calls_backward_is_backward() -> None:
     joint = _joint(Program.of(GraphModule({}, graph), forward_outputs=2))
     assert joint.backward == (slope, twice, back)
     assert joint.forward == (sine, needed)
-    assert [entry.node for entry in joint.held] == [first]
+    assert [entry.node for entry in joint.saved] == [first]
 
 
 def test_items_go_with_their_container() -> None:
@@ -100,7 +100,7 @@ def test_items_go_with_their_container() -> None:
     kept.meta["val"], mask.meta["val"] = both.meta["val"]
     joint = _joint(Program.of(GraphModule({}, graph), forward_outputs=1))
     assert joint.forward == (both, kept, mask)
-    assert [(entry.nodes, entry.bytes) for entry in joint.held] == [((mask,), 16)]
+    assert [(entry.nodes, entry.bytes) for entry in joint.saved] == [((mask,), 16)]
 
 
 def _bytes_that_autograd_saves(model: nn.Module, *args: Tensor) -> int:
@@ -153,16 +153,16 @@ class Classifier(nn.Module):
     ],
     ids=["stack", "attention", "classifier", "convolution", "softplus"],
 )
-def test_what_is_held_is_what_autograd_saves(model: nn.Module, args: tuple[Tensor, ...]) -> None:
-    assert _joint(partita.capture_joint(model, args)).held_bytes == _bytes_that_autograd_saves(model, *args)
+def test_what_is_saved_is_what_autograd_saves(model: nn.Module, args: tuple[Tensor, ...]) -> None:
+    assert _joint(partita.capture_joint(model, args)).saved_bytes == _bytes_that_autograd_saves(model, *args)
 
 
-def test_views_of_one_storage_are_held_once_and_as_a_whole() -> None:
+def test_views_of_one_storage_are_saved_once_and_as_a_whole() -> None:
     joint = _joint(partita.capture_joint(Head(), (X,)))
-    whole = [entry for entry in joint.held if entry.bytes == 4 * 3 * 24 * 4]
+    whole = [entry for entry in joint.saved if entry.bytes == 4 * 3 * 24 * 4]
     assert len(whole) == 1, "query, key and value are parts of one projection"
     assert len(whole[0].nodes) == 3
-    storages = [node.meta["val"].untyped_storage()._cdata for entry in joint.held for node in entry.nodes[:1]]
+    storages = [node.meta["val"].untyped_storage()._cdata for entry in joint.saved for node in entry.nodes[:1]]
     assert len(set(storages)) == len(storages)
 
 
@@ -175,8 +175,8 @@ def test_views_share_although_a_tracer_gives_each_value_a_storage(tracing_mode: 
 
     traced = _by_hand(function, torch.randn(4, 3), torch.randn(3, 3), tracing_mode=tracing_mode)
     joint = _joint(Program.of(traced, forward_outputs=1))
-    assert joint.held_bytes == 2 * 4 * 3 * 4  # The product, for the cosine, and its sine, for the two halves.
-    assert joint.held_input_bytes == (4 * 3 + 3 * 3) * 4
+    assert joint.saved_bytes == 2 * 4 * 3 * 4  # The product, for the cosine, and its sine, for the two halves.
+    assert joint.saved_input_bytes == (4 * 3 + 3 * 3) * 4
 
 
 def test_an_expanded_value_is_as_large_as_its_memory() -> None:
@@ -188,8 +188,8 @@ def test_an_expanded_value_is_as_large_as_its_memory() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.weight.exp().expand(100, 3) * x * x
 
-    held = _joint(partita.capture_joint(Expands(), (torch.randn(100, 3),))).held
-    assert sorted(entry.bytes for entry in held if not entry.is_input) == [3 * 4]
+    saved = _joint(partita.capture_joint(Expands(), (torch.randn(100, 3),))).saved
+    assert sorted(entry.bytes for entry in saved if not entry.is_input) == [3 * 4]
 
 
 def test_symbolic_sizes_are_not_known() -> None:
@@ -198,7 +198,7 @@ def test_symbolic_sizes_are_not_known() -> None:
             return (x @ w).sin().sum()
 
     traced = _by_hand(Sized(), torch.randn(4, 3), torch.randn(3, 3), tracing_mode="symbolic")
-    assert _joint(Program.of(traced, forward_outputs=1)).held_bytes is None
+    assert _joint(Program.of(traced, forward_outputs=1)).saved_bytes is None
 
 
 def test_other_programs_have_no_halves() -> None:
@@ -211,20 +211,20 @@ def test_rewriting_and_annotating_keep_the_halves() -> None:
     policy = ByModule("blocks.*", classes=Block)
     before, marked = _joint(program), partita.plan(program, policy, Mark("region")).annotate()
     after = _joint(marked)
-    for part in ("inputs", "tangents", "forward", "backward", "written"):
+    for part in ("inputs", "tangents", "forward", "backward", "mutated"):
         assert _names(getattr(after, part)) == _names(getattr(before, part))
     assert after.state == before.state
-    assert [(_names(entry.nodes), entry.bytes) for entry in after.held] == [
-        (_names(entry.nodes), entry.bytes) for entry in before.held
+    assert [(_names(entry.nodes), entry.bytes) for entry in after.saved] == [
+        (_names(entry.nodes), entry.bytes) for entry in before.saved
     ]
     assert {node.meta["region"] for node in after.forward if "region" in node.meta} == {
         f"blocks_{place}" for place in range(4)
     }
     assert not any("region" in node.meta for node in (*after.backward, *before.forward))
     cut = _joint(partita.plan(program, policy, Call()).apply())
-    assert cut.held_bytes == before.held_bytes
+    assert cut.saved_bytes == before.saved_bytes
     assert len([node for node in cut.forward if node.op == "call_module"]) == 4
-    assert _joint(partita.inline(partita.plan(program, policy, Call()).apply())).held_bytes == before.held_bytes
+    assert _joint(partita.inline(partita.plan(program, policy, Call()).apply())).saved_bytes == before.saved_bytes
     assert Program.of(program) is program
 
 

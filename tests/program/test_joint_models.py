@@ -64,7 +64,7 @@ def test_models_have_joint_graphs_that_compute_what_eager_computes(name: str) ->
     program = check_joint(model, args, kwargs)
     joint = program.joint
     assert joint is not None
-    assert joint.held_bytes
+    assert joint.saved_bytes
     plan = partita.plan(program, ByModule(layers), Call())
     assert len(plan.partition) == (4 if name == "t5" else 2)
     assert {node for region in plan.partition for node in region.nodes} <= set(joint.forward)

@@ -177,15 +177,15 @@ def test_views_among_arguments_share_memory_but_no_history() -> None:
 def test_rows_are_written_from_memory_that_is_not_written(partner: int, taken: bool) -> None:
     # Torch itself would not notice: of columns, which are not dense, it does not ask whether they overlap.
     columns, sines = Input("view", 2), Step("methods.unary", (0, 1, 0, 0))
-    case = build(Recipe((Input("plain"), columns), (sines, Step("writes.indexed", (1, 0, partner, 1)))))
-    assert ("writes.indexed" in case.traits) is taken
+    case = build(Recipe((Input("plain"), columns), (sines, Step("mutations.indexed", (1, 0, partner, 1)))))
+    assert ("mutations.indexed" in case.traits) is taken
 
 
 @pytest.mark.parametrize(("kind", "taken"), [("view", False), ("plain", True)])
 def test_a_foreach_writes_to_tensors_that_are_apart(kind: str, taken: bool) -> None:
     # The view is the input before it, in another shape.
-    case = build(Recipe((Input("plain"), Input(kind)), (Step("writes.foreach", (0, 1, 1, 0)),)))
-    assert ("writes.foreach" in case.traits) is taken
+    case = build(Recipe((Input("plain"), Input(kind)), (Step("mutations.foreach", (0, 1, 1, 0)),)))
+    assert ("mutations.foreach" in case.traits) is taken
 
 
 @pytest.mark.slow  # By default, the laws compare what two processes generate.
@@ -199,13 +199,15 @@ def test_two_processes_agree() -> None:
 
 
 def test_a_case_prints_what_makes_it_again() -> None:
-    case = random_case(7, features=Features(writes=False))
-    assert case.origin == "random_case(7, features=Features(writes=False))"
+    case = random_case(7, features=Features(mutations=False))
+    assert case.origin == "random_case(7, features=Features(mutations=False))"
     again = eval(case.origin, {"random_case": random_case, "Features": Features})
     assert again.graph_module.code == case.graph_module.code
 
 
-@pytest.mark.parametrize("family", ["writes", "random", "grad", "autocast", "inference", "higher_order", "containers"])
+@pytest.mark.parametrize(
+    "family", ["mutations", "random", "grad", "autocast", "inference", "higher_order", "containers"]
+)
 def test_a_family_that_is_off_stays_out(family: str) -> None:
     for seed in range(15):
         case = random_case(seed, features=Features(**{family: False}))
@@ -214,7 +216,7 @@ def test_a_family_that_is_off_stays_out(family: str) -> None:
 
 def test_an_unknown_feature_is_named() -> None:
     with pytest.raises(OptionError, match="'colour'"):
-        Features.only("writes", "colour")
+        Features.only("mutations", "colour")
 
 
 @few
@@ -233,16 +235,16 @@ def test_labels_cover_the_graph_and_spare_its_ends(pair: tuple[Case, Labels]) ->
 
 
 def test_hypothesis_shrinks_to_the_step_that_matters() -> None:
-    drawn = recipes(max_nodes=8, features=Features.only("writes", "inputs", "names"))
+    drawn = recipes(max_nodes=8, features=Features.only("mutations", "inputs", "names"))
     smallest = find(
         drawn, writes_an_item, settings=settings(few, max_examples=500, phases=[Phase.generate, Phase.shrink])
     )
-    assert [step.kind for step in smallest.steps] == ["writes.setitem"]
+    assert [step.kind for step in smallest.steps] == ["mutations.setitem"]
     assert len(smallest.inputs) == 1
 
 
 def writes_an_item(recipe: Recipe) -> bool:
-    return "writes.setitem" in build(recipe).traits
+    return "mutations.setitem" in build(recipe).traits
 
 
 def test_random_labels_are_of_many_kinds(cases: list[Case]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Literal, TypeAlias, final
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch.fx import Node
@@ -19,12 +21,13 @@ from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import Tolerance
 from partita.equivalence.compare import compare
 from partita.equivalence.differences import Comparison, Difference
-from partita.equivalence.places import Place, place_of
 from partita.equivalence.reproduction import write_reproduction
 from partita.errors import OptionError, PartitaError
 from partita.plans import Plan
 from partita.plans.compilations import Failures
+from partita.plans.report import called_name
 from partita.plans.treatment import Treatment
+from partita.policies.by_module import calls_around
 from partita.program.program import Program
 from partita.regions import Partition, Region
 from partita.solvers.smallest_failing import failing_element, smallest_failing, smallest_failing_run
@@ -36,6 +39,27 @@ _SHOWN = 8
 #: Nothing differs; the program differs from itself; the cut differs without any treatment; one region differs by
 #: itself; only several together do.
 Blame: TypeAlias = Literal["nothing", "program", "cut", "region", "combination"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place(metaclass=PlainHelp):
+    """An operator and where it comes from; texts are empty where the tracer, or the file, recorded nothing."""
+
+    node: str
+    #: The operator, as the graph calls it.
+    calls: str
+    #: The path of the innermost module, and its class.
+    module: str
+    module_class: str
+    #: The innermost line outside of torch, as file:line.
+    source: str
+
+    def __str__(self) -> str:
+        words = [f"{self.node}: {self.calls}"]
+        words += [f"in {self.module} ({self.module_class})"] if self.module else []
+        words += [f"at {self.source}"] if self.source else []
+        return " ".join(words)
 
 
 @final
@@ -84,7 +108,7 @@ class Bisection(metaclass=PlainHelp):
     @property
     def places(self) -> tuple[Place, ...]:
         """Where the operators to blame come from: what each calls, its module, and the line of the model's source."""
-        return () if self.plan is None else tuple(place_of(node, self.plan.program) for node in self.nodes)
+        return () if self.plan is None else tuple(_place_of(node, self.plan.program) for node in self.nodes)
 
     @property
     def plan_treatment(self) -> Treatment | None:
@@ -310,3 +334,26 @@ def _answer(trial: Callable[[], Comparison], sender: Connection) -> None:
     except Exception as error:
         sender.send(error)
     sender.close()
+
+
+def _place_of(node: Node, program: Program) -> Place:
+    """Where a node of a program comes from."""
+    calls = calls_around(node, program.graph_module)
+    kind: Any = calls[-1].type if calls else ""
+    return Place(
+        node=node.name,
+        calls=called_name(node),
+        module=calls[-1].path if calls else "",
+        module_class=str(getattr(kind, "__name__", kind)).rpartition(".")[2],
+        source=_source(str(node.meta.get("stack_trace") or "")),
+    )
+
+
+def _source(trace: str) -> str:
+    frames: list[tuple[str, str]] = _FRAME.findall(trace)
+    own = [frame for frame in frames if _TORCH not in Path(frame[0]).parents] or frames
+    return ":".join(own[-1]) if own else ""
+
+
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+_TORCH = Path(torch.__file__).parent

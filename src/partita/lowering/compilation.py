@@ -69,7 +69,7 @@ class Compilation:
                 outputs=outputs,
                 copied_back=() if observed is None else observed.loses_strides,
             )
-            constants = Constants.of(self.constants, self.values)
+            constants = Constants.of(self.constants, self.values) if self.constants else None
             if constants is not None:
                 body = holding(body, {place: self.values[place] for place in constants.places})
                 inputs = constants.others(inputs)

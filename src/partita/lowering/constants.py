@@ -76,9 +76,9 @@ class Constants:
     _digest: str | None = None
 
     @classmethod
-    def of(cls, places: Collection[int], values: Sequence[Any]) -> Constants | None:
-        """Those at `places`; None if there are none."""
-        return cls(tuple(places), tuple(_Held(values[place]) for place in places)) if places else None
+    def of(cls, places: Collection[int], values: Sequence[Any]) -> Constants:
+        """Those at `places`."""
+        return cls(tuple(places), tuple(_Held(values[place]) for place in places))
 
     def are_in(self, values: Sequence[Any]) -> bool:
         """Whether these values have the same tensors in the same places, unchanged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import reduce
@@ -34,13 +34,14 @@ from partita.plans.report import (
     table,
     table_html,
 )
-from partita.plans.sharing import shared_bodies
 from partita.plans.treatment import (
     Called,
+    SharesBodies,
     Site,
     Treatment,
     allows_mixed_modes,
     annotation_suffices,
+    call_treatment,
     is_treatment,
     marks_of,
     node_marks_of,
@@ -51,6 +52,7 @@ from partita.plans.treatment import (
 from partita.program.program import Program, origin_of, set_origin
 from partita.program.saved_tensors import saved_tensors_of
 from partita.regions import Partition, Region
+from partita.regions.equal_bodies import shareable_bodies
 from partita.regions.joint_forward import forward_alone
 from partita.rewrite.inline import inline
 from partita.rewrite.operator_calls import PLAIN_CALL, OperatorCall, call_through, calling_modules
@@ -127,7 +129,7 @@ class Plan(metaclass=PlainHelp):
 
     def _applied(self, state_names: StateNaming, *, share_bodies: bool) -> Program:
         sites = self._sites()
-        shared = shared_bodies(self.partition, self.treatments, sites) if share_bodies else range(len(sites))
+        shared = _shared_bodies(self.partition, self.treatments, sites) if share_bodies else range(len(sites))
         final = AMBIENT if self.puts_back_modes else self.program.modes.final
         cut = outlined(self.partition, call_modes=CallModes.unknown(len(self.partition), final), shared=shared)
         module, moved = cut.graph_module, MovedByPart(cut.moved)
@@ -426,6 +428,33 @@ def _mixed_region(partition: Partition, treatments: tuple[Treatment, ...]) -> tu
         if modes.at(known) != modes.at(number):
             return known, number
     return None
+
+
+def _shared_bodies(partition: Partition, treatments: Sequence[Treatment], sites: Sequence[Site]) -> Sequence[int]:
+    """For each region the first one whose treated body it calls: the bodies are equal, and so are the results."""
+    # The values of a shared body are those of one of its calls; of a joint graph, the storages of all are counted.
+    if partition.program.joint is not None or not any(isinstance(treatment, SharesBodies) for treatment in treatments):
+        return range(len(partition))
+    first: dict[Hashable, list[int]] = {}
+    found = list(range(len(partition)))
+    for at, (body, treatment, site) in enumerate(zip(shareable_bodies(partition), treatments, sites, strict=True)):
+        if not isinstance(treatment, SharesBodies):
+            continue
+        key = call_treatment(treatment.sharing_key, site, treatment, site.region)
+        if key is None:
+            continue
+        like = first.setdefault((body, key), [])
+        same = (known for known in like if _treats_alike(treatments[known], treatment, sites[known], site))
+        found[at] = next(same, at)
+        if found[at] == at:
+            like.append(at)
+    return found
+
+
+def _treats_alike(one: Treatment, other: Treatment, site: Site, other_site: Site) -> bool:
+    if one is not other and (type(one) is not type(other) or one != other):
+        return False
+    return annotation_suffices(one) or marks_of(one, site.region) == marks_of(other, other_site.region)
 
 
 def _called_alone(called: Called, treatment: Treatment, region: Region) -> nn.Module:

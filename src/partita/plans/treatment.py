@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar, final, runtime_checkable
@@ -65,6 +65,14 @@ class TreatsAt(Protocol):
 
     def treat_at(self, body: GraphModule, site: Site) -> nn.Module | Called:
         """As `treat`, for a known call site."""
+
+
+@runtime_checkable
+class SharesBodies(Protocol):
+    """A treatment whose result for one body can be called by other regions with an equal body."""
+
+    def sharing_key(self, site: Site) -> Hashable | None:
+        """What the result depends on beside the body; None if it is for this site alone."""
 
 
 @runtime_checkable

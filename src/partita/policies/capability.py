@@ -211,7 +211,7 @@ class Check:
             )
         assert callable(capability)
         name = getattr(capability, "__name__", None) or type(capability).__name__
-        return cls("taken" if name == "<lambda>" else name, capability)
+        return cls("capability" if name == "<lambda>" else name, capability)
 
     def refusal(self, node: Node) -> str | None:
         reason = call_user_function(self.function, node, node=node, role=f"refusal function {self.name!r}")

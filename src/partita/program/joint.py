@@ -16,12 +16,12 @@ from partita.analysis.index import Index
 from partita.analysis.nodes import bytes_of_value, find, known_sum, tensors_in, value_of
 from partita.errors import OptionError, SignatureError, listed
 
-__all__ = ["Held", "Joint"]
+__all__ = ["Joint", "SavedStorage"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Held(metaclass=PlainHelp):
+class SavedStorage(metaclass=PlainHelp):
     """One storage that the forward saves for backward."""
 
     #: The values on this storage that the backward reads, in graph order; all but one are views.
@@ -50,28 +50,28 @@ class Joint(metaclass=PlainHelp):
     inputs: tuple[Node, ...]
     #: The inputs of the backward: gradients of outputs of the forward.
     tangents: tuple[Node, ...]
-    #: The outputs of the forward: first new values of the mutated inputs in `written`, then results, or constants.
+    #: The outputs of the forward: first new values of the mutated inputs in `mutated`, then results, or constants.
     forward_outputs: tuple[Any, ...]
     #: The outputs of the backward: the gradient of each input, or None. (Other tracers may omit the Nones.)
     gradients: tuple[Any, ...]
     forward: tuple[Node, ...]
     backward: tuple[Node, ...]
     #: What the backward reads of the forward and its inputs if nothing is recomputed; one entry for each storage.
-    held: tuple[Held, ...]
+    saved: tuple[SavedStorage, ...]
     #: Names of the parameters and buffers, which come first among the inputs, if the tracer recorded them.
     state: tuple[str, ...]
     #: The inputs that the model mutates, if the tracer recorded them.
-    written: tuple[Node, ...]
+    mutated: tuple[Node, ...]
 
     @property
-    def held_bytes(self) -> int | None:
+    def saved_bytes(self) -> int | None:
         """The bytes saved for backward beside the inputs, which are alive anyway; None if a size is unknown."""
-        return known_sum(entry.bytes for entry in self.held if not entry.is_input)
+        return known_sum(entry.bytes for entry in self.saved if not entry.is_input)
 
     @property
-    def held_input_bytes(self) -> int | None:
+    def saved_input_bytes(self) -> int | None:
         """The bytes of the inputs that the backward reads; None if a size is unknown."""
-        return known_sum(entry.bytes for entry in self.held if entry.is_input)
+        return known_sum(entry.bytes for entry in self.saved if entry.is_input)
 
 
 def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
@@ -104,9 +104,9 @@ def joint_of(index: Index, root: GraphModule, forward_outputs: int) -> Joint:
         gradients=gradients,
         forward=forward_part,
         backward=backward_part,
-        held=_saved(index, root, backward, gradients),
+        saved=_saved(index, root, backward, gradients),
         state=tuple(name for node in inputs if (name := _state_name(node)) is not None),
-        written=_mutated(index.nodes[-1], inputs),
+        mutated=_mutated(index.nodes[-1], inputs),
     )
 
 
@@ -216,7 +216,9 @@ def _mutated(output: Node, inputs: Sequence[Node]) -> tuple[Node, ...]:
 # Saved values: what the backward reads of the forward, in bytes; every storage counts once.
 
 
-def _saved(index: Index, root: GraphModule, backward: Sequence[bool], gradients: Sequence[Any]) -> tuple[Held, ...]:
+def _saved(
+    index: Index, root: GraphModule, backward: Sequence[bool], gradients: Sequence[Any]
+) -> tuple[SavedStorage, ...]:
     """What the backward reads of other nodes, in graph order, and what is returned unchanged as a gradient."""
     returned = {index.number[value] for value in gradients if isinstance(value, Node)}
     read = {source for source, target in index.edges() if backward[target]} | returned
@@ -226,7 +228,8 @@ def _saved(index: Index, root: GraphModule, backward: Sequence[bool], gradients:
         for storage in storages.of(number):
             found.setdefault(storage, []).append(index.nodes[number])
     return tuple(
-        Held(tuple(nodes), storages.bytes[storage], storage in storages.inputs) for storage, nodes in found.items()
+        SavedStorage(tuple(nodes), storages.bytes[storage], storage in storages.inputs)
+        for storage, nodes in found.items()
     )
 
 

@@ -250,7 +250,7 @@ def _flags(plan: Plan, states: Mapping[str, str]) -> list[int]:
         if node.op == "get_attr" or node.name in states:
             flags[number[node]] |= FLAGS["state"]
     if program.joint is not None:
-        saved = [node for held in program.joint.held if not held.is_input for node in held.nodes]
+        saved = [node for storage in program.joint.saved if not storage.is_input for node in storage.nodes]
         halves = (("forward", program.joint.forward), ("backward", program.joint.backward))
         for name, nodes in (*halves, ("tangent", program.joint.tangents), ("saved for backward", saved)):
             for node in nodes:

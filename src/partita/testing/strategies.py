@@ -31,7 +31,7 @@ def labelled_programs(*, max_nodes: int = 30, features: Features = ALL) -> Searc
 
 def nests(*, max_nodes: int = 48, features: Features = ALL) -> SearchStrategy[Case]:
     """Programs of modes in one another: nested, crossing, left open."""
-    kinds = st.sampled_from((*NEST_KINDS, *NEST_KINDS, *kinds_in(("functions", "writes", "random"))))
+    kinds = st.sampled_from((*NEST_KINDS, *NEST_KINDS, *kinds_in(("functions", "mutations", "random"))))
     plain = recipes(max_nodes=max_nodes, features=features)
     steps = st.lists(st.builds(Step, kind=kinds, picks=_picks()), max_size=max_nodes).map(tuple)
     return st.builds(lambda recipe, steps: build(replace(recipe, steps=steps)), plain, steps)

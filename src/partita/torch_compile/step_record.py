@@ -53,7 +53,7 @@ class StepRecorder:
         self._number: dict[int, int] = {}
 
     def forward_begins(self, part: int, arguments: Iterable[object], model: torch.nn.Module | None) -> None:
-        """A call begins; the parameters and buffers of the model around it are allocated, too, whoever reads them."""
+        """A call begins; the parameters and buffers of the model around it are allocated, read or not."""
         self._moments.append((len(self._calls), True))
         self._calls.append((part, self._numbers(arguments), ()))
         if model is not None and model not in self._models:

@@ -24,7 +24,7 @@ def show() -> bool:
     program = partita.capture(Decoder(_LAYERS).eval(), (ids,))
     plan = partita.plan(program, Repeats(), Call())
     bodies = plan.bodies()
-    print(f"{_LAYERS} blocks, and nobody said where they are; the distinct bodies:\n")
+    print(f"{_LAYERS} blocks, found without annotations; the distinct bodies:\n")
     for body in bodies:
         print(f"  {body}")
     shared, separate = plan.apply(), plan.apply(share_bodies=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plans.test_sharing import ARGS, _bodies, _stack
+from tests.plans.test_plan_sharing import ARGS, _bodies, _stack
 from tests.program.archives.helpers import Spoilt, X
 from torch import Tensor, nn
 from torch._export.serde.serialize import SerializeError

@@ -77,7 +77,7 @@ def way_of(planner: JointPlanner, chosen: tuple[int, ...], joint: Joint, *, inpu
     if len(joint.inputs) < inputs:
         # Equal inputs were joined, so which ones are read is not known.
         numbers = frozenset(range(inputs))
-    outputs = joint.forward_outputs[len(joint.written) :]
+    outputs = joint.forward_outputs[len(joint.mutated) :]
     results = frozenset(
         at for at, value in enumerate(outputs) if isinstance(value, Node) and model.base[value] in found.saved_results
     )

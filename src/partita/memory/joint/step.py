@@ -1,7 +1,7 @@
 """A training step of several compiled graphs: its bytes at each moment as numbers, and the choices that fit a budget.
 
 A moment is the forward or the backward of one call of a graph. What is allocated then is what no choice changes
-(parameters, gradients that are finished, values that somebody else holds), what the call itself needs, and what the
+(parameters, gradients that are finished, values that other code keeps alive), what the call itself needs, and what the
 calls hold that have run forward and not yet backward.
 """
 

@@ -78,7 +78,7 @@ class Features:
     sizes: bool = True
     items: bool = True
     views: bool = True
-    writes: bool = True
+    mutations: bool = True
     random: bool = True
     grad: bool = True
     autocast: bool = True

@@ -22,7 +22,7 @@ from partita.torch_compile import backend
 
 #: What torch.export captures, with random numbers. Blocks of modes hold what they read, which no trial counts.
 FITTABLE = Features.only(
-    *("overloads", "methods", "keywords", "modules", "attributes", "containers", "sizes", "views", "writes"),
+    *("overloads", "methods", "keywords", "modules", "attributes", "containers", "sizes", "views", "mutations"),
     "random",
 )
 

@@ -48,7 +48,7 @@ from partita.treatments import Mode
 
 #: What torch.export supports: no values that are read, no lists that are mutated, nothing unknown.
 EXPORTABLE = Features.only(
-    *("overloads", "methods", "keywords", "modules", "attributes", "containers", "sizes", "views", "writes")
+    *("overloads", "methods", "keywords", "modules", "attributes", "containers", "sizes", "views", "mutations")
 )
 
 

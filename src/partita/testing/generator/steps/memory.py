@@ -171,24 +171,24 @@ def _without_history(draft: Draft, node: Node) -> Node:
 
 
 WRITES: Steps = {
-    "writes.method": method,
-    "writes.method_with": method_with,
-    "writes.function": function,
-    "writes.overload": overload,
-    "writes.operator": operator_form,
-    "writes.out": out,
-    "writes.setitem": setitem,
-    "writes.through_view": through_view,
-    "writes.through_detached": through_detached,
-    "writes.buffer": buffer,
-    "writes.input": input_,
-    "writes.foreach": foreach,
-    "writes.metadata": metadata,
+    "mutations.method": method,
+    "mutations.method_with": method_with,
+    "mutations.function": function,
+    "mutations.overload": overload,
+    "mutations.operator": operator_form,
+    "mutations.out": out,
+    "mutations.setitem": setitem,
+    "mutations.through_view": through_view,
+    "mutations.through_detached": through_detached,
+    "mutations.buffer": buffer,
+    "mutations.input": input_,
+    "mutations.foreach": foreach,
+    "mutations.metadata": metadata,
 }
 CROSSING_WRITES: Steps = {
-    "writes.through_two_views": through_two_views,
-    "writes.indexed": indexed,
-    "writes.masked": masked,
+    "mutations.through_two_views": through_two_views,
+    "mutations.indexed": indexed,
+    "mutations.masked": masked,
 }
 
 
