@@ -30,6 +30,8 @@ from partita.treatments import Call, Lower, Mode, Recompute, Treatment
 
 #: One exported program in so many is saved and loaded.
 _SAVED = 5
+#: In double precision, for what differs by rounding in single precision.
+_PRECISE = Tolerance(relative=1e-9, absolute=1e-9)
 
 
 def check_repeats_laws(case: NearRepeats) -> bool:
@@ -57,7 +59,11 @@ def check_lowered_repeats_law(case: NearRepeats, backend: str) -> Plan:
     program = case.program()
     planned = plan(program, Repeats(min_size=1 + case.seed % 3), Lower(backend))
     with law(f"blocks that share functions of {backend} are equivalent to the original", repr(case), planned):
-        _check_equal(program, planned.apply(), case)
+        try:
+            _check_equal(program, planned.apply(), case)
+        except AssertionError:
+            if not _is_rounding_of(case, Lower(backend)):
+                raise
     return planned
 
 
@@ -104,8 +110,17 @@ def _is_rounding(case: NearRepeats, options: dict[str, Any]) -> bool:
     precise = near_repeats(case.seed, dtype=torch.float64)
     torch.compiler.reset()
     compiled = torch.compile(precise.model, backend=backend, options=options)
-    tolerance = Tolerance(relative=1e-9, absolute=1e-9)
-    return not compare(precise.model, compiled, precise.args, tolerance=tolerance, other_shapes=False).differences
+    return not compare(precise.model, compiled, precise.args, tolerance=_PRECISE, other_shapes=False).differences
+
+
+def _is_rounding_of(case: NearRepeats, treatment: Treatment) -> bool:
+    """Whether a program that is cut and treated like this, in double precision, is equal to its original."""
+    if any(name == "autocast" for _, name in case.differences):
+        return False
+    precise = near_repeats(case.seed, dtype=torch.float64)
+    program = precise.program()
+    after = plan(program, Repeats(min_size=1 + case.seed % 3), treatment).apply()
+    return not compare(program, after, precise.args, tolerance=_PRECISE).differences
 
 
 def _check_equal(program: Program, after: Program | nn.Module, case: NearRepeats) -> None:
