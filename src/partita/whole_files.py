@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,3 +23,15 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         draft.replace(place)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file so that a concurrent reader finds all of it or nothing; what is unfinished ends in .tmp."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            file.write(data)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

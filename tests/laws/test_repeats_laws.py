@@ -28,6 +28,11 @@ def test_blocks_that_share_functions_are_the_same() -> None:
     assert tally.legal > 0
 
 
+def test_rounding_that_a_model_magnifies_is_no_difference() -> None:
+    """Two readers of the first block's result add their gradients in another order; double precision agrees."""
+    assert fuzz(5011, 1, repeats="lower").broken == ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["call", "lower", "compile"])
 def test_many_near_equal_blocks_are_the_same(shared: str) -> None:

@@ -162,6 +162,16 @@ def test_a_damaged_entry_is_a_message_and_a_compilation(
     assert "damaged" not in caplog.text
 
 
+def test_a_damaged_entry_that_cannot_be_removed_is_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = _Model(), torch.randn(2, 4)
+    _applied(model, tmp_path, x)(x)
+    for path in tmp_path.rglob("*.function"):
+        path.write_bytes(b"")
+    with patch.object(Path, "unlink", side_effect=PermissionError("read only")):
+        assert torch.equal(_applied(model, tmp_path, x)(x), model(x))
+    assert "is damaged" in caplog.text
+
+
 def test_an_entry_at_the_place_of_another_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The two bodies are called alike, so that only the place tells the functions apart."""
     one, other, x = _Model(), _Model(rate=0.5), torch.randn(2, 4)
@@ -430,6 +440,19 @@ def test_a_second_process_builds_nothing(tmp_path: Path) -> None:
         assert _printed(_start(tmp_path / "folder", tmp_path / name)) == loaded
     assert "-shared" in (tmp_path / "first" / "built").read_text()
     assert not (tmp_path / "second" / "built").exists()
+
+
+@pytest.mark.slow
+def test_damaged_kernels_are_built_again(tmp_path: Path) -> None:
+    """A process that calls a library that was cut off ends by a signal."""
+    assert _printed(_start(tmp_path / "folder", tmp_path / "first")) == "[False]"
+    kernels = list((tmp_path / "folder" / "kernels").glob("*/*.so.*"))
+    for path in kernels:
+        path.write_bytes(path.read_bytes()[:3000])
+    process = _start(tmp_path / "folder", tmp_path / "second")
+    out, err = process.communicate(timeout=500)
+    assert (process.returncode, out.strip()) == (0, "[True]"), err
+    assert err.count("is damaged, so it is removed and built again") == len(kernels)
 
 
 @pytest.mark.slow

@@ -12,9 +12,8 @@ import os
 import pickle
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -25,8 +24,10 @@ import torch
 from torch.fx import GraphModule
 
 from partita._torch.fx.structural_hash import digest_of_body, foreign_code, packages_behind
-from partita.backends._torch.settings import compiler_settings, digest_of_partita, instructions, kernels_in, vectors
+from partita.backends._torch.settings import compiler_settings, digest_of_partita, instructions, vectors
 from partita.errors import OptionError
+from partita.lowering.kernel_files import kernel_files
+from partita.whole_files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,8 @@ class CacheFolder:
         return self.root / _digest(self.code, self.backend, *_environment())
 
     def kernels(self) -> AbstractContextManager[None]:
-        """Makes Inductor keep its kernels here as well, without which stored functions have to be built again."""
-        return kernels_in(self.root / "kernels")
+        """Makes Inductor's kernels be kept here as well, without which stored functions have to be built again."""
+        return kernel_files(self.root).used()
 
     def entries(self) -> Iterator[Any]:
         """What was stored, in any order; an entry that cannot be read is reported and skipped."""
@@ -81,7 +82,8 @@ class CacheFolder:
                 continue  # Another process has just found it damaged.
             except Exception as error:
                 log.warning("%s is damaged, so it is removed and its function compiled again: %s", path, error)
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # The folder may be one to read only.
+                    path.unlink()
                 continue
             yield entry
 
@@ -91,7 +93,7 @@ class CacheFolder:
             folder = self.folder
             data = _packed(entry, folder.name)
             folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(folder / f"{blake2b(data, digest_size=16).hexdigest()}.function", data)
+            write_whole(folder / f"{blake2b(data, digest_size=16).hexdigest()}.function", data)
         except Exception as error:
             log.warning("a function cannot be written to %s: %s", self.root, error)
 
@@ -102,18 +104,6 @@ def checked_root(root: object) -> None:
         raise OptionError(f"cache is a folder for compiled functions, not {root!r}")
     if Path(root).exists() and not Path(root).is_dir():
         raise OptionError(f"cache is a folder for compiled functions, and {os.fspath(root)!r} is a file")
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that a concurrent reader finds all of it or nothing."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
 
 
 def _packed(entry: object, key: str) -> bytes:

@@ -131,15 +131,22 @@ _CACHE_TAG = "partita 2"
 @contextmanager
 def kernels_in(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Makes Inductor build its kernels in a folder, and look for them there; by default that is a temporary one."""
-    before = os.environ.get(_KERNELS)
+    # Triton's folder is one inside of it; torch sets the variable to the first such folder, for good.
+    before = {name: os.environ.get(name) for name in (_KERNELS, "TRITON_CACHE_DIR")}
     os.environ[_KERNELS] = os.fspath(folder)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(_KERNELS, None)
-        else:
-            os.environ[_KERNELS] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def own_kernels() -> str | None:
+    """The folder that the user has named for kernels of Inductor."""
+    return os.environ.get(_KERNELS) or None
 
 
 _KERNELS = "TORCHINDUCTOR_CACHE_DIR"
