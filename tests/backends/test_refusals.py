@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.nn import functional
 
 import partita
-from partita.backends import AotEager, AotInductor, Eager, Inductor
+from partita.backends import AotEager, AotInductor, Eager, Inductor, refusals
 from partita.backends.refusals import ALIASED_FOREACH, MULTILABEL
 from partita.policies import BySize
 from partita.testing import CAPTURES, captured_case, random_case
@@ -356,3 +356,36 @@ def test_what_torch_traces_into_other_operators_keeps_its_bits(model: nn.Module,
     program = partita.capture(model, args)
     after = partita.plan(program, BySize(parts=1), Lower("aot_eager")).apply()
     partita.verify(program, after, args)
+
+
+def nested(levels: int, innermost: Any) -> GraphModule:
+    """A graph that runs `innermost` on its input, inside of so many operators that run a body."""
+    graph, root = Graph(), nn.Module()
+    x = graph.placeholder("x")
+    if levels:
+        root.add_module("body", nested(levels - 1, innermost))
+        graph.output(graph.call_function(partita.hops.wrap, (graph.get_attr("body"), x)))
+    else:
+        graph.output(graph.call_function(innermost, (x,)))
+    return GraphModule(root, graph)
+
+
+def test_bodies_inside_of_bodies_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Node] = []
+    name_called = refusals._name_called
+
+    def named(node: Node) -> str:
+        looked.append(node)
+        return name_called(node)
+
+    monkeypatch.setattr(refusals, "_name_called", named)
+    read, wrapped = list(nested(9, aten.relu.default).graph.nodes)[1:3]
+    assert refusals.refusal_of_other_bits(wrapped) is None
+    assert len(looked) <= 60
+    assert AotEager().refusal(read) is None
+    assert AotEager().refusal(wrapped) is None
+
+
+def test_what_rounds_differently_is_found_in_bodies_inside_of_bodies() -> None:
+    wrapped = list(nested(9, aten.softshrink.default).graph.nodes)[2]
+    assert AotEager().refusal(wrapped) == f"in its body: {refusals.OTHER_BITS}"

@@ -19,7 +19,7 @@ from partita._torch.toggles import TOGGLES
 from partita.analysis.effects.functions import rule_of_function, rule_of_method
 from partita.analysis.effects.modules import effects_of_module
 from partita.analysis.effects.terms import nodes_in
-from partita.analysis.nodes import find, value_of
+from partita.analysis.nodes import find, modules_in, value_of
 from partita.backends._torch.support import (
     has_meta_kernel,
     is_operator,
@@ -82,7 +82,25 @@ def refusal_by_tracing(node: Node) -> str | None:
 
 def refusal_of_other_bits(node: Node) -> str | None:
     """Why a trace of `node`, run eagerly, has other bits than eager mode."""
-    name, operands = _name_called(node), [node, *node.all_input_nodes]
+    reason = _refusal_of_own_bits(node)
+    if reason is not None:
+        return reason
+    reads = (one for one in (node, *node.all_input_nodes) if one.op in ("call_module", "get_attr"))
+    bodies = (body for one in reads if isinstance(body := _named(one), nn.Module))
+    # These include the bodies inside a body; to follow their calls too would take time exponential in the nesting.
+    for module in (module for body in bodies for module in modules_in(body)):
+        if isinstance(module, nn.Softshrink | nn.MultiMarginLoss):
+            return OTHER_BITS
+        if isinstance(module, nn.Upsample) and not module.mode.startswith("nearest"):
+            return OTHER_BITS
+        if isinstance(module, GraphModule) and any(map(_refusal_of_own_bits, module.graph.nodes)):
+            return f"in its body: {OTHER_BITS}"
+    return None
+
+
+def _refusal_of_own_bits(node: Node) -> str | None:
+    """Why a trace of `node` has other bits, whatever bodies it runs."""
+    name = _name_called(node)
     if name in _ROUNDING_DIFFERENTLY:
         return OTHER_BITS
     if name in _PRODUCTS and len(node.args) > 1:
@@ -92,14 +110,6 @@ def refusal_of_other_bits(node: Node) -> str | None:
     if name in ("interpolate", "upsample"):
         mode = node.kwargs.get("mode", node.args[3] if len(node.args) > 3 else "nearest")
         return None if isinstance(mode, str) and mode.startswith("nearest") else OTHER_BITS
-    bodies = [_named(one) for one in operands if one.op in ("call_module", "get_attr")]
-    for module in (module for body in bodies if isinstance(body, nn.Module) for module in body.modules()):
-        if isinstance(module, nn.Softshrink | nn.MultiMarginLoss):
-            return OTHER_BITS
-        if isinstance(module, nn.Upsample) and not module.mode.startswith("nearest"):
-            return OTHER_BITS
-        if isinstance(module, GraphModule) and any(map(refusal_of_other_bits, module.graph.nodes)):
-            return f"in its body: {OTHER_BITS}"
     return None
 
 

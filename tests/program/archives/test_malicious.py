@@ -748,6 +748,21 @@ def test_a_parameter_without_a_tensor_is_refused(saved: Path, tmp_path: Path) ->
         load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 
+def test_a_tensor_is_no_weight_and_constant_at_once(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    listed = json.loads(spoilt.members["data/weights/model_weights_config.json"])["config"]
+    entry = listed["linear.bias"]
+    spoilt.members[f"data/constants/{entry['path_name']}_again"] = spoilt.members[f"data/weights/{entry['path_name']}"]
+    entry = {**entry, "path_name": f"{entry['path_name']}_again"}
+    spoilt.json("data/constants/model_constants_config.json", lambda parsed: parsed["config"].update(x=entry))
+    assert load_exported(spoilt.write(tmp_path / "beside.pt2")) is not None
+    spoilt.json(
+        "data/constants/model_constants_config.json", lambda parsed: parsed["config"].update({"linear.bias": entry})
+    )
+    with pytest.raises(ArchiveError, match="bias' is among the weights and among the constants"):
+        load_exported(spoilt.write(tmp_path / "twice.pt2"))
+
+
 def test_a_keyword_of_python_is_no_name_of_a_parameter(saved: Path, tmp_path: Path) -> None:
     spoilt = Spoilt(saved)
     spoilt.text("named.a-b.weight", "named.import.weight")

@@ -151,7 +151,9 @@ def _check_leaves(call: ModuleCallSignature, inputs: list[InputSpec], outputs: l
 
 
 def _check_state(inputs: list[InputSpec], state: Mapping[str, Any], constants: Mapping[str, Any], data: Data) -> None:
-    """Raises if an input is a parameter, buffer or constant of which the file has no tensor."""
+    """Raises if an input is a parameter, buffer or constant of which the file has no tensor, or two."""
+    if twice := min(state.keys() & constants.keys(), default=None):
+        data.malformed(f"{twice[:100]!r} is among the weights and among the constants")
     for spec in inputs:
         if spec.target is not None and spec.target not in state and spec.target not in constants:
             data.malformed(f"there is no tensor for {spec.target[:100]!r}")
