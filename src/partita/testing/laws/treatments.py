@@ -403,7 +403,7 @@ def _treatment(program: Program, region: Region, backend: Backend, source: Rando
 COMPILABLE = replace(ALL, containers=False, lists=False, items=False, inference=False, unknown=False, hooks=False)
 
 #: A graph with inputs to train and no result to train with has no backward, and torch takes no random numbers there.
-#: Where such a graph mutates an input to train, torch looks for a tangent, and there is none.
+#: Some such graphs, whose results are views of what needs gradients, it partitions, and looks for a tangent in vain.
 _WITHOUT_BACKWARD = ("does not support RNG ops in recompute regions", "Couldn't find tangent node in graph inputs")
 
 
