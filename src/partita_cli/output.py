@@ -89,6 +89,9 @@ def one_line(text: str) -> str:
 @contextmanager
 def working(on: str) -> Iterator[None]:
     """Says on a terminal what takes its time."""
+    if not sys.stderr.isatty():  # Scripts do without rich, whose import takes a while.
+        yield
+        return
     console = _console(stderr=True)
     with console.status(f"{_printable(on)} ...") if console.is_terminal else nullcontext():
         yield

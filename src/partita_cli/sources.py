@@ -172,7 +172,12 @@ def _function(text: str) -> Callable[[], Any]:
 
 
 def _imported(name: str) -> Any:
-    """A module by its name, or that of a file; the current folder counts, and that of the file."""
+    """A module by its name, or that of a file; the current folder counts, and that of the file.
+
+    A file is run once, as a module is: what it registers would be there already.
+    """
+    if name.endswith(".py") and (module := _module_of(Path(name))) is not None:
+        return module
     module_name = _free_name(Path(name).stem) if name.endswith(".py") else name
     for folder in (Path.cwd(), *((Path(name).parent.absolute(),) if name.endswith(".py") else ())):
         if str(folder) not in sys.path:
@@ -191,13 +196,27 @@ def _imported(name: str) -> Any:
         raise CommandError(f"importing {name} raised {type(error).__name__}: {one_line(str(error))}") from error
 
 
+def _module_of(path: Path) -> Any:
+    """The module that was made of a file before; None if there is none."""
+    for name in (path.stem, _taken_name(path.stem)):
+        made = sys.modules.get(name)
+        file = Path(getattr(made, "__file__", None) or "")
+        if file.is_file() and path.is_file() and path.samefile(file):
+            return made
+    return None
+
+
 def _free_name(stem: str) -> str:
     """The name for the module of a file, which hides no module of Python or torch."""
     try:
         is_taken = stem in sys.modules or find_spec(stem) is not None
     except ValueError:
         is_taken = True
-    return f"{stem}_of_file" if is_taken else stem
+    return _taken_name(stem) if is_taken else stem
+
+
+def _taken_name(stem: str) -> str:
+    return f"{stem}_of_file"
 
 
 def _from_file(path: Path, name: str) -> Any:

@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -70,6 +71,21 @@ class WrongExpBackend:
     def compile(self, body: GraphModule, inputs: Sequence[object]) -> Any:
         wrong = WrongExp().treat(body)
         return lambda *args: wrong(*args)
+
+
+@dataclass(frozen=True)
+class WrongAtInference(WrongExpBackend):
+    """A backend that is wrong for one operator, and does not train."""
+
+    name: str = "wrong_at_inference"
+    trains: ClassVar[bool] = False
+
+    def compile(self, body: GraphModule, inputs: Sequence[object]) -> Any:
+        for node in body.graph.nodes:
+            if node.target is torch.ops.aten.exp.default:
+                node.target = torch.ops.aten.exp2.default
+        body.recompile()
+        return lambda *args: body(*args)
 
 
 @dataclass(frozen=True)
@@ -280,6 +296,18 @@ def test_the_script_shows_the_difference_without_partita(tmp_path: Path, source:
     script = partita.bisect(plan, (X,)).reproduce(tmp_path / "case")
     text = Path(script).read_text()
     assert "import partita" not in text
+    run = subprocess.run([sys.executable, "-I", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
+    assert "output 0: differs by up to" in run.stdout
+
+
+@pytest.mark.parametrize("is_under_no_grad", [False, True])
+def test_the_script_shows_what_differs_without_gradients_alone(tmp_path: Path, is_under_no_grad: bool) -> None:
+    """A backend that does not train runs under no_grad, and its regions run eagerly elsewhere."""
+    program = partita.capture(nn.Sequential(nn.Linear(4, 4), Chain(3, 1)), (X,))
+    plan = partita.plan(program, BySize(parts=3), Lower(WrongAtInference()))
+    with torch.no_grad() if is_under_no_grad else nullcontext():
+        script = partita.bisect(plan, (X,)).reproduce(tmp_path / "case")
     run = subprocess.run([sys.executable, "-I", script], capture_output=True, text=True, check=False)
     assert run.returncode == 1, run.stderr
     assert "output 0: differs by up to" in run.stdout

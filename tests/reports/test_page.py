@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from tests.helpers.core import program_of
 from tests.reports.conftest import Opener
 from tests.reports.plans import X, Y, around_dropout, chain, hostile, memory_plan, recomputed
-from torch.fx import Graph
+from torch import nn
+from torch.fx import Graph, GraphModule
 
 import partita
 from partita import Program
@@ -239,6 +241,17 @@ def test_colours_show_modes_effects_and_costs(open_report: Opener) -> None:
     assert "mutates" in legends["effects"]
     assert "Call()" in legends["treatment"]
     assert "128" in legends["flops"]
+
+
+def test_the_legend_counts_the_operators_of_a_region_as_the_table_does(open_report: Opener) -> None:
+    graph = Graph()
+    parts = graph.call_function(torch.chunk, (graph.placeholder("x"), 2))
+    graph.output(graph.call_function(torch.add, tuple(graph.call_function(getitem, (parts, at)) for at in (0, 1))))
+    page = open_report(partita.report(partita.plan(GraphModule(nn.Module(), graph), BySize(parts=1), Call())))
+    for name in ("region", "treatment", "body"):
+        page.select_option("#overlay", name)
+        _settled(page)
+        assert page.inner_text("#legend b") == "2"
 
 
 def test_modules_group_the_graph_too(open_report: Opener) -> None:

@@ -217,6 +217,8 @@ def test_the_suffix_says_what_is_written(tmp_path: Path) -> None:
     for name in ("a.html", "a.json", "a.dot", "a.HTM", "a.gv"):
         report.save(tmp_path / name)
     report.save(os.fspath(tmp_path / "b"), format="trace")
+    report.save(tmp_path / "step.trace.json")
+    assert (tmp_path / "step.trace.json").read_text() == (tmp_path / "b").read_text()
     report.save(tmp_path / "c.json", format="model_explorer")
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
     assert json.loads((tmp_path / "a.json").read_text()) == report.data()
@@ -227,7 +229,9 @@ def test_the_suffix_says_what_is_written(tmp_path: Path) -> None:
 
 def test_unknown_suffixes_and_formats_name_the_known_ones(tmp_path: Path) -> None:
     report = partita.report(chain(10, 2))
-    with pytest.raises(OptionError, match=r"saved as \.html, \.htm, \.json, \.dot, \.gv, not as 'a\.pdf'"):
+    with pytest.raises(
+        OptionError, match=r"saved as \.html, \.htm, \.trace\.json, \.json, \.dot, \.gv, not as 'a\.pdf'"
+    ):
         report.save(tmp_path / "a.pdf")
     with pytest.raises(OptionError, match="'html', 'json', 'dot', 'model_explorer', 'trace', not 'pdf'"):
         report.save(tmp_path / "a.html", format="pdf")  # type: ignore[arg-type]

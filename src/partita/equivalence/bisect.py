@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import Tolerance
-from partita.equivalence.compare import compare
+from partita.equivalence.compare import UNDER_NO_GRAD, compare
 from partita.equivalence.differences import Comparison, Difference
 from partita.equivalence.reproduction import write_reproduction
 from partita.errors import OptionError, PartitaError
@@ -123,7 +123,10 @@ class Bisection(metaclass=PlainHelp):
         if self.plan is None or not self.nodes:
             raise OptionError(f"{self._found()}: there is no single region to reproduce")
         args, kwargs = self._arguments
-        return write_reproduction(self.plan, args, kwargs or {}, folder, summary=str(self))
+        when = {difference.when for difference in self.comparison.differences}
+        # A backend that does not train runs under no_grad alone: with gradients, its regions run eagerly.
+        grad = torch.is_grad_enabled() and when != {UNDER_NO_GRAD}
+        return write_reproduction(self.plan, args, kwargs or {}, folder, summary=str(self), grad=grad)
 
 
 def _run_of(nodes: Sequence[Node], region: Region) -> str:

@@ -18,6 +18,9 @@ from partita.equivalence.observe import Call, Comparable, Observation, Start, Su
 from partita.equivalence.state import Pairing, paired, snapshot_of, storage_key
 from partita.errors import OptionError
 
+#: What a difference is called that shows in the call under no_grad.
+UNDER_NO_GRAD = "under no_grad"
+
 
 def compare(
     before: Comparable,
@@ -55,7 +58,7 @@ def compare(
         first.append(Call("second call, other data", arguments, grad, backward=gradients, other_data=True))
     found = [_compared(pair, first)]
     if no_grad_call and grad and True not in callers:
-        found.append(_compared(pair, [Call("under no_grad", arguments, grad=False)]))
+        found.append(_compared(pair, [Call(UNDER_NO_GRAD, arguments, grad=False)]))
     if other_shapes:
         found.append(_compared_on_other_sizes(pair, Call("", arguments, grad, backward=gradients)))
     return _merged([Comparison((), pair.notes), *found])

@@ -32,20 +32,27 @@ _OF_TORCH = frozenset({"inductor", "aot_eager", "eager"})
 
 
 def write_reproduction(
-    plan: Plan, args: Sequence[object], kwargs: Mapping[str, object], folder: str | os.PathLike[str], *, summary: str
+    plan: Plan,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    folder: str | os.PathLike[str],
+    *,
+    summary: str,
+    grad: bool = True,
 ) -> str:
     """Writes the script and the inputs of the one region of a plan into a folder; the path of the script.
 
-    The state of the program and of all generators is as before.
+    The script runs with or without gradients, as `grad` says. The state of the program and of all generators is as
+    before.
     """
     (treatment,) = plan.treatments
-    with _undone(plan.program, (*args, *kwargs.values())):
+    with _undone(plan.program, (*args, *kwargs.values())), torch.set_grad_enabled(grad):
         body, inputs = _first_call(plan, args, kwargs)
         backend = _torch_backend(treatment)
         stored: dict[str, Any] = {"inputs": inputs, "attributes": dict(_attributes(body))}
         if backend is None:
             stored["found"] = _treated_run(body, treatment, inputs)
-    script = _script(body, backend, plan, summary)
+    script = _script(body, backend, plan, summary, grad=grad)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     torch.save(stored, place / "inputs.pt")
@@ -188,7 +195,7 @@ def difference(
     return f"{name}: differs by up to {error:.3g}, largest element {largest:.3g}"
 
 
-def _script(body: GraphModule, backend: str | None, plan: Plan, summary: str) -> str:
+def _script(body: GraphModule, backend: str | None, plan: Plan, summary: str, *, grad: bool) -> str:
     code = body.graph.python_code("self")
     imports = [_import_of(name, value) for name, value in sorted(code.globals.items())]
     if "partita" in code.src:
@@ -200,6 +207,7 @@ def _script(body: GraphModule, backend: str | None, plan: Plan, summary: str) ->
     )
     return _TEMPLATE.format(
         summary=indent(summary.replace('"""', "'''").replace("\\", "/"), "    ").strip(),
+        grad=grad,
         imports="\n".join(dict.fromkeys(line for line in imports if line)),
         forward=indent(code.src.strip(), "    "),
         treatment=" ".join(repr(plan.treatments[0]).split()),
@@ -253,6 +261,7 @@ def with_attributes():
 
 
 stored = torch.load(Path(__file__).with_name("inputs.pt"), weights_only=False)
+torch.set_grad_enabled({grad})
 body, attributes = with_attributes()
 expected = observed(body, stored["inputs"], attributes)
 # As the treatment did: {treatment}

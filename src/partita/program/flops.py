@@ -34,12 +34,13 @@ class Flops:
         if count is None or any(_is_unknown(value_of(source)) for source in node.all_input_nodes):
             return 0
         try:
-            arguments: Any = map_arg((node.args, node.kwargs), lambda source: without_memory(value_of(source)))
+            given = (node.args, node.kwargs)
             if count is not _run:
-                return count(node, *arguments)
-            key = (node.target, repr(arguments))
+                return count(node, *map_arg(given, lambda source: without_memory(value_of(source))))
+            key = (node.target, repr(map_arg(given, lambda source: _described(value_of(source)))))
             found = self._known.get(key)
             if found is None:
+                arguments: Any = map_arg(given, lambda source: without_memory(value_of(source)))
                 found = self._known[key] = _run(node, *arguments)
             return found
         except Exception:  # A function may reject meta tensors with any error; it then counts as zero.
@@ -57,6 +58,13 @@ def without_memory(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(without_memory, value))
     return hint_of(value)
+
+
+def _described(value: Any) -> Any:
+    """What `without_memory` keeps of a traced value, for comparisons."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, *map(hint_of, value.shape)
+    return tuple(map(_described, value)) if isinstance(value, tuple | list) else hint_of(value)
 
 
 def _way_to_count(node: Node) -> Callable[..., int] | None:

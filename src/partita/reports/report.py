@@ -24,7 +24,14 @@ from partita.whole_files import whole_file
 #: What `Report.save` writes.
 Format = Literal["html", "json", "dot", "model_explorer", "trace"]
 
-_BY_SUFFIX: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json", ".dot": "dot", ".gv": "dot"}
+_BY_SUFFIX: dict[str, Format] = {
+    ".html": "html",
+    ".htm": "html",
+    ".trace.json": "trace",
+    ".json": "json",
+    ".dot": "dot",
+    ".gv": "dot",
+}
 _FORMATS: tuple[Format, ...] = ("html", "json", "dot", "model_explorer", "trace")
 
 #: A notebook keeps what it shows; a larger report is better a file of its own.
@@ -73,9 +80,9 @@ class Report(metaclass=PlainHelp):
         return trace(self.data())
 
     def save(self, path: str | os.PathLike[str], *, format: Format | None = None) -> None:
-        """Writes a file, whole or not at all, of the kind that its name ends in: .html, .json or .dot.
+        """Writes a file, whole or not at all, of the kind that its name ends in: .html, .trace.json, .json or .dot.
 
-        The other two kinds are JSON as well, and are named by `format`: "model_explorer" or "trace".
+        Node data for Model Explorer are JSON as well, and are named by `format`: "model_explorer".
         """
         place = Path(os.fspath(path))
         content = self._content(_format_of(place, format))
@@ -147,7 +154,7 @@ def _format_of(path: Path, format: object) -> Format:
             if format == known:
                 return known
         raise OptionError(f"a report is saved in the format {', '.join(map(repr, _FORMATS))}, not {format!r}")
-    found = _BY_SUFFIX.get(path.suffix.lower())
+    found = _BY_SUFFIX.get("".join(path.suffixes[-2:]).lower()) or _BY_SUFFIX.get(path.suffix.lower())
     if found is None:
         raise OptionError(
             f"a report is saved as {', '.join(_BY_SUFFIX)}, not as {path.name!r}; for other names say "

@@ -50,7 +50,12 @@ def command(
         typer.Option("--picture", metavar="STEP.svg", help="Write the bytes over the step: .svg, .png, .txt or .json."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="STEP.html", help="Write a page about the plan and its memory.")
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="STEP.html",
+            help="Write a page about the plan and its memory; .json and .dot as data, .trace.json for Perfetto.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="OUT.pt2", help="Write the program that runs so.")

@@ -21,13 +21,13 @@ from partita_cli.options import (
     Trusted,
     examples,
 )
-from partita_cli.output import check_output, remark, whole_file, working
+from partita_cli.output import check_output, remark, working
 from partita_cli.sources import planner, read_inputs, read_program
 
 NEEDS_ARGUMENTS = True
 EPILOG = examples(
-    "partita report model.pt2 --plan plan.json -o plan.html",
-    "partita report model.pt2 -p size:parts=4 --verify -o plan.json",
+    "partita report model.pt2 --plan plan.json -o report.html",
+    "partita report model.pt2 -p size:parts=4 --verify -o report.json",
 )
 
 
@@ -73,7 +73,7 @@ def command(
         with working("comparing"):
             comparison = partita.compare(read, made.apply(), args, kwargs)
         check_compared(comparison)
-    with working(f"writing {output}"), whole_file(output) as draft:
-        partita.report(made, comparison=comparison).save(draft, format=format)
+    with working(f"writing {output}"):
+        partita.report(made, comparison=comparison).save(output, format=format)
     remark(f"written: {output}")
     return 0 if comparison is None or comparison.equal else 1

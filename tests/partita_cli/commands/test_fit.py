@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,11 @@ def test_fit_prints_the_plan_and_writes_picture_and_program() -> None:
     assert Path("step.svg").read_text().startswith("<svg")
     assert "written: step.svg" in ran.err
     assert run("inspect", "fitted.pt2").status == 0
+
+
+def test_fit_writes_a_trace_of_the_step() -> None:
+    assert run("fit", "command_steps:build", "--peak", "0.8", "--report", "step.trace.json").status == 0
+    assert json.loads(Path("step.trace.json").read_text())["traceEvents"]
 
 
 def test_fit_as_json_with_a_curve() -> None:

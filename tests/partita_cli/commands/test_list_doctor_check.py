@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
     assert "did you mean 'capability'" in refused("list", "capabilities")
 
 
-def test_list_has_backends_of_a_module_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def command_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A file that registers a backend, in the current folder."""
     monkeypatch.setattr(backend, "_REGISTERED", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
@@ -59,9 +62,22 @@ def test_list_has_backends_of_a_module_that_is_imported(tmp_path: Path, monkeypa
         "        return body\n\n"
         "register_backend(Slow())\n"
     )
+    yield
+    sys.modules.pop("command_backend")
+
+
+@pytest.mark.usefixtures("command_backend")
+def test_list_has_backends_of_a_module_that_is_imported() -> None:
     shown = run("list", "backends", "--import", "command_backend").out
     assert "slow          Runs the body, slowly." in shown
-    sys.modules.pop("command_backend")
+
+
+@pytest.mark.usefixtures("command_backend")
+def test_a_file_that_registers_a_backend_is_run_once(small_file: Path) -> None:
+    """A command imports before it reads the words of a plan, and again before it reads a program."""
+    words = ("-p", "capability:slow", "-t", "lower:slow", "--import", "command_backend.py")
+    assert run("plan", small_file, *words, "--summary").status == 0
+    assert run("verify", small_file, *words).status == 0
 
 
 def test_doctor_tells_what_works_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

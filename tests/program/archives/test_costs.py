@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import zipfile
@@ -244,7 +245,8 @@ def test_a_graph_that_many_calls_share_is_compared_once() -> None:
     graphs = [first, *[graph([], [], []) for _ in range(30)], last]
     nodes = [node(wrap, [body("own", one), value("x")], f"r{at}", hop=False) for at, one in enumerate(graphs)]
     reader = GraphReader(Symbols(None), ())
-    assert len(reader.read(Data(graph(["x"], nodes, ["r0"])), {}).graph.nodes) > 90
+    _, read = reader.read(Data(graph(["x"], nodes, ["r0"])), {})
+    assert len(read.nodes) > 90
     assert Counted.compared == 1
 
 
@@ -658,3 +660,34 @@ def test_programs_are_compared_on_no_sizes_that_take_all_memory_or_are_none(
     comparison = compare(program, plan(program, BySize(parts=1), Call()).apply(), (X,))
     assert comparison.equal
     assert "Guard failed" in comparison.notes[0]
+
+
+def test_code_of_a_graph_is_generated_once_and_no_garbage_is_looked_for_meanwhile(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generated = list[bool]()
+    recompile = GraphModule.recompile
+
+    def counted(module: GraphModule) -> Any:
+        generated.append(gc.isenabled())
+        return recompile(module)
+
+    monkeypatch.setattr(GraphModule, "recompile", counted)
+    load_exported(small)
+    assert generated == [False]
+    assert gc.isenabled()
+
+
+def test_a_program_of_which_no_code_can_be_made_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would give a program that cannot be called, and a warning."""
+    recompile, given = GraphModule.recompile, list[GraphModule]()
+
+    def refused(module: GraphModule) -> Any:
+        given.append(module)
+        if len(given) == 1:
+            raise SyntaxError("too many parentheses")
+        return recompile(module)
+
+    monkeypatch.setattr(GraphModule, "recompile", refused)
+    with pytest.raises(ArchiveError, match="Unable to execute the generated python source code"):
+        load_exported(small)

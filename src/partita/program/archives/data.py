@@ -104,9 +104,11 @@ class Data:
         return None if found is None else Data(found, self, key)
 
     def __getitem__(self, key: str) -> Data:
-        if key not in self._mapping():
+        found = self.value
+        if not isinstance(found, dict) or key not in found:
+            self._mapping()
             self.malformed(f"there is no {key!r}")
-        return Data(self.value[key], self, key)
+        return Data(found[key], self, key)
 
     def entries(self) -> Iterator[tuple[str, Data]]:
         return ((key, Data(value, self, key)) for key, value in self._mapping().items())
@@ -143,8 +145,10 @@ class Data:
 
     def text(self) -> str:
         """Any string; most are read in one of the stricter forms below."""
-        is_text = isinstance(self.value, str) and len(self.value) <= _MOST_LETTERS and not _SURROGATE.search(self.value)
-        return str(self._as("text", fits=is_text))
+        found = self.value
+        if type(found) is str and len(found) <= _MOST_LETTERS and (found.isascii() or not _SURROGATE.search(found)):
+            return found
+        return str(self._as("text", fits=False))
 
     def plain_text(self) -> str:
         """A string without characters that could end a literal: a key, a constant, the argument of an operator."""

@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch.export import ExportedProgram
 
+from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import fresh_modes
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.program._torch.trusted_archives import load_trusted
@@ -38,7 +39,7 @@ def load_exported(
     """
     file, allowed = _path(path), _allowed(operators)
     # Tensors loaded under inference mode could never be mutated or trained.
-    with _LOCK, fresh_modes(grad=True):
+    with _LOCK, fresh_modes(grad=True), gc_paused():
         if trusted:
             open_file(file).close()
             return with_origin(load_trusted(file), file)
@@ -55,7 +56,7 @@ def load_exported(
 def inspect_archive(path: str | PathLike[str], *, operators: Collection[str] = ()) -> ArchiveReport:
     """The contents of a `.pt2` file and what prevents loading a program in it; its weights are not read."""
     file, allowed = _path(path), _allowed(operators)
-    with _LOCK, fresh_modes(grad=True), open_archive(file) as archive:
+    with _LOCK, fresh_modes(grad=True), gc_paused(), open_archive(file) as archive:
         reading = _Reading(archive, allowed, is_read=False)
         reading.chosen()
         for name in reading.programs[:_MOST_PROGRAMS]:

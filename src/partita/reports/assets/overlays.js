@@ -5,18 +5,20 @@ const NEUTRAL = -1;
 const TREATMENTS = [...new Set(regions.map((region) => region.treatment))];
 
 const OVERLAYS = {
-  region: { label: "Region", key: (node) => nodes.region[node], name: (key) => regions[key].name },
+  region: { label: "Region", key: (node) => nodes.region[node], name: (key) => regions[key].name, ofOperators: true },
   treatment: {
     label: "Treatment",
     key: (node) => (nodes.region[node] < 0 ? -1 : TREATMENTS.indexOf(regions[nodes.region[node]].treatment)),
     name: (key) => TREATMENTS[key],
+    ofOperators: true,
   },
   body: {
     label: "Distinct body",
     key: (node) => (nodes.region[node] < 0 ? -1 : regions[nodes.region[node]].body),
     name: (key) => data.bodies[key].name,
+    ofOperators: true,
   },
-  mode: { label: "Mode", key: (node) => nodes.mode[node] - 1, name: (key) => data.modes[key + 1] },
+  mode: { label: "Mode", key: (node) => nodes.mode[node] - 1, name: (key) => data.modes[key + 1], ofOperators: true },
   effects: {
     label: "Effects",
     key: (node) => EFFECTS.findLastIndex((name) => has(node, name)),

@@ -94,12 +94,23 @@ function paintLegend() {
     legend.replaceChildren(el("span", {}, `${overlay.label}: few`), ramp, el("span", {}, `many of ${all}`));
     return;
   }
-  const counts = view.countsOf(view.tree.root).filter(([own]) => own !== NEUTRAL), shown = 8;
+  const counts = legendCounts(overlay), shown = 8;
   const entries = counts.slice(0, shown).map(([own, count]) => legendEntry(overlay.name(own), own, count));
   const more = counts.length - shown;
   if (more > 0) entries.push(el("span", { class: "muted" }, `${shownCount(more)} more`));
   if (!counts.length) entries.push(el("span", { class: "muted" }, `${overlay.label}: none here`));
   legend.replaceChildren(...entries);
+}
+
+// How many nodes have which key, the most frequent first; of a region, as everywhere, those that are operators.
+function legendCounts(overlay) {
+  const counted = new Map(), { start, end } = view.tree.root;
+  for (const node of view.tree.sequence.slice(start, end)) {
+    const key = overlay.key(node);
+    if (key < 0 || (overlay.ofOperators && !has(node, "operator"))) continue;
+    counted.set(key, (counted.get(key) || 0) + 1);
+  }
+  return [...counted].sort((one, other) => other[1] - one[1]);
 }
 
 function legendEntry(name, key, count) {

@@ -76,8 +76,8 @@ class GraphReader:
         #: Every operator of the graph, as the file spells it.
         self.met: dict[str, None] = {}
 
-    def read(self, data: Data, constant_names: Mapping[int, str]) -> GraphModule:
-        """The graph as a module; constant inputs have these names."""
+    def read(self, data: Data, constant_names: Mapping[int, str]) -> tuple[nn.Module, Graph]:
+        """The graph, and a module with the bodies that it runs; constant inputs have these names."""
         pending, self._symbols.pending = self._symbols.pending, set()
         self._shared_bodies = _last_bodies(data["nodes"])
         for table, read in (
@@ -100,7 +100,7 @@ class GraphReader:
         self._name_nodes()
         self._bind_unbacked(data)
         self._symbols.pending = pending
-        return GraphModule(self._root, self._graph)
+        return self._root, self._graph
 
     # Inputs and outputs ------------------------------------------------------------------------------------------
 
@@ -424,7 +424,7 @@ class GraphReader:
         if name not in self.bodies:
             self._symbols.spend(_VALUES_OF_BODY, data)
             reader = GraphReader(self._symbols, self._operators, depth=self._depth - 1, retraced=retraced)
-            self._root.add_module(name, reader.read(graph, {}))
+            self._root.add_module(name, GraphModule(*reader.read(graph, {})))
             self.written += reader.written
             self._expanded_bodies[name] = reader.expanded
             self._levels_left[name] = retraced
@@ -578,18 +578,27 @@ def _module(entry: Data) -> tuple[str, tuple[str, str]]:
     """A key, the path of a module and the name of its class, separated by commas outside of brackets."""
     # Parts of a program are named after the modules that they came from.
     Data(entry.value.replace("L['self']", ""), entry, "entry").normal_text()
-    commas, depth, least = [-1], 0, 0
-    for place, letter in enumerate(entry.value):
-        depth += (letter in "[(") - (letter in ")]")
-        least = min(least, depth)
-        if letter == "," and depth == 0:
-            commas.append(place)
-    parts = [entry.value[a + 1 : b] for a, b in zip(commas, (*commas[1:], None), strict=True)]
-    if len(parts) != 3 or depth or least < 0 or max(map(len, parts)) > LONGEST_NAME:
+    parts = _parts(entry.value)
+    if len(parts) != 3 or max(map(len, parts)) > LONGEST_NAME:
         entry.malformed(f"{entry.value[:100]!r} is no module")
     key, path, kind = parts
     return key, (path, kind)
 
+
+def _parts(text: str) -> list[str]:
+    """What commas outside of brackets separate; nothing if brackets do not match."""
+    if not _BRACKET.search(text):  # The usual case: a file of a thousand nodes has thousands of such texts.
+        return text.split(",")
+    commas, depth, least = [-1], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter in "[(") - (letter in ")]")
+        least = min(least, depth)
+        if letter == "," and depth == 0:
+            commas.append(place)
+    return [] if depth or least < 0 else [text[a + 1 : b] for a, b in zip(commas, (*commas[1:], None), strict=True)]
+
+
+_BRACKET = re.compile(r"[()\[\]]")
 
 Reader = Callable[[GraphReader, Data], Any]
 

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection
+from functools import cache
 from keyword import iskeyword
 from typing import Any
 
@@ -68,6 +69,7 @@ def called_by(target: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[int, .
     return _BODIES.get(name, ()), _OPERATORS.get(name, ())
 
 
+@cache
 def _computes(found: OpOverload) -> bool:
     """Whether it takes tensors, numbers and names of variants, and computes or checks tensors or numbers."""
     schema = found._schema

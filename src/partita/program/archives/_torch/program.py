@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
@@ -84,24 +85,29 @@ class SavedProgram:
         guards = _conditions(self._data.get("guards_code"))
         symbols = Symbols(self._data.get("range_constraints"), text_bytes=self._text_bytes)
         reader = GraphReader(symbols, operators)
-        root = reader.read(data["graph"], names)
+        root, graph = reader.read(data["graph"], names)
         self.operators = reader.met
         for spec in inputs:  # A body is a module with its own attributes.
             if spec.target is not None and spec.target.partition(".")[0] in reader.bodies:
                 data["signature"].refuse(f"{spec.target[:100]!r} is no path of a parameter: the graph has such a body")
+        annotations = {}
         if (metadata := data.get("metadata")) is not None and (custom := metadata.get("custom")) is not None:
-            root.meta["custom"] = annotations_of(custom)
-        made = ModeKeepingProgram(
-            root=root,
-            graph=root.graph,
-            graph_signature=signatures.ExportGraphSignature(input_specs=inputs, output_specs=outputs),
-            state_dict=state,
-            range_constraints=symbols.ranges(),
-            module_call_graph=calls,
-            example_inputs=None,
-            constants=constants,
-            verifiers=list(dict.fromkeys(map(_verifier, self._data["verifiers"]))),  # Each walks the whole graph.
-        )
+            annotations["custom"] = annotations_of(custom)
+        with warnings.catch_warnings():
+            # Where the code of a graph is none, torch goes on with a module that cannot be called.
+            warnings.filterwarnings("error", "Unable to execute the generated python source code")
+            made = ModeKeepingProgram(
+                root=root,
+                graph=graph,
+                graph_signature=signatures.ExportGraphSignature(input_specs=inputs, output_specs=outputs),
+                state_dict=state,
+                range_constraints=symbols.ranges(),
+                module_call_graph=calls,
+                example_inputs=None,
+                constants=constants,
+                verifiers=list(dict.fromkeys(map(_verifier, self._data["verifiers"]))),  # Each walks the whole graph.
+            )
+        made.graph_module.meta.update(annotations)
         _check_signature(made, data["signature"])
         set_guards(made, guards)
         return made
