@@ -198,7 +198,9 @@ def test_a_budget_is_above_zero(peak: Any) -> None:
         MemoryBudget(peak)
 
 
-@pytest.mark.parametrize("peak", ["11XB", "GB", "", None, True, float("nan"), float("inf"), [1], 1.5, 80.0, 10**400, "9" * 400 + "GB"])
+@pytest.mark.parametrize(
+    "peak", ["11XB", "GB", "", None, True, float("nan"), float("inf"), [1], 1.5, 80.0, 10**400, "9" * 400 + "GB"]
+)
 def test_a_budget_is_a_number_of_bytes(peak: Any) -> None:
     with pytest.raises(OptionError):
         MemoryBudget(peak)
