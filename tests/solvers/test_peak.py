@@ -11,7 +11,7 @@ from tests.helpers.work import steps_during
 
 from partita.solvers import peak
 from partita.solvers.keep_sets import Item, keep_sets
-from partita.solvers.peak import Choice, IfSaved, Stage, fastest, frontier, least_peak, peak_of
+from partita.solvers.peak import Choice, IfSaved, Stage, fastest, fastest_measured, frontier, least_peak, peak_of
 
 _VALUES = st.frozensets(st.integers(0, 2))
 _CHOICES = st.builds(
@@ -80,6 +80,43 @@ def _held(stages: list[Stage], plan: tuple[int, ...]) -> int:
         more, _, saved = stage.run(stage.choices[number], saved)
         held += more
     return held
+
+
+@given(_STAGES, st.integers(0, 6), st.integers(1, 97), st.sampled_from([1, 3, 1_000]))
+@settings(max_examples=200, deadline=None)
+def test_measured_plans_are_in_order_although_their_peaks_are_not_what_stages_say(
+    stages: list[Stage], apart: int, salt: int, states: int
+) -> None:
+    def measured(plan: tuple[int, ...]) -> int:
+        mixed = sum((at + 1) * salt * (number + 1) for at, number in enumerate(plan)) % 97
+        return peak_of(stages, plan) + apart * (mixed % 5 - 2)
+
+    plans = _all_plans(stages)
+    fast = min(plans, key=lambda plan: (_seconds(stages, plan), plan))
+    slow = min(plans, key=lambda plan: (measured(plan), _seconds(stages, plan)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peak, "_MOST_STATES", states)  # The fastest is no longer found then.
+        found = [
+            (room, fastest_measured(stages, room, measured, slow=slow, fast=fast))
+            for room in range(measured(slow), measured(fast))
+        ]
+    assert all(measured(plan) <= room for room, plan in found)
+    peaks, seconds = [measured(plan) for _, plan in found], [_seconds(stages, plan) for _, plan in found]
+    assert peaks == sorted(peaks)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@given(_STAGES)
+@settings(max_examples=100, deadline=None)
+def test_a_measured_plan_is_the_fastest_where_its_peak_is_what_stages_say(stages: list[Stage]) -> None:
+    plans = _all_plans(stages)
+    fast = min(plans, key=lambda plan: (_seconds(stages, plan), plan))
+    least, slow = least_peak(stages)
+    slow = fastest(stages, least) or slow
+    for room in range(least, peak_of(stages, fast)):
+        found = fastest_measured(stages, room, lambda plan: peak_of(stages, plan), slow=slow, fast=fast)
+        fitting = (plan for plan in plans if peak_of(stages, plan) <= room)
+        assert _seconds(stages, found) == min(_seconds(stages, plan) for plan in fitting)
 
 
 @given(_STAGES, st.integers(-5, 60))

@@ -66,7 +66,7 @@ class MemoryBudget:
             )
         if self.peak != self.peak or self.peak in (float("inf"), float("-inf")):
             raise OptionError(f"a peak of {self.peak!r} is no number of bytes")
-        return int(self.peak)
+        return _counted(self.peak)
 
     def _checked(self, found: int) -> None:
         if found <= 0:
@@ -97,7 +97,17 @@ def _read(text: str) -> int:
             f"{found[2]!r} in {text!r} is no unit of bytes; there are B, KB, MB, GB, TB (powers of 1000) and KiB, MiB, "
             "GiB, TiB (powers of 1024)"
         )
-    return int(float(number.replace("_", "")) * _UNITS[unit])
+    return _counted(float(number.replace("_", "")) * _UNITS[unit])
+
+
+#: More bytes than any device has.
+_MOST_BYTES = 2**63
+
+
+def _counted(number: float) -> int:
+    if number >= _MOST_BYTES:
+        raise OptionError("a number of bytes of 2**63 or more is said, which no device has; write it as '11GB'")
+    return int(number)
 
 
 def bytes_said(value: object, name: str) -> int:
@@ -106,7 +116,7 @@ def bytes_said(value: object, name: str) -> int:
         return _read(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise OptionError(f"`{name}` is a number of bytes from 0 on, or a text such as '200MB', not {value!r}")
-    return value
+    return _counted(value)
 
 
 def check_device_has(budget: int, device: torch.device) -> None:

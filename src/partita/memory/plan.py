@@ -330,7 +330,8 @@ class StepMemory:
             raise BudgetError(
                 f"the parameters, buffers, arguments, the state of the optimizer and communication alone take "
                 f"{shown_bytes(self.resident_bytes)}, and the budget is {shown_bytes(allowed)}; shard the model, or "
-                f"use a smaller dtype. The smallest peak is {shown_bytes(self.smallest_peak_bytes)}",
+                f"use a smaller dtype. The smallest peak is {shown_bytes(self.smallest_peak_bytes)} "
+                f"({self.smallest_peak_bytes} bytes)",
                 smallest=self.smallest_peak_bytes,
             )
         if self.plain_peak_bytes <= allowed:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import partita
+from partita.errors import BudgetError
 from partita.memory import Rates
 from partita.memory.joint.plan import JointPlanner, JointStep
 
@@ -48,3 +49,6 @@ def test_less_memory_never_means_more_memory_nor_less_time(
     assert peaks == sorted(peaks)
     assert seconds == sorted(seconds, reverse=True)
     assert len(set(peaks)) > 5
+    assert planner.plan(least).peak_bytes == least
+    with pytest.raises(BudgetError):
+        planner.plan(least - 1)

@@ -25,7 +25,7 @@ from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
 from partita.program.program import Program
 from partita.regions.joint_forward import forward_part
-from partita.solvers.peak import Choice, Stage, fastest, frontier, least_peak, peak_of
+from partita.solvers.peak import Choice, Stage, fastest, fastest_measured, frontier, least_peak
 
 
 @final
@@ -132,10 +132,6 @@ def _in_module(node: Node | None) -> str:
 
 #: The most candidates in a segment, of which all sets are tried.
 _MOST_CANDIDATES = 10
-#: How often the bytes between the smallest and the plain peak are halved to find a plan.
-_HALVINGS = 11
-#: A plan that leaves less than one in so many bytes is good enough.
-_SPARE = 1_000
 #: Into so many parts the bytes from the smallest to the plain peak are divided by the plans that are known at first.
 _PARTS = 8
 
@@ -323,11 +319,27 @@ class JointPlanner:
     @cached_property
     def _known(self) -> list[tuple[int, ...]]:
         """Plans of all sizes, among them those that take least."""
-        least, chosen = least_peak(self.stages)
+        least, _ = self._least
         most = max(self.plain.peak, least)
-        asked = (least + (most - least) * part // _PARTS for part in range(_PARTS))
+        asked = (least + (most - least) * part // _PARTS for part in range(1, _PARTS))
         spread = [one for bytes_ in asked if (one := fastest(self.stages, bytes_)) is not None]
-        return list(dict.fromkeys((*self._alike(), chosen, *spread)))
+        return list(dict.fromkeys((*self._small, *spread)))
+
+    @cached_property
+    def _small(self) -> list[tuple[int, ...]]:
+        """Plans among which is the one that takes least: by what is known of segments, and those that choose alike."""
+        least, chosen = self._least
+        return list(dict.fromkeys((*self._alike(), chosen, fastest(self.stages, least) or chosen)))
+
+    @cached_property
+    def _least(self) -> tuple[int, tuple[int, ...]]:
+        """The smallest peak, and its plan, by what is known of segments."""
+        return least_peak(self.stages)
+
+    @cached_property
+    def _smallest(self) -> tuple[int, ...]:
+        """The plan with the smallest peak, the fastest of these."""
+        return min(self._small, key=lambda chosen: (self.peak_of(chosen), self.seconds(chosen)))
 
     def has(self, chosen: Sequence[int]) -> bool:
         """Whether each segment has such a choice."""
@@ -353,7 +365,7 @@ class JointPlanner:
     @cached_property
     def smallest_peak(self) -> int:
         """The smallest peak of any plan, beside what is allocated throughout."""
-        return min(self._simulated(chosen).peak for chosen in self._known)
+        return self.peak_of(self._smallest)
 
     def plan(self, room: int, *, margin: int = 0, resident: int = 0) -> JointMemoryPlan:
         """The fastest choice of saved values whose peak is at most `room` bytes.
@@ -368,39 +380,19 @@ class JointPlanner:
         return self.planned(best, room, margin=margin, resident=resident)
 
     def _fastest_that_fits(self, allowed: int) -> tuple[int, ...] | None:
-        """A plan that takes about `allowed` bytes and not more, by halving between bounds that are the same for all.
-
-        By what is known of segments, plans of less bytes are slower, but their peaks only rise nearly with them. So
-        that less memory asked never means more memory used, nor less time, the one with the highest peak is taken:
-        where the bounds for two numbers of bytes part, the larger one has a plan that does not fit the smaller.
-        """
+        """A plan that takes about `allowed` bytes and not more; None if the smallest takes more."""
         if self.plain.peak <= allowed:
             return self._plain
-        found: tuple[int, ...] | None = None
-        low, high = least_peak(self.stages)[0], peak_of(self.stages, self._plain)
-        middle = low
-        for _ in range(_HALVINGS):
-            if low >= high or (found is not None and self.peak_of(found) >= allowed - allowed // _SPARE):
-                break
-            chosen = fastest(self.stages, middle)
-            if chosen is None or self.peak_of(chosen) > allowed:
-                high = middle
-            else:
-                low = middle
-                if found is None or self.peak_of(chosen) >= self.peak_of(found):
-                    found = chosen
-            middle = (low + high) // 2
-        if found is not None:
-            return found
-        smallest = min(self._known, key=lambda chosen: (self.peak_of(chosen), self.seconds(chosen)))
-        return smallest if self.peak_of(smallest) <= allowed else None
+        if self.peak_of(self._smallest) > allowed:
+            return None
+        return fastest_measured(self.stages, allowed, self.peak_of, slow=self._smallest, fast=self._plain)
 
     def seconds(self, chosen: Sequence[int]) -> float:
         """The time that a plan takes to recompute what it does not save."""
         return sum(menu[number].seconds for menu, number in zip(self.menus, chosen, strict=True))
 
     def _infeasible(self, room: int, margin: int, resident: int) -> BudgetError:
-        smallest = min((self._simulated(chosen) for chosen in self._known), key=lambda one: one.peak)
+        smallest = self._simulated(self._smallest)
         total = smallest.peak + margin + resident
         largest = sorted(smallest.occupants.items(), key=lambda pair: (-pair[1], pair[0].name))[:3]
         return BudgetError(
