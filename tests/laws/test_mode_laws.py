@@ -82,6 +82,11 @@ def test_the_laws_hold_for_known_nests(first: int) -> None:
         check_mode_laws(random_nest(seed, max_nodes=24))
 
 
+def test_a_module_around_an_operator_computes_what_that_cannot_return() -> None:
+    """The size of a block's result is compared with a number, and an operator outside of the block reads the answer."""
+    assert check_mode_laws(random_nest(902885)) is None
+
+
 @pytest.mark.parametrize("seed", slow_but(range(1000, 1012), 1000, 1001))
 def test_the_laws_hold_for_large_nests(seed: int) -> None:
     check_mode_laws(random_nest(seed, max_nodes=96))

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -185,8 +185,13 @@ def _value(module: GraphModule, run: _Run, node: Node, env: Mapping[Node, Any]) 
         run.modes[f"{run.path}{node.name}"] = read_ambient()
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-    return target(*args, **kwargs)
+    if node.op != "call_module":
+        return cast("Callable[..., Any]", node.target)(*args, **kwargs)
+    called = module.get_submodule(str(node.target))
+    # Around an operator whose region gives more than tensors and sizes, wrapping writes a module.
+    if isinstance(called, GraphModule) and not run.is_known(node):
+        return _interpreted(called, run, args, kwargs)
+    return called(*args, **kwargs)
 
 
 def _callable(value: Any, run: _Run, call: Node, place: int) -> Any:
@@ -200,11 +205,12 @@ def _callable(value: Any, run: _Run, call: Node, place: int) -> Any:
 
 
 def _is_operator(node: Node, args: tuple[Any, ...]) -> bool:
-    """Whether modes matter to a node; items, sizes and queries of a mode that is restored do the same in any mode."""
+    """Whether modes matter to a node; items, numbers and queries of a restored mode are the same in any mode."""
     if node.target is IS_GRAD_ENABLED:
         return any(user.target is not SET_GRAD for user in node.users)
-    is_item = node.target in (operator.getitem, getattr) and not (args and isinstance(args[0], Tensor))
-    return node.target not in TOGGLES and not is_item
+    is_of_python = node.target is getattr or getattr(node.target, "__module__", "") == operator.eq.__module__
+    is_plain = is_of_python and not any(isinstance(arg, Tensor) for arg in args)
+    return node.target not in TOGGLES and not is_plain
 
 
 def _shown(leaf: object) -> object:
