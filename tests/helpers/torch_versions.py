@@ -19,3 +19,6 @@ TRACES_HOOKS = pytest.mark.skipif(
     IS_OLD,
     reason="Dynamo of torch 2.11 applies hooks only to later uses, by backend='eager' too, and fails where one reads",
 )
+HAS_CONTEXT_OF_BACKWARD = pytest.mark.skipif(
+    IS_OLD, reason="autograd of torch 2.11 takes no context variables of its caller to a backward"
+)

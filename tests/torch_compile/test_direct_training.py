@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.torch_versions import HAS_CONTEXT_OF_BACKWARD
 from tests.torch_compile.helpers import compiled
 from tests.torch_compile.test_direct_calls import python_calls
 from torch import Tensor, nn
@@ -287,6 +288,7 @@ def test_a_backward_while_dynamo_runs_is_not_compiled() -> None:
 CALLER = ContextVar("caller", default="nobody")
 
 
+@HAS_CONTEXT_OF_BACKWARD
 def test_the_code_of_a_backward_gets_the_context_variables_of_its_caller() -> None:
     def seen() -> str:
         return Context().run(in_context_of_backward, CALLER.get)  # As in a thread of the engine.

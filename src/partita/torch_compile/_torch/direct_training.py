@@ -281,7 +281,7 @@ def code_of(compiled: Any) -> Boxed | None:
 
 
 def in_context_of_backward(run: Callable[..., Any], *args: Any) -> Any:
-    """What `run` returns, with the context variables of the caller of the backward.
+    """What `run` returns, with the context variables of the caller of the backward, where torch keeps them (2.13).
 
     The engine may run it in a thread of its own.
     """

@@ -8,7 +8,7 @@ unless something that runs after the regions reads the value as well.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, final
@@ -343,19 +343,41 @@ def _for_compiled_autograd(run: _Run) -> dict[str, Any]:
         used = [None if gradients[at] is None else one.laid_out(gradients[at]) for at, one in pairs]
         return [*symbols, *saved, *used]
 
-    outputs = [
-        SimpleNamespace(requires_grad=number in received, requires_grad_for_backward=number in received)
-        for number in range(len(run.returned))
-    ]
     return {
         "_aot_id": calls[0].trained.wrapped._aot_id,
         "_lazy_backward_info": CachedAutogradLazyBackwardCompileInfo(lambda: _joined_backwards(run)),
-        "metadata": SimpleNamespace(output_info=outputs),
+        "metadata": _joined_metadata(dict(zip(received, sources, strict=True)), len(run.returned)),
         "maybe_subclass_metadata": None,
         "_bw_prologue_fn": staticmethod(prologue),
         "_bw_epilogue_fn": staticmethod(tuple),
         "_compiled_autograd_key": staticmethod(lambda ctx: (ctx._autograd_function_id, *ctx.symints)),
     }
+
+
+def _joined_metadata(sources: Mapping[int, TrainedFunction], count: int) -> SimpleNamespace:
+    """What compiled autograd reads about `count` results, of which those in `sources` receive gradients.
+
+    Before torch 2.13 its own prologue and epilogue read it, and lay gradients out.
+    """
+    without = SimpleNamespace(output_type=None, requires_grad=False, requires_grad_for_backward=False)
+    infos = {number: _info_of_result(source.wrapped) for number, source in sources.items()}
+    return SimpleNamespace(
+        output_info=[infos.get(number, without) for number in range(count)],
+        num_outputs=count,
+        subclass_tangent_meta=[source.wrapped.metadata.subclass_tangent_meta[0] for source in sources.values()],
+        input_info=(),
+        mutated_inp_runtime_indices=(),
+        num_mutated_inp_runtime_indices=0,
+        num_intermediate_bases=0,
+        num_backward_tokens=0,
+        is_rng_op_functionalized=False,
+        deterministic=None,
+    )
+
+
+def _info_of_result(function: Any) -> Any:
+    """What AOTAutograd knows of the only result of a region that has a gradient."""
+    return next(info for info in function.metadata.output_info if has_gradient(info))
 
 
 def _joined_backwards(run: _Run) -> GraphModule:
