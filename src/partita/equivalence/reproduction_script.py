@@ -76,7 +76,9 @@ def inputs_of(stored: Sequence[Any]) -> tuple[list[Any], dict[str, torch.Tensor]
 
     A leaf that requires a gradient could not be mutated, so the call gets copies, or views of a copy, of the leaf.
     """
-    given, leaves, shared = copy.deepcopy(list(stored)), {}, {}
+    given: list[Any] = copy.deepcopy(list(stored))
+    leaves: dict[str, torch.Tensor] = {}
+    shared: dict[int, list[int]] = {}
     for place, x in enumerate(given):
         if torch.is_grad_enabled() and isinstance(x, torch.Tensor):
             plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided and x.numel()
@@ -140,7 +142,8 @@ def observed(
     function: Callable[..., Any], calls: Sequence[dict[str, Any]], attributes: dict[str, Any]
 ) -> dict[str, Any]:
     """All that is seen in calls that are made one after the other, each with the state that it had in the model."""
-    found, state = {}, tensors_of(attributes)
+    found: dict[str, Any] = {}
+    state = tensors_of(attributes)
     for call in calls:
         with torch.no_grad():
             for name, x in tensors_of(call["attributes"]).items():
