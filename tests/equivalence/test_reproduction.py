@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 import partita
 from partita.equivalence.differences import Comparison, Difference
-from partita.equivalence.reproduction import write_reproduction
+from partita.equivalence.reproduction import Asked, write_reproduction
 from partita.errors import OptionError
 from partita.policies import BySize
 from partita.treatments import Call, Lower
@@ -179,6 +179,23 @@ def test_the_script_shows_what_differs_at_other_sizes_alone(tmp_path: Path) -> N
     assert "one call (with s" in (tmp_path / "reproduce.py").read_text()
 
 
+class _SlightlyOff(_Around):
+    def forward(self, *args: Any) -> Any:
+        return torch.utils._pytree.tree_map(lambda y: y + 1e-6, self.body(*args))
+
+
+@dataclass(frozen=True)
+class Lenient(Becomes):
+    tolerance: ClassVar[partita.Tolerance] = partita.Tolerance(absolute=1e-3)
+
+
+def test_the_script_compares_by_the_tolerance_that_was_asked_for(tmp_path: Path) -> None:
+    plan = partita.plan(_chain(), BySize(parts=2), Lenient(_SlightlyOff))
+    assert partita.bisect(plan, (X,)).blame == "nothing"
+    found = partita.bisect(plan, (X,), tolerance=partita.Tolerance(absolute=1e-9))
+    assert _output_of(found.reproduce(tmp_path))[1][0] == "output 0: differs"
+
+
 class _Halves(nn.Module):
     """`mul_` changes what `add` reads, since both halves of its input are one tensor's memory."""
 
@@ -226,7 +243,7 @@ def test_a_failed_compilation_is_what_the_script_says(tmp_path: Path) -> None:
 def test_no_script_is_written_that_would_show_nothing(tmp_path: Path, backend: str) -> None:
     plan = partita.plan(_chain(), BySize(parts=1), Lower(backend))
     with pytest.raises(OptionError, match=r"no script is written: .* \(nothing differs\)"):
-        write_reproduction(plan, (X,), {}, tmp_path / "case", summary="a case", differs=FIRST_CALL)
+        write_reproduction(plan, Asked((X,), {}), tmp_path / "case", summary="a case", differs=FIRST_CALL)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -269,7 +286,7 @@ def test_the_script_shows_a_wrong_mutation(tmp_path: Path) -> None:
     nodes = [node for node in program.graph.nodes if node.name == "add_"]
     region = partita.Partition(program, [partita.Region("one", tuple(nodes))])
     plan = partita.plan(program, region, AddsTwice())
-    script = write_reproduction(plan, (X,), {}, tmp_path, summary="a case", differs=FIRST_CALL)
+    script = write_reproduction(plan, Asked((X,), {}), tmp_path, summary="a case", differs=FIRST_CALL)
     assert "input 0 after the call: differs by up to 1" in _run(script).stdout
 
 
@@ -330,7 +347,7 @@ def test_a_script_is_written_without_a_change_of_state_or_random_numbers(tmp_pat
         program = partita.Program.of(program.module())
     plan = partita.plan(program, BySize(parts=1), _Edited(torch.ops.aten.relu.default))
     generator, state = torch.get_rng_state(), {k: v.clone() for k, v in program.module().state_dict().items()}
-    script = write_reproduction(plan, (X,), {}, tmp_path, summary="a case", differs=FIRST_CALL)
+    script = write_reproduction(plan, Asked((X,), {}), tmp_path, summary="a case", differs=FIRST_CALL)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, state[name]) for name, value in program.module().state_dict().items())
     status, lines = _output_of(script)
@@ -340,4 +357,4 @@ def test_a_script_is_written_without_a_change_of_state_or_random_numbers(tmp_pat
 
     same = partita.plan(program, BySize(parts=1), _Edited(torch.ops.aten.clone.default))
     with pytest.raises(OptionError, match="nothing differs"):
-        write_reproduction(same, (X,), {}, tmp_path, summary="a case", differs=FIRST_CALL)
+        write_reproduction(same, Asked((X,), {}), tmp_path, summary="a case", differs=FIRST_CALL)

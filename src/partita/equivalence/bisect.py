@@ -21,7 +21,7 @@ from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import Tolerance
 from partita.equivalence.compare import compare
 from partita.equivalence.differences import Comparison, Difference
-from partita.equivalence.reproduction import write_reproduction
+from partita.equivalence.reproduction import Asked, write_reproduction
 from partita.errors import OptionError, PartitaError
 from partita.plans import Plan
 from partita.plans.compilations import Failures, logged_once
@@ -80,7 +80,7 @@ class Bisection(metaclass=PlainHelp):
     runs: int
     #: The plan that treats nothing else.
     plan: Plan | None
-    _arguments: tuple[Sequence[object], Mapping[str, object] | None, bool] = ((), None, True)
+    _asked: Asked | None = None
 
     def __str__(self) -> str:
         places = [str(place) for place in self.places[:_SHOWN]]
@@ -121,12 +121,9 @@ class Bisection(metaclass=PlainHelp):
         The script runs the operators eagerly and as the treatment did, in the call that differs, and prints what
         differs, without Partita. It is run before it is written; where it shows nothing, `OptionError` says so.
         """
-        if self.plan is None or not self.nodes:
+        if self.plan is None or self._asked is None or not self.nodes:
             raise OptionError(f"{self._found()}: there is no single region to reproduce")
-        args, kwargs, gradients = self._arguments
-        return write_reproduction(
-            self.plan, args, kwargs or {}, folder, summary=str(self), differs=self.comparison, gradients=gradients
-        )
+        return write_reproduction(self.plan, self._asked, folder, summary=str(self), differs=self.comparison)
 
 
 def _run_of(nodes: Sequence[Node], region: Region) -> str:
@@ -173,7 +170,7 @@ def bisect(
     trials = Trials(plan, compared, isolate=isolate)
     with logged_once():
         found = _bisected(plan, trials)
-    return replace(found, _arguments=(args, kwargs, gradients))
+    return replace(found, _asked=Asked(args, kwargs or {}, gradients, tolerance))
 
 
 def _bisected(plan: Plan, trials: Trials) -> Bisection:

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from partita._torch.pytrees import leaves_of, map_tensors
 from partita._torch.symbolic_shapes import symbols_in
 from partita.analysis.nodes import value_of
+from partita.analysis.tolerance import Tolerance
 from partita.equivalence.ambient import generators_of, random_state, restored_ambient
 from partita.equivalence.compare import replay
 from partita.equivalence.differences import Comparison
@@ -44,15 +45,19 @@ _ENDS = frozenset({"exception", "compilation", "crash"})
 _Call: TypeAlias = dict[str, Any]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the plan was compared with: arguments and options; without a tolerance, by that of the plan."""
+
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    gradients: bool = True
+    tolerance: Tolerance | None = None
+
+
 def write_reproduction(
-    plan: Plan,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    folder: str | os.PathLike[str],
-    *,
-    summary: str,
-    differs: Comparison,
-    gradients: bool = True,
+    plan: Plan, asked: Asked, folder: str | os.PathLike[str], *, summary: str, differs: Comparison
 ) -> str:
     """Writes the script and the inputs of the one region of a plan into a folder; the path of the script.
 
@@ -60,11 +65,12 @@ def write_reproduction(
     of the program and of all generators is as before.
     """
     kinds = {difference.kind for difference in differs.differences}
+    tolerance = plan.tolerance if asked.tolerance is None else asked.tolerance
     reason = ""
-    with _undone(plan.program, (*args, *kwargs.values())), TemporaryDirectory() as made:
-        for calls, body in _tried(plan, args, kwargs, differs, gradients=gradients):
+    with _undone(plan.program, (*asked.args, *asked.kwargs.values())), TemporaryDirectory() as made:
+        for calls, body in _tried(plan, asked, differs):
             reason = _eager_error(body, calls)
-            scripted = Scripted(body, repr(plan.treatments[0]), plan.tolerance, summary, _named(calls))
+            scripted = Scripted(body, repr(plan.treatments[0]), tolerance, summary, _named(calls))
             for script, found in () if reason else _scripts(plan, scripted, calls, differs):
                 (Path(made) / "reproduce.py").write_text(script, encoding="utf-8")
                 torch.save({"calls": calls, "found": found}, Path(made) / "inputs.pt")
@@ -143,14 +149,13 @@ class _Recorded(nn.Module):
         return self.body(*args)
 
 
-def _tried(
-    plan: Plan, args: Sequence[object], kwargs: Mapping[str, object], differs: Comparison, *, gradients: bool
-) -> Iterator[tuple[list[_Call], GraphModule]]:
+def _tried(plan: Plan, asked: Asked, differs: Comparison) -> Iterator[tuple[list[_Call], GraphModule]]:
     """The body, with the calls that may show the difference: the fewest first."""
     names = list(dict.fromkeys(difference.when for difference in differs.differences))
     for last in names:
         record = _Record()
         recorded = Plan(plan.partition, (record,), plan.puts_back_modes).apply()
+        args, kwargs, gradients = asked.args, asked.kwargs, asked.gradients
         replay(plan.program, recorded, args, kwargs, gradients=gradients, last=last, on_call=record.announce)
         if record.body is None:
             continue
