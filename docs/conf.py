@@ -16,6 +16,9 @@ project = "Partita"
 author = project_copyright = "The Partita authors"
 version = release = partita.__version__
 
+# Sphinx reads the comments on fields itself; it would list those without one as well.
+del type(partita.Plan).__slots__
+
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["conf.py"]
 nitpicky = True

@@ -99,6 +99,8 @@ class Option:
     accepts: Accepted
     is_required: bool
     default: str
+    #: What it is, where only Python can set it.
+    in_python: str = "a function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,9 @@ class Choice:
         return tuple(_option(one, hints[one.name]) for one in fields(self.cls) if not one.name.startswith("_"))
 
     @property
-    def only_in_python(self) -> str | None:
+    def only_in_python(self) -> Option | None:
         """The option because of which it cannot be made here: it needs a function."""
-        return next((one.name for one in self.options if one.is_required and not one.accepts.anything), None)
+        return next((one for one in self.options if one.is_required and not one.accepts.anything), None)
 
     def made(self, values: dict[str, list[str]]) -> Any:
         """An instance with these options."""
@@ -160,7 +162,9 @@ class Choice:
         if option is None:
             raise CommandError(f"{self.kind} {self.name} has no option {name!r}{_nearest(name, settable)}")
         if not option.accepts.anything:
-            raise CommandError(f"option {name!r} of {self.kind} {self.name} is a function, and is set in Python only")
+            raise CommandError(
+                f"option {name!r} of {self.kind} {self.name} is {option.in_python}, and is set in Python only"
+            )
         return option
 
 
@@ -176,9 +180,10 @@ def choose(kind: Kind, text: str) -> Any:
         hint = f"; it is called {near!r} here" if near else _nearest(name, usable)
         raise CommandError(f"there is no {kind} {name!r}{hint}")
     choice = known[name]
-    if choice.only_in_python is not None:
+    needed = choice.only_in_python
+    if needed is not None:
         raise CommandError(
-            f"{kind} {name} needs {choice.only_in_python}, which is a function: use {choice.cls.__name__} in Python"
+            f"{kind} {name} needs {needed.name}, which is {needed.in_python}: use {choice.cls.__name__} in Python"
         )
     return choice.made(_values(choice, rest))
 
@@ -301,9 +306,16 @@ def _option(one: Field[Any], hint: Any) -> Option:
     elif one.default is not MISSING:
         default = one.default
     else:
-        return Option(one.name, accepts, is_required=True, default="")
+        return Option(one.name, accepts, is_required=True, default="", in_python=_in_python(hint))
     shown = "none" if default is None or default == () else str(default)
-    return Option(one.name, accepts, is_required=False, default=shown.lower() if isinstance(default, bool) else shown)
+    shown = shown.lower() if isinstance(default, bool) else shown
+    return Option(one.name, accepts, is_required=False, default=shown, in_python=_in_python(hint))
+
+
+def _in_python(hint: Any) -> str:
+    """In a word, what is no plain value: a policy is a function that returns a partition."""
+    returned = get_args(hint)[-1] if get_args(hint) else None
+    return "a policy" if getattr(returned, "__name__", "") == "Partition" else "a function"
 
 
 def accepted(hint: Any) -> Accepted:

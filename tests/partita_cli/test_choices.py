@@ -84,6 +84,7 @@ def test_a_treatment_is_made_from_its_name_and_options(text: str, made: Any) -> 
         ("policy", "capability", "needs capabilities"),
         ("policy", "capability:inductor,apart=x", "is a function, and is set in Python only"),
         ("policy", "label:x", "label, which is a function: use ByLabel in Python"),
+        ("policy", "in-forward:x", "policy, which is a policy: use InForward in Python"),
         ("treatment", "call:x", "treatment call has no options, and 'x' is one"),
         ("treatment", "recompute:keep=everythin", "there is no keep 'everythin'; did you mean 'everything'?"),
         ("treatment", "mode:operators=onnx", "'partita' or 'torch'; not 'onnx'"),

@@ -398,6 +398,27 @@ def test_a_narrow_window_and_paper_show_everything(open_report: Opener) -> None:
     assert page.locator("#search").is_hidden()
 
 
+def test_paper_has_the_whole_graph_and_the_screen_is_as_before_afterwards(open_report: Opener) -> None:
+    page = open_report(partita.report(chain(40, 16)), width=900, height=300)
+    state = "(() => { const {scale, left, top} = window.partita.view; return [scale, left, top]; })()"
+    size = "(() => { const {width, height} = document.getElementById('graph'); return [width, height]; })()"
+    drawn, before, pixels = "window.partita.view.drawn.boxes", page.evaluate(state), page.evaluate(size)
+    assert page.evaluate(drawn) < 18
+    page.emulate_media(media="print")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    _settled(page)
+    assert page.evaluate(drawn) == 18
+    graph, legend = (page.locator(name).bounding_box() for name in ("#graph", "#legend"))
+    assert graph is not None
+    assert legend is not None
+    assert (graph["width"], graph["height"]) == (700, 860)
+    assert legend["y"] >= graph["y"] + graph["height"]
+    page.emulate_media(media="screen")
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    _settled(page)
+    assert (page.evaluate(state), page.evaluate(size)) == (before, pixels)
+
+
 def test_roles_and_names_are_there_for_screen_readers(open_report: Opener) -> None:
     page = open_report(partita.report(chain(10, 2)))
     assert page.get_by_role("tab").count() == 6

@@ -19,12 +19,12 @@ from torch.fx import Node
 
 from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import Tolerance
-from partita.equivalence.compare import UNDER_NO_GRAD, compare
+from partita.equivalence.compare import compare
 from partita.equivalence.differences import Comparison, Difference
-from partita.equivalence.reproduction import write_reproduction
+from partita.equivalence.reproduction import Asked, write_reproduction
 from partita.errors import OptionError, PartitaError
 from partita.plans import Plan
-from partita.plans.compilations import Failures
+from partita.plans.compilations import Failures, logged_once
 from partita.plans.report import called_name
 from partita.plans.treatment import Treatment
 from partita.policies.by_module import calls_around
@@ -80,7 +80,7 @@ class Bisection(metaclass=PlainHelp):
     runs: int
     #: The plan that treats nothing else.
     plan: Plan | None
-    _arguments: tuple[Sequence[object], Mapping[str, object] | None] = ((), None)
+    _asked: Asked | None = None
 
     def __str__(self) -> str:
         places = [str(place) for place in self.places[:_SHOWN]]
@@ -118,15 +118,12 @@ class Bisection(metaclass=PlainHelp):
     def reproduce(self, folder: str | os.PathLike[str]) -> str:
         """Writes `reproduce.py` and the inputs of the operators to blame into a folder; the path of the script.
 
-        The script runs the operators eagerly and as the treatment did, and prints what differs, without Partita.
+        The script runs the operators eagerly and as the treatment did, in the call that differs, and prints what
+        differs, without Partita. It is run before it is written; where it shows nothing, `OptionError` says so.
         """
-        if self.plan is None or not self.nodes:
+        if self.plan is None or self._asked is None or not self.nodes:
             raise OptionError(f"{self._found()}: there is no single region to reproduce")
-        args, kwargs = self._arguments
-        when = {difference.when for difference in self.comparison.differences}
-        # A backend that does not train runs under no_grad alone: with gradients, its regions run eagerly.
-        grad = torch.is_grad_enabled() and when != {UNDER_NO_GRAD}
-        return write_reproduction(self.plan, args, kwargs or {}, folder, summary=str(self), grad=grad)
+        return write_reproduction(self.plan, self._asked, folder, summary=str(self), differs=self.comparison)
 
 
 def _run_of(nodes: Sequence[Node], region: Region) -> str:
@@ -171,7 +168,9 @@ def bisect(
         other_shapes=other_shapes,
     )
     trials = Trials(plan, compared, isolate=isolate)
-    return replace(_bisected(plan, trials), _arguments=(args, kwargs))
+    with logged_once():
+        found = _bisected(plan, trials)
+    return replace(found, _asked=Asked(args, kwargs or {}, gradients, tolerance))
 
 
 def _bisected(plan: Plan, trials: Trials) -> Bisection:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -46,6 +47,53 @@ def compare(
     only for state and inputs that may be mutated. The calls: the arguments with gradients; then other data on the
     state that the first call left; the arguments under no_grad; other sizes where the graph has symbols for them.
     """
+    pair, first, without_grad, other = _calls_of(before, after, args, kwargs, tolerance, gradients=gradients)
+    found = [_compared(pair, first if second_call else first[:1])]
+    if no_grad_call and without_grad:
+        found.append(_compared(pair, without_grad))
+    if other_shapes:
+        found.append(_compared_on_other_sizes(pair, other))
+    return _merged([Comparison((), pair.notes), *found])
+
+
+def replay(
+    before: Comparable,
+    after: Comparable,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
+    *,
+    gradients: bool,
+    last: str,
+    on_call: Callable[[str], None],
+) -> None:
+    """Makes all calls of a comparison, of `after` alone, until the one whose name is `last`; each is announced."""
+    pair, first, without_grad, other = _calls_of(before, after, args, kwargs, None, gradients=gradients)
+    sizes = _other_sizes(pair, other.arguments)
+    resized = ([replace(other, name=_with(words), arguments=sized)] for words, sized in sizes)
+    for calls in (first, without_grad, *(session for session in resized if session[0].name == last)):
+        names = [call.name for call in calls]
+        until = names.index(last) + 1 if last in names else len(names)
+        announced = iter(names)
+
+        def call(*args: Any, announced: Iterator[str] = announced, **kwargs: Any) -> object:
+            on_call(next(announced))
+            return pair.after.call(*args, **kwargs)
+
+        run([replace(pair.after, call=call), pair.before], pair.after_state, calls[:until], pair.start)
+        if last in names:
+            return
+
+
+def _calls_of(
+    before: Comparable,
+    after: Comparable,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
+    tolerance: Tolerance | None,
+    *,
+    gradients: bool,
+) -> tuple[_Pair, list[Call], list[Call], Call]:
+    """The pair; the calls that follow each other, that under no_grad, if any; and the one to make with other sizes."""
     if not isinstance(args, tuple | list):
         raise OptionError(f"`args` is a tuple of arguments, not a {type(args).__name__}; for a single one write (x,)")
     arguments = arguments_of(args, kwargs)
@@ -53,15 +101,14 @@ def compare(
     callers = (pair.before.caller_grad, pair.after.caller_grad)
     gradients = gradients and False not in callers
     grad = gradients or (torch.is_grad_enabled() and False not in callers)
-    first = [Call("first call", arguments, grad, backward=gradients)]
-    if second_call:
-        first.append(Call("second call, other data", arguments, grad, backward=gradients, other_data=True))
-    found = [_compared(pair, first)]
-    if no_grad_call and grad and True not in callers:
-        found.append(_compared(pair, [Call(UNDER_NO_GRAD, arguments, grad=False)]))
-    if other_shapes:
-        found.append(_compared_on_other_sizes(pair, Call("", arguments, grad, backward=gradients)))
-    return _merged([Comparison((), pair.notes), *found])
+    call = Call("first call", arguments, grad, backward=gradients)
+    second = replace(call, name="second call, other data", other_data=True)
+    without_grad = [Call(UNDER_NO_GRAD, arguments, grad=False)] if grad and True not in callers else []
+    return pair, [call, second], without_grad, replace(call, name="")
+
+
+def _with(words: str) -> str:
+    return f"with {words}"
 
 
 def _merged(parts: Sequence[Comparison]) -> Comparison:
@@ -138,7 +185,7 @@ def _compared_on_other_sizes(pair: _Pair, call: Call) -> Comparison:
     """The first other sizes that the original accepts, compared."""
     refused = []
     for words, arguments in _other_sizes(pair, call.arguments):
-        other = replace(call, name=f"with {words}", arguments=arguments)
+        other = replace(call, name=_with(words), arguments=arguments)
         ones = run([pair.before, pair.after], pair.before_state, [other], pair.start)
         if ones[0].raised is None:
             return _against(pair, [other], ones)

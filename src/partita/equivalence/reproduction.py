@@ -1,25 +1,34 @@
-"""A script that shows what differs for the operators of one region, with their inputs, and without Partita."""
+"""Writes a script that shows what differs for the operators of one region, with their inputs, once it has shown it."""
 
 from __future__ import annotations
 
 import copy
+import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from inspect import getsource
 from pathlib import Path
-from textwrap import indent
-from types import ModuleType
-from typing import Any, final
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from partita._torch.pytrees import leaves_of, map_tensors
+from partita._torch.symbolic_shapes import symbols_in
+from partita.analysis.nodes import value_of
+from partita.analysis.tolerance import Tolerance
 from partita.equivalence.ambient import generators_of, random_state, restored_ambient
+from partita.equivalence.compare import replay
+from partita.equivalence.differences import Comparison
 from partita.equivalence.observe import subject_of
+from partita.equivalence.reproduction_script import Scripted, observed, script_of
 from partita.equivalence.state import snapshot_of
 from partita.errors import OptionError
 from partita.plans import Plan
@@ -29,36 +38,62 @@ from partita.regions import Partition, Region
 
 #: Backends of `Lower` that torch.compile has under the same name.
 _OF_TORCH = frozenset({"inductor", "aot_eager", "eager"})
+#: Differences that are no values: a script that ends with an error shows them.
+_ENDS = frozenset({"exception", "compilation", "crash"})
+
+#: What the operators get in one call: inputs, attributes, whether gradients are recorded, and the name of the call.
+_Call: TypeAlias = dict[str, Any]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the plan was compared with: arguments and options; without a tolerance, by that of the plan."""
+
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    gradients: bool = True
+    tolerance: Tolerance | None = None
 
 
 def write_reproduction(
-    plan: Plan,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    folder: str | os.PathLike[str],
-    *,
-    summary: str,
-    grad: bool = True,
+    plan: Plan, asked: Asked, folder: str | os.PathLike[str], *, summary: str, differs: Comparison
 ) -> str:
     """Writes the script and the inputs of the one region of a plan into a folder; the path of the script.
 
-    The script runs with or without gradients, as `grad` says. The state of the program and of all generators is as
-    before.
+    It is written if it shows a difference: for the call that differs by itself, or for all calls until then. The state
+    of the program and of all generators is as before.
     """
-    (treatment,) = plan.treatments
-    with _undone(plan.program, (*args, *kwargs.values())), torch.set_grad_enabled(grad):
-        body, inputs = _first_call(plan, args, kwargs)
-        backend = _torch_backend(treatment)
-        stored: dict[str, Any] = {"inputs": inputs, "attributes": dict(_attributes(body))}
-        if backend is None:
-            stored["found"] = _treated_run(body, treatment, inputs)
-    script = _script(body, backend, plan, summary, grad=grad)
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    torch.save(stored, place / "inputs.pt")
-    path = place / "reproduce.py"
-    path.write_text(script, encoding="utf-8")
-    return str(path)
+    kinds = {difference.kind for difference in differs.differences}
+    tolerance = plan.tolerance if asked.tolerance is None else asked.tolerance
+    reason = ""
+    with _undone(plan.program, (*asked.args, *asked.kwargs.values())), TemporaryDirectory() as made:
+        for calls, body in _tried(plan, asked, differs):
+            reason = _eager_error(body, calls)
+            scripted = Scripted(body, repr(plan.treatments[0]), tolerance, summary, _named(calls))
+            for script, found in () if reason else _scripts(plan, scripted, calls, differs):
+                (Path(made) / "reproduce.py").write_text(script, encoding="utf-8")
+                torch.save({"calls": calls, "found": found}, Path(made) / "inputs.pt")
+                reason = _why_not(Path(made) / "reproduce.py", found, kinds)
+                if not reason:
+                    return _moved(Path(made), Path(folder))
+    raise OptionError(
+        "no script is written: the operators by themselves, called as in the model, do not show the difference "
+        f"({reason or 'the region is not called with these arguments'})"
+    )
+
+
+def _moved(made: Path, folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in made.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    return str(folder / "reproduce.py")
+
+
+def _named(calls: Sequence[_Call]) -> str:
+    names = [call["name"] for call in calls]
+    return f"one call ({names[0]})" if len(names) == 1 else f"{len(names)} calls ({'; '.join(names)})"
 
 
 @contextmanager
@@ -76,15 +111,32 @@ def _undone(program: Program, arguments: Sequence[object]) -> Iterator[None]:
         random.restore()
 
 
-@final
-@dataclass(frozen=True)
-class _Record:
-    """Calls the body unchanged, and keeps copies of it and of its inputs, as they are before its first call."""
+# What the operators get
 
-    calls: list[tuple[GraphModule, tuple[Any, ...]]] = field(default_factory=list)
+
+@final
+@dataclass
+class _Record:
+    """Calls the body unchanged, and keeps copies of it and of what it gets in each call."""
+
+    name: str = ""
+    calls: list[_Call] = field(default_factory=list)
+    body: GraphModule | None = None
 
     def treat(self, body: GraphModule) -> nn.Module:
         return _Recorded(body, self)
+
+    def announce(self, name: str) -> None:
+        self.name = name
+
+    def keep(self, body: GraphModule, args: tuple[Any, ...]) -> None:
+        if self.body is None:
+            self.body = copy.deepcopy(body)
+        # What shares memory does so among the copies, too.
+        plain = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), args)
+        attributes = dict(_attributes(copy.deepcopy(body)))
+        grad = torch.is_grad_enabled()
+        self.calls.append({"name": self.name, "inputs": copy.deepcopy(plain), "attributes": attributes, "grad": grad})
 
 
 class _Recorded(nn.Module):
@@ -93,45 +145,26 @@ class _Recorded(nn.Module):
         self.body, self.record = body, record
 
     def forward(self, *args: Any) -> Any:
-        if not self.record.calls:
-            self.record.calls.append((copy.deepcopy(self.body), _copies(args)))
+        self.record.keep(self.body, args)
         return self.body(*args)
 
 
-def _first_call(
-    plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[GraphModule, tuple[Any, ...]]:
-    """The body of the region, and what it is called with."""
-    record = _Record()
-    module = Plan(plan.partition, (record,)).apply().module()
-    module(*_copies(tuple(args)), **_copies(dict(kwargs)))
-    if not record.calls:
-        raise OptionError("the region is not called with these arguments, so there is nothing to reproduce")
-    return record.calls[0]
-
-
-def _copies(values: Any) -> Any:
-    def copied(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    return map_tensors(copied, values)
-
-
-def _torch_backend(treatment: Treatment) -> str | None:
-    backend = getattr(treatment, "backend", None)
-    return backend if isinstance(backend, str) and backend in _OF_TORCH else None
-
-
-def _treated_run(body: GraphModule, treatment: Treatment, inputs: tuple[Any, ...]) -> dict[str, Tensor] | str:
-    """What is observed of the treated body with these inputs; the error as a text if it raises."""
-    own = copy.deepcopy(body)
-    program = Program.of(own)
-    nodes = tuple(node for node in own.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
-    try:
-        module = Plan(Partition(program, [Region("region", nodes)]), (treatment,)).apply().module()
-        return observed(module, inputs, dict(_attributes(own)))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+def _tried(plan: Plan, asked: Asked, differs: Comparison) -> Iterator[tuple[list[_Call], GraphModule]]:
+    """The body, with the calls that may show the difference: the fewest first."""
+    names = list(dict.fromkeys(difference.when for difference in differs.differences))
+    for last in names:
+        record = _Record()
+        recorded = Plan(plan.partition, (record,), plan.puts_back_modes).apply()
+        args, kwargs, gradients = asked.args, asked.kwargs, asked.gradients
+        replay(plan.program, recorded, args, kwargs, gradients=gradients, last=last, on_call=record.announce)
+        if record.body is None:
+            continue
+        # A difference without a call is the error of a treatment or a compiler, which any call may raise.
+        for call in record.calls:
+            if call["name"] == last or not last:
+                yield [call], record.body
+        if len(record.calls) > 1:
+            yield record.calls, record.body
 
 
 def _attributes(body: GraphModule) -> Iterator[tuple[str, Any]]:
@@ -141,135 +174,87 @@ def _attributes(body: GraphModule) -> Iterator[tuple[str, Any]]:
     yield from (*body.named_parameters(recurse=False), *body.named_buffers(recurse=False))
 
 
-# The next three functions are part of the script.
+# Scripts, and whether they show it
+
+_Found: TypeAlias = dict[str, Any] | str
 
 
-def tensors_of(attributes: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors among the attributes and in modules among them, by name."""
-    found = {}
-    for name, value in attributes.items():
-        if isinstance(value, torch.nn.Module):
-            found.update({f"{name}.{part}": tensor for part, tensor in value.state_dict(keep_vars=True).items()})
-        elif isinstance(value, torch.Tensor):
-            found[name] = value
-    return found
+def _scripts(
+    plan: Plan, scripted: Scripted, calls: Sequence[_Call], differs: Comparison
+) -> Iterator[tuple[str, _Found | None]]:
+    """The scripts that may show the difference: one that compiles by torch alone, one with stored results."""
+    (treatment,) = plan.treatments
+    kinds = {one.kind for one in differs.differences}
+    backend = _torch_backend(treatment)
+    if backend is not None:
+        yield script_of(scripted, backend, dynamic=_dynamic(scripted.body, treatment)), None
+    crashes = [str(one) for one in differs.differences if one.kind == "crash"]
+    yield script_of(scripted, None), crashes[0] if crashes else _treated_run(scripted.body, treatment, calls, kinds)
 
 
-def observed(
-    function: Callable[..., Any], inputs: Sequence[Any], attributes: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Results of a call from one seed, the inputs and attributes after it, and gradients of a weighted sum, by name."""
-    torch.manual_seed(0)
-    leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
-    # A leaf that requires a gradient could not be mutated.
-    given = [x.clone() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in leaves]
-    result = function(*given)
-    results = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, torch.Tensor)]
-    state = tensors_of(attributes)
-    found = {f"output {place}": x for place, x in enumerate(results)}
-    found |= {f"input {place} after the call": x for place, x in enumerate(given) if isinstance(x, torch.Tensor)}
-    found |= {f"{name} after the call": x for name, x in state.items()}
-    wanted = {f"input {place}": x for place, x in enumerate(leaves) if isinstance(x, torch.Tensor)} | state
-    wanted = {name: x for name, x in wanted.items() if x.requires_grad and x.is_leaf}
-    ends = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in results if x.requires_grad]
-    if ends and wanted:
-        totals = [(x.double().flatten() * torch.linspace(1, 2, x.numel(), device=x.device)).sum() for x in ends]
-        gradients = torch.autograd.grad(totals, list(wanted.values()), allow_unused=True)
-        found |= {f"gradient of {name}": x for name, x in zip(wanted, gradients, strict=True) if x is not None}
-    return {name: x.detach().clone() for name, x in found.items()}
+def _torch_backend(treatment: Treatment) -> str | None:
+    backend = getattr(treatment, "backend", None)
+    return backend if isinstance(backend, str) and backend in _OF_TORCH else None
 
 
-def difference(
-    name: str, one: torch.Tensor | None, other: torch.Tensor | None, *, relative: float, absolute: float
-) -> str | None:
-    """What differs by more than the tolerance, in a line."""
-    if one is None or other is None:
-        return f"{name}: {'only the treatment' if one is None else 'only eager mode'} has one"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return f"{name}: {one.dtype} {tuple(one.shape)} != {other.dtype} {tuple(other.shape)}"
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    one, other = one.to(wide), other.to(wide)
-    if torch.allclose(other, one, rtol=relative, atol=absolute, equal_nan=True):
-        return None
-    error, largest = (one - other).abs().max(), one.abs().max()
-    return f"{name}: differs by up to {error:.3g}, largest element {largest:.3g}"
+def _dynamic(body: GraphModule, treatment: Treatment) -> bool | None:
+    """Sizes that were traced as symbols are symbols for the backend."""
+    wanted: bool | None = getattr(treatment, "dynamic", None)
+    placeholders = body.graph.find_nodes(op="placeholder")
+    return True if wanted is None and any(symbols_in(value_of(node)) for node in placeholders) else wanted
 
 
-def _script(body: GraphModule, backend: str | None, plan: Plan, summary: str, *, grad: bool) -> str:
-    code = body.graph.python_code("self")
-    imports = [_import_of(name, value) for name, value in sorted(code.globals.items())]
-    if "partita" in code.src:
-        imports.append("import partita  # It registers operators that the body calls.")
-    compiled = (
-        "body, attributes = with_attributes()\n"
-        f'compiled = torch.compile(body, backend="{backend}", fullgraph=True)\n'
-        'found = observed(compiled, stored["inputs"], attributes)'
-    )
-    return _TEMPLATE.format(
-        summary=indent(summary.replace('"""', "'''").replace("\\", "/"), "    ").strip(),
-        grad=grad,
-        imports="\n".join(dict.fromkeys(line for line in imports if line)),
-        forward=indent(code.src.strip(), "    "),
-        treatment=" ".join(repr(plan.treatments[0]).split()),
-        tolerance=f"relative={plan.tolerance.relative}, absolute={plan.tolerance.absolute}",
-        found=compiled if backend else 'found = stored["found"]',
-        functions="\n\n".join(getsource(function) for function in (tensors_of, observed, difference)),
-    )
+def _treated_run(body: GraphModule, treatment: Treatment, calls: Sequence[_Call], kinds: Set[str]) -> _Found:
+    """What is observed of the treated body in these calls; the error as a text if it, or its compiler, raises."""
+    own = _body_with(body, calls)
+    program = Program.of(own)
+    nodes = tuple(node for node in own.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
+    try:
+        plan = Plan(Partition(program, [Region("region", nodes)]), (treatment,))
+        found = observed(plan.apply().module(), calls, dict(_attributes(own)))
+    except Exception as error:
+        return _line_of(error)
+    failed = [f"{failure.backend} failed: {failure.reason}" for failure in plan.failures]
+    return failed[0] if failed and "compilation" in kinds else found
 
 
-def _import_of(name: str, value: object) -> str:
-    """The line that makes a global name of generated code known."""
-    if isinstance(value, ModuleType):
-        return f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}"
-    if isinstance(value, float):
-        return f'{name} = float("{value}")'
-    if value is type(None):
-        return f"{name} = type(None)"
-    module, qualname = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    if module is None or "<" in qualname or "." in qualname:
-        raise OptionError(f"the region calls {value!r}, which a script cannot import; define it at the top of a module")
-    return f"from {module} import {qualname} as {name}" if qualname != name else f"from {module} import {name}"
+def _body_with(body: GraphModule, calls: Sequence[_Call]) -> GraphModule:
+    own = copy.deepcopy(body)
+    for name, value in copy.deepcopy(calls[0]["attributes"]).items():
+        setattr(own, name, value)
+    return own
 
 
-_TEMPLATE = '''"""{summary}
-
-It loads `inputs.pt`, a pickle, from its own folder: the inputs of the first call. Results, inputs and state after the
-call and gradients are compared; it ends with status 1 if something differs.
-"""
-
-import copy
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import torch
-{imports}
+def _eager_error(body: GraphModule, calls: Sequence[_Call]) -> str:
+    """The error of the operators without the treatment; empty if they run."""
+    own = _body_with(body, calls)
+    try:
+        observed(own, calls, dict(_attributes(own)))
+    except Exception as error:
+        return f"run eagerly, they raise {_line_of(error)}"
+    return ""
 
 
-class Body(torch.nn.Module):
-{forward}
+def _line_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
-{functions}
-
-def with_attributes():
-    """A new body, with attributes of its own."""
-    body, attributes = Body(), copy.deepcopy(stored["attributes"])
-    for name, value in attributes.items():
-        setattr(body, name, value)
-    return body, attributes
-
-
-stored = torch.load(Path(__file__).with_name("inputs.pt"), weights_only=False)
-torch.set_grad_enabled({grad})
-body, attributes = with_attributes()
-expected = observed(body, stored["inputs"], attributes)
-# As the treatment did: {treatment}
-{found}
-if isinstance(found, str):
-    raise SystemExit(found)
-lines = [difference(name, expected.get(name), found.get(name), {tolerance}) for name in (expected | found)]
-differences = [line for line in lines if line is not None]
-print("\\n".join(differences) or "nothing differs")
-raise SystemExit(1 if differences else 0)
-'''
+def _why_not(script: Path, found: _Found | None, kinds: Set[str]) -> str:
+    """Why a script does not show differences of these kinds; empty if it does."""
+    if isinstance(found, str):
+        return "" if kinds & _ENDS else f"treated, they raise {found}"
+    if found is None:
+        # A fault of a compiler may need a process that has compiled nothing else, and may crash it.
+        run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+        if run.returncode == 1 and run.stdout.strip():
+            return ""
+        last = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+        return "nothing differs" if not run.returncode else "" if kinds & _ENDS else last
+    try:
+        with redirect_stdout(io.StringIO()):
+            runpy.run_path(str(script))
+    except SystemExit as end:
+        return "" if end.code else "nothing differs"
+    except Exception as error:
+        return f"the script raises {_line_of(error)}"
+    return "nothing differs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar, final, overload
@@ -117,6 +118,24 @@ class Compilations(_Record[CompiledBody]):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
+
+
+@contextmanager
+def logged_once() -> Iterator[None]:
+    """Logs a failure once in the block, however many plans with the same regions have it."""
+    seen: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        found = text not in seen
+        seen.add(text)
+        return found
+
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,6 +28,9 @@ from partita_cli.options import (
 )
 from partita_cli.output import remark, say, say_json, working
 from partita_cli.sources import planner, read_inputs, read_program
+
+if TYPE_CHECKING:
+    from partita import Bisection
 
 NEEDS_ARGUMENTS = True
 EPILOG = examples(
@@ -80,12 +83,29 @@ def command(
         regions, nodes = [region.name for region in found.regions], [node.name for node in found.nodes]
         data = {"blame": found.blame, "regions": regions, "nodes": nodes, "runs": found.runs}
         places = [asdict(place) for place in found.places]
-        say_json({**data, "places": places, "comparison": comparison_data(found.comparison)})
+        more = {"script": _written(found, reproduce)} if reproduce is not None else {}
+        say_json({**data, "places": places, "comparison": comparison_data(found.comparison), **more})
     else:
         say(str(found))
-    if reproduce is not None and found.nodes:
-        remark(f"written: {found.reproduce(reproduce)}")
+        if reproduce is not None:
+            _written(found, reproduce)
     return 0 if found.blame == "nothing" else 1
+
+
+def _written(found: Bisection, folder: Path) -> str | None:
+    """The path of the script; None, and a reason for the reader, where there is none."""
+    from partita.errors import OptionError
+
+    if found.blame == "nothing":
+        return None
+    try:
+        with working("running the script"):
+            path = found.reproduce(folder)
+    except OptionError as error:
+        remark(str(error))
+        return None
+    remark(f"written: {path}")
+    return path
 
 
 def _check_folder(path: Path | None) -> None:

@@ -94,14 +94,14 @@ def _choice_data(choice: Choice) -> dict[str, Any]:
     return {
         "name": choice.name,
         "kind": choice.kind,
-        "summary": choice.summary + (f" (in Python only: {needs} is a function)" if needs else ""),
+        "summary": choice.summary + (f" (in Python only: {needs.name} is {needs.in_python})" if needs else ""),
         "from": choice.origin,
         "python_only": needs is not None,
         "about": choice.cls.__doc__ or "",
         "options": [
             {
                 "name": option.name,
-                "takes": str(option.accepts) if option.accepts.anything else "a function, in Python only",
+                "takes": str(option.accepts) if option.accepts.anything else f"{option.in_python}, in Python only",
                 "default": None if option.is_required else option.default,
             }
             for option in choice.options

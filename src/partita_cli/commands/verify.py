@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,7 @@ from partita_cli.sources import planner, read_inputs, read_program
 
 if TYPE_CHECKING:
     from partita import Comparison, Tolerance
+    from partita.equivalence.verify import Location
 
 NEEDS_ARGUMENTS = True
 EPILOG = examples(
@@ -59,7 +61,7 @@ def command(
 ) -> int:
     """Run two programs on the same inputs and compare values, gradients, state, aliasing, random state and modes.
 
-    The status is 1 if they differ.
+    The status is 1 if they differ. Where they do by a plan, the region that differs by itself is named.
     """
     if (other is None) == (plan is None and policy is None):
         raise CommandError("give a second program, or a plan for the first one (--plan, or --policy and --treatment)")
@@ -71,17 +73,31 @@ def command(
     args, kwargs = read_inputs(inputs, before, seed)
     with working("comparing"):
         import partita
+        from partita.equivalence.verify import located
+        from partita.plans.compilations import logged_once
 
         tolerance = tolerance_of(relative, absolute)
-        found = partita.compare(before, after, args, kwargs, tolerance=tolerance, gradients=gradients)
+        compared = partial(partita.compare, args=args, kwargs=kwargs, tolerance=tolerance, gradients=gradients)
+        with logged_once():
+            found = compared(before, after)
+            where = None if found.equal or make is None else located(after, compared)
     check_compared(found)
     if json:
-        say_json(comparison_data(found))
+        say_json({**comparison_data(found), "located": _location_data(where)})
     else:
         say(str(found))
+        if where is not None:
+            say(str(where))
         if make is not None and not found.equal:
-            remark("next: partita bisect with the same plan names the region, and the operators in it")
+            remark("next: partita bisect with the same plan names the operators")
     return 0 if found.equal else 1
+
+
+def _location_data(where: Location | None) -> dict[str, Any] | None:
+    if where is None:
+        return None
+    found = where.found
+    return {"blame": found.blame, "regions": [region.name for region in found.regions], "runs": where.runs}
 
 
 def tolerance_of(relative: float | None, absolute: float | None) -> Tolerance | None:

@@ -81,9 +81,9 @@ def test_bisect_finds_nothing_where_nothing_differs(small_file: Path) -> None:
     assert ran.out.startswith("nothing differs")
 
 
-def test_bisect_names_the_region_and_writes_a_script(
-    small_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def wrong_relu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`aot_eager` is wrong where there is a relu."""
     aot_eager = type(partita.backends.find_backend("aot_eager"))
     compiled = aot_eager.compile
 
@@ -93,12 +93,49 @@ def test_bisect_names_the_region_and_writes_a_script(
         return lambda *args: [one + 1 if spoilt else one for one in function(*args)]
 
     monkeypatch.setattr(aot_eager, "compile", wrong)
+
+
+@pytest.mark.usefixtures("wrong_relu")
+def test_verify_names_the_region_that_differs_by_itself(small_file: Path) -> None:
+    words = ("verify", small_file, "-p", "size:parts=3", "-t", "lower:aot_eager,max_variants=4", "--no-gradients")
+    ran = run(*words)
+    assert ran.status == 1
+    assert "region 'part_1' differs by itself, treated by Lower('aot_eager'" in ran.out.splitlines()[-1]
+    assert "next: partita bisect with the same plan names the operators" in ran.err
+    located = run(*words, "--json").json["located"]
+    assert (located["blame"], located["regions"]) == ("region", ["part_1"])
+    assert run("verify", small_file, "-p", "size:parts=3", "--json").json["located"] is None
+
+
+def test_a_script_that_would_show_nothing_is_not_promised(
+    small_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partita.Bisection, "reproduce", _shows_nothing)
+    aot_eager = type(partita.backends.find_backend("aot_eager"))
+    monkeypatch.setattr(aot_eager, "compile", lambda self, body, inputs: _raise(ValueError("no compiler")))
+    words = ("bisect", small_file, "-p", "size:parts=2", "-t", "lower:aot_eager,max_variants=5", "--no-gradients")
+    ran = run(*words, "--reproduce", tmp_path / "found")
+    assert (ran.status, ran.err.splitlines()[-1]) == (1, "no script is written")
+    assert not (tmp_path / "found").exists()
+
+
+def _shows_nothing(self: partita.Bisection, folder: Path) -> str:
+    raise partita.errors.OptionError("no script is written")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.usefixtures("wrong_relu")
+def test_bisect_names_the_region_and_writes_a_script(small_file: Path, tmp_path: Path) -> None:
     words = ("bisect", small_file, "-p", "size:parts=3", "-t", "lower:aot_eager,max_variants=3", "--no-gradients")
     ran = run(*words, "--reproduce", tmp_path / "found")
     assert ran.status == 1
     assert "region 'part_1' differs" in ran.out
     assert (tmp_path / "found" / "reproduce.py").exists()
-    data = run(*words, "--json").json
+    data = run(*words, "--json", "--reproduce", tmp_path / "again").json
+    assert data["script"] == str(tmp_path / "again" / "reproduce.py")
     assert (data["blame"], data["regions"], data["nodes"]) == ("region", ["part_1"], ["relu"])
     assert "\n  relu: aten.relu.default in 1 (ReLU)\n" in ran.out
     assert data["places"] == [

@@ -122,6 +122,26 @@ class GraphView extends Painting {
     this.draw();
   }
 
+  // On paper nobody can move it: what somebody has chosen to see, else all of it unless that is too small to read.
+  beginPaper() {
+    this.kept = [this.scale, this.left, this.top, this.wasMoved];
+    const seen = this.size(), paper = { width: 700, height: 860 }, root = this.tree.root;
+    this.paper = paper;
+    this.setResolution(3);
+    if (this.wasMoved) {
+      const factor = Math.min(paper.width / seen.width, paper.height / seen.height);
+      [this.scale, this.left, this.top] = [this.scale * factor, this.left * factor, this.top * factor];
+    } else if (paper.height / root.height < 0.35) this.fit();
+    else this.showAll();
+    this.paint();
+  }
+
+  endPaper() {
+    this.paper = null;
+    [this.scale, this.left, this.top, this.wasMoved] = this.kept;
+    this.resize();
+  }
+
   zoom(factor, x, y) {
     this.wasMoved = true;
     const scale = Math.min(Math.max(this.scale * factor, 0.01), 3), { width, height } = this.size();
@@ -132,11 +152,16 @@ class GraphView extends Painting {
     this.draw();
   }
 
-  resize() {
-    const { width, height } = this.size(), dense = window.devicePixelRatio || 1;
-    if (!this.canvas.clientWidth) return;
+  setResolution(dense) {
+    const { width, height } = this.size();
     this.canvas.width = Math.round(width * dense);
     this.canvas.height = Math.round(height * dense);
+    this.dense = dense;
+  }
+
+  resize() {
+    if (!this.canvas.clientWidth || this.paper) return;
+    this.setResolution(window.devicePixelRatio || 1);
     if (!this.wasShown || !this.wasMoved) this.fit();
     this.wasShown = true;
     this.paint();

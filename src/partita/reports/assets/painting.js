@@ -12,12 +12,15 @@ class Painting extends Arrangement {
     this.hovered = null;
     this.drawn = { boxes: 0, edges: 0 };
     this.isDue = false;
+    // Pixels of the canvas for each of the page; its size on paper, while that is printed.
+    this.dense = 1;
+    this.paper = null;
     this.readColors();
     this.forgetSums();
   }
 
   size() {
-    return { width: this.canvas.clientWidth || 1, height: this.canvas.clientHeight || 1 };
+    return this.paper || { width: this.canvas.clientWidth || 1, height: this.canvas.clientHeight || 1 };
   }
 
   readColors() {
@@ -35,7 +38,7 @@ class Painting extends Arrangement {
   }
 
   paint() {
-    const { width, height } = this.size(), dense = window.devicePixelRatio || 1, context = this.context;
+    const { width, height } = this.size(), dense = this.dense, context = this.context;
     context.setTransform(dense, 0, 0, dense, 0, 0);
     context.clearRect(0, 0, width, height);
     context.setTransform(dense * this.scale, 0, 0, dense * this.scale, dense * this.left, dense * this.top);

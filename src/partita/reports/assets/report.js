@@ -183,10 +183,12 @@ window.addEventListener("beforeprint", () => {
   isPrinting = true;
   Object.keys(TABS).forEach(buildTab);
   applyScheme();
+  view.beginPaper();
 });
 window.addEventListener("afterprint", () => {
   isPrinting = false;
   applyScheme();
+  view.endPaper();
 });
 
 // For the console, and for scripts that drive the page.
