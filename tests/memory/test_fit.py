@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -80,6 +81,32 @@ def test_less_memory_asked_never_means_more_used() -> None:
     seconds = [plan.extra_seconds for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] == 0
+
+
+@pytest.mark.parametrize("at_the_ends", [True, False])
+def test_less_memory_never_takes_more_where_segments_do_not_add_up(
+    monkeypatch: pytest.MonkeyPatch, *, at_the_ends: bool
+) -> None:
+    torch.manual_seed(0)
+    step = step_memory(Model(), (_X, _Y), rates=RATES)
+    least, most = step.smallest_peak_bytes, step.plain_peak_bytes
+    noise, known = random.Random(0), dict[tuple[int, ...], int]()
+    if not at_the_ends:
+        known = dict.fromkeys(((0,) * len(step.chain.links), step.plan(least).chosen), 0)
+    exact = StepMemory._peak_bytes
+
+    def peak_bytes(self: StepMemory, chosen: tuple[int, ...]) -> int:
+        return exact(self, chosen) + known.setdefault(tuple(chosen), noise.randint(0, (most - least) // 8))
+
+    monkeypatch.setattr(StepMemory, "_peak_bytes", peak_bytes)
+    step = StepMemory(step.chain, step.options, step.extra_bytes, step.device)
+    least, most = step.smallest_peak_bytes, step.plain_peak_bytes
+    plans = [step.plan(least + (most - least) * at // 24) for at in range(25)]
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+    assert len({plan.chosen for plan in plans}) > 4
+    if at_the_ends:
+        assert all(one.peak_bytes <= other.peak_bytes for one, other in pairwise(plans))
+        assert all(one.extra_seconds >= other.extra_seconds for one, other in pairwise(plans))
 
 
 @pytest.mark.parametrize("kind", ["blocks", "cross attention"])

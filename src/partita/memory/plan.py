@@ -31,7 +31,7 @@ from partita.plans import Plan
 from partita.program.program import Program
 from partita.recompute import KeepNodes, KeepNothing, Recompute
 from partita.regions import Partition
-from partita.solvers.peak import Stage, fastest, least_peak, peak_of
+from partita.solvers.peak import Stage, fastest, fastest_measured, least_peak, peak_of
 
 log = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ class StepMemory:
     @cached_property
     def plain_peak_bytes(self) -> int:
         """The peak of the step without recomputation."""
-        return self._peak_bytes([0] * len(self._stages))
+        return self._peak_bytes((0,) * len(self._stages))
 
     @cached_property
     def smallest_peak_bytes(self) -> int:
@@ -336,20 +336,10 @@ class StepMemory:
             )
         if self.plain_peak_bytes <= allowed:
             return self._planned([0] * len(self._stages), budget, allowed, self.plain_peak_bytes)
-        target = allowed
-        for _ in range(_TRIES):
-            chosen = fastest(self._stages, target - self.resident_bytes)
-            if chosen is None:
-                break
-            found = self._peak_bytes(chosen)
-            if found <= allowed:
-                return self._planned(chosen, budget, allowed, found)
-            target -= found - allowed
-        # What follows from segments may be a little too high.
-        smallest = self._planned(self._smallest[1], budget, allowed, self.smallest_peak_bytes)
-        if smallest.peak_bytes <= allowed:
-            return smallest
-        raise _infeasible(smallest)
+        if self.smallest_peak_bytes > allowed:
+            raise _infeasible(self._planned(self._smallest[1], budget, allowed, self.smallest_peak_bytes))
+        chosen = self._fastest_that_fits(allowed)
+        return self._planned(chosen, budget, allowed, self._peak_bytes(chosen))
 
     def curve(self, points: int = 8) -> tuple[MemoryPlan, ...]:
         """Plans from the smallest peak to that of the plain step, at budgets that are evenly spaced; each once."""
@@ -371,16 +361,41 @@ class StepMemory:
         chosen, plain = fastest(self._stages, least) or chosen, (0,) * len(self._stages)
         return min((self.plain_peak_bytes, plain), (self._peak_bytes(chosen), chosen))
 
+    def _fastest_that_fits(self, allowed: int) -> tuple[int, ...]:
+        """The choices of a plan, where the plain step does not fit, and the one that takes least does."""
+        room = allowed - self.resident_bytes
+        chosen = fastest(self._stages, room) if self._adds_up else None
+        if chosen is not None and self._peak_bytes(chosen) <= allowed:
+            return chosen
+        plain = (0,) * len(self._stages)
+        return fastest_measured(self._stages, room, self._peak_beside, slow=self._smallest[1], fast=plain)
+
+    @cached_property
+    def _adds_up(self) -> bool:
+        """Whether both the plain step and the one that takes least have the peak that follows from their segments."""
+        ends = ((0,) * len(self._stages), self._smallest[1])
+        return all(self._peak_beside(chosen) == peak_of(self._stages, chosen) for chosen in ends)
+
+    def _peak_beside(self, chosen: tuple[int, ...]) -> int:
+        return self._peak_bytes(chosen) - self.resident_bytes
+
     def _planned(self, chosen: Sequence[int], budget: MemoryBudget, allowed: int, found: int) -> MemoryPlan:
         return MemoryPlan(self.chain, tuple(chosen), budget, allowed, found, self.plain_peak_bytes, self.extra_bytes)
 
-    def _peak_bytes(self, chosen: Sequence[int]) -> int:
+    def _peak_bytes(self, chosen: tuple[int, ...]) -> int:
         """The peak of the whole step on fake tensors; of a large program, the one that follows from its segments."""
         predicted = self.resident_bytes + peak_of(self._stages, chosen)
         if len(self.chain.program.index.nodes) > _MOST_NODES:
             return predicted
-        plan = MemoryPlan(self.chain, tuple(chosen), MemoryBudget(1), predicted, predicted, predicted)
-        return self.resident_bytes + peak_of_program(plan.program, self.chain, self.options)
+        if chosen not in self._tried:
+            plan = MemoryPlan(self.chain, chosen, MemoryBudget(1), predicted, predicted, predicted)
+            self._tried[chosen] = self.resident_bytes + peak_of_program(plan.program, self.chain, self.options)
+        return self._tried[chosen]
+
+    @cached_property
+    def _tried(self) -> dict[tuple[int, ...], int]:
+        """The peaks of whole steps that were tried."""
+        return {}
 
 
 def budget_curve(
@@ -401,8 +416,6 @@ def budget_curve(
     return step.curve(points)
 
 
-#: How often a plan is made anew if it does not fit as a whole, although its segments do.
-_TRIES = 6
 #: The most nodes of a program that is also tried as a whole.
 _MOST_NODES = 3_000
 

@@ -29,7 +29,11 @@ from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
 from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.regions.equal_bodies import has_repeats
-from partita.torch_compile._torch.backends import no_recompute_without_backward, reset_with_dynamo
+from partita.torch_compile._torch.backends import (
+    apart_from_buckets,
+    no_recompute_without_backward,
+    reset_with_dynamo,
+)
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
 from partita.torch_compile.numbers import specialize_floats, take_numbers_out
@@ -121,7 +125,8 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpt
             border, compiled = border_of_graph(gm), inner(gm, example_inputs)
             function = compiled if border == Border() else Bordered(compiled, border)
         else:
-            function = _compile_in_pieces(gm, decided, inner, example_inputs, shares=chosen.shares)
+            with apart_from_buckets():
+                function = _compile_in_pieces(gm, decided, inner, example_inputs, shares=chosen.shares)
     path = model.frame.paths[0] if model.frame.paths else ""
     report = FramePlan(decided, path, chosen.policy, time.perf_counter() - begin, len(inner.bodies))
     log.debug("%r: %s", report, ", ".join(region.name for region in decided.partition))

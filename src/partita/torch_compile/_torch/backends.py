@@ -92,6 +92,31 @@ def own_tracing_context(mode: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def apart_from_buckets() -> Iterator[None]:
+    """Inside, DDP's compiler does not see what is compiled: it takes the graph of a bucket for one that is not.
+
+    It (torch 2.13) counts the graphs that AOTAutograd has compiled. If a bucket has added some, it takes them for one,
+    wants what is recorded of that, and has the first call of it return fake tensors, which fails for a bucket of
+    several pieces. Otherwise it runs the graph of the bucket on fake tensors.
+    """
+    from torch._dynamo.utils import counters
+    from torch._guards import TracingContext, tracing
+
+    current: Any = TracingContext.try_get()
+    if getattr(current, "ddp_optimizer_ctx", None) is None:
+        yield
+        return
+    context, counts = copy.copy(current), counters["aot_autograd"]
+    context.ddp_optimizer_ctx, context.fakify_first_call = None, False
+    before = counts["total"]
+    try:
+        with tracing(context):
+            yield
+    finally:
+        counts["total"] = before
+
+
 def without_disabling(function: Callable[..., Any]) -> Callable[..., Any]:
     """What `torch.compiler.disable` wraps: pieces are called by a function that Dynamo has disabled already."""
     wrapped: Callable[..., Any] = getattr(function, "__wrapped__", function)
