@@ -51,11 +51,7 @@ def command(
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(
-            "--report",
-            metavar="STEP.html",
-            help="Write a page about the plan and its memory; .json and .dot as data, .trace.json for Perfetto.",
-        ),
+        typer.Option("--report", metavar="STEP.html", help="Write the plan as a page, .json, .dot or .trace.json."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="OUT.pt2", help="Write the program that runs so.")
