@@ -27,7 +27,7 @@ def say(text: str = "", *, style: str | None = None) -> None:
     if style is None:
         _write(f"{_printable(text)}\n")
     else:
-        _console().print(_printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+        _print(_console(), text, style=style)
 
 
 def say_json(data: object) -> None:
@@ -69,14 +69,12 @@ def say_rows(text: str, rows: int) -> None:
 
 def complain(text: str) -> None:
     """Prints one line about what is wrong on stderr."""
-    _console(stderr=True).print(
-        f"partita: {_printable(text)}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    _print(_console(stderr=True), f"partita: {text}", style="red")
 
 
 def remark(text: str) -> None:
     """Prints a line beside the result on stderr: where a file was written, say."""
-    _console(stderr=True).print(_printable(text), markup=False, highlight=False, soft_wrap=True)
+    _print(_console(stderr=True), text)
 
 
 def one_line(text: str) -> str:
@@ -92,8 +90,11 @@ def working(on: str) -> Iterator[None]:
     if not sys.stderr.isatty():  # Scripts do without rich, whose import takes a while.
         yield
         return
+    from rich.text import Text
+
     console = _console(stderr=True)
-    with console.status(f"{_printable(on)} ...") if console.is_terminal else nullcontext():
+    # Of a string, rich would read the brackets of a path as markup.
+    with console.status(Text(f"{_printable(on)} ...")) if console.is_terminal else nullcontext():
         yield
 
 
@@ -183,6 +184,11 @@ def _write(text: str) -> None:
 def _drop_output() -> None:
     """Goes on without stdout: whoever read it has seen enough, `head` say, but the command does all it was asked to."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print(console: Console, text: str, *, style: str | None = None) -> None:
+    """Prints text on a console as it is: brackets are no markup, and a name between colons is no emoji."""
+    console.print(_printable(text), style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -45,6 +45,28 @@ def test_control_characters_are_not_printed(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "name\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}\nnext\n"
 
 
+@pytest.mark.parametrize("name", ["m[red].pt2", "m[/red].pt2", "a:smile:b.pt2"])
+def test_a_name_is_neither_markup_nor_emoji(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output.say(name)
+    output.say(name, style="bold")
+    output.complain(name)
+    output.remark(name)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (f"{name}\n{name}\n", f"partita: {name}\n{name}\n")
+
+
+@pytest.mark.parametrize("name", ["m[red].pt2", "m[/red].pt2", "a:smile:b.pt2"])
+def test_progress_shows_a_name_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True, width=80)
+    monkeypatch.setattr(output, "_console", lambda **_: console)
+    with output.working(name):
+        pass
+    assert f"{name} ..." in terminal.getvalue()
+
+
 def test_columns_are_aligned_and_wrapped_only_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,13 @@ from partita.errors import RecomputeError
 DYNAMO_SKIPS = True
 
 
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether there was too little memory; on a CPU torch raises an error that has no class of its own (torch 2.13)."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and str(error).startswith("[enforce fail at alloc_cpu.cpp")
+
+
 @final
 class StorageCopy:
     """A bitwise copy of one storage, and how each tensor of a group views it; the tensors are not kept alive."""

@@ -44,19 +44,32 @@ def load_plan(
 
 
 def _check_marks(plan: Plan) -> None:
-    """Raises if a treatment would replace metadata of torch: compilers read it, and write some of it into code."""
+    """Raises if a treatment would replace metadata of torch or Partita.
+
+    Compilers, printers and savers of graphs read it, rely on its type, and write some of it into code.
+    """
     for treatment in plan.treatments:
-        if isinstance(treatment, Mark) and (not isinstance(treatment.key, str) or treatment.key in _KEYS_OF_TORCH):
+        if not isinstance(treatment, Mark):
+            continue
+        key = treatment.key
+        if not isinstance(key, str) or key in _KEYS_OF_TORCH or key.startswith("partita_"):
             raise PlanFileError(
-                f"{str(treatment)[:80]} replaces what torch keeps in the metadata of nodes under this key, and no plan "
-                "of a file does; choose another key, a text"
+                f"{str(treatment)[:80]} replaces what torch or Partita keeps in the metadata of nodes under this key, "
+                "and no plan of a file does; choose another key, a text"
             )
 
 
+#: Under which torch 2.13 reads from the nodes of graphs that it compiles, prints or saves.
 _KEYS_OF_TORCH = frozenset(
     (
-        *("custom", "example_value", "from_node", "fwd_nn_module_stack", "nn_module_stack", "original_aten"),
-        *("source_fn_stack", "stack_trace", "tensor_meta", "torch_fn", "unbacked_bindings", "val"),
+        *("ac_graph_id", "arg_kwarg_vals", "autograd_backward", "custom", "desc", "dislike_padding"),
+        *("dynamo_flat_name_to_original_fqn", "eager_input_vals", "example_value", "from_node"),
+        *("fusion_meta", "fwd_nn_module_stack", "fwd_source_fn_stack", "grapharg", "has_backward_hook"),
+        *("inductor_realize_to_strides", "is_wrapped", "local_map_kwargs", "nested_region_config"),
+        *("nn_module_stack", "original_aten", "original_output_strides", "partitioner_tag", "recompute"),
+        *("saved_for_offloading", "saved_for_quantization", "seq_nr", "should_fallback"),
+        *("source_fn_stack", "stack_trace", "symbol", "tensor_dict", "tensor_meta", "torch_fn"),
+        *("unbacked_bindings", "user_cache_hash", "user_visible_output_idxs", "val"),
     )
 )
 

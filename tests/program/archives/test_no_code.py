@@ -136,6 +136,21 @@ def test_too_little_memory_is_not_blamed_on_the_file(tmp_path: Path, monkeypatch
         load_exported(tmp_path / "m.pt2")
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_tensor_that_does_not_fit_into_memory_is_not_blamed_on_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, trusted: bool
+) -> None:
+    torch.export.save(exported(), tmp_path / "m.pt2")
+
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty(1 << 60, dtype=torch.uint8)  # More than any machine has.
+
+    monkeypatch.setattr(*(torch.export, "load") if trusted else (torch.Tensor, "to"), full)
+    with pytest.raises(RuntimeError, match="allocate") as caught:
+        load_exported(tmp_path / "m.pt2", trusted=trusted)
+    assert not isinstance(caught.value, ArchiveError)
+
+
 def test_a_disk_that_cannot_be_read_is_not_blamed_on_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.export.save(exported(), tmp_path / "m.pt2")
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from partita._torch.tensors import is_lack_of_memory
 from partita.errors import ArchiveError
 
 
@@ -20,9 +21,9 @@ def load_trusted(file: Path) -> ExportedProgram:
     try:
         with _quiet(logging.getLogger("torch._export.serde.serialize")):
             return _tied(torch.export.load(file))
-    except (MemoryError, torch.OutOfMemoryError, OSError, ImportError):
-        raise
     except Exception as error:
+        if isinstance(error, OSError | ImportError) or is_lack_of_memory(error):
+            raise  # The file is not to blame.
         raise ArchiveError(f"{file} is trusted, but torch cannot load it: {type(error).__name__}: {error}") from error
 
 

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import fresh_modes
+from partita._torch.tensors import is_lack_of_memory
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.program._torch.trusted_archives import load_trusted
 from partita.program.archives.container import Archive, Kind, kind_of, open_archive, open_file, shown
@@ -146,9 +147,9 @@ class _Reading:
             self.note(error.member or member, str(error), is_danger=isinstance(error, NotDataError))
         except ArchiveError as error:
             self.note(member, str(error))
-        except (MemoryError, torch.OutOfMemoryError, OSError):
-            raise  # The file is not to blame.
         except Exception as error:
+            if isinstance(error, OSError) or is_lack_of_memory(error):
+                raise  # The file is not to blame.
             # torch's verifier and shape environment may raise any error for an inconsistent program.
             last = [line for line in str(error).splitlines() if line.strip()][-1:] or ["no more is known"]
             reason = f"{type(error).__name__}: {last[0].strip()[:300]}"

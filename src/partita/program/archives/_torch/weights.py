@@ -10,6 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from partita._torch.tensors import is_lack_of_memory
 from partita.errors import ArchiveError
 from partita.program.archives._torch.symbols import read_device, read_dtype
 from partita.program.archives.container import Archive
@@ -116,7 +117,7 @@ def _moved(data: Tensor, device: torch.device) -> Tensor:
     try:
         # A copy has memory that torch can resize; a tensor that it fails to resize has its new size all the same.
         return data.to(device, copy=True)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        if is_lack_of_memory(error):
+            raise
         raise ArchiveError(f"its weights are on {device}, which is not available here") from error
