@@ -14,8 +14,8 @@ from partita import Tolerance, capture, plan, verify
 from partita.backends import Eager
 from partita.errors import LoweringError, ModeError, OptionError, TreatmentError
 from partita.plans.compilations import Failure
-from partita.policies import ByLabel, BySize, SplitAt
-from partita.treatments import Lower
+from partita.policies import ByLabel, ByMode, BySize, SplitAt
+from partita.treatments import Lower, Mode
 
 
 def wave(x: Tensor, y: Tensor) -> Tensor:
@@ -185,6 +185,29 @@ def test_random_numbers_follow_the_seed() -> None:
     assert not torch.equal(one, other)
     torch.manual_seed(1)
     assert torch.equal(module(torch.ones(20)), one)
+
+
+def _overwritten(x: Tensor) -> Tensor:
+    noise = torch.rand_like(x)
+    torch.sin(x, out=noise)
+    return noise + 1
+
+
+def _unused_in_a_block(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.nn.functional.dropout(x)
+        scale = x.mean()
+    return x.cos() * scale
+
+
+@pytest.mark.parametrize("function", [_overwritten, _unused_in_a_block])
+@pytest.mark.parametrize("trains", [False, True])
+def test_random_numbers_that_are_not_used_are_generated(function, trains: bool) -> None:
+    """Of `torch.compile` they are not (2.13)."""
+    x = torch.randn(4, 3)
+    program = plan(capture(function, (x,)), ByMode(), Mode()).apply()
+    after = plan(program, BySize(parts=1), Lower("aot_eager", strict=True)).apply()
+    verify(program, after, (x.requires_grad_(trains and function is not _overwritten),))
 
 
 def test_a_container_is_used_by_item_and_returned_whole() -> None:

@@ -98,6 +98,7 @@ def compile_ahead(body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
     The backward recomputes nothing of the forward, so that random numbers are generated once.
     """
     from functorch.compile import aot_module_simplified, make_boxed_func
+    from torch._inductor import config
 
     def run_eagerly(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
         disable_buffer_donation()
@@ -107,7 +108,8 @@ def compile_ahead(body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
         drop_forward_effects(gm)
         return run_eagerly(gm, example_inputs)
 
-    with compiling(inputs):
+    # By this option dead-code elimination decides whether random operators are dead too (torch 2.13), in any backend.
+    with compiling(inputs), config.patch(fallback_random=True):
         made: Callable[..., Any] = aot_module_simplified(
             body, list(inputs), run_eagerly, run_backward_eagerly, plain_partition, keep_inference_input_mutations=True
         )

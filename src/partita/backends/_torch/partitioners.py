@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any
@@ -25,8 +26,20 @@ def plain_partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -
     from functorch.compile import default_partition
 
     options.pop("compiler", None)  # Only the min-cut partitioner reads it.
+    _read_unused_random_numbers(joint)
     parts: tuple[GraphModule, GraphModule] = default_partition(joint, inputs, **options)
     return parts
+
+
+def _read_unused_random_numbers(joint: GraphModule) -> None:
+    """Adds an item of each unused random result of several tensors: torch's partitioner (2.13) fails without one."""
+    for node in joint.graph.nodes:
+        values = node.meta.get("val")
+        if isinstance(values, tuple | list) and not node.users and is_random(node.target):
+            with joint.graph.inserting_after(node):
+                item = joint.graph.call_function(operator.getitem, (node, 0))
+            item.meta = {**node.meta, "val": values[0]}
+            item.meta.pop("tensor_meta", None)
 
 
 def partition_saving(
