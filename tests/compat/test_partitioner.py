@@ -184,6 +184,29 @@ def test_bookends_are_taken_out_as_torch_does(seed: int) -> None:
     assert same(found[0][0].fuse_partitions(found[0][1])(X, X + 1), expected)
 
 
+def test_a_bookend_that_a_mutation_keeps_in_the_middle_stays() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.call_method("add_", (x, 2))
+    halves = graph.call_function(torch.chunk, (x, 2), name="halves")
+    items = [graph.call_function(operator.getitem, (halves, number)) for number in (1, 0)]
+    joined = graph.call_function(torch.cat, (items,), name="joined")
+    graph.output(joined)
+    module = GraphModule({}, graph)
+    expected = module(X.clone())
+    names = ["torch.chunk", "_operator.getitem"]
+    partitioner = ours.CapabilityBasedPartitioner(
+        module,
+        Supported(lambda node: node.op != "placeholder"),
+        allows_single_node_partition=True,
+        non_compute_ops=names,
+    )
+    partitions = partitioner.propose_partitions()
+    partitioner.remove_bookend_non_compute_ops(partitions)
+    assert [len(partition.nodes) for partition in partitions] == [5]
+    assert same(partitioner.fuse_partitions(partitions)(X.clone()), expected)
+
+
 @AS_IN_TORCH_2_13
 @pytest.mark.parametrize("model", ["Mixer", "Attention"])
 def test_an_exported_model_is_fused_as_torch_does(model: str) -> None:

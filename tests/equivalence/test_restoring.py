@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -308,6 +309,16 @@ def _leaves_cudnn_deterministic(x: Tensor) -> Tensor:
     return x * 2
 
 
+def _leaves_mkldnn_off(x: Tensor) -> Tensor:
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    return x * 2
+
+
+def _leaves_anomaly_detection(x: Tensor) -> Tensor:
+    torch.autograd.set_detect_anomaly(True)
+    return x * 2
+
+
 SETTINGS = {
     "default dtype": (_leaves_default_dtype, torch.get_default_dtype),
     "deterministic": (_leaves_determinism, torch.are_deterministic_algorithms_enabled),
@@ -317,6 +328,8 @@ SETTINGS = {
         _leaves_memory_unfilled,
         lambda: torch.utils.deterministic.fill_uninitialized_memory,
     ),
+    "mkldnn": (_leaves_mkldnn_off, lambda: torch.backends.mkldnn.enabled),
+    "detects anomalies": (_leaves_anomaly_detection, torch.is_anomaly_enabled),
     "cudnn deterministic": (_leaves_cudnn_deterministic, lambda: torch.backends.cudnn.deterministic),
 }
 
@@ -328,6 +341,31 @@ def test_settings_that_are_left_changed_are_seen_and_put_back(name: str) -> None
     found = compare(lambda x: x * 2, leaks, (torch.randn(3),)).differences
     assert {(difference.kind, difference.where) for difference in found} >= {("setting", f"{name} after the call")}
     assert setting() == before
+
+
+class _Switching(nn.Module):
+    """Leaves its layer in evaluation if it is told to."""
+
+    def __init__(self, *, switches: bool) -> None:
+        super().__init__()
+        self.layer, self.switches = nn.Dropout(0.0), switches
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        self.layer.train(not self.switches)
+        return result
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_training_flags_that_are_left_changed_are_seen_and_put_back(original: bool) -> None:
+    before, after = _Switching(switches=original), _Switching(switches=not original)
+    found = compare(before, after, (torch.randn(3),)).differences
+    assert [(difference.kind, difference.where) for difference in found] == [("setting", "Dropout after the call")]
+    assert before.layer.training
+    assert after.layer.training
+    same = _Switching(switches=True)
+    compiled = torch.compile(copy.deepcopy(same), backend="eager")
+    assert compare(same, compiled, (torch.randn(3),)).equal
 
 
 def test_random_numbers_of_numpy_are_seen_and_put_back() -> None:

@@ -129,10 +129,14 @@ class CapabilityBasedPartitioner:
         return fuse_by_partitions(self.graph_module, [partition.nodes for partition in partitions], prefix=prefix)
 
     def remove_bookend_non_compute_ops(self, partitions: list[Partition]) -> None:
-        """Removes from each partition the `non_compute_ops` at its borders."""
-        non_compute = NamedOperators(self.non_compute_ops)
+        """Removes from each partition the `non_compute_ops` at its borders that effects do not keep inside."""
+        non_compute, kept_in_order = NamedOperators(self.non_compute_ops), defaultdict[Node, list[Node]](list)
+        program = program_being_edited(self.graph_module)
+        nodes = program.index.nodes
+        for before, after in program.effects.edges():
+            kept_in_order[nodes[before]].append(nodes[after])
         for partition in partitions:
-            for node in bookends(partition.nodes, non_compute):
+            for node in bookends(partition.nodes, non_compute, kept_in_order):
                 partition.remove_node(node)
 
     def partition_and_fuse(self, prefix: str = "fused_") -> GraphModule:
@@ -430,16 +434,28 @@ class NamedOperators:
         return node in self or (node.op == "call_method" and f"torch.ops.aten.{node.target}" in self.names)
 
 
-def bookends(nodes: Collection[Node], non_compute: NamedOperators) -> set[Node]:
-    """The non-compute nodes whose inputs in `nodes` are all such nodes, and those whose users in `nodes` all are."""
+def bookends(
+    nodes: Collection[Node], non_compute: NamedOperators, kept_in_order: Mapping[Node, Sequence[Node]]
+) -> set[Node]:
+    """The non-compute nodes whose inputs in `nodes` are all such nodes, and those whose users in `nodes` all are.
+
+    What must stay before a node by its effects counts as an input, and what must stay after it as a user:
+    `kept_in_order` has the latter.
+    """
     inside, in_order = frozenset(nodes), sorted(nodes)
+    earlier = defaultdict[Node, list[Node]](list)
+    for node in in_order:
+        for after in kept_in_order.get(node, ()):
+            earlier[after].append(node)
     leading: set[Node] = set()
     for node in in_order:
-        if node in non_compute and all(_is_beyond(read, inside, leading) for read in node.all_input_nodes):
+        reads = (*node.all_input_nodes, *earlier.get(node, ()))
+        if node in non_compute and all(_is_beyond(read, inside, leading) for read in reads):
             leading.add(node)
     trailing: set[Node] = set()
     for node in reversed(in_order):
-        if node in non_compute and all(_is_beyond(user, inside, trailing) for user in node.users):
+        users = (*node.users, *kept_in_order.get(node, ()))
+        if node in non_compute and all(_is_beyond(user, inside, trailing) for user in users):
             trailing.add(node)
     return leading | trailing
 

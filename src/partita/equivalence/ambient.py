@@ -16,6 +16,7 @@ from partita._torch.modes import read_ambient, restore_autocast
 
 #: torch has no type annotations for these settings.
 _DETERMINISTIC: Any = torch.utils.deterministic
+_MKLDNN: Any = torch.backends.mkldnn
 
 
 @final
@@ -31,6 +32,8 @@ class Settings:
     fills_uninitialized_memory: bool
     cudnn_deterministic: bool
     cudnn_benchmark: bool
+    mkldnn: bool
+    detects_anomalies: bool
 
     def restore(self) -> None:
         """Restores the settings that were changed."""
@@ -47,6 +50,9 @@ class Settings:
         _DETERMINISTIC.fill_uninitialized_memory = self.fills_uninitialized_memory
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        _MKLDNN.enabled = self.mkldnn
+        if found.detects_anomalies != self.detects_anomalies:
+            torch.autograd.set_detect_anomaly(self.detects_anomalies)
 
 
 def read_settings() -> Settings:
@@ -60,6 +66,8 @@ def read_settings() -> Settings:
         _DETERMINISTIC.fill_uninitialized_memory,
         torch.backends.cudnn.deterministic,
         torch.backends.cudnn.benchmark,
+        _MKLDNN.enabled,
+        torch.is_anomaly_enabled(),
     )
 
 

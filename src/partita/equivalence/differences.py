@@ -103,6 +103,7 @@ def differences(before: Observation, after: Observation, tolerance: Tolerance) -
         yield from _leaves(_after_the_call(before.inputs), _after_the_call(after.inputs), tolerance)
         yield from _leaves(before.state, after.state, tolerance)
         yield from _replaced(before, after)
+        yield from _switched(before, after)
     for one, other in zip(before.moments, after.moments, strict=False):
         yield from _modes(one, other)
         yield from _settings(one, other)
@@ -151,6 +152,14 @@ def _replaced(before: Observation, after: Observation) -> Iterator[Difference]:
         if name in before.replaced ^ after.replaced:
             which = "the original" if name in before.replaced else "the other program"
             yield Difference("identity", name, f"only {which} replaces it by another tensor")
+
+
+def _switched(before: Observation, after: Observation) -> Iterator[Difference]:
+    """Modules that only one program switched to training or to evaluation."""
+    for (name, training), count in sorted(before.switched ^ after.switched):
+        which = "the original" if ((name, training), count) in before.switched else "the other program"
+        flags = f"training={training}, in {count} modules" if count > 1 else f"training={training}"
+        yield Difference("setting", f"{name} after the call", f"only {which} leaves it with {flags}")
 
 
 def _leaf(before: object, after: object, where: str, tolerance: Tolerance) -> Iterator[Difference]:

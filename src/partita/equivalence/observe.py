@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -156,6 +157,7 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
         uncopied = [(place.label, place.slot.tensor) for place in state if not place.may_be_mutated]
         uncopied += inputs.passed_on
         versions = [version_of(tensor) for _, tensor in uncopied]
+        in_training = _training_flags(subjects[0])
         with _restored_grads(leaf for _, leaf in leaves):
             seen, made = _called(subjects[0], state, inputs, start)
             if call.backward and seen.raised is None:
@@ -168,10 +170,23 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
         pairs = zip(uncopied, versions, strict=True)
         mutations = [label for (label, tensor), old in pairs if version_of(tensor) != old]
         replaced = frozenset(place.label for place in state if place.slot.current() is not place.slot.tensor)
-        seen = replace(seen, state=_state_now(state, start), replaced=replaced, undeclared=tuple(mutations))
+        switched = Counter((type(module).__name__, not flag) for module, flag in in_training if module.training != flag)
+        seen = replace(
+            seen,
+            state=_state_now(state, start),
+            replaced=replaced,
+            switched=frozenset(switched.items()),
+            undeclared=tuple(mutations),
+        )
         made.clear()  # These tensors keep the graph alive, and no view can be detached from a living graph.
         _detach_state(state)
         return seen
+
+
+def _training_flags(subject: Subject) -> list[tuple[Module, bool]]:
+    """The modules with whether they are in training; a wrapper without a flag of its own is skipped."""
+    modules = () if subject.root is None else subject.root.modules()
+    return [(module, module.training) for module in modules if "training" in vars(module)]
 
 
 def _called(
@@ -296,6 +311,8 @@ class Observation:
     state: Named = ()
     #: The state in whose place there is another tensor, or none, after the call.
     replaced: frozenset[str] = frozenset()
+    #: The classes of modules that the call switched to training or to evaluation, each with the new flag and a count.
+    switched: frozenset[tuple[tuple[str, bool], int]] = frozenset()
     undeclared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
