@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, final
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions
 from torch.utils._sympy.value_ranges import ValueRanges
-from torch.utils._traceback import CapturedTraceback
 
 from partita._torch.expressions import Expression, ExpressionError, Operation, Symbol, parsed
 from partita._torch.symbolic_shapes import is_unbacked
@@ -208,7 +207,7 @@ class Symbols:
             if not _SYMBOL.fullmatch(name) or not assumptions.keys() <= _ASSUMPTIONS:
                 raise ExpressionError(f"{name[:40]!r} with {sorted(assumptions)} is no symbol")
             known = self._symbols[name] = sympy.Symbol(name, **dict(assumptions))
-            self.env.var_to_stack[known] = CapturedTraceback.extract(skip=1)
+            self.env.var_to_stack[known] = _NoStack()  # type: ignore[assignment]
             if name not in self._ranges:  # torch needs one for every symbol.
                 every = ValueRanges.unknown() if name.startswith("z") else ValueRanges.unknown_int()
                 least = 0 if known.is_nonnegative else every.lower
@@ -219,6 +218,17 @@ class Symbols:
             raise ExpressionError(f"the symbol {name!r} has other properties elsewhere")
         # torch adds an offset to each symbol before expansion, and may replace an unbacked one by an equality.
         return known, 3 if is_unbacked(known) else 2
+
+
+@final
+class _NoStack(tuple[()]):
+    """Where torch prints the frames in which a symbol was made: one of a file has none."""
+
+    def format(self) -> list[str]:
+        return []
+
+    def cleanup(self) -> None:
+        """There are no frames to let go."""
 
 
 def stays_small(condition: sympy.Basic) -> bool:
