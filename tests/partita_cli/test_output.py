@@ -60,6 +60,8 @@ def test_progress_shows_a_name_as_it_is(name: str, monkeypatch: pytest.MonkeyPat
     from rich.console import Console
 
     terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", terminal)
     console = Console(file=terminal, force_terminal=True, width=80)
     monkeypatch.setattr(output, "_console", lambda **_: console)
     with output.working(name):
