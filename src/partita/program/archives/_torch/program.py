@@ -167,7 +167,7 @@ def _check_state(inputs: list[InputSpec], state: Mapping[str, Any], constants: M
 
 def _check_paths(paths: list[str], data: Data) -> None:
     """Raises if a parameter would also have to be a module, or has far too many modules around it."""
-    known, owners = set(paths), set[str]()
+    known, owners, most = set(paths), set[str](), 1_000 + 4 * len(paths)
     for path in paths:
         owner = path.rpartition(".")[0]
         while owner and owner not in owners:
@@ -175,8 +175,8 @@ def _check_paths(paths: list[str], data: Data) -> None:
                 data.malformed(f"{owner[:100]!r} is a tensor, and so is {path[:100]!r} in it")
             owners.add(owner)
             owner = owner.rpartition(".")[0]
-    if len(owners) > 1_000 + 4 * len(paths):
-        data.malformed(f"{len(paths)} tensors are in {len(owners)} modules, which no program needs")
+        if len(owners) > most:  # Looked at early: each is a text, and those of one path are far longer than it.
+            data.malformed(f"{len(paths)} tensors are in more than {most} modules, which no program needs")
     beside = Counter(owner.rpartition(".")[0] for owner in owners)
     siblings = {"": 0}
     for owner in sorted(owners, key=len):  # The module around another has a shorter path.
@@ -255,7 +255,8 @@ def _module_call(data: Data) -> ModuleCallEntry:
     for key in keys:  # They become parameters of the code that torch.fx generates.
         Data(key, signature, "in_spec").name()
     out_spec, arg_names = read_tree(signature["out_spec"]), None if names is None else [name.name() for name in names]
-    if arg_names is not None and len(set(arg_names)) < len(arg_names):
+    positional = [f"arg_{at}" for at in range(in_spec.children()[0].num_children)] if arg_names is None else arg_names
+    if len(set(positional)) < len(positional) or (arg_names is None and not set(positional).isdisjoint(keys)):
         signature.malformed("two of its arguments have one name")
     # torch lists no inputs and outputs for the model itself; names of nodes here would outlive the nodes.
     return ModuleCallEntry(path, ModuleCallSignature([], [], in_spec, out_spec, arg_names))
