@@ -147,22 +147,30 @@ def _input_spec(data: Data) -> InputSpec:
 
 
 def _check_leaves(call: ModuleCallSignature, inputs: list[InputSpec], outputs: list[OutputSpec], data: Data) -> None:
-    """Raises if a call has other numbers of arguments or results than the graph has inputs or outputs."""
+    """Raises if a call has other numbers of arguments or results than the graph, or the graph loses or makes tokens."""
     arguments = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
     results = sum(spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT) for spec in outputs)
     if (call.in_spec.num_leaves, call.out_spec.num_leaves) != (arguments, results):
         data.malformed(
             f"it has {arguments} inputs and {results} outputs, and the trees of a call have other numbers of leaves"
         )
+    tokens = sum(spec.kind is InputKind.TOKEN for spec in inputs)
+    if sum(spec.kind is OutputKind.TOKEN for spec in outputs) != tokens:
+        data.malformed(f"it has {tokens} tokens among its inputs, and another number among its outputs")
 
 
 def _check_state(inputs: list[InputSpec], state: Mapping[str, Any], constants: Mapping[str, Any], data: Data) -> None:
-    """Raises if an input is a parameter, buffer or constant of which the file has no tensor, or two."""
+    """Raises if an input is a parameter, buffer or constant of which the file has no tensor, or another or two."""
     if twice := min(state.keys() & constants.keys(), default=None):
         data.malformed(f"{twice[:100]!r} is among the weights and among the constants")
     for spec in inputs:
         if spec.target is not None and spec.target not in state and spec.target not in constants:
             data.malformed(f"there is no tensor for {spec.target[:100]!r}")
+        if spec.target in constants and (spec.kind is InputKind.PARAMETER or spec.persistent):
+            data.malformed(f"{spec.target[:100]!r} is a parameter or buffer that is saved, and among the constants")
+    counts = Counter(spec.target for spec in inputs if spec.target is not None)
+    if more := next((target for target, count in counts.items() if count > 1), None):
+        data.malformed(f"{counts[more]} inputs are the tensor {more[:100]!r}")
 
 
 def _check_paths(paths: list[str], data: Data) -> None:
