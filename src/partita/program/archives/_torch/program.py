@@ -164,7 +164,9 @@ def _check_state(inputs: list[InputSpec], state: Mapping[str, Any], constants: M
     if twice := min(state.keys() & constants.keys(), default=None):
         data.malformed(f"{twice[:100]!r} is among the weights and among the constants")
     for spec in inputs:
-        if spec.target is not None and spec.target not in state and spec.target not in constants:
+        if spec.target is None:
+            continue
+        if spec.target not in state and spec.target not in constants:
             data.malformed(f"there is no tensor for {spec.target[:100]!r}")
         if spec.target in constants and (spec.kind is InputKind.PARAMETER or spec.persistent):
             data.malformed(f"{spec.target[:100]!r} is a parameter or buffer that is saved, and among the constants")
