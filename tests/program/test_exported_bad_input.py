@@ -208,3 +208,19 @@ def test_effect_tokens_stay_outside_or_are_refused_by_name() -> None:
         cut(program, "one part").exported()
     early = cut(case.exported(), "one part")
     assert torch.equal(early.module()(rows()), program.module()(rows()))
+
+
+def test_messages_about_inputs_have_no_copies_of_their_long_keys() -> None:
+    """Without a bound, a file of a megabyte with a long key around many inputs makes a module of gigabytes."""
+    key = "k" * 10_000
+
+    def summed(parts: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        return torch.stack(parts[key]).sum()
+
+    x = torch.ones(3)
+    module: Any = capture(summed, ({key: [x] * 4},)).module()
+    messages = [message for _, message in module._guards_fn.conditions]
+    assert len(messages) >= 4
+    assert max(map(len, messages)) < 200
+    with pytest.raises(AssertionError, match=r"^Guard failed: parts\['k{60}\.\.\.'\]\[3\]\.size\(\)\[0\] == 3$"):
+        module({key: [x, x, x, torch.ones(2)]})

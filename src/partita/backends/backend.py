@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final, runtime_checkable
 
@@ -13,6 +12,7 @@ from torch.fx import GraphModule, Node
 from partita._plain_help import PlainHelp
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError
+from partita.near_names import near_names
 
 #: A compiled function: it takes the body's inputs as positional arguments and returns the body's outputs.
 Compiled: TypeAlias = Callable[..., Sequence[Any]]
@@ -95,7 +95,7 @@ def find_backend(wanted: str | Backend) -> Backend:
     found = _entries().get(wanted)
     if found is None:
         names = backend_names()
-        near = get_close_matches(wanted, names, n=3)
+        near = near_names(wanted, names)
         own = "" if near else ". Your own is found once its module (--import MODULE) has called register_backend"
         raise OptionError(f"no backend is called {wanted!r}; try {', '.join(map(repr, near or names))}{own}")
     try:

@@ -7,7 +7,6 @@ import pickle
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, ClassVar, TypeAlias, final
 
 import torch
@@ -36,6 +35,7 @@ from partita.backends.adapting import CallingConvention, CompiledBody, adapt, ad
 from partita.backends.backend import Compiled
 from partita.backends.refusals import refusal_by_inductor, refusal_by_tracing, refusal_of_other_bits
 from partita.errors import BackendError, OptionError
+from partita.near_names import near_names
 
 
 @final
@@ -184,7 +184,7 @@ def options_for_inductor(options: Options) -> dict[str, object]:
 
 def _checked(name: str, value: object, known: Mapping[str, object]) -> object:
     if name not in known:
-        near = get_close_matches(name, known, n=3)
+        near = near_names(name, known)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "; see torch._inductor.config"
         raise OptionError(f"Inductor has no option {name!r}{hint}")
     default = known[name]

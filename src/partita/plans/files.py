@@ -269,7 +269,9 @@ class _Reader:
         try:
             return tuple(program.node(name) for name in names)
         except PartitaError as error:
-            raise PlanFileError(f"{self.where}: {what} has a node that this program has not: {error}") from None
+            raise PlanFileError(
+                f"{self.where}: {what} has a node that this program has not: {str(error)[:300]}"
+            ) from None
 
     def hashable(self, data: Any, what: str, depth: int = 0) -> Hashable:
         found = self.value(data, what, depth)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import reduce
 from itertools import chain
 from operator import or_
@@ -21,6 +20,7 @@ from partita._torch.gc_pause import gc_paused
 from partita.analysis.modes import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import ModeError, OptionError, TreatmentError, listed
+from partita.near_names import near_names
 from partita.plans.compilations import Compilations, Failures
 from partita.plans.diff import PlanDiff, plan_diff
 from partita.plans.memory import CallerContexts, SavedMemory, caller_mode, saved_memory
@@ -364,10 +364,10 @@ def _hint(partition: Partition, unknown: object) -> str:
         )
     names = list(dict.fromkeys(region.name for region in partition))
     labels = list(dict.fromkeys(str(region.label) for region in partition if region.label is not None))
-    near = get_close_matches(str(unknown), names, n=3)
+    near = near_names(str(unknown), names)
     if near or not names:
         return f"; did you mean {', '.join(map(repr, near))}?" if near else "; the policy found none"
-    near_labels = get_close_matches(str(unknown), labels, n=3) or labels
+    near_labels = near_names(str(unknown), labels) or labels
     return f"; there are {listed(names)}" + (f", labelled {listed(near_labels)}" if labels and labels != names else "")
 
 

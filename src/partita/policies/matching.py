@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from typing import NamedTuple, Protocol, final, runtime_checkable
 
 from partita.errors import NoMatchError
+from partita.near_names import near_names
 from partita.program.program import Program
 from partita.regions import Partition
 
@@ -39,7 +39,7 @@ def _near(text: str, known: Sequence[str]) -> list[str]:
     """The names that contain a word, or else those that are spelt alike."""
     word = text.strip("*.").casefold()
     containing = [name for name in known if word in name.casefold()] if len(word) >= _SHORTEST_WORD else []
-    return sorted(containing, key=len)[:3] or get_close_matches(text, known, n=3, cutoff=0.55)
+    return sorted(containing, key=len)[:3] or near_names(text, known, cutoff=0.55)
 
 
 #: Shorter ones are part of too many names.

@@ -6,7 +6,6 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain, compress
 from typing import Any, NamedTuple, Never, TypeAlias, TypeVar, cast, final
@@ -30,6 +29,7 @@ from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.errors import OptionError, UnknownNodeError
+from partita.near_names import near_names
 from partita.program.exported import ExportRecord
 from partita.program.joint import Joint, checked_count, joint_of
 
@@ -393,7 +393,7 @@ class Program(metaclass=PlainHelp):
         found = self._by_name.get(name)
         if found is not None:
             return found
-        near = get_close_matches(name, self._by_name, n=3)
+        near = near_names(name, self._by_name)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
         raise UnknownNodeError(f"no node is called {name!r}{hint}")
 

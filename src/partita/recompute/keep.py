@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -22,6 +21,7 @@ from partita._torch.operators.schemas import OPERATORS, signatures_of
 from partita._torch.toggles import TOGGLES
 from partita.analysis.nodes import bytes_at_hints, imported, value_of
 from partita.errors import OptionError, RecomputeError
+from partita.near_names import near_names
 from partita.program._torch.saved_tensors import allocated_tensors
 from partita.program.flops import Flops
 from partita.program.operator_choice import Chosen, Operator, checked_operators
@@ -209,7 +209,7 @@ def _aten_names() -> Iterator[str]:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, sorted(known), n=3)
+    near = near_names(name, sorted(known))
     return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
 
 

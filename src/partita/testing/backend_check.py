@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from typing import Any, final
 
 import torch
@@ -24,6 +23,7 @@ from partita.equivalence import Comparison, compare
 from partita.errors import OptionError
 from partita.lowering._torch.guards import Check, check_from, conditions_of, symbolic_places
 from partita.lowering.variant import WrongOutputsError, check_outputs
+from partita.near_names import near_names
 from partita.plans import Plan, plan
 from partita.plans.report import called_name
 from partita.policies import ByCapability
@@ -74,7 +74,7 @@ def _named(name: str) -> Body:
     found = {body.name: body for body in BODIES}
     if name in found:
         return found[name]
-    near = get_close_matches(name, found, n=3) or found
+    near = near_names(name, found) or found
     raise OptionError(f"no body is called {name!r}; try {', '.join(map(repr, near))}")
 
 

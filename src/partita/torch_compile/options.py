@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, TypeAlias, final
 
 import torch
@@ -15,6 +14,7 @@ from partita.memory import MemoryBudget, Rates
 from partita.memory.budget import bytes_said
 from partita.memory.optimizer_state import bytes_to_come
 from partita.memory.segments import Checkpoints, checked_checkpoints
+from partita.near_names import near_names
 from partita.plans.plan import Policy
 from partita.plans.treatment import Treatment, is_treatment
 from partita.policies.repeats import Repeats
@@ -119,7 +119,7 @@ class BackendOptions:
         backend = find_backend(self.inner)
         if backend is None:
             names = backend_names()
-            near = get_close_matches(self.inner, names, n=3) or names
+            near = near_names(self.inner, names) or names
             raise OptionError(
                 f"torch.compile knows no backend {self.inner!r} for the option 'inner'; "
                 f"try {', '.join(map(repr, near))}, or pass a function"

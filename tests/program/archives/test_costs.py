@@ -691,3 +691,17 @@ def test_a_program_of_which_no_code_can_be_made_is_refused(small: Path, monkeypa
     monkeypatch.setattr(GraphModule, "recompile", refused)
     with pytest.raises(ArchiveError, match="Unable to execute the generated python source code"):
         load_exported(small)
+
+
+def test_a_quotient_that_is_rounded_up_is_charged_for_what_it_adds() -> None:
+    """Twenty nested sizes of fifty such quotients each kept `Program.of` busy for a minute, at a charge of a second."""
+
+    def work(quotient: str) -> int:
+        symbols, size = Symbols(None), "s0"
+        for _ in range(12):
+            size = quotient.format(size)
+        symbols.integer(Data({"as_expr": {"expr_str": size, "hint": None}}))
+        return symbols._work
+
+    assert work("CeilDiv({}, 3)") >= work("FloorDiv({} + 2, 3)") / 2
+    assert work("CeilDiv({}, 3)") > 2 * work("FloorDiv({}, 3)")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partita import Program, capture, inline, plan
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
 from partita.policies import ByModule
-from partita.program.archives import load_exported
+from partita.program.archives import inspect_archive, load_exported
 from partita.program.archives._torch.symbols import stays_small
 from partita.treatments import Call, Recompute
 
@@ -453,6 +453,15 @@ def set_two_names(module: Any) -> None:
     module["module_call_graph"][0]["signature"]["forward_arg_names"] = ["x", "x"]
 
 
+def set_a_name_that_torch_gives(module: Any) -> None:
+    leaf, empty = {"type": None, "context": None, "children_spec": []}, {"type": "builtins.tuple", "context": "null"}
+    keywords = {"type": "builtins.dict", "context": '["arg_0"]', "children_spec": [leaf]}
+    positional = {**empty, "children_spec": [{**empty, "children_spec": []}]}
+    signature = module["module_call_graph"][0]["signature"]
+    signature["in_spec"] = json.dumps([1, {**empty, "children_spec": [positional, keywords]}])
+    signature["forward_arg_names"] = None
+
+
 def set_another_output(module: Any) -> None:
     module["signature"]["output_specs"] *= 2
 
@@ -461,6 +470,7 @@ def set_another_output(module: Any) -> None:
     ("change", "words"),
     [
         (set_two_names, "two of its arguments have one name"),
+        (set_a_name_that_torch_gives, "two of its arguments have one name"),
         (set_another_output, "the trees of a call have other numbers of leaves"),
         (lambda module: module.update(module_call_graph=[]), "does not begin with how the program is called"),
     ],
@@ -468,6 +478,58 @@ def set_another_output(module: Any) -> None:
 def test_calls_that_cannot_be_made_are_refused(small: Path, tmp_path: Path, change: Any, words: str) -> None:
     with pytest.raises(ArchiveError, match=words):
         load_exported(spoilt_signature(small, tmp_path / "m.pt2", change))
+
+
+class Held(nn.Module):
+    """A parameter, a buffer that is saved, one that is not, and a constant, which are the inputs of its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("saved", torch.ones(4))
+        self.register_buffer("fleeting", torch.ones(4), persistent=False)
+        self.constant = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.saved + self.fleeting + self.constant
+
+
+def made_saved(inputs: Any) -> None:
+    inputs[2]["buffer"]["persistent"] = True
+
+
+def made_a_buffer(inputs: Any) -> None:
+    (given,) = inputs[3].values()
+    inputs[3] = {"buffer": {"arg": given["arg"], "buffer_name": "weight", "persistent": True}}
+
+
+def made_a_parameter(inputs: Any) -> None:
+    inputs[0]["parameter"]["parameter_name"] = "constant"
+
+
+def made_a_token(inputs: Any) -> None:
+    (given,) = inputs[3].values()
+    inputs[3] = {"token": {"arg": given["arg"]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (made_saved, "'fleeting' is a parameter or buffer that is saved, and among the constants"),
+        (made_a_parameter, "'constant' is a parameter or buffer that is saved, and among the constants"),
+        (made_a_buffer, "2 inputs are the tensor 'weight'"),
+        (made_a_token, "it has 1 tokens among its inputs, and another number among its outputs"),
+    ],
+)
+def test_signatures_that_contradict_each_other_are_refused(tmp_path: Path, change: Any, words: str) -> None:
+    """They were loaded, and `module()` failed inside of torch."""
+    torch.export.save(torch.export.export(Held(), (X,)), tmp_path / "held.pt2")
+    path = spoilt_signature(
+        tmp_path / "held.pt2", tmp_path / "m.pt2", lambda module: change(module["signature"]["input_specs"])
+    )
+    with pytest.raises(ArchiveError, match=words):
+        load_exported(path)
+    assert not inspect_archive(path).is_plain
 
 
 def test_more_mutations_than_any_program_has_are_refused(tmp_path: Path) -> None:
@@ -498,7 +560,7 @@ def test_paths_of_many_modules_are_refused(tmp_path: Path) -> None:
         many = [{"parameter": {**first["parameter"], "parameter_name": path}} for path in deep]
         module["signature"]["input_specs"] = [*many, *others]
 
-    with pytest.raises(ArchiveError, match="21 tensors are in 1980 modules"):
+    with pytest.raises(ArchiveError, match="21 tensors are in more than 1084 modules"):
         load_exported(spoilt_signature(tmp_path / "linear.pt2", tmp_path / "m.pt2", change))
 
 

@@ -190,8 +190,19 @@ def _key(entry: Any) -> str | int:
 
 
 def _argument_name(path: InputPath) -> str:
-    first, *_ = path.keys
-    return str(first) + printed(Read(InputPath(path.keys[1:], path.is_item[1:]))).removeprefix("L")
+    """The name of an input in messages; of a long one, each of many inputs that share its keys would have a copy."""
+    first, *keys = (key if isinstance(key, int) else _shortened(key, _LONGEST_KEY) for key in path.keys)
+    inside = printed(Read(InputPath(tuple(keys), path.is_item[1:]))).removeprefix("L")
+    return _shortened(f"{first}{inside}", _LONGEST_NAME)
+
+
+#: How much of a key, and of the name of an input, a message says.
+_LONGEST_KEY, _LONGEST_NAME = 60, 300
+
+
+def _shortened(text: str, letters: int) -> str:
+    """The beginning of a text that is longer than so many letters."""
+    return text if len(text) <= letters else f"{text[:letters]}..."
 
 
 # Conditions -----------------------------------------------------------------------------------------------------

@@ -147,27 +147,37 @@ def _input_spec(data: Data) -> InputSpec:
 
 
 def _check_leaves(call: ModuleCallSignature, inputs: list[InputSpec], outputs: list[OutputSpec], data: Data) -> None:
-    """Raises if a call has other numbers of arguments or results than the graph has inputs or outputs."""
+    """Raises if a call has other numbers of arguments or results than the graph, or the graph loses or makes tokens."""
     arguments = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
     results = sum(spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT) for spec in outputs)
     if (call.in_spec.num_leaves, call.out_spec.num_leaves) != (arguments, results):
         data.malformed(
             f"it has {arguments} inputs and {results} outputs, and the trees of a call have other numbers of leaves"
         )
+    tokens = sum(spec.kind is InputKind.TOKEN for spec in inputs)
+    if sum(spec.kind is OutputKind.TOKEN for spec in outputs) != tokens:
+        data.malformed(f"it has {tokens} tokens among its inputs, and another number among its outputs")
 
 
 def _check_state(inputs: list[InputSpec], state: Mapping[str, Any], constants: Mapping[str, Any], data: Data) -> None:
-    """Raises if an input is a parameter, buffer or constant of which the file has no tensor, or two."""
+    """Raises if an input is a parameter, buffer or constant of which the file has no tensor, or another or two."""
     if twice := min(state.keys() & constants.keys(), default=None):
         data.malformed(f"{twice[:100]!r} is among the weights and among the constants")
     for spec in inputs:
-        if spec.target is not None and spec.target not in state and spec.target not in constants:
+        if spec.target is None:
+            continue
+        if spec.target not in state and spec.target not in constants:
             data.malformed(f"there is no tensor for {spec.target[:100]!r}")
+        if spec.target in constants and (spec.kind is InputKind.PARAMETER or spec.persistent):
+            data.malformed(f"{spec.target[:100]!r} is a parameter or buffer that is saved, and among the constants")
+    counts = Counter(spec.target for spec in inputs if spec.target is not None)
+    if more := next((target for target, count in counts.items() if count > 1), None):
+        data.malformed(f"{counts[more]} inputs are the tensor {more[:100]!r}")
 
 
 def _check_paths(paths: list[str], data: Data) -> None:
     """Raises if a parameter would also have to be a module, or has far too many modules around it."""
-    known, owners = set(paths), set[str]()
+    known, owners, most = set(paths), set[str](), 1_000 + 4 * len(paths)
     for path in paths:
         owner = path.rpartition(".")[0]
         while owner and owner not in owners:
@@ -175,8 +185,8 @@ def _check_paths(paths: list[str], data: Data) -> None:
                 data.malformed(f"{owner[:100]!r} is a tensor, and so is {path[:100]!r} in it")
             owners.add(owner)
             owner = owner.rpartition(".")[0]
-    if len(owners) > 1_000 + 4 * len(paths):
-        data.malformed(f"{len(paths)} tensors are in {len(owners)} modules, which no program needs")
+        if len(owners) > most:  # Looked at early: each is a text, and those of one path are far longer than it.
+            data.malformed(f"{len(paths)} tensors are in more than {most} modules, which no program needs")
     beside = Counter(owner.rpartition(".")[0] for owner in owners)
     siblings = {"": 0}
     for owner in sorted(owners, key=len):  # The module around another has a shorter path.
@@ -255,7 +265,8 @@ def _module_call(data: Data) -> ModuleCallEntry:
     for key in keys:  # They become parameters of the code that torch.fx generates.
         Data(key, signature, "in_spec").name()
     out_spec, arg_names = read_tree(signature["out_spec"]), None if names is None else [name.name() for name in names]
-    if arg_names is not None and len(set(arg_names)) < len(arg_names):
+    positional = [f"arg_{at}" for at in range(in_spec.children()[0].num_children)] if arg_names is None else arg_names
+    if len(set(positional)) < len(positional) or (arg_names is None and not set(positional).isdisjoint(keys)):
         signature.malformed("two of its arguments have one name")
     # torch lists no inputs and outputs for the model itself; names of nodes here would outlive the nodes.
     return ModuleCallEntry(path, ModuleCallSignature([], [], in_spec, out_spec, arg_names))

@@ -261,6 +261,8 @@ def _terms(expression: Operation, counts: list[int], last: sympy.Basic) -> int:
     terms = max(counts)
     if expression.name in _SUMS:
         terms = sum(counts)
+    elif expression.name == "CeilDiv":  # torch adds the divisor to the dividend, and rounds down.
+        terms = sum(counts) * counts[-1]
     elif expression.name in ("Mul", "*", *_QUOTIENTS):
         terms = math.prod(counts)
     elif expression.name == "FloatPow" and not (last.is_Float and abs(last) <= _LARGEST_EXPONENT):
