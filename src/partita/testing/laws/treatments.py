@@ -475,7 +475,7 @@ def _is_view_of_parameter(difference: Difference) -> bool:
 
 @final
 class _Compiled:
-    """A compiled module, with the state of the module itself, and what was wrong when a call failed."""
+    """A compiled module, with the state of the module itself, and what was wrong when a call first failed."""
 
     def __init__(self, module: nn.Module, compiler: str) -> None:
         self.__self__ = module
@@ -486,5 +486,6 @@ class _Compiled:
         try:
             return self._call(*args, **kwargs)
         except Exception as error:
-            self.failure = error
+            # Dynamo (2.13) may give another reason when a function is called again whose compilation failed.
+            self.failure = self.failure or error
             raise
