@@ -292,6 +292,43 @@ def test_views_that_cross_and_are_mutated_or_reshaped_are_those_of_eager_mode(
         torch.testing.assert_close(one, other, check_stride=True)
 
 
+class _Doubled(torch.autograd.Function):
+    """Doubles in place; its gradient is not that of the doubling."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 5
+
+
+def _doubled(x: Tensor) -> Tensor:
+    result: Tensor = _Doubled.apply(x * 1)
+    return result * 2
+
+
+def _doubled_in_checkpoint(x: Tensor) -> Tensor:
+    result: Tensor = checkpoint(_Doubled.apply, x * 1, use_reentrant=False)
+    return result * 2
+
+
+@pytest.mark.parametrize("treatment", [Call(), Lower("aot_eager"), Lower("eager")])
+@pytest.mark.parametrize("operators", [1, 2])
+@pytest.mark.parametrize("function", [_doubled, _doubled_in_checkpoint])
+def test_functions_that_mutate_what_crosses_keep_their_own_backward(
+    function: Callable[[Tensor], Tensor], operators: int, treatment: Any
+) -> None:
+    call = compiled(function, policy=BySize(operators=operators), inner="aot_eager", treatment=treatment)
+    x = torch.ones(3, requires_grad=True)
+    call(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [10, 10, 10]
+
+
 @pytest.mark.parametrize(
     ("sizes", "strides", "offsets", "overlap"),
     [

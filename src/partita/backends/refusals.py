@@ -27,6 +27,7 @@ from partita.backends._torch.support import (
     size_depends_on_data,
     value_depends_on_data,
 )
+from partita.program.program import Program
 
 NO_META_KERNEL = "no meta kernel"
 SIZE_DEPENDS_ON_DATA = "size depends on data"
@@ -68,6 +69,7 @@ RANDPERM = "randperm: Inductor fails where it is an index"
 ALIASED_FOREACH = "an in-place foreach whose tensors may share memory: a trace would mutate it once"
 SHARES_MEMORY = "its results share memory, which a trace does not see"
 RESHAPES = "reshapes a tensor in place"
+OWN_BACKWARD = "an autograd function that mutates an argument, whose backward a trace may lose"
 SWAPS = "copies an input into another, and both are mutated"
 
 
@@ -171,6 +173,20 @@ _VIEWS_OR_COPIES = frozenset(
 def reshapes_in_place(node: Node) -> bool:
     """Whether a node changes the shape or the strides of a tensor in place."""
     return _HIDDEN.get(_name_called(node)) == RESHAPES
+
+
+def mutates_with_own_backward(node: Node) -> bool:
+    """Whether a node calls an autograd function that mutates an argument (`ctx.mark_dirty`).
+
+    AOTAutograd (torch 2.13) writes the mutation of an input behind the graph, as a copy, and not by the function.
+    """
+    if node.op != "call_function" or not is_higher_order(node.target) or _name_called(node) != _AUTOGRAD_FUNCTION:
+        return False
+    forward = _named(node.all_input_nodes[0]) if node.all_input_nodes else None
+    return not isinstance(forward, GraphModule) or bool(Program(forward).effects.mutated_inputs)
+
+
+_AUTOGRAD_FUNCTION = "autograd_function_apply"
 
 
 def _name_called(node: Node) -> str:
@@ -298,6 +314,8 @@ def refusal_of_higher_order(node: Node) -> str | None:
         return HOOK
     if name_of_operator(node.target)[1] in _EFFECTS:
         return SIDE_EFFECT
+    if mutates_with_own_backward(node):
+        return OWN_BACKWARD
     for argument in node.all_input_nodes:
         body = _named(argument) if argument.op == "get_attr" else None
         reason = _refusal_of_body(body) if isinstance(body, nn.Module) else None

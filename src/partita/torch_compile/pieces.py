@@ -24,7 +24,7 @@ from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
 from partita.analysis.tolerance import Tolerance
-from partita.backends.refusals import reshapes_in_place
+from partita.backends.refusals import mutates_with_own_backward, reshapes_in_place
 from partita.errors import OptionError
 from partita.lowering.dry_run import memory_of
 from partita.plans.progress import Progress
@@ -494,29 +494,32 @@ def _why_uncompiled(body: GraphModule, site: Site) -> str | None:
     """Why a region must not be compiled apart from the rest of the graph; None if it may be."""
     if site.program is None or len(site.region.nodes) == len(site.program.operators()):
         return None  # One compiled graph has all gradients, and no tensor that crosses.
-    # AOTAutograd (torch 2.13) loses strides and gradients of views of such a tensor.
-    return "reshapes a tensor in place that crosses its border" if _reshapes_across(body) else _split_hook(site)
+    return _mutates_across(body) or _split_hook(site)
 
 
-def _reshapes_across(body: GraphModule) -> bool:
-    """Whether a tensor that is reshaped in place shares memory with an input or an output."""
-    reshaping = [node for node in body.graph.nodes if _reshapes(node, body)]
-    if not reshaping:
-        return False
+def _mutates_across(body: GraphModule) -> str | None:
+    """Whether a tensor that crosses the border is mutated in a way that AOTAutograd (torch 2.13) gets wrong."""
+    reshaping = [node for node in body.graph.nodes if _is_or_runs(reshapes_in_place, node, body)]
+    mutating = [node for node in body.graph.nodes if _is_or_runs(mutates_with_own_backward, node, body)]
+    if not reshaping and not mutating:
+        return None
     program = Program(body)
     index, storages = program.index, program.calls.storages
-    inputs = (index.number[node] for node in body.graph.find_nodes(op="placeholder"))
-    crossing = set(map(storages.find, (*inputs, *index.inputs(len(index) - 1))))
-    return any(storages.find(index.number[node]) in crossing for node in reshaping)
+    inputs = {storages.find(index.number[node]) for node in body.graph.find_nodes(op="placeholder")}
+    crossing = inputs.union(storages.find(number) for number in index.inputs(len(index) - 1))
+    if any(storages.find(index.number[node]) in crossing for node in reshaping):
+        return "reshapes a tensor in place that crosses its border"  # Views of it lose strides and gradients.
+    read = (storages.find(number) for node in mutating for number in index.inputs(index.number[node]))
+    return "has an autograd function that mutates a tensor from outside" if inputs.intersection(read) else None
 
 
-def _reshapes(node: Node, root: GraphModule) -> bool:
-    """Whether a node reshapes a tensor in place, or a body does that it runs."""
+def _is_or_runs(question: Callable[[Node], bool], node: Node, root: GraphModule) -> bool:
+    """Whether the answer for a node is yes, or that for a node in a body that it runs."""
     if node.op not in ("call_function", "call_method"):
         return False
     bodies = (root.get_submodule(str(one.target)) for one in node.all_input_nodes if _is_module(one, root))
     graphs = (one for body in bodies for one in body.modules() if isinstance(one, GraphModule))
-    return reshapes_in_place(node) or any(reshapes_in_place(one) for inner in graphs for one in inner.graph.nodes)
+    return question(node) or any(question(one) for inner in graphs for one in inner.graph.nodes)
 
 
 def _is_module(node: Node, root: GraphModule) -> bool:
