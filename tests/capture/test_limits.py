@@ -491,3 +491,12 @@ def test_a_gradient_transform_inside_a_model_is_refused(transform: Any) -> None:
 
     with pytest.raises(CaptureError, match="Expected FakeTensor" if IS_OLD else "gradient transform"):
         capture(Model(does), (X,))
+
+
+def test_a_module_among_the_arguments_is_refused() -> None:
+    class Applies(nn.Module):
+        def forward(self, x: Tensor, function: nn.Module) -> Any:
+            return function(x) * 2
+
+    with pytest.raises(CaptureError, match=r"one of its arguments is a module, ReLU; make it an attribute"):
+        capture(Applies(), (X, nn.ReLU()))

@@ -281,6 +281,21 @@ def test_sizes_that_are_known_at_run_time_are_computed() -> None:
         torch.testing.assert_close(program.module()(x), Net(function)(x), rtol=0, atol=0)
 
 
+def test_a_number_that_is_read_in_a_block_is_returned_as_it_was_read() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", BRAIN):
+                product = x @ x
+                return product.sum().item(), product
+
+    x = torch.eye(2)
+    program = capture(Reads(), (x,))
+    expected, _ = Reads()(x)
+    for module in (dissolve(program).module(), program.exported().run_decompositions().module()):
+        number, product = module(x)
+        assert (number, product.dtype) == (expected, BRAIN)
+
+
 # no_grad and inference mode ---------------------------------------------------------------------------------------
 
 

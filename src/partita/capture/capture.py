@@ -73,6 +73,7 @@ def capture(
     check_options(model, args, kwargs)
     try:
         module = model if isinstance(model, nn.Module) else FunctionModule(model)
+        _check_arguments((args, kwargs))
         _check_not_sharded(module, (args, kwargs))
         with fresh_modes(grad=True):
             given = Arguments(module, args, kwargs or {})
@@ -95,6 +96,16 @@ def capture(
     program = inline(Program.of(exported))
     _warn_of_checkpoints(program, name_of(model))
     return program
+
+
+def _check_arguments(arguments: Any) -> None:
+    """Raises for modules: torch.export takes them, but the program that comes of it takes no other one."""
+    module = next((leaf for leaf in leaves_of(arguments) if isinstance(leaf, nn.Module)), None)
+    if module is not None:
+        raise CaptureError(
+            f"one of its arguments is a module, {type(module).__name__}; make it an attribute of the model, or capture a "
+            "module that has both as attributes"
+        )
 
 
 def _check_not_sharded(module: nn.Module, arguments: Any) -> None:

@@ -301,6 +301,11 @@ class StepWriter:
             )
         if isinstance(leaf, Label):
             return self.known[leaf]
+        if isinstance(leaf, torch.SymFloat | torch.SymBool):
+            raise ModeError(
+                f"node {self.node.name!r} reads the number {leaf} from a tensor that autocast casts for it; switch "
+                "autocast off around it"
+            )
         return self.size(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
     def _unpack(self, container: Node, items: Any, values: Any, names: Mapping[Label, str]) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.dry_runs import Allowance
 from partita._torch.fake_sandbox import TensorMetadata, fake_mode_of
-from partita._torch.pytrees import leaves_of, map_tensors, tensors_in
+from partita._torch.pytrees import leaves_of, map_leaves, map_tensors, tensors_in
 
 _CAST = torch.ops.aten._to_copy.default
 _DETACH = torch.ops.aten.detach.default
@@ -66,7 +66,13 @@ class RecordedCall:
     def text(self, first: int = 0) -> list[str]:
         """What must be equal for two recorded calls to compute the same, from one step on."""
         raised = "" if self.error is None else type(self.error).__name__
-        return [*(step.text for step in self.steps[first:]), repr(self.result), repr(self.metadata), raised]
+        result = map_leaves(_without_symbol, self.result)
+        return [*(step.text for step in self.steps[first:]), repr(result), repr(self.metadata), raised]
+
+
+def _without_symbol(leaf: Any) -> Any:
+    """A number that is read from a tensor is another symbol in each run; it follows from the steps."""
+    return type(leaf) if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) else leaf
 
 
 class OperatorRecorder:
