@@ -103,8 +103,8 @@ def _check_arguments(arguments: Any) -> None:
     module = next((leaf for leaf in leaves_of(arguments) if isinstance(leaf, nn.Module)), None)
     if module is not None:
         raise CaptureError(
-            f"one of its arguments is a module, {type(module).__name__}; make it an attribute of the model, or capture a "
-            "module that has both as attributes"
+            f"one of its arguments is a module, {type(module).__name__}; make it an attribute of the model, or capture "
+            "a module that has both as attributes"
         )
 
 
