@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from partita import Program
 from partita.equivalence import compare, verify
 
 
@@ -278,69 +280,51 @@ def test_a_view_compares_with_a_buffer_of_its_own() -> None:
     assert verify(one, other, (torch.ones(3),)).equal
 
 
-def _leaves_default_dtype(x: Tensor) -> Tensor:
-    y = x * 2
-    torch.set_default_dtype(torch.float64)
-    return y
+class Moves(nn.Module):
+    """Puts other memory, with equal values, into its parameter, its buffer or its input, if it is told to."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.what, self.weight = what, nn.Parameter(torch.ones(3))
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.weight * x + self.total
+        moved = {"parameter 'weight'": self.weight, "buffer 'total'": self.total, "input[0]": x}.get(self.what)
+        if moved is not None:
+            moved.data = moved.data.clone()
+        return result
 
 
-def _leaves_determinism(x: Tensor) -> Tensor:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    return x * 2
+@pytest.mark.parametrize("what", ["parameter 'weight'", "buffer 'total'", "input[0]"])
+@pytest.mark.parametrize("original", [True, False])
+def test_data_that_is_replaced_is_seen_and_put_back(what: str, original: bool) -> None:
+    before, after = Moves(what if original else ""), Moves("" if original else what)
+    after.weight = before.weight
+    x = torch.ones(3)
+    memory = [tensor.data_ptr() for tensor in (before.weight, before.total, after.total, x)]
+    found = compare(before, after, (x,)).differences
+    assert [(one.kind, one.where) for one in found] == [("identity", what)]
+    assert memory == [tensor.data_ptr() for tensor in (before.weight, before.total, after.total, x)]
+    assert compare(Moves(what), Moves(what), (x,)).equal
 
 
-def _leaves_precision(x: Tensor) -> Tensor:
-    torch.set_float32_matmul_precision("medium")
-    return x * 2
+def test_data_that_is_replaced_by_what_was_declared_pure_is_put_back_too() -> None:
+    def moving(value: Tensor) -> Tensor:
+        value.data = value.data * 2
+        return value
 
+    def given(function: Any) -> Program:
+        graph = Graph()
+        x = graph.placeholder("x")
+        graph.output(graph.call_function(torch.mul, (graph.call_function(function, (x,)), 1)))
+        return Program.of(GraphModule(nn.Module(), graph), pure=[function])
 
-def _leaves_default_device(x: Tensor) -> Tensor:
-    torch.set_default_device("meta")
-    return x * 2
-
-
-def _leaves_memory_unfilled(x: Tensor) -> Tensor:
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    return x * 2
-
-
-def _leaves_cudnn_deterministic(x: Tensor) -> Tensor:
-    torch.backends.cudnn.deterministic = True
-    return x * 2
-
-
-def _leaves_mkldnn_off(x: Tensor) -> Tensor:
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    return x * 2
-
-
-def _leaves_anomaly_detection(x: Tensor) -> Tensor:
-    torch.autograd.set_detect_anomaly(True)
-    return x * 2
-
-
-SETTINGS = {
-    "default dtype": (_leaves_default_dtype, torch.get_default_dtype),
-    "deterministic": (_leaves_determinism, torch.are_deterministic_algorithms_enabled),
-    "matmul precision": (_leaves_precision, torch.get_float32_matmul_precision),
-    "default device": (_leaves_default_device, torch.get_default_device),
-    "fills uninitialized memory": (
-        _leaves_memory_unfilled,
-        lambda: torch.utils.deterministic.fill_uninitialized_memory,
-    ),
-    "mkldnn": (_leaves_mkldnn_off, lambda: torch.backends.mkldnn.enabled),
-    "detects anomalies": (_leaves_anomaly_detection, torch.is_anomaly_enabled),
-    "cudnn deterministic": (_leaves_cudnn_deterministic, lambda: torch.backends.cudnn.deterministic),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_are_left_changed_are_seen_and_put_back(name: str) -> None:
-    leaks, setting = SETTINGS[name]
-    before = setting()
-    found = compare(lambda x: x * 2, leaks, (torch.randn(3),)).differences
-    assert {(difference.kind, difference.where) for difference in found} >= {("setting", f"{name} after the call")}
-    assert setting() == before
+    x = torch.ones(3)
+    memory = x.data_ptr()
+    found = compare(given(torch.clone), given(moving), (x,)).differences
+    assert ("undeclared mutation", "input[0]") in {(one.kind, one.where) for one in found}
+    assert (x.data_ptr(), x.tolist()) == (memory, [1.0] * 3)
 
 
 class _Switching(nn.Module):

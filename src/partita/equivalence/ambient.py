@@ -1,4 +1,4 @@
-"""Ambient modes, process-wide settings and RNG state: read before a call, restored after it."""
+"""Ambient modes, settings and RNG state: read before a call, restored after it."""
 
 from __future__ import annotations
 
@@ -7,68 +7,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partita._torch.modes import read_ambient, restore_autocast
-
-#: torch has no type annotations for these settings.
-_DETERMINISTIC: Any = torch.utils.deterministic
-_MKLDNN: Any = torch.backends.mkldnn
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """torch's settings for the whole process that a program may change."""
-
-    default_dtype: torch.dtype
-    deterministic: bool
-    deterministic_warns: bool
-    matmul_precision: str
-    default_device: torch.device
-    fills_uninitialized_memory: bool
-    cudnn_deterministic: bool
-    cudnn_benchmark: bool
-    mkldnn: bool
-    detects_anomalies: bool
-
-    def restore(self) -> None:
-        """Restores the settings that were changed."""
-        found = read_settings()
-        if found.default_dtype is not self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
-        if (found.deterministic, found.deterministic_warns) != (self.deterministic, self.deterministic_warns):
-            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
-        if found.matmul_precision != self.matmul_precision:
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        if found.default_device != self.default_device:
-            # None is the CPU without a DeviceContext, a mode that every factory function would go through.
-            torch.set_default_device(None if self.default_device == torch.device("cpu") else self.default_device)
-        _DETERMINISTIC.fill_uninitialized_memory = self.fills_uninitialized_memory
-        torch.backends.cudnn.deterministic = self.cudnn_deterministic
-        torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        _MKLDNN.enabled = self.mkldnn
-        if found.detects_anomalies != self.detects_anomalies:
-            torch.autograd.set_detect_anomaly(self.detects_anomalies)
-
-
-def read_settings() -> Settings:
-    """The settings now."""
-    return Settings(
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_default_device(),
-        _DETERMINISTIC.fill_uninitialized_memory,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.benchmark,
-        _MKLDNN.enabled,
-        torch.is_anomaly_enabled(),
-    )
+from partita.equivalence.settings import read_settings
 
 
 @contextmanager

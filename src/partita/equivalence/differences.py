@@ -15,7 +15,6 @@ from partita._plain_help import PlainHelp
 from partita._torch.modes import Ambient
 from partita._torch.tensors import is_within_storage
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.equivalence.ambient import Settings
 from partita.equivalence.inputs import input_name
 from partita.equivalence.objects import Containers, Opaque, Shape
 from partita.equivalence.observe import Moment, Named, Observation, Raised, TensorRecord
@@ -147,11 +146,14 @@ def _leaves(before: Named, after: Named, tolerance: Tolerance) -> Iterator[Diffe
 
 
 def _replaced(before: Observation, after: Observation) -> Iterator[Difference]:
-    """State that only one program replaced by another tensor."""
+    """State that only one program replaced by another tensor; state and inputs that only one gave other memory."""
     for name in dict([*before.state, *after.state]):
         if name in before.replaced ^ after.replaced:
             which = "the original" if name in before.replaced else "the other program"
             yield Difference("identity", name, f"only {which} replaces it by another tensor")
+    for name in sorted(before.moved ^ after.moved):
+        which = "the original" if name in before.moved else "the other program"
+        yield Difference("identity", name, f"only {which} puts other memory into it")
 
 
 def _switched(before: Observation, after: Observation) -> Iterator[Difference]:
@@ -294,16 +296,17 @@ def _modes(before: Moment, after: Moment) -> Iterator[Difference]:
 
 
 def _settings(before: Moment, after: Moment) -> Iterator[Difference]:
-    for field in fields(Settings):
-        one, other = getattr(before.settings, field.name), getattr(after.settings, field.name)
-        if one != other:
-            yield Difference("setting", f"{field.name.replace('_', ' ')} {before.name}", f"{one} != {other}")
+    for name, detail in before.settings.differing(after.settings):
+        yield Difference("setting", f"{name} {before.name}", detail)
 
 
 def _undeclared(before: Observation, after: Observation) -> Iterator[Difference]:
     for which, observation in (("the original", before), ("the other program", after)):
         for label in observation.undeclared:
-            detail = f"{which} mutated it although its effects do not say so, so it was not restored"
+            if label in observation.moved:
+                detail = f"{which} put other memory into it although its effects do not say so"
+            else:
+                detail = f"{which} mutated it although its effects do not say so, so it was not restored"
             yield Difference("undeclared mutation", label, detail)
 
 

@@ -18,10 +18,21 @@ from partita._torch.modes import Ambient, read_ambient
 from partita._torch.pytrees import flatten
 from partita._torch.tensors import inner_tensors, is_within_storage, placements_of, plain_tensors, version_of
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.equivalence.ambient import RandomState, Settings, random_state, read_settings, restored_ambient, state_of
+from partita.equivalence.ambient import RandomState, random_state, restored_ambient, state_of
 from partita.equivalence.inputs import Arguments, Inputs, input_name
 from partita.equivalence.objects import Containers, Opened, Shape, opened
-from partita.equivalence.state import Alias, Slot, Snapshot, aliases_of, detach_in_place, slots_of, storage_key
+from partita.equivalence.settings import STACKS, Settings, read_settings
+from partita.equivalence.state import (
+    Alias,
+    Layout,
+    Memory,
+    Slot,
+    Snapshot,
+    aliases_of,
+    detach_in_place,
+    slots_of,
+    storage_key,
+)
 from partita.equivalence.values import is_array
 from partita.errors import OptionError, PartitaError
 from partita.program.program import Program, mutated_positions
@@ -157,6 +168,8 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
         uncopied = [(place.label, place.slot.tensor) for place in state if not place.may_be_mutated]
         uncopied += inputs.passed_on
         versions = [version_of(tensor) for _, tensor in uncopied]
+        memory = Memory.of([*((place.label, place.slot.tensor) for place in state), *inputs.tensors])
+        layouts = [Layout.of(tensor) for _, tensor in inputs.passed_on if storage_key(tensor) is not None]
         in_training = _training_flags(subjects[0])
         with _restored_grads(leaf for _, leaf in leaves):
             seen, made = _called(subjects[0], state, inputs, start)
@@ -168,18 +181,22 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
                 )
                 seen = replace(seen, moments=(*seen.moments, moment), backward_raised=raised, gradients=gradients)
         pairs = zip(uncopied, versions, strict=True)
-        mutations = [label for (label, tensor), old in pairs if version_of(tensor) != old]
+        moved = memory.left()
+        mutations = [label for (label, tensor), old in pairs if version_of(tensor) != old or label in moved]
         replaced = frozenset(place.label for place in state if place.slot.current() is not place.slot.tensor)
         switched = Counter((type(module).__name__, not flag) for module, flag in in_training if module.training != flag)
         seen = replace(
             seen,
             state=_state_now(state, start),
             replaced=replaced,
+            moved=moved - replaced,
             switched=frozenset(switched.items()),
             undeclared=tuple(mutations),
         )
         made.clear()  # These tensors keep the graph alive, and no view can be detached from a living graph.
         _detach_state(state)
+        for layout in layouts:
+            layout.restore()
         return seen
 
 
@@ -193,7 +210,7 @@ def _called(
     subject: Subject, state: Sequence[Watched], inputs: Inputs, start: Start
 ) -> tuple[Observation, list[Tensor]]:
     """The observation of the bare call, and the tensors that gradients can flow from."""
-    raised, result, found = None, None, read_ambient()
+    raised, result, found, settings = None, None, read_ambient(), read_settings()
     try:
         result = subject.call(*inputs.args, **inputs.kwargs)
         moment = Moment("after the call", found, read_ambient(), read_settings(), random_state())
@@ -201,6 +218,8 @@ def _called(
         raised = Raised(type(error), str(error))
         # The caller sees these modes when it catches the error; guards in the frames of its traceback may go with it.
         moment = Moment("after the call", found, read_ambient(), read_settings(), None)
+    # What is recorded from here on would go through them.
+    settings.restore(STACKS)
     returned, passed = opened(result), opened((inputs.args, inputs.kwargs))
     outputs = () if raised else tuple(("output" + path, leaf) for path, leaf in returned.leaves)
     tensors = [(name, leaf) for name, leaf in outputs if isinstance(leaf, Tensor)]
@@ -311,6 +330,8 @@ class Observation:
     state: Named = ()
     #: The state in whose place there is another tensor, or none, after the call.
     replaced: frozenset[str] = frozenset()
+    #: The state and inputs that were given other memory, by `tensor.data = ...` or `tensor.set_(...)`.
+    moved: frozenset[str] = frozenset()
     #: The classes of modules that the call switched to training or to evaluation, each with the new flag and a count.
     switched: frozenset[tuple[tuple[str, bool], int]] = frozenset()
     undeclared: tuple[str, ...] = ()

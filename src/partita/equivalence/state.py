@@ -89,8 +89,29 @@ def storage_of(tensor: Tensor) -> UntypedStorage | None:
 def storage_key(tensor: Tensor) -> int | None:
     """A number that two living tensors share exactly when they share a storage."""
     storage = storage_of(tensor)
+    return None if storage is None else _key(storage)
+
+
+def _key(storage: UntypedStorage) -> int:
     # The address of the data will not do: all empty storages have address 0.
-    return None if storage is None else int(StorageWeakRef(storage).cdata)
+    return int(StorageWeakRef(storage).cdata)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory in which tensors lie at one moment, held so that its addresses are not used again."""
+
+    places: tuple[tuple[str, Tensor, UntypedStorage], ...]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Tensor]]) -> Memory:
+        found = ((label, tensor, storage_of(tensor)) for label, tensor in named)
+        return cls(tuple((label, tensor, storage) for label, tensor, storage in found if storage is not None))
+
+    def left(self) -> frozenset[str]:
+        """The names of the tensors that lie in other memory now, as after `tensor.data = ...`."""
+        pairs = ((label, storage_of(tensor), storage) for label, tensor, storage in self.places)
+        return frozenset(label for label, now, storage in pairs if now is None or _key(now) != _key(storage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +216,7 @@ class Snapshot:
     """Copies of the memory that may be mutated, and the layouts and attributes of all tensors and modules."""
 
     memory: tuple[tuple[UntypedStorage, UntypedStorage], ...]
-    layouts: tuple[_Layout, ...]
+    layouts: tuple[Layout, ...]
     attributes: tuple[_Attributes, ...]
 
     def restore(self) -> None:
@@ -223,14 +244,14 @@ def snapshot_of(roots: Iterable[Module], slots: Iterable[Slot], *, mutated: froz
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     return Snapshot(
         memory=tuple((storage, storage.clone()) for storage in memory.values()),
-        layouts=tuple(map(_Layout.of, (*wrappers, *tensors))),
+        layouts=tuple(map(Layout.of, (*wrappers, *tensors))),
         # A graph mutates tensors, never attributes; what changes in its module is code that is generated lazily.
         attributes=tuple(_attributes_of(module) for module in modules if not isinstance(module, GraphModule)),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class Layout:
     """Where a tensor lies in its storage; of a wrapper subclass, its inner tensors, which have layouts of their own."""
 
     tensor: Tensor
@@ -240,7 +261,7 @@ class _Layout:
     in_graph: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Layout:
+    def of(cls, tensor: Tensor) -> Layout:
         inner = inner_tensors(tensor)
         place = None if inner else (tensor.untyped_storage(), *_extent(tensor))
         return cls(tensor, place, inner, tensor.requires_grad, tensor.grad_fn is not None)

@@ -22,6 +22,7 @@ from partita._torch.expressions import Expression, ExpressionError, Operation, R
 from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.functorch import count_levels
 from partita._torch.modes import enabled_autocast, in_forward_mode
+from partita._torch.stacks import DEVICE_MODE
 from partita._torch.symbolic_shapes import symbolic_expression
 from partita.lowering._torch.gradients import hides_history, is_leaf
 from partita.program._torch.guards import functions_of_conditions
@@ -175,14 +176,9 @@ def _is_custom_op_analysis(mode: object) -> bool:
     return type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode" and type(mode).__module__.startswith("torch.")
 
 
-with torch.device("cpu"):
-    #: The function mode of a default device.
-    _DEVICE_MODE = type(_get_current_function_mode_stack()[-1])
-
-
 def default_device() -> torch.device | None:
     """The device of new tensors; None where function modes other than those of default devices are active."""
-    if not all(type(mode) is _DEVICE_MODE for mode in _get_current_function_mode_stack()):
+    if not all(type(mode) is DEVICE_MODE for mode in _get_current_function_mode_stack()):
         return None
     return torch.get_default_device()
 

@@ -19,6 +19,7 @@ from partita._torch.fake_sandbox import Tracing, _muted, tracing_now
 from partita._torch.modes import fresh_modes
 from partita._torch.operators.schemas import is_composite, storage_key
 from partita._torch.pytrees import leaves_of, map_tensors, tensors_in
+from partita._torch.stacks import Pack, Unpack, active_saved_tensor_hooks
 from partita._torch.symbolic_shapes import hint_of
 
 #: Dynamo does not trace this module: its code runs around bodies, after a graph break.
@@ -72,18 +73,8 @@ class _AllocationRecorder(TorchDispatchMode):
 # Saved tensor hooks, by which autograd packs and unpacks what it saves.
 
 
-_Pack = Callable[[Tensor], Any]
-_Unpack = Callable[[Any], Tensor]
-
-
-def active_saved_tensor_hooks() -> tuple[_Pack, _Unpack] | None:
-    """The active saved tensor hooks; None if there are none."""
-    found: tuple[_Pack, _Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
-
-
 def around_hooks(
-    pack: Callable[[_Pack, Tensor], Any], unpack: Callable[[_Unpack, Any], Tensor] | None = None
+    pack: Callable[[Pack, Tensor], Any], unpack: Callable[[Unpack, Any], Tensor] | None = None
 ) -> AbstractContextManager[Any]:
     """Inside, `pack` and `unpack` replace the active hooks, if any, and get them as their first argument."""
     hooks = active_saved_tensor_hooks()
@@ -107,11 +98,11 @@ class _TracedTensor:
         self.tensor = tensor
 
 
-def _pack_unless_tracing(pack: _Pack, tensor: Tensor) -> Any:
+def _pack_unless_tracing(pack: Pack, tensor: Tensor) -> Any:
     return pack(tensor) if tracing_now() is Tracing.NOT else _TracedTensor(tensor)
 
 
-def _unpack_unless_traced(unpack: _Unpack, packed: Any) -> Tensor:
+def _unpack_unless_traced(unpack: Unpack, packed: Any) -> Tensor:
     return packed.tensor if isinstance(packed, _TracedTensor) else unpack(packed)
 
 

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from partita._torch.operators.schemas import storage_key
 from partita._torch.pytrees import leaves_of
+from partita._torch.stacks import active_saved_tensor_hooks
 from partita._torch.tensors import StorageCopy, by_storage, has_memory, version_of, wants_gradients
 from partita.errors import RecomputeError, listed
-from partita.program._torch.saved_tensors import active_saved_tensor_hooks
 from partita.recompute._torch.captured_state import (
     BodyState,
     GradientFlags,
