@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita import Program, capture, plan, verify
-from partita.policies import ByCapability, ByMode
+from partita.policies import ByCapability, ByMode, BySize
 from partita.treatments import Lower
 
 
@@ -315,3 +315,14 @@ def test_kernels_that_torch_picks_for_weights_with_gradients_are_the_same_under_
     result = plan(program, ByCapability("aot_eager"), Lower("aot_eager")).apply()
     with torch.no_grad():
         verify(program, result, (x,))
+
+
+def test_a_region_that_enters_a_transform_and_does_not_leave_it_leaves_no_level_open_where_it_is_compiled() -> None:
+    def tangent(x: Tensor) -> Tensor:
+        value, tangent = torch.func.jvp(torch.tanh, (x,), (torch.ones_like(x),))
+        return value * tangent
+
+    x = torch.arange(3.0)
+    options = {"policy": BySize(parts=2), "treatment": Lower("eager")}
+    found = torch.compile(tangent, backend="partita", options=options)(x)
+    assert torch.equal(found, tangent(x))

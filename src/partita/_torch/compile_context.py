@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from partita._torch.functorch import close_dual_level, close_levels, count_levels
 from partita._torch.modes import read_ambient, restore_after_error, restore_autocast
 from partita._torch.operators.schemas import base_name
 from partita.errors import BackendError
@@ -42,8 +43,15 @@ def compiler_scope() -> Iterator[None]:
         if read_ambient() != found:
             torch.set_grad_enabled(found.grad)
             restore_autocast(found)
+        # So does a body that enters a transform which another one leaves.
+        if count_levels() > found.levels:
+            close_levels(found.levels)
+            close_dual_level()
     except BaseException as error:
+        has_open_levels = count_levels() > found.levels
         restore_after_error(found, error)
+        if has_open_levels:
+            close_dual_level()
         raise
     finally:
         if torch.get_default_dtype() is not dtype:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from partita._torch.expressions import Expression
+from partita._torch.second_backward import refuse_second_backward
 from partita.errors import BackendError
 from partita.lowering._torch.gradients import UnusedGradients
 from partita.lowering._torch.guards import Check, Guard, check_from
@@ -207,6 +208,7 @@ class Variant:
         outputs = self.function(*given) if through is None else through.run(self, given)
         if not self._is_checked:
             self._check_outputs(outputs)
+            refuse_second_backward(outputs)
             self._complex = tuple(k for k, out in enumerate(outputs) if isinstance(out, Tensor) and out.is_complex())
         for place in self._complex:
             # Autograd may pass a lazily conjugated gradient, and compiled code would ignore its conjugate bit.

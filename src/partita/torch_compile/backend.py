@@ -34,6 +34,7 @@ from partita.torch_compile._torch.backends import (
     no_recompute_without_backward,
     reset_with_dynamo,
 )
+from partita.torch_compile._torch.direct_training import refuse_second_backward
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
 from partita.torch_compile.numbers import specialize_floats, take_numbers_out
@@ -173,7 +174,9 @@ class _CountedBodies:
         self.bodies.add(len(self.bodies) if key is None else key)
         if self._specializes_floats:
             specialize_floats(body)
-        return self._inner(body, inputs)
+        function = self._inner(body, inputs)
+        refuse_second_backward(function)
+        return function
 
 
 def _compile_in_pieces(

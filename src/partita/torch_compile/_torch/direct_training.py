@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from partita._torch.functorch import count_levels
+from partita._torch.second_backward import refuse_backward_of
 from partita.torch_compile._torch.backends import without_disabling
 from partita.torch_compile._torch.direct_calls import Boxed, compiled_graph, inside_wrappers
 
@@ -68,6 +69,13 @@ def trained_directly(function: Function, *, input_count: int) -> TrainedFunction
         log.debug("a piece that trains is called with the wrappers of AOTAutograd: %s", layout)
         return None
     return TrainedFunction(function, wrapped, layout)
+
+
+def refuse_second_backward(function: Any) -> None:
+    """Makes what was compiled for training refuse a backward of its backward in our words, where it can be found."""
+    wrapped = _autograd_function(without_disabling(function))
+    if wrapped is not None:
+        refuse_backward_of(wrapped)
 
 
 def _autograd_function(function: Any) -> Any:
