@@ -1,17 +1,13 @@
-"""Memory of tensors: storages and copies of them, version counters, views, and the tensors inside wrappers."""
+"""Memory of tensors: storages, version counters, views, and the tensors inside wrappers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from partita._torch.operators.schemas import storage_key
-from partita.errors import RecomputeError
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True
@@ -24,69 +20,6 @@ def is_lack_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith("[enforce fail at alloc_cpu.cpp")
 
 
-@final
-class StorageCopy:
-    """A bitwise copy of one storage, and how each tensor of a group views it; the tensors are not kept alive."""
-
-    def __init__(self, group: Sequence[Tensor]) -> None:
-        # A body may change shapes in-place, and a mutation may make a tensor require gradients.
-        self._views = [_view_of(tensor) for tensor in group]
-        # The dtype for the whole group: gradients pass few conversions, and small items divide large ones.
-        ranks = [(not view.wants_gradients, view.dtype.itemsize) for view in self._views]
-        self._first = ranks.index(min(ranks))
-        self._is_inference = group[0].is_inference()
-        with torch.no_grad():
-            #: The copy itself; None once saved-tensor hooks have packed it.
-            self.memory: Tensor | None = _memory(group[self._first]).clone()
-        _check_gradients(self._views, self.memory.dtype)
-
-    def differs(self, group: Sequence[Tensor]) -> bool:
-        """Whether the memory of the group was mutated since."""
-        assert self.memory is not None
-        return hasattr(group[0], "fake_mode") or not torch.equal(_memory(group[self._first]), self.memory)
-
-    def fresh(self, memory: Tensor) -> list[Tensor]:
-        """Tensors like those of the group, in its order, over memory of their own with the values of `memory`."""
-        # Autograd forbids in-place operations on leaves, and a clone is not a leaf.
-        with torch.inference_mode() if self._is_inference else torch.enable_grad():
-            memory = memory.detach()
-            if any(view.wants_gradients for view in self._views):
-                memory.requires_grad_()
-            if (whole := self._whole_copy(memory)) is not None:
-                return [whole]
-            memory = memory.clone()
-            found = [_tensor_over(memory, view) for view in self._views]
-        # Outside of inference mode, more operators can mutate an inference tensor once it is detached.
-        return [tensor.detach() for tensor in found] if self._is_inference else found
-
-    def _whole_copy(self, memory: Tensor) -> Tensor | None:
-        """A copy that is no view, if one tensor has all of the memory: torch refuses `detach_` of a view."""
-        view, *others = self._views
-        shape, _, offset = view.geometry
-        if others or self._is_inference or offset != 0 or math.prod(shape) != len(memory) or not view.is_plain(memory):
-            return None
-        tensor = _tensor_over(memory, view)
-        copied = tensor.clone()
-        return copied if copied.stride() == tensor.stride() else None
-
-
-def by_storage(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """The tensors grouped by storage, without duplicates."""
-    groups: dict[int, list[Tensor]] = {}
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        groups.setdefault(storage_key(tensor), []).append(tensor)
-    return groups
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of one storage: sparse and opaque ones are not."""
-    try:
-        tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return False
-    return tensor.layout is torch.strided
-
-
 def wants_gradients(tensor: Tensor) -> bool:
     """Whether a tensor requires gradients; False where autograd has invalidated it as a view."""
     if not tensor.requires_grad:
@@ -96,63 +29,6 @@ def wants_gradients(tensor: Tensor) -> bool:
     except RuntimeError:  # A view whose base was mutated in a way that autograd does not support.
         return False
     return True
-
-
-class _View(NamedTuple):
-    """How a tensor views its storage."""
-
-    dtype: torch.dtype
-    geometry: tuple[Sequence[int], Sequence[int], int]
-    is_conjugate: bool
-    is_negative: bool
-    wants_gradients: bool
-
-    def is_plain(self, memory: Tensor) -> bool:
-        """Whether the values are those that the memory contains."""
-        return self.dtype == memory.dtype and not self.is_conjugate and not self.is_negative
-
-
-def _view_of(tensor: Tensor) -> _View:
-    geometry = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    return _View(tensor.dtype, geometry, tensor.is_conj(), tensor.is_neg(), wants_gradients(tensor))
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor, as a flat tensor of its dtype."""
-    tensor = tensor.detach()
-    # A copy would resolve lazy conjugation and negation, which the memory does not contain.
-    tensor = tensor.conj() if tensor.is_conj() else tensor
-    tensor = torch.ops.aten._neg_view.default(tensor) if tensor.is_neg() else tensor
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-
-
-def _tensor_over(flat: Tensor, view: _View) -> Tensor:
-    """A tensor that views flat memory so."""
-    whole = _as_dtype(flat if view.wants_gradients else flat.detach(), view.dtype)
-    found = whole.as_strided(*view.geometry)
-    found = found.conj() if view.is_conjugate else found
-    return torch.ops.aten._neg_view.default(found) if view.is_negative else found
-
-
-def _as_dtype(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    if flat.dtype == dtype:
-        return flat
-    ratio = max(1, dtype.itemsize // flat.dtype.itemsize)
-    whole = flat[: len(flat) // ratio * ratio]
-    return torch.view_as_complex(whole.unflatten(0, (-1, 2))) if _is_real_of(flat.dtype, dtype) else whole.view(dtype)
-
-
-def _check_gradients(views: Sequence[_View], memory: torch.dtype) -> None:
-    for view in views:
-        if view.wants_gradients and view.dtype != memory and not _is_real_of(memory, view.dtype):
-            raise RecomputeError(
-                f"a body with mutations has inputs that view one storage as {view.dtype} and as {memory}, and both "
-                "require gradients; pass a copy of one of them, or exclude the mutations from the region"
-            )
-
-
-def _is_real_of(real: torch.dtype, dtype: torch.dtype) -> bool:
-    return dtype.is_complex and dtype.to_real() == real
 
 
 def may_repeat_elements(sizes: Sequence[int], strides: Sequence[int]) -> bool:
