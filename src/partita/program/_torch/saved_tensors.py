@@ -1,10 +1,10 @@
-"""Saved tensors in torch: hooks that pack and unpack them, and dry runs that count FLOPs and find allocations."""
+"""Dry runs of calls that find what they save for backward and what they allocate, and count their FLOPs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from partita._torch.dry_runs import Allowance, is_torchs, on_meta, refusal_of_call, refusal_of_device
-from partita._torch.fake_sandbox import Tracing, _muted, tracing_now
+from partita._torch.fake_sandbox import _muted
 from partita._torch.modes import fresh_modes
 from partita._torch.operators.schemas import is_composite, storage_key
 from partita._torch.pytrees import leaves_of, map_tensors, tensors_in
-from partita._torch.stacks import Pack, Unpack, active_saved_tensor_hooks
 from partita._torch.symbolic_shapes import hint_of
 
 #: Dynamo does not trace this module: its code runs around bodies, after a graph break.
@@ -68,42 +67,6 @@ class _AllocationRecorder(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.found.setdefault(storage_key(leaf), leaf)
         return result
-
-
-# Saved tensor hooks, by which autograd packs and unpacks what it saves.
-
-
-def around_hooks(
-    pack: Callable[[Pack, Tensor], Any], unpack: Callable[[Unpack, Any], Tensor] | None = None
-) -> AbstractContextManager[Any]:
-    """Inside, `pack` and `unpack` replace the active hooks, if any, and get them as their first argument."""
-    hooks = active_saved_tensor_hooks()
-    if hooks is None:
-        return nullcontext()
-    return saved_tensors_hooks(partial(pack, hooks[0]), hooks[1] if unpack is None else partial(unpack, hooks[1]))
-
-
-def hooks_ignoring_traces() -> AbstractContextManager[Any]:
-    """Inside, the active hooks ignore what an operator traces when it is called, as `scan` does (torch 2.13).
-
-    It traces its body with its backward, and a checkpoint would recompute the whole region during the trace.
-    """
-    return around_hooks(_pack_unless_tracing, _unpack_unless_traced)
-
-
-class _TracedTensor:
-    """A fake tensor that is saved during a trace."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _pack_unless_tracing(pack: Pack, tensor: Tensor) -> Any:
-    return pack(tensor) if tracing_now() is Tracing.NOT else _TracedTensor(tensor)
-
-
-def _unpack_unless_traced(unpack: Unpack, packed: Any) -> Tensor:
-    return packed.tensor if isinstance(packed, _TracedTensor) else unpack(packed)
 
 
 # Dry runs of single calls on meta tensors.

@@ -1,7 +1,7 @@
 """State that a body reads beside its arguments, checked and restored between its two runs.
 
-These are captured tensors of a function (free variables, bound arguments), parameters and buffers of modules, and
-generators.
+These are captured tensors of a function (free variables, bound arguments), and parameters and buffers of modules.
+Generators of its own are refused; the RNG state of devices is saved where the body runs (`run`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from partita._torch.operators.schemas import storage_key
 from partita._torch.tensors import version_of, wants_gradients
 from partita.errors import RecomputeError, listed
-from partita.program._torch.saved_tensors import around_hooks
+from partita.recompute._torch.saved_tensor_hooks import around_hooks
 
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
 DYNAMO_SKIPS = True

@@ -1,4 +1,4 @@
-"""Runs the body of a checkpoint: RNG state kept, operators recomputed in the backward; or tagged while it is traced."""
+"""Runs the body of a checkpoint, and again in the backward with the RNG state saved before; or tags it in a trace."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from partita._torch.functorch import count_levels
 from partita._torch.modes import variable_set
 from partita._torch.pytrees import leaves_of
-from partita._torch.tensors import version_of
 from partita.errors import OptionError, RecomputeError
 from partita.hops._torch.body import run_body
 from partita.hops._torch.node_tags import SAVED, next_graph_id, node_tags, saving, tagging
-from partita.program._torch.saved_tensors import around_hooks, hooks_ignoring_traces
 from partita.recompute._torch.captured_state import (
     BodyState,
     CapturedLeaves,
@@ -35,6 +33,7 @@ from partita.recompute._torch.captured_state import (
 from partita.recompute._torch.checkpoint_plan import CheckpointPlan, plan_of_body, saves_before_mutation
 from partita.recompute._torch.inputs import RunInputs, named_tensors
 from partita.recompute._torch.keep import KeptResults
+from partita.recompute._torch.saved_tensor_hooks import SavedVersions, hooks_ignoring_traces
 from partita.recompute._torch.traced_steps import TracedStep, run_kept_in_step, traces_whole_step
 
 #: Dynamo skips the frames of this module: they run around bodies after a graph break.
@@ -263,43 +262,3 @@ def _checkpoint_arguments(options: CheckpointOptions, plan: CheckpointPlan | Non
     if plan.saves_before_mutation if plan is not None else isinstance(body, nn.Module) and saves_before_mutation(body):
         others.setdefault("early_stop", False)
     return {"use_reentrant": False, "preserve_rng_state": options.preserve_rng_state and preserves_rng, **others}
-
-
-class SavedVersions:
-    """The version counters of the tensors that a body saves, when the second run saved them.
-
-    A tensor that was mutated since is refused, as by plain autograd; torch's checkpoint does not check what the second
-    run saves. Tensors are matched by their order, which is the same in both runs.
-    """
-
-    def __init__(self, plan: CheckpointPlan | None) -> None:
-        self._plan = plan
-        self._count = 0
-        self._versions: list[int | None] = []
-
-    def first(self) -> AbstractContextManager[Any]:
-        """While the body runs for the first time."""
-        return around_hooks(self._number, self._checked)
-
-    def again(self) -> AbstractContextManager[Any]:
-        """While it runs again."""
-        self._versions = []
-        return around_hooks(self._record)
-
-    def _number(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> tuple[int, Any]:
-        self._count += 1
-        return self._count - 1, pack(tensor)
-
-    def _record(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        self._versions.append(version_of(tensor))
-        return pack(tensor)
-
-    def _checked(self, unpack: Callable[[Any], Tensor], numbered: tuple[int, Any]) -> Tensor:
-        place, packed = numbered
-        tensor = unpack(packed)  # The first of these recomputes the body.
-        if self._versions[place : place + 1] in ([], [version_of(tensor)]):
-            return tensor
-        mutator = "the body" if self._plan is None else f"one of the nodes {', '.join(self._plan.mutating[:5])}"
-        raise RecomputeError(
-            f"{mutator} mutates a tensor that the backward needs as it was; plain autograd refuses that too"
-        )
