@@ -1,22 +1,20 @@
-"""Evaluates nodes and programs under fake tensors without side effects; detects whether a tracer is active."""
+"""Evaluates nodes and programs under fake tensors without side effects."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from enum import Enum, auto
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import _get_current_dispatch_mode_pre_dispatch
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from partita._torch.modes import fresh_modes, read_ambient, restore_after_error, restore_autocast
+from partita._torch.modes import fresh_modes
 from partita._torch.pytrees import map_leaves, map_tensors, tensors_in
 from partita._torch.symbolic_shapes import has_symbolic_sizes, hint_of
 
@@ -290,70 +288,10 @@ def forget_memos(mode: Any) -> None:
     mode.epoch += 1
 
 
-@contextmanager
-def ambient_kept() -> Iterator[None]:
-    """Restores the modes that a graph leaves switched, since a run on fakes must have no side effects."""
-    ambient = read_ambient()
-    try:
-        yield
-    except BaseException as error:
-        restore_after_error(ambient, error)
-        raise
-    torch.set_grad_enabled(ambient.grad)
-    restore_autocast(ambient)
-
-
 def _fresh_symbols_ignored(mode: Any) -> AbstractContextManager[Any]:
     """Drops new unbacked symbols: the next tracer would look for their bindings, and a fake run has none."""
     env = mode.shape_env
     return nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
-
-
-# Whether a tracer is active, and of which kind.
-
-
-class Tracing(Enum):
-    """What kind of tracer records a body that runs."""
-
-    #: None: the body runs for its values.
-    NOT = auto()
-    #: A tracer that records the operators inside, but not the mode around them.
-    OPEN = auto()
-    #: A tracer that records the call, with its mode and its body.
-    KEPT = auto()
-
-
-def tracing_now() -> Tracing:
-    """Whether torch.export, `make_fx` or AOTAutograd traces this."""
-    if torch.compiler.is_exporting():
-        return Tracing.OPEN
-    if any(_tracers()):
-        return Tracing.OPEN
-    before_dispatch = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch)
-    is_traced = before_dispatch and _get_current_dispatch_mode_pre_dispatch() is not None
-    return Tracing.OPEN if is_traced else Tracing.NOT
-
-
-def traces_after_dispatch() -> bool:
-    """Whether `make_fx` traces below dispatch, without functionalization."""
-    if torch.compiler.is_exporting():
-        return False
-    writes_nodes, functionalizes = _tracers()
-    is_functionalized = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.Functionalize)
-    return writes_nodes and not functionalizes and not is_functionalized
-
-
-def _tracers() -> tuple[bool, bool]:
-    """Whether a dispatch mode writes a graph, and whether one functionalizes."""
-    modes = _get_current_dispatch_mode_stack()
-    if not modes:
-        return False, False
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-
-    kinds = (ProxyTorchDispatchMode, FunctionalTensorMode)
-    writes_nodes, functionalizes = (any(isinstance(mode, kind) for mode in modes) for kind in kinds)
-    return writes_nodes, functionalizes
 
 
 def active_fake_mode() -> Any:

@@ -1,4 +1,4 @@
-"""Grad, inference and autocast state of the thread: read, set, restore."""
+"""The modes of the thread: grad, inference and autocast, read, set and restored; and whether a tracer records."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import _get_current_dispatch_mode_pre_dispatch
 from torch.autograd import forward_ad
 from torch.fx import Interpreter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita._torch.functorch import close_levels, count_levels
 
@@ -145,6 +148,19 @@ def restore_after_error(found: Ambient, error: BaseException) -> None:
     restore_autocast(found)
 
 
+@contextmanager
+def ambient_kept() -> Iterator[None]:
+    """Restores the modes that a graph leaves switched, since a run on fakes must have no side effects."""
+    ambient = read_ambient()
+    try:
+        yield
+    except BaseException as error:
+        restore_after_error(ambient, error)
+        raise
+    torch.set_grad_enabled(ambient.grad)
+    restore_autocast(ambient)
+
+
 def _open_guards(raised: TracebackType | None) -> list[Any]:
     """The guards of inference blocks in the frames that an exception came through, in the order they were entered."""
     guards: dict[int, Any] = {}
@@ -174,3 +190,50 @@ def _autocast_depth() -> int:
 def in_forward_mode() -> bool:
     """Whether a level of forward-mode AD is open, in which tensors may have tangents."""
     return forward_ad._current_level >= 0
+
+
+# Whether a tracer records what runs, and of which kind.
+
+
+class Tracing(Enum):
+    """What kind of tracer records a body that runs."""
+
+    #: None: the body runs for its values.
+    NOT = auto()
+    #: A tracer that records the operators inside, but not the mode around them.
+    OPEN = auto()
+    #: A tracer that records the call, with its mode and its body.
+    KEPT = auto()
+
+
+def tracing_now() -> Tracing:
+    """Whether torch.export, `make_fx` or AOTAutograd traces this."""
+    if torch.compiler.is_exporting():
+        return Tracing.OPEN
+    if any(_tracers()):
+        return Tracing.OPEN
+    before_dispatch = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch)
+    is_traced = before_dispatch and _get_current_dispatch_mode_pre_dispatch() is not None
+    return Tracing.OPEN if is_traced else Tracing.NOT
+
+
+def traces_after_dispatch() -> bool:
+    """Whether `make_fx` traces below dispatch, without functionalization."""
+    if torch.compiler.is_exporting():
+        return False
+    writes_nodes, functionalizes = _tracers()
+    is_functionalized = torch._C._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.Functionalize)
+    return writes_nodes and not functionalizes and not is_functionalized
+
+
+def _tracers() -> tuple[bool, bool]:
+    """Whether a dispatch mode writes a graph, and whether one functionalizes."""
+    modes = _get_current_dispatch_mode_stack()
+    if not modes:
+        return False, False
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    kinds = (ProxyTorchDispatchMode, FunctionalTensorMode)
+    writes_nodes, functionalizes = (any(isinstance(mode, kind) for mode in modes) for kind in kinds)
+    return writes_nodes, functionalizes

@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from partita._torch.fake_sandbox import Tracing, tracing_now
+from partita._torch.modes import Tracing, tracing_now
 from partita.analysis.effects.terms import nodes_in
 from partita.analysis.mutation import LaterUses, mutations_before
 from partita.analysis.nodes import body_read

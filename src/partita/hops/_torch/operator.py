@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.node import has_side_effect
 from torch.overrides import handle_torch_function
 
-from partita._torch.fake_sandbox import Tracing, tracing_now
+from partita._torch.modes import Tracing, tracing_now
 from partita.errors import OptionError
 from partita.hops._torch.body import KeptCall, run_body, trace_call
 from partita.hops._torch.hop_rules import register_with_dynamo

@@ -19,9 +19,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita._torch.expressions import Expression, ExpressionError, Operation, Read, evaluator
-from partita._torch.fake_sandbox import Tracing, tracing_now
 from partita._torch.functorch import count_levels
-from partita._torch.modes import enabled_autocast, in_forward_mode
+from partita._torch.modes import Tracing, enabled_autocast, in_forward_mode, tracing_now
 from partita._torch.stacks import DEVICE_MODE
 from partita._torch.symbolic_shapes import symbolic_expression
 from partita.lowering._torch.gradients import hides_history, is_leaf

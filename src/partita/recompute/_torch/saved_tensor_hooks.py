@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from partita._torch.fake_sandbox import Tracing, tracing_now
+from partita._torch.modes import Tracing, tracing_now
 from partita._torch.stacks import Pack, Unpack, active_saved_tensor_hooks
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError

@@ -19,8 +19,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.fake_sandbox import traces_after_dispatch
-from partita._torch.modes import read_ambient, restore_autocast, variable_set
+from partita._torch.modes import read_ambient, restore_autocast, traces_after_dispatch, variable_set
 from partita._torch.pytrees import leaves_of, map_leaves, tensors_in
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError
