@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from partita import Plan, Region
-from partita._torch.fake_sandbox import tensors_in
-from partita._torch.pytrees import flatten
+from partita._torch.pytrees import flatten, tensors_in
 from partita.plans.memory import SavedBytes, saved_bytes_of
 from partita.program.saved_tensors import SavedTensors, bytes_in
 from partita.testing.generator.build import build, random_nest_recipe, random_recipe

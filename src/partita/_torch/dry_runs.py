@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.operators.schemas import is_composite
 from partita._torch.pytrees import leaves_of
@@ -79,21 +78,6 @@ class Allowance:
         self._left -= 1 + _further_results(func, args, kwargs)
         if self._left < 0:
             raise DryRunError("it runs more operators than a dry run may call")
-
-
-class Guard(TorchDispatchMode):
-    """Counts the operators that run inside against an `Allowance`."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, allowance: Allowance) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._allowance = allowance
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self._allowance.spend(func, args, kwargs)
-        return func(*args, **kwargs)
 
 
 def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata
 from partita._torch.fx.graph_writer import GraphWriter
-from partita._torch.operators.recorder import Label, Step, labels_in
 from partita._torch.operators.schemas import SYM_SIZE, is_higher_order
 from partita._torch.pytrees import map_leaves, tensors_in
 from partita._torch.symbolic_shapes import write_number
 from partita.analysis.modes import Inference, Mode
 from partita.analysis.nodes import value_of
 from partita.analysis.symbols import Dimension, Symbols
+from partita.dissolve._torch.operator_recorder import Label, Step, labels_in
+from partita.dissolve._torch.sandbox import FakeSandbox, TensorMetadata
 from partita.dissolve.autocast_trace import (
     AutocastDryRun,
     CastArguments,

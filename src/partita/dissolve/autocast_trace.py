@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from partita._torch.dry_runs import Allowance, DryRunError, is_of_level
-from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata
 from partita._torch.fx.graph_writer import map_nodes
-from partita._torch.operators.recorder import Label, OperatorRecorder, RecordedCall, Step, labels_in
 from partita._torch.pytrees import map_tensors, tensors_in
 from partita.analysis.modes import Autocast, Block, Mode
 from partita.analysis.nodes import VALUE_KEYS, value_of
+from partita.dissolve._torch.operator_recorder import Label, OperatorRecorder, RecordedCall, Step, labels_in
+from partita.dissolve._torch.sandbox import FakeSandbox, TensorMetadata
 from partita.dissolve.grad import ReturnedArguments, records_gradients
 from partita.dissolve.traced_values import call_with, can_carry_gradients, nodes_read, value_read
 from partita.errors import ModeError

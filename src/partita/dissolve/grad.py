@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from partita._torch.dry_runs import Allowance, Guard, is_of_level
-from partita._torch.fake_sandbox import FakeSandbox, TensorMetadata
+from partita._torch.dry_runs import Allowance, is_of_level
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.operators.schemas import is_higher_order
 from partita._torch.pytrees import map_tensors, tensors_in
@@ -20,6 +19,7 @@ from partita.analysis.effects.terms import nodes_in_slots
 from partita.analysis.modes import Mode
 from partita.analysis.nodes import find, value_of
 from partita.analysis.projections import takes_item
+from partita.dissolve._torch.sandbox import FakeSandbox, LimitedCalls, TensorMetadata
 from partita.dissolve.traced_values import (
     call_with,
     can_carry_gradients,
@@ -292,7 +292,7 @@ class ReturnedArguments:
     def _attempt(self, node: Node, fakes: list[Any]) -> Any:
         """The result of `node` on fakes; None where it depends on data."""
         try:
-            with Guard(self._allowance):
+            with LimitedCalls(self._allowance):
                 return call_with(node, fakes)()
         except Exception:
             return None

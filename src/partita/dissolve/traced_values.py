@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from partita._torch.dry_runs import refusal_of_call
-from partita._torch.fake_sandbox import FakeSandbox
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita.analysis.effects.terms import nodes_in
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, value_of
+from partita.dissolve._torch.sandbox import FakeSandbox
 from partita.errors import ModeError, OptionError
 from partita.program.program import Program
 

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._plain_help import PlainHelp
 from partita._torch.compile_context import compiler_scope
 from partita._torch.expressions import Expression, Operation, Read, Symbol, evaluator, parsed, printed, substituted
-from partita._torch.fake_sandbox import shared_fake_mode, to_fake
+from partita._torch.fake_tensors import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.operators.schemas import SYM_SIZE

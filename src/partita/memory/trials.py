@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import CustomObjArgument
 from torch.fx import GraphModule, Node
 
-from partita._torch.fake_sandbox import FakeCopies
+from partita._torch.fake_tensors import FakeCopies
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.pytrees import map_leaves, tensors_in
 from partita.analysis.nodes import attribute_of, value_of

@@ -18,7 +18,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from partita._torch.fake_sandbox import shared_fake_mode, to_fake
+from partita._torch.fake_tensors import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import exempt_from_dce, generate_code, lazy_module, restore_levels
 from partita._torch.gc_pause import gc_paused

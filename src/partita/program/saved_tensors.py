@@ -22,7 +22,7 @@ from partita._torch.dry_runs import (
     is_torchs,
     refusal_of_call,
 )
-from partita._torch.fake_sandbox import FakeCopies
+from partita._torch.fake_tensors import FakeCopies
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import StandsForBody

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from partita._torch.fake_sandbox import fake_mode_in
+from partita._torch.fake_tensors import fake_mode_in
 from partita._torch.gc_pause import gc_paused
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of

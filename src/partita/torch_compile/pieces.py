@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from partita._torch.fake_sandbox import forget_memos, runs_fake, shared_fake_mode, to_fake
+from partita._torch.fake_tensors import forget_memos, runs_fake, shared_fake_mode, to_fake
 from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import ambient_kept, read_ambient

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from partita._torch.fake_sandbox import fake_mode_of
+from partita._torch.fake_tensors import fake_mode_of
 from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
 from partita._torch.operators.schemas import storage_key

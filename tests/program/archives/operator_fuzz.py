@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 
 from partita._torch.dry_runs import Allowance, refusal_of_call
-from partita._torch.fake_sandbox import FakeCopies
+from partita._torch.fake_tensors import FakeCopies
 from partita.program._torch.saved_tensors import (
     OperatorMonitor,
     allocated_tensors,

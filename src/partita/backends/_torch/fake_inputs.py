@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from partita._torch.fake_sandbox import fake_mode_of
+from partita._torch.fake_tensors import fake_mode_of
 from partita._torch.symbolic_shapes import SYMBOLIC
 
 

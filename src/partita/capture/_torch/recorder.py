@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.nn import Parameter
 
 from partita._torch import toggles
-from partita._torch.fake_sandbox import fake_mode_of
+from partita._torch.fake_tensors import fake_mode_of
 from partita._torch.modes import variable_set
 from partita._torch.operators.schemas import Argument, signatures_of
 from partita._torch.pytrees import leaves_of

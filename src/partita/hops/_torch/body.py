@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.traceback import has_preserved_node_meta
 from torch.utils import _pytree as pytree
 
-from partita._torch.fake_sandbox import active_fake_mode, fake_mode_of
+from partita._torch.fake_tensors import active_fake_mode, fake_mode_of
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import runs_its_graph

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from partita._torch.dry_runs import Allowance, is_torchs, on_meta, refusal_of_call, refusal_of_device
-from partita._torch.fake_sandbox import _muted
+from partita._torch.fake_tensors import muted
 from partita._torch.modes import fresh_modes
 from partita._torch.operators.schemas import is_composite, storage_key
 from partita._torch.pytrees import leaves_of, map_tensors, tensors_in
@@ -240,7 +240,7 @@ def _returns_views(func: Any) -> bool:
 def isolated_from_caller(*, grad: bool) -> Iterator[None]:
     """Inside, no tracer is active, autocast and inference mode are off, and the RNG state is restored afterwards."""
     with ExitStack() as stack:
-        stack.enter_context(_muted("torch._subclasses.fake_tensor"))
+        stack.enter_context(muted("torch._subclasses.fake_tensor"))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_disable_current_modes())
         stack.enter_context(fresh_modes(grad=grad))

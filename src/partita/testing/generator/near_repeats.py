@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Tracer
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional
 
-from partita._torch.fake_sandbox import FakeCopies
+from partita._torch.fake_tensors import FakeCopies
 from partita.capture.capture import capture
 from partita.program.program import Program
 

@@ -1,4 +1,4 @@
-"""A stage in several threads: nothing that the whole process shares is left changed."""
+"""The sandbox for dry runs, in several threads: nothing that the whole process shares is left changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from partita._torch.fake_sandbox import FakeSandbox
+from partita.dissolve._torch.sandbox import FakeSandbox
 
 LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.dry_runs import Allowance
-from partita._torch.fake_sandbox import TensorMetadata, fake_mode_of
+from partita._torch.fake_tensors import fake_mode_of
 from partita._torch.pytrees import leaves_of, map_leaves, map_tensors, tensors_in
+from partita.dissolve._torch.sandbox import TensorMetadata
 
 _CAST = torch.ops.aten._to_copy.default
 _DETACH = torch.ops.aten.detach.default
