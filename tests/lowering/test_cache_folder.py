@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import partita
-from partita._torch.operators import origins
 from partita.errors import OptionError
+from partita.lowering._torch import origins
 from partita.policies import BySize, Repeats
 from partita.treatments import Lower
 

@@ -23,9 +23,10 @@ from typing import Any, final
 import torch
 from torch.fx import GraphModule
 
-from partita._torch.fx.structural_hash import digest_of_body, foreign_code, packages_behind
+from partita._torch.fx.structural_hash import digest_of_body
 from partita.backends._torch.settings import compiler_settings, digest_of_partita, instructions, vectors
 from partita.errors import OptionError
+from partita.lowering._torch.origins import foreign_code, packages_behind
 from partita.lowering.kernel_files import kernel_files
 from partita.whole_files import write_whole
 

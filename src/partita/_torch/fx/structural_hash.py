@@ -1,11 +1,12 @@
 """Structural keys and digests of bodies and modules, whatever their nodes and tensors are called.
 
 A key holds the functions themselves, so it is valid in one process; a digest is a text that is equal in every process.
+By the digest, an annotation of a body is valid until the body is edited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from functools import reduce
 from hashlib import blake2b
 from operator import is_, itemgetter
@@ -18,7 +19,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.nn_modules import call_overrides
-from partita._torch.operators.origins import version_behind
 from partita._torch.operators.schemas import has_process_lifetime
 
 
@@ -210,80 +210,6 @@ def _text_of(target: Any) -> str:
         return str(target)
     name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', target)}"
     return name if has_process_lifetime(target) else f"{name} {id(target)}"
-
-
-def foreign_code(body: GraphModule) -> Iterator[str]:
-    """What a body calls that is neither torch's nor Python's own, nor an operator of an installed package.
-
-    Its name does not say what it does elsewhere.
-    """
-    for module in body.modules():
-        if isinstance(module, GraphModule):
-            yield from (
-                f"{node.target}" for node in module.graph.nodes if not _is_torchs(node) and _package_of(node) is None
-            )
-        elif not _is_of(type(module), _PACKAGES):
-            yield type(module).__qualname__
-
-
-def packages_behind(body: GraphModule) -> list[str]:
-    """The other packages, with their versions, that define operators which a body calls."""
-    nodes = (node for module in body.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
-    return sorted({found for node in nodes if not _is_torchs(node) and (found := _package_of(node)) is not None})
-
-
-def _package_of(node: Node) -> str | None:
-    is_operator = isinstance(node.target, OpOverload) and all(map(_is_data, (*node.args, *node.kwargs.values())))
-    return version_behind(node.target) if is_operator else None  # type: ignore[arg-type]
-
-
-_PACKAGES = ("torch", "_operator", "operator", "math", "builtins", "partita")
-_NAMESPACES = ("aten", "prims", "_c10d_functional", "partita")
-
-
-def _is_torchs(node: Node) -> bool:
-    target: Any = node.target
-    if not all(map(_is_data, (*node.args, *node.kwargs.values()))):
-        return False
-    if node.op != "call_function":
-        return True
-    if isinstance(target, OpOverload | OpOverloadPacket):
-        return str(target).split(".", maxsplit=1)[0] in _NAMESPACES
-    if isinstance(target, HigherOrderOperator):
-        return _is_of(type(target), ("torch", "partita"))
-    # A function that a module holds under its name; a closure or a lambda is another one in each process.
-    return _is_of(target, _PACKAGES) and "<" not in getattr(target, "__qualname__", "<")
-
-
-def _is_of(value: Any, packages: Sequence[str]) -> bool:
-    return str(getattr(value, "__module__", "")).split(".", maxsplit=1)[0] in packages
-
-
-def _is_data(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_data, value))
-    if isinstance(value, dict):
-        return all(map(_is_data, value.values()))
-    if isinstance(value, slice):
-        return all(map(_is_data, (value.start, value.stop, value.step)))
-    return isinstance(value, _DATA)
-
-
-_DATA = (
-    Node,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    nn.Module,
-)
 
 
 _PREFIX = "partita_annotation_"

@@ -1,21 +1,98 @@
-"""Where the operators of other packages come from, so that what was compiled with them is not used with others."""
+"""Where the code that a body calls comes from, so that what was compiled with it is not used with other code."""
 
 from __future__ import annotations
 
 import csv
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from types import FunctionType
 from typing import Any
 
-from torch._ops import OpOverload
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
 
 
-def version_behind(op: OpOverload) -> str | None:
+def foreign_code(body: GraphModule) -> Iterator[str]:
+    """What a body calls that is neither torch's nor Python's own, nor an operator of an installed package.
+
+    Its name does not say what it does elsewhere.
+    """
+    for module in body.modules():
+        if isinstance(module, GraphModule):
+            yield from (
+                f"{node.target}" for node in module.graph.nodes if not _is_torchs(node) and _package_of(node) is None
+            )
+        elif not _is_of(type(module), _PACKAGES):
+            yield type(module).__qualname__
+
+
+def packages_behind(body: GraphModule) -> list[str]:
+    """The other packages, with their versions, that define operators which a body calls."""
+    nodes = (node for module in body.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
+    return sorted({found for node in nodes if not _is_torchs(node) and (found := _package_of(node)) is not None})
+
+
+def _package_of(node: Node) -> str | None:
+    is_operator = isinstance(node.target, OpOverload) and all(map(_is_data, (*node.args, *node.kwargs.values())))
+    return _version_behind(node.target) if is_operator else None  # type: ignore[arg-type]
+
+
+_PACKAGES = ("torch", "_operator", "operator", "math", "builtins", "partita")
+_NAMESPACES = ("aten", "prims", "_c10d_functional", "partita")
+
+
+def _is_torchs(node: Node) -> bool:
+    target: Any = node.target
+    if not all(map(_is_data, (*node.args, *node.kwargs.values()))):
+        return False
+    if node.op != "call_function":
+        return True
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return str(target).split(".", maxsplit=1)[0] in _NAMESPACES
+    if isinstance(target, HigherOrderOperator):
+        return _is_of(type(target), ("torch", "partita"))
+    # A function that a module holds under its name; a closure or a lambda is another one in each process.
+    return _is_of(target, _PACKAGES) and "<" not in getattr(target, "__qualname__", "<")
+
+
+def _is_of(value: Any, packages: Sequence[str]) -> bool:
+    return str(getattr(value, "__module__", "")).split(".", maxsplit=1)[0] in packages
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_data, value))
+    if isinstance(value, dict):
+        return all(map(_is_data, value.values()))
+    if isinstance(value, slice):
+        return all(map(_is_data, (value.start, value.stop, value.step)))
+    return isinstance(value, _DATA)
+
+
+_DATA = (
+    Node,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    nn.Module,
+)
+
+
+def _version_behind(op: OpOverload) -> str | None:
     """The installed package, with its version, whose functions define an operator; None where that says too little.
 
     That is known of operators made by `torch.library.custom_op`, of functions that a package holds under their names.
