@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita.analysis.effects.calls import Effects, effects_of_node
+from partita.analysis.effects.calls import CallEffects, Effects
 from partita.analysis.effects.terms import UNKNOWN, nodes_in_slots
 from partita.hops import wrap
 
@@ -28,7 +28,7 @@ def told(
     swap = lambda value: _swapped(value, inputs)  # noqa: E731
     node = graph.create_node(op, target, swap(args), swap(kwargs))
     graph.output(node)
-    return node, effects_of_node(node, GraphModule(root or nn.Module(), graph), frozenset(pure))
+    return node, CallEffects(GraphModule(root or nn.Module(), graph), frozenset(pure)).of(node)
 
 
 def _swapped(value: Any, inputs: dict[str, Node]) -> Any:
@@ -371,7 +371,7 @@ def _operator_call(root: nn.Module, operator: Any, *leading: Any) -> tuple[Node,
     x, y, body = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("body")
     node = graph.call_function(operator, (*leading, body, x, y))
     graph.output(node)
-    return node, effects_of_node(node, GraphModule(root, graph))
+    return node, CallEffects(GraphModule(root, graph)).of(node)
 
 
 @torch.library.custom_op("partita_tests::scale_", mutates_args=("x",))
@@ -390,7 +390,7 @@ def test_a_method_that_no_tensor_has_is_unknown(name: str) -> None:
     graph = Graph()
     call = graph.call_method(name, (graph.placeholder("handle"),))
     graph.output(call)
-    assert effects_of_node(call, GraphModule(nn.Module(), graph)) == UNKNOWN
+    assert CallEffects(GraphModule(nn.Module(), graph)).of(call) == UNKNOWN
 
 
 def test_bodies_may_be_nested_deep() -> None:
@@ -404,4 +404,4 @@ def test_bodies_may_be_nested_deep() -> None:
         graph.output(graph.call_function(wrap, (graph.get_attr("body"), *inputs)))
         body = GraphModule(root, graph)
     node = next(iter(body.graph.find_nodes(op="call_function", target=wrap)))
-    assert written(node, effects_of_node(node, body)) == "x"
+    assert written(node, CallEffects(body).of(node)) == "x"

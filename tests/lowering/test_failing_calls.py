@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.lowering.helpers import Counting, Failing, lowered, plan_of, region_o
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from partita import Program, capture, plan
+from partita import Plan, Program, capture, plan
 from partita.errors import LoweringError
 from partita.lowering.variant_cache import LruTable
 from partita.policies import BySize
@@ -147,6 +148,32 @@ def test_what_eager_mode_refuses_is_refused(function: Any, strict: bool) -> None
     with pytest.raises(RuntimeError, match=str(expected.value)[:30]):
         module(x)
     assert torch.equal(x.detach(), torch.ones(2, 4))
+    assert not decided.failures  # The call was wrong, not the region.
+
+
+def _lowered_module(called: nn.Module) -> tuple[Plan, Tensor]:
+    """A plan that lowers a call of a module, and an input whose rows share memory."""
+    program = Program.of(symbolic_trace(nn.Sequential(called)))
+    return plan(program, BySize(parts=1), Lower("aot_eager")), torch.randn(1, 4).expand(3, 4)
+
+
+@pytest.mark.parametrize(
+    "called", [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()], ids=lambda one: type(one).__name__
+)
+def test_a_module_that_does_not_mutate_its_input_is_compiled_for_an_expanded_one(called: nn.Module) -> None:
+    decided, expanded = _lowered_module(called)
+    torch.manual_seed(0)
+    expected = deepcopy(called)(expanded)
+    torch.manual_seed(0)
+    assert torch.equal(decided.apply().module()(expanded), expected)
+    assert len(decided.compilations) == 1
+    assert not decided.failures
+
+
+def test_a_module_that_mutates_an_expanded_input_raises_as_in_eager_mode() -> None:
+    decided, expanded = _lowered_module(nn.ReLU(inplace=True))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        decided.apply().module()(expanded)
     assert not decided.failures  # The call was wrong, not the region.
 
 

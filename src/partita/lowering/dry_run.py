@@ -101,7 +101,7 @@ def dry_run(
     """
     histories = history_of(inputs)
     try:
-        run = run_on_fakes(body, inputs, mode)
+        run = run_on_fakes(body, inputs, mode, effects)
     except InvalidCallError:
         raise  # Compiled code might do something where eager mode raises.
     except Exception as error:

@@ -46,11 +46,6 @@ from partita.analysis.nodes import find, modules_in, tensors_in, value_of
 from partita.errors import MissingTargetError
 
 
-def effects_of_node(node: Node, root: GraphModule, pure: frozenset[Callable[..., Any]] = frozenset()) -> Effects:
-    """The effects of a single node of `root`; functions in `pure` are trusted to have none."""
-    return CallEffects(root, pure).of(node)
-
-
 @final
 class CallEffects:
     """The effects of every node of one graph module, and which values share memory: each is computed once, on demand.

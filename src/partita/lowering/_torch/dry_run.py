@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -17,9 +17,8 @@ from partita._torch.fx.graph_writer import GraphWriter, input_nodes
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.operators.schemas import is_higher_order, storage_key
 from partita._torch.symbolic_shapes import is_known, is_unbacked, symbols_in
-from partita.analysis.effects.calls import effects_of_node
-from partita.analysis.effects.terms import nodes_in_slots
-from partita.lowering._torch.bodies import out_of_place
+from partita.analysis.effects.terms import PURE, Effects, nodes_in, nodes_in_slots
+from partita.lowering._torch.bodies import Stateless, out_of_place
 from partita.lowering._torch.containers import read_leaves
 
 
@@ -49,8 +48,8 @@ class InvalidCallError(Exception):
     """The body raises for such a call, or may do so, so that it must run eagerly."""
 
 
-def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun:
-    """The result of each node of `body` for fake inputs."""
+def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any, effects: Mapping[str, Effects]) -> BodyRun:
+    """The result of each node of `body` for fake inputs; `effects` are those of its nodes, by name."""
     from torch._guards import TracingContext, tracing
 
     # Without the Python dispatcher: its decompositions copy where eager mode returns its input.
@@ -61,7 +60,7 @@ def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun
         mode,
         torch.set_grad_enabled(found),
     ):
-        interpreter = _RecordingInterpreter(body, garbage_collect_values=False)
+        interpreter = _RecordingInterpreter(body, effects)
         interpreter.run(*inputs)
         left = torch.is_grad_enabled()
     reshaped, loses_strides = frozenset(interpreter.reshaped), frozenset(interpreter.loses_strides)
@@ -71,8 +70,9 @@ def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any) -> BodyRun
 class _RecordingInterpreter(Interpreter):
     """Records the leaves of each result before any mutation, and which tensors are reshaped in place."""
 
-    def __init__(self, body: GraphModule, *, garbage_collect_values: bool) -> None:
-        super().__init__(body, garbage_collect_values=garbage_collect_values)
+    def __init__(self, body: GraphModule, effects: Mapping[str, Effects]) -> None:
+        super().__init__(body, garbage_collect_values=False)
+        self._effects = effects
         self.fresh: dict[Node, list[tuple[tuple[Any, ...], Any]]] = {}
         self.reshaped: set[int] = set()
         self.loses_strides: set[str] = set()
@@ -129,8 +129,7 @@ class _RecordingInterpreter(Interpreter):
         value = self.env.get(node.args[0]) if form is not None and isinstance(node.args[0], Node) else None
         if form is None or not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_contiguous():
             return False
-        assert isinstance(self.module, GraphModule)
-        if effects_of_node(node, self.module).uses_rng:
+        if self._effects.get(node.name, PURE).uses_rng:
             return False
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         try:
@@ -143,11 +142,21 @@ class _RecordingInterpreter(Interpreter):
 
     def _check_mutated(self, node: Node) -> None:
         """Raises where a call mutates an expanded tensor: eager mode refuses that, and fake tensors do not."""
-        assert isinstance(self.module, GraphModule)
-        for read in nodes_in_slots(node, effects_of_node(node, self.module).mutates):
+        for read in self._mutated(node):
             for _, leaf in read_leaves(self.env[read]):
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and _shares_elements(leaf):
                     raise InvalidCallError(f"{node.name!r} mutates a tensor whose elements share memory")
+
+    def _mutated(self, node: Node) -> Iterator[Node]:
+        """What a call may mutate: arguments, and the state of a module with effects, which is passed to it first."""
+        effects = self._effects.get(node.name)
+        if effects is None:
+            return iter(())
+        if node.op != "call_module":
+            return nodes_in_slots(node, effects.mutates)
+        called = self.fetch_attr(str(node.target))
+        assert isinstance(called, Stateless)
+        return nodes_in((node.args, node.kwargs) if effects.mutates else node.args[: len(called.slots)])
 
 
 def unchecked_call(module: GraphModule) -> str | None:
