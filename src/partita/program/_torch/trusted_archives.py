@@ -1,4 +1,7 @@
-"""Loading trusted archives with torch's own loader, with its bugs worked around."""
+"""Loading trusted archives with torch's own loader, with its bugs worked around.
+
+It is outside of `archives`, which reads files as data alone: nothing there can reach a loader that runs code.
+"""
 
 from __future__ import annotations
 
