@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
@@ -161,7 +162,7 @@ class _Region:
         with compiler_scope():
             fakes = FakeInputs()
             symbols = {name: fakes.size(hint, name) for name, (_, hint) in places.items()}
-            inputs = [self._fake(value_of(node), fakes, symbols) for node in self.variable]
+            inputs = [fakes.like(value_of(node), partial(_with, symbols)) for node in self.variable]
             known = symbolic_places(inputs)
             body = self._body()
             held = {at: self.constants[one.name] for at, one in enumerate(self.inputs) if one.name in self.constants}
@@ -299,18 +300,6 @@ class _Region:
             for axis, number in enumerate(value.shape) if isinstance(value, Tensor) else [(-1, value)]:
                 yield node, axis, number
 
-    def _fake(self, value: Any, fakes: FakeInputs, symbols: Mapping[str, Any]) -> Any:
-        if not isinstance(value, Tensor):
-            return _with(value, symbols)
-        return fakes.tensor(
-            [_with(size, symbols) for size in value.shape],
-            [_with(stride, symbols) for stride in value.stride()],
-            dtype=value.dtype,
-            device=value.device,
-            requires_grad=False,
-            is_leaf=True,
-        )
-
     def _fail(self, why: str, error: Exception | None = None) -> NoReturn:
         raise LoweringError(f"region {self.name!r} cannot be delegated: {why}") from error
 
@@ -366,7 +355,7 @@ def _text(number: Any) -> Number:
     return printed(symbolic_expression(number.node.expr)) if isinstance(number, torch.SymInt) else int(number)
 
 
-def _with(number: Any, symbols: Mapping[str, Any]) -> Any:
+def _with(symbols: Mapping[str, Any], number: Any) -> Any:
     """The same expression in other symbols."""
     if not isinstance(number, torch.SymInt):
         return number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -117,6 +117,13 @@ class FakeInputs:
                 return leaf
             return torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype, device=device).copy_(leaf)
 
+    def like(self, traced: Any, known: Callable[[Any], Any]) -> Any:
+        """A fake like a traced tensor, without gradients; `known` gives its sizes, and any value that is no tensor."""
+        if not isinstance(traced, Tensor):
+            return known(traced)
+        sizes, strides = list(map(known, traced.shape)), list(map(known, traced.stride()))
+        return self.tensor(sizes, strides, dtype=traced.dtype, device=traced.device, requires_grad=False, is_leaf=True)
+
     def _symbol(self, value: int, key: Hashable, *, is_size: bool) -> Size:
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -135,33 +142,17 @@ def stand_ins(values: Sequence[Any]) -> list[Any] | None:
     """Fakes like these traced values, with the sizes that they were traced with; None where a size is unknown."""
     fakes = FakeInputs()
     try:
-        return [_stand_in(value, fakes) for value in values]
+        return [fakes.like(value, _known) for value in values]
     except _UnknownSizeError:
         return None
 
 
-def _stand_in(value: Any, fakes: FakeInputs) -> Any:
-    if isinstance(value, SYMBOLIC):
-        return _known(value)
-    if not isinstance(value, Tensor):
+def _known(value: Any) -> Any:
+    if not isinstance(value, SYMBOLIC):
         return value
-    return fakes.tensor(
-        [_known(size) for size in value.shape],
-        [_known(stride) for stride in value.stride()],
-        dtype=value.dtype,
-        device=value.device,
-        requires_grad=False,
-        is_leaf=True,
-    )
-
-
-def _known(number: Any) -> Any:
-    node = getattr(number, "node", None)
-    if node is None:
-        return number
-    if not node.has_hint():
+    if not value.node.has_hint():
         raise _UnknownSizeError
-    return node.hint
+    return value.node.hint
 
 
 class _UnknownSizeError(Exception):
