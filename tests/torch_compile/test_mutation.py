@@ -316,17 +316,64 @@ def _doubled_in_checkpoint(x: Tensor) -> Tensor:
     return result * 2
 
 
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+def _beside_reversed(x: Tensor) -> Tensor:
+    hidden = x * 1
+    result: Tensor = _Reversed.apply(hidden)
+    return hidden.sum() * 10 + result.sum()
+
+
 @pytest.mark.parametrize("treatment", [Call(), Lower("aot_eager"), Lower("eager")])
 @pytest.mark.parametrize("operators", [1, 2])
-@pytest.mark.parametrize("function", [_doubled, _doubled_in_checkpoint])
-def test_functions_that_mutate_what_crosses_keep_their_own_backward(
+@pytest.mark.parametrize("function", [_doubled, _doubled_in_checkpoint, _beside_reversed])
+def test_functions_that_alias_what_crosses_keep_their_own_backward(
     function: Callable[[Tensor], Tensor], operators: int, treatment: Any
 ) -> None:
-    call = compiled(function, policy=BySize(operators=operators), inner="aot_eager", treatment=treatment)
-    x = torch.ones(3, requires_grad=True)
-    call(x).sum().backward()
+    gradients = []
+    for call in (
+        function,
+        compiled(function, policy=BySize(operators=operators), inner="aot_eager", treatment=treatment),
+    ):
+        x = torch.ones(3, requires_grad=True)
+        call(x).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_function_whose_result_and_argument_a_model_returns_keeps_its_own_backward() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x * 1
+        return hidden, _Reversed.apply(hidden)
+
+    hidden, result = compiled(function, inner="aot_eager")(x := torch.ones(3, requires_grad=True))
+    (hidden.sum() * 10 + result.sum()).backward()
     assert x.grad is not None
-    assert x.grad.tolist() == [10, 10, 10]
+    assert x.grad.tolist() == [9, 9, 9]
+
+
+def test_a_function_that_returns_new_memory_is_compiled() -> None:
+    class Cubed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return 7 * gradients[0]
+
+    recorder = Recorder()
+    call = compiled(lambda x: Cubed.apply(x * 2) + 1, policy=BySize(operators=1), inner=recorder)
+    call(torch.ones(3, requires_grad=True))
+    assert len(recorder.parts) == 3
 
 
 @pytest.mark.parametrize(

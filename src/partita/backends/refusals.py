@@ -69,7 +69,7 @@ RANDPERM = "randperm: Inductor fails where it is an index"
 ALIASED_FOREACH = "an in-place foreach whose tensors may share memory: a trace would mutate it once"
 SHARES_MEMORY = "its results share memory, which a trace does not see"
 RESHAPES = "reshapes a tensor in place"
-OWN_BACKWARD = "an autograd function that mutates an argument, whose backward a trace may lose"
+OWN_BACKWARD = "an autograd function whose result is an argument or a view of it: a trace may lose its backward"
 SWAPS = "copies an input into another, and both are mutated"
 
 
@@ -175,15 +175,21 @@ def reshapes_in_place(node: Node) -> bool:
     return _HIDDEN.get(_name_called(node)) == RESHAPES
 
 
-def mutates_with_own_backward(node: Node) -> bool:
-    """Whether a node calls an autograd function that mutates an argument (`ctx.mark_dirty`).
+def aliases_with_own_backward(node: Node) -> bool:
+    """Whether a node calls an autograd function that mutates an argument, or returns a view of one.
 
-    AOTAutograd (torch 2.13) writes the mutation of an input behind the graph, as a copy, and not by the function.
+    AOTAutograd (torch 2.13) makes aliases of inputs and of other outputs anew, behind the graph and by views alone.
     """
     if node.op != "call_function" or not is_higher_order(node.target) or _name_called(node) != _AUTOGRAD_FUNCTION:
         return False
     forward = _named(node.all_input_nodes[0]) if node.all_input_nodes else None
-    return not isinstance(forward, GraphModule) or bool(Program(forward).effects.mutated_inputs)
+    if not isinstance(forward, GraphModule):
+        return True
+    program = Program(forward)
+    index, storages = program.index, program.calls.storages
+    inputs = {storages.find(index.number[each]) for each in forward.graph.find_nodes(op="placeholder")}
+    results = (storages.find(number) for number in index.inputs(len(index) - 1))
+    return bool(program.effects.mutated_inputs) or not inputs.isdisjoint(results)
 
 
 _AUTOGRAD_FUNCTION = "autograd_function_apply"
@@ -314,7 +320,7 @@ def refusal_of_higher_order(node: Node) -> str | None:
         return HOOK
     if name_of_operator(node.target)[1] in _EFFECTS:
         return SIDE_EFFECT
-    if mutates_with_own_backward(node):
+    if aliases_with_own_backward(node):
         return OWN_BACKWARD
     for argument in node.all_input_nodes:
         body = _named(argument) if argument.op == "get_attr" else None

@@ -10,7 +10,7 @@ import copy
 import logging
 import operator
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -24,7 +24,7 @@ from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import ambient_kept, read_ambient
 from partita.analysis.tolerance import Tolerance
-from partita.backends.refusals import mutates_with_own_backward, reshapes_in_place
+from partita.backends.refusals import aliases_with_own_backward, reshapes_in_place
 from partita.errors import OptionError
 from partita.lowering.dry_run import memory_of
 from partita.plans.progress import Progress
@@ -493,24 +493,42 @@ class DeferredTreatment:
 def _why_uncompiled(body: GraphModule, site: Site) -> str | None:
     """Why a region must not be compiled apart from the rest of the graph; None if it may be."""
     if site.program is None or len(site.region.nodes) == len(site.program.operators()):
-        return None  # One compiled graph has all gradients, and no tensor that crosses.
-    return _mutates_across(body) or _split_hook(site)
+        return _loses_backward(body)  # One compiled graph has all other gradients, and no tensor that crosses.
+    return _reshapes_across(body) or _loses_backward(body) or _split_hook(site)
 
 
-def _mutates_across(body: GraphModule) -> str | None:
-    """Whether a tensor that crosses the border is mutated in a way that AOTAutograd (torch 2.13) gets wrong."""
+def _reshapes_across(body: GraphModule) -> str | None:
+    """Whether a tensor that is reshaped in place shares memory with an input or an output."""
     reshaping = [node for node in body.graph.nodes if _is_or_runs(reshapes_in_place, node, body)]
-    mutating = [node for node in body.graph.nodes if _is_or_runs(mutates_with_own_backward, node, body)]
-    if not reshaping and not mutating:
+    if not reshaping:
         return None
+    # AOTAutograd (torch 2.13) loses strides and gradients of views of such a tensor.
+    inputs, outputs, found = _memory(body, reshaping)
+    crosses = not found.isdisjoint(inputs.union(outputs))
+    return "reshapes a tensor in place that crosses its border" if crosses else None
+
+
+def _loses_backward(body: GraphModule) -> str | None:
+    """Whether AOTAutograd (torch 2.13) would lose the backward of an autograd function, for its result is an alias.
+
+    It makes anew what aliases an input or another output, by views.
+    """
+    own = [node for node in body.graph.nodes if _is_or_runs(aliases_with_own_backward, node, body)]
+    if not own:
+        return None
+    inputs, outputs, found = _memory(body, own)
+    lost = found.intersection((*inputs, *(memory for memory in outputs if outputs.count(memory) > 1)))
+    return "has an autograd function whose result shares memory with what crosses its border" if lost else None
+
+
+def _memory(body: GraphModule, nodes: Iterable[Node]) -> tuple[set[int], list[int], set[int]]:
+    """What memory the inputs of a body, its distinct outputs, and these nodes with their arguments have, as numbers."""
     program = Program(body)
     index, storages = program.index, program.calls.storages
     inputs = {storages.find(index.number[node]) for node in body.graph.find_nodes(op="placeholder")}
-    crossing = inputs.union(storages.find(number) for number in index.inputs(len(index) - 1))
-    if any(storages.find(index.number[node]) in crossing for node in reshaping):
-        return "reshapes a tensor in place that crosses its border"  # Views of it lose strides and gradients.
-    read = (storages.find(number) for node in mutating for number in index.inputs(index.number[node]))
-    return "has an autograd function that mutates a tensor from outside" if inputs.intersection(read) else None
+    outputs = [storages.find(number) for number in dict.fromkeys(index.inputs(len(index) - 1))]
+    read = (number for node in nodes for number in (index.number[node], *index.inputs(index.number[node])))
+    return inputs, outputs, set(map(storages.find, read))
 
 
 def _is_or_runs(question: Callable[[Node], bool], node: Node, root: GraphModule) -> bool:
