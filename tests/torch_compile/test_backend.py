@@ -15,6 +15,8 @@ from tests.torch_compile.helpers import Recorder, assert_trains_like_eager, comp
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from partita import Partition, Program, Region
@@ -531,3 +533,32 @@ def test_parts_of_a_graph_with_nested_tensors_run_uncompiled(treatment: Any, cap
         assert any("nested tensors" in message for message in caplog.messages)
     gradients = [torch.autograd.grad(result.sum(), layer.weight)[0] for result in (expected, found)]
     torch.testing.assert_close(*gradients)
+
+
+def test_a_peak_for_nested_tensors_is_refused() -> None:
+    rows = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    with pytest.raises(Exception, match="nested tensors, whose sizes are not known when a step is planned"):
+        torch.compile(nn.Linear(4, 4), backend=backend, options={"inner": "aot_eager", "peak": "1GB"})(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_cut_through"),
+    [
+        ({}, False),
+        ({"policy": BySize(parts=2)}, True),
+        ({"policy": AroundOperators(functional.scaled_dot_product_attention)}, True),
+        ({"policy": ByCapability("aot_eager"), "treatment": Lower("aot_eager")}, True),
+    ],
+)
+def test_attention_keeps_the_kernel_that_a_model_sets(
+    options: dict[str, Any], is_cut_through: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            attended = functional.scaled_dot_product_attention(x.sin(), x, x)
+        return attended.cos()
+
+    x = torch.randn(2, 1, 33, 16)
+    assert torch.equal(torch.compile(model, backend=backend, options={"inner": "aot_eager", **options})(x), model(x))
+    assert ("sets kernels of attention" in caplog.text) == is_cut_through
+    assert ("uncompiled" in caplog.text) == is_cut_through

@@ -148,6 +148,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def has_nested_tensors(graph: Graph) -> bool:
+    """Whether a traced value is, or holds, a nested tensor."""
+    return any(one.layout is torch.jagged for node in graph.nodes for one in tensors_in(value_of(node)))
+
+
 def returned_by(graph: Graph) -> Sequence[Any]:
     """What a graph returns, item by item; one value that is no container is the only item."""
     (output,) = graph.find_nodes(op="output")

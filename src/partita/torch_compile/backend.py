@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,18 +18,20 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn.attention import sdpa_kernel
 
 from partita._torch.symbolic_shapes import symbols_in
 from partita._torch.toggles import TOGGLES
 from partita.analysis.effects.functions import rule_of_function, rule_of_method
 from partita.analysis.effects.terms import Effects
 from partita.analysis.modes import Mode
-from partita.analysis.nodes import is_module_state, tensors_in, value_of
+from partita.analysis.nodes import has_nested_tensors, is_module_state, value_of
 from partita.plans import Plan, plan
 from partita.plans.treatment import annotation_suffices, is_treatment
 from partita.program.program import Program
 from partita.recompute.operators import restore_rng_in_checkpoints
 from partita.regions.equal_bodies import has_repeats
+from partita.solvers.quotient import ALONE
 from partita.torch_compile._torch.backends import (
     apart_from_buckets,
     no_recompute_without_backward,
@@ -186,13 +189,35 @@ def _compile_in_pieces(
         # Between the nodes that enter and leave a transform tensors are wrapped; compilers do not support these.
         log.warning("the graph enters torch.func transforms; its parts run uncompiled")
         return _uncompiled(decided)
-    if any(one.layout is torch.jagged for node in gm.graph.nodes for one in tensors_in(value_of(node))):
+    if _divides_kernel_choice(decided):
+        # Compiled code chooses its kernels when it is compiled; in another piece it would choose others.
+        log.warning("the graph sets kernels of attention for nodes of another region; its parts run uncompiled")
+        return _uncompiled(decided)
+    if has_nested_tensors(gm.graph):
         # The symbol that stands for the lengths of a nested tensor has no value with which a piece could be traced.
         log.warning("the graph has nested tensors; its parts run uncompiled")
         return _uncompiled(decided)
     deferred = replace(decided, treatments=tuple(map(DeferredTreatment, decided.treatments)), puts_back_modes=False)
     cut, progress = deferred.apply().graph_module, decided.compilations.progress
     return compile_pieces(cut, gm, inner, example_inputs, shares=shares, progress=progress)
+
+
+def _divides_kernel_choice(decided: Plan) -> bool:
+    """Whether an `sdpa_kernel` block of the model, which sets kernels and puts back others, is not in one region."""
+    nodes, number, owner = decided.program.index.nodes, decided.program.index.number, decided.partition.owner
+    calls = Counter(owner[number[node]] for node in nodes if _name_in_attention(node) == _SETS_KERNELS)
+    if any(count % 2 for count in calls.values()) or (ALONE in calls and decided.treatments):
+        return True
+    named = (node for node in nodes if _name_in_attention(node) == "_backend_from_string")
+    return any(owner[number[node]] != owner[number[user]] for node in named for user in node.users)
+
+
+def _name_in_attention(node: Node) -> str:
+    is_its = getattr(node.target, "__module__", None) == sdpa_kernel.__module__
+    return getattr(node.target, "__name__", "") if is_its else ""
+
+
+_SETS_KERNELS = "_sdpa_kernel"
 
 
 def _enters_transforms(gm: GraphModule) -> bool:
@@ -202,7 +227,7 @@ def _enters_transforms(gm: GraphModule) -> bool:
     """
     nodes = (node for one in gm.modules() if isinstance(one, GraphModule) for node in one.graph.nodes)
     calls = (node for node in nodes if node.op in ("call_function", "call_method") and node.target not in TOGGLES)
-    return any(_own_effects(node).fences for node in calls)
+    return any(_own_effects(node).fences for node in calls if _name_in_attention(node) != _SETS_KERNELS)
 
 
 def _own_effects(node: Node) -> Effects:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from partita._torch.fake_tensors import fake_mode_in
 from partita._torch.gc_pause import gc_paused
 from partita._torch.symbolic_shapes import hint_of
-from partita.analysis.nodes import value_of
+from partita.analysis.nodes import has_nested_tensors, value_of
 from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
@@ -301,6 +301,11 @@ def compile_to_fit(
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
         return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
+    if has_nested_tensors(gm.graph):
+        raise BudgetError(
+            "the graph has nested tensors, whose sizes are not known when a step is planned; compile without a peak, "
+            "or pass padded tensors"
+        )
     partition = memory_partition(
         peak,
         fuses=inner == "inductor",

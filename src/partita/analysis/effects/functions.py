@@ -223,6 +223,8 @@ def _rule_by_module(module: str, name: str) -> Rule | None:
         return Rule(Effects(mutates=(tensor,), aliases=(tensor,), uses_rng=True))
     if module.startswith(("torch.masked.", "torch.signal.")):
         return ALIASES
+    if module == "torch.nn.attention":  # What an `sdpa_kernel` block of the model is in a graph of Dynamo.
+        return FENCES if name == "_sdpa_kernel" else QUIET if name == "_backend_from_string" else None
     if module.startswith(("torch._functorch.", "torch._C._functorch")):
         return ALIASES if name in _WITHOUT_LEVEL else FENCES
     return None
