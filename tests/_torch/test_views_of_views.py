@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita import capture, plan
 from partita._torch import dry_runs
 from partita._torch.dry_runs import views_added
-from partita._torch.operators.schemas import is_higher_order, storage_key
+from partita._torch.operator_schemas import is_higher_order, storage_key
 from partita.policies import BySize
 from partita.program.dry_run_refusals import refusal_in_graphs
 from partita.program.saved_tensors import saved_tensors_of

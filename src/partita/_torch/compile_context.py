@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita._torch.functorch import close_dual_level, close_levels, count_levels
 from partita._torch.modes import read_ambient, restore_after_error, restore_autocast
-from partita._torch.operators.schemas import base_name
+from partita._torch.operator_schemas import base_name
 from partita.errors import BackendError
 
 

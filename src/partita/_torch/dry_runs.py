@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from partita._torch.operators.schemas import is_composite
+from partita._torch.operator_schemas import is_composite
 from partita._torch.pytrees import leaves_of
 from partita._torch.symbolic_shapes import hint_of
 

@@ -12,7 +12,7 @@ import torch
 from torch._functorch import predispatch
 from torch.fx import Graph, Node
 
-from partita._torch.operators.schemas import nodes_by_target
+from partita._torch.operator_schemas import nodes_by_target
 
 #: Dynamo does not trace the code of this module: it runs around bodies, after a graph break.
 DYNAMO_SKIPS = True

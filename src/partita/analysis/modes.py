@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch import toggles
 from partita._torch.modes import can_autocast
-from partita._torch.operators.schemas import is_higher_order
+from partita._torch.operator_schemas import is_higher_order
 from partita.analysis.index import Index
 from partita.analysis.nodes import bodies_read, find
 from partita.errors import ModeError

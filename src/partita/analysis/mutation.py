@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from partita._torch.operators.schemas import is_higher_order
+from partita._torch.operator_schemas import is_higher_order
 from partita.analysis.effects.calls import CallEffects
 from partita.analysis.effects.terms import argument
 from partita.analysis.index import Index

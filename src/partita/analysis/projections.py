@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.nn_modules import StandsForBody, runs_its_graph
-from partita._torch.operators.schemas import OPERATORS, has_process_lifetime, returns_container
+from partita._torch.operator_schemas import OPERATORS, has_process_lifetime, returns_container
 from partita.analysis.index import Index
 from partita.analysis.nodes import value_of
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.fx import Node
 
-from partita._torch.operators.schemas import nodes_by_target
+from partita._torch.operator_schemas import nodes_by_target
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, is_unbacked, symbol_of, symbols_in
 from partita.analysis.index import Index
 from partita.analysis.nodes import value_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from partita._torch.operators.schemas import SYM_SIZE
+from partita._torch.operator_schemas import SYM_SIZE
 from partita._torch.symbolic_shapes import SYMBOLIC
 from partita.backends._torch.fake_inputs import place_of_symbol, size_carrier, unnamed_sizes
 

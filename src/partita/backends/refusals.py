@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch.compile_context import MISCOMPUTED, loses_dropout
 from partita._torch.functorch import is_inside_transform
-from partita._torch.operators.schemas import base_name, has_registered_effect, is_higher_order, registers_hook
+from partita._torch.operator_schemas import base_name, has_registered_effect, is_higher_order, registers_hook
 from partita._torch.toggles import TOGGLES
 from partita.analysis.effects.functions import rule_of_function, rule_of_method
 from partita.analysis.effects.modules import effects_of_module

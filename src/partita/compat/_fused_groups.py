@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from partita._torch.operators.schemas import flattens_inputs
+from partita._torch.operator_schemas import flattens_inputs
 from partita.analysis.nodes import find
 from partita.errors import CycleError, OptionError, RegionError
 from partita.program.program import Program

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from partita._torch.gc_pause import gc_paused
-from partita._torch.operators.schemas import may_return_container, qualified_names
+from partita._torch.operator_schemas import may_return_container, qualified_names
 from partita.analysis.nodes import value_of
 from partita.compat._fused_groups import FusionError, checked_module
 from partita.compat.fuser_utils import fuse_by_partitions

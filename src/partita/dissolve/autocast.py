@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from partita._torch.fx.graph_writer import GraphWriter
-from partita._torch.operators.schemas import SYM_SIZE, is_higher_order
+from partita._torch.operator_schemas import SYM_SIZE, is_higher_order
 from partita._torch.pytrees import map_leaves, tensors_in
 from partita._torch.symbolic_shapes import write_number
 from partita.analysis.modes import Inference, Mode

@@ -16,7 +16,7 @@ from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import fresh_modes
 from partita._torch.nn_modules import StandsForBody
-from partita._torch.operators.schemas import is_higher_order, mutated_nodes, viewed_node
+from partita._torch.operator_schemas import is_higher_order, mutated_nodes, viewed_node
 from partita.analysis.modes import Mode
 from partita.analysis.nodes import bodies_read, find, value_of
 from partita.dissolve.autocast import dissolve_autocast

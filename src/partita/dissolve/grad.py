@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from partita._torch.dry_runs import Allowance, is_of_level
 from partita._torch.fx.graph_writer import GraphWriter
-from partita._torch.operators.schemas import is_higher_order
+from partita._torch.operator_schemas import is_higher_order
 from partita._torch.pytrees import map_tensors, tensors_in
 from partita._torch.toggles import IS_GRAD_ENABLED
 from partita.analysis.effects.terms import nodes_in_slots

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from partita._torch.operators.schemas import TEXT_CHECKS
+from partita._torch.operator_schemas import TEXT_CHECKS
 
 
 def _implementation() -> Any:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from partita._torch import operator_schemas as torch_operators
 from partita._torch.modes import Tracing, can_autocast, variable_set
-from partita._torch.operators import schemas as torch_operators
 from partita.errors import OptionError
 from partita.hops._torch.operator import BodyOperator, PlainBodyOperator, SwitchOperator, registered
 

@@ -18,7 +18,7 @@ from partita._torch.expressions import Expression, Operation, Read, Symbol, eval
 from partita._torch.fake_tensors import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
-from partita._torch.operators.schemas import SYM_SIZE
+from partita._torch.operator_schemas import SYM_SIZE
 from partita._torch.symbolic_shapes import hint_of, symbol_of, symbolic_expression, symbols_in, write_number
 from partita.analysis.modes import Mode as GraphMode
 from partita.analysis.nodes import common_stack, returned_by, value_of

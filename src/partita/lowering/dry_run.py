@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 from partita._torch.tensors import may_repeat_elements
 from partita.analysis.effects.terms import PURE, Effects
 from partita.errors import BackendError, ModeError

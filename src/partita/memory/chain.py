@@ -11,7 +11,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import bytes_of_value, value_of
 from partita.errors import BudgetError, PartitaError

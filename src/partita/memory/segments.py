@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from torch.fx import Node
 
-from partita._torch.operators.schemas import viewed_node
+from partita._torch.operator_schemas import viewed_node
 from partita.analysis.nodes import bytes_of_value, value_of
 from partita.errors import OptionError
 from partita.policies.by_label import ByAnnotation

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from partita._plain_help import PlainHelp
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 from partita.analysis.nodes import find, value_of
 from partita.errors import OptionError
 from partita.policies.constraints import at_mode_changes, check_modes_apart

@@ -21,7 +21,7 @@ from partita._torch.dry_runs import (
     refusal_of_device,
     views_added,
 )
-from partita._torch.operators.schemas import is_higher_order
+from partita._torch.operator_schemas import is_higher_order
 from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS
 from partita.analysis.nodes import bodies_read, value_of
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from partita._torch.operators.schemas import OPERATORS, SYM_SIZE, is_higher_order
+from partita._torch.operator_schemas import OPERATORS, SYM_SIZE, is_higher_order
 from partita.analysis.nodes import container_items, find, value_of
 from partita.analysis.projections import takes_item
 from partita.program.program import Program

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from partita._torch.dry_runs import is_torchs, refusal_of_call
-from partita._torch.operators.schemas import base_name
+from partita._torch.operator_schemas import base_name
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.program._torch.saved_tensors import flop_formula, flops_of_call

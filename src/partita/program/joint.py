@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from partita._plain_help import PlainHelp
-from partita._torch.operators.schemas import storage_key, viewed_node
+from partita._torch.operator_schemas import storage_key, viewed_node
 from partita.analysis.index import Index
 from partita.analysis.nodes import bytes_of_value, find, known_sum, tensors_in, value_of
 from partita.errors import OptionError, SignatureError, listed

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from partita._torch.operators.schemas import OPERATORS, is_higher_order, signatures_of, signatures_of_method
+from partita._torch.operator_schemas import OPERATORS, is_higher_order, signatures_of, signatures_of_method
 from partita.analysis.nodes import find, imported
 from partita.errors import OptionError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from partita._torch.fx.structural_hash import NodeKeys
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 from partita._torch.symbolic_shapes import SYMBOLIC, renamed_expression
 from partita._torch.tensors import inner_tensors, placements_of
 from partita.analysis.modes import AMBIENT

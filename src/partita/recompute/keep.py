@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from partita._plain_help import PlainHelp
 from partita._torch.dry_runs import Allowance
-from partita._torch.operators.schemas import OPERATORS, signatures_of
+from partita._torch.operator_schemas import OPERATORS, signatures_of
 from partita._torch.toggles import TOGGLES
 from partita.analysis.nodes import bytes_at_hints, imported, value_of
 from partita.errors import OptionError, RecomputeError

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 import partita.hops as hops
 from partita._plain_help import PlainHelp
 from partita._torch.functorch import is_inside_transform
-from partita._torch.operators.schemas import registers_hook
+from partita._torch.operator_schemas import registers_hook
 from partita._torch.toggles import ENTER_INFERENCE
 from partita.analysis.effects.calls import CallEffects
 from partita.analysis.effects.terms import Effects

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.fx.graph_writer import copy_meta, map_nodes
 from partita._torch.fx.lazy_graph_module import blank_module
 from partita._torch.nn_modules import runs_its_graph
-from partita._torch.operators.schemas import OPERATORS
+from partita._torch.operator_schemas import OPERATORS
 from partita.analysis.modes import has_toggles
 from partita.analysis.nodes import attribute_of, find
 from partita.errors import BrokenGraphError, ModeError, OptionError

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita._torch.gc_pause import gc_paused
 from partita._torch.nn_modules import runs_its_graph
-from partita._torch.operators.schemas import SYM_SIZE, flattens_inputs
+from partita._torch.operator_schemas import SYM_SIZE, flattens_inputs
 from partita.analysis.index import Index
 from partita.analysis.modes import AMBIENT, Block, Grad, Mode, Setting, has_toggles, modes_of
 from partita.analysis.nodes import attribute_of, bodies_of, bodies_read, find

@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 
 import partita.hops as hops
+from partita._torch import operator_schemas as torch_operators
 from partita._torch import toggles
 from partita._torch.fx.graph_writer import GraphWriter
-from partita._torch.operators import schemas as torch_operators
 from partita.analysis.modes import AMBIENT, Autocast, Block, Grad, Inference, Mode, Setting, only_argument
 from partita.errors import ModeError
 from partita.rewrite.operator_calls import OperatorCall

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from partita._torch.fx.graph_writer import GraphWriter, map_nodes
 from partita._torch.fx.lazy_graph_module import LazyModule, lazy_module
 from partita._torch.gc_pause import gc_paused
-from partita._torch.operators.schemas import SYM_SIZE
+from partita._torch.operator_schemas import SYM_SIZE
 from partita.analysis.modes import AMBIENT, Mode
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, find, outermost_stack
 from partita.analysis.symbols import Dimension

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from partita._torch.operators.schemas import OPERATORS
+from partita._torch.operator_schemas import OPERATORS
 from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import (
     drop_forward_effects,

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch.fx import GraphModule, Node
 
-from partita._torch.operators.schemas import viewed_node
+from partita._torch.operator_schemas import viewed_node
 from partita.errors import RecomputeError
 from partita.program.program import Program, effect_neighbours
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 from partita.analysis.nodes import is_module_state
 from partita.program.program import Program
 from partita.recompute.operators import restore_rng_in_checkpoints

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from partita._torch.fake_tensors import fake_mode_of
 from partita._torch.fx.structural_hash import body_key
 from partita._torch.modes import read_ambient
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 from partita._torch.symbolic_shapes import is_unbacked, renamed_expression, symbols_in
 from partita.torch_compile.piece_borders import PieceCall
 

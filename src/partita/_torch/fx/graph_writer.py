@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
-from partita._torch.operators.schemas import has_process_lifetime
+from partita._torch.operator_schemas import has_process_lifetime
 
 # Without these the public functions are used, which are slower.
 _NodeBase: Any = getattr(torch._C, "_NodeBase", None)

@@ -29,7 +29,7 @@ from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import has_fleeting_hooks
-from partita._torch.operators.schemas import WRAP_WITH_SET_GRAD_ENABLED, flattens_inputs
+from partita._torch.operator_schemas import WRAP_WITH_SET_GRAD_ENABLED, flattens_inputs
 from partita.errors import CaptureError, MissingTargetError, NotPicklableError
 
 # Boxed calls, as by AOTAutograd: a graph takes its inputs in one list, which it clears, so that each input can be freed

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partita._torch.fx.graph_writer import map_nodes
 from partita._torch.nn_modules import call_overrides
-from partita._torch.operators.schemas import has_process_lifetime
+from partita._torch.operator_schemas import has_process_lifetime
 
 
 def body_key(body: GraphModule) -> Hashable | None:

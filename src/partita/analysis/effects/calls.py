@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from partita._torch.nn_modules import StandsForBody, has_only_export_hooks, runs_its_graph
-from partita._torch.operators.schemas import (
+from partita._torch.operator_schemas import (
     flattens_inputs,
     has_keywords,
     has_registered_effect,

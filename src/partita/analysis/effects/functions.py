@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from partita._torch.operators.schemas import (
+from partita._torch.operator_schemas import (
     NO_DEFAULT,
     Argument,
     Signature,

@@ -21,7 +21,7 @@ from typing import final
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Node
 
-from partita._torch.operators.schemas import registers_hook
+from partita._torch.operator_schemas import registers_hook
 from partita._torch.toggles import IS_GRAD_ENABLED, TOGGLES
 from partita.analysis.effects.calls import CallEffects, Storages, tensors_of
 from partita.analysis.nodes import value_of

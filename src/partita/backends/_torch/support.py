@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.compile_context import WrongWhenTraced, drops_all
-from partita._torch.operators.schemas import is_higher_order, is_of_other_library, signatures_of
+from partita._torch.operator_schemas import is_higher_order, is_of_other_library, signatures_of
 from partita.analysis.effects.calls import CallEffects
 from partita.backends._torch.fake_inputs import mode_of
 from partita.errors import BackendError

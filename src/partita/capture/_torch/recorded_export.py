@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from partita._torch import toggles
 from partita._torch.modes import fresh_modes
-from partita._torch.operators.schemas import mutated_nodes, viewed_node
+from partita._torch.operator_schemas import mutated_nodes, viewed_node
 from partita._torch.pytrees import map_tensors
 from partita.capture._torch.caller_modes import mode_query_patches
 from partita.capture._torch.mode_blocks import (

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from partita._torch import toggles
 from partita._torch.fake_tensors import fake_mode_of
 from partita._torch.modes import variable_set
-from partita._torch.operators.schemas import Argument, signatures_of
+from partita._torch.operator_schemas import Argument, signatures_of
 from partita._torch.pytrees import leaves_of
 from partita._torch.tensors import version_of
 

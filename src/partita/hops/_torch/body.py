@@ -31,7 +31,7 @@ from partita._torch.fake_tensors import active_fake_mode, fake_mode_of
 from partita._torch.fx.lazy_graph_module import exempt_from_dce
 from partita._torch.modes import read_ambient, restore_after_error
 from partita._torch.nn_modules import runs_its_graph
-from partita._torch.operators.schemas import nodes_by_target
+from partita._torch.operator_schemas import nodes_by_target
 from partita._torch.pytrees import leaves_of, map_leaves
 from partita.hops._torch.node_tags import TaggedInterpreter
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from partita._torch.dry_runs import is_torchs
 from partita._torch.fx.graph_writer import GraphWriter, input_nodes
 from partita._torch.fx.lazy_graph_module import lazy_module
-from partita._torch.operators.schemas import is_higher_order, storage_key
+from partita._torch.operator_schemas import is_higher_order, storage_key
 from partita._torch.symbolic_shapes import is_known, is_unbacked, symbols_in
 from partita.analysis.effects.terms import PURE, Effects, nodes_in, nodes_in_slots
 from partita.lowering._torch.bodies import Stateless, out_of_place

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from partita._torch.operators.schemas import viewed_node
+from partita._torch.operator_schemas import viewed_node
 from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
 from partita.backends._torch.support import is_random

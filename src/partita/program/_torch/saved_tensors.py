@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from partita._torch.dry_runs import Allowance, is_torchs, on_meta, refusal_of_call, refusal_of_device
 from partita._torch.fake_tensors import muted
 from partita._torch.modes import fresh_modes
-from partita._torch.operators.schemas import is_composite, storage_key
+from partita._torch.operator_schemas import is_composite, storage_key
 from partita._torch.pytrees import leaves_of, map_tensors, tensors_in
 from partita._torch.symbolic_shapes import hint_of
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 from partita._torch.tensors import version_of, wants_gradients
 from partita.errors import RecomputeError, listed
 from partita.recompute._torch.saved_tensor_hooks import around_hooks

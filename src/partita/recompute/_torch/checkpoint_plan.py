@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from partita._torch.fx.structural_hash import annotate, annotation
-from partita._torch.operators.schemas import is_higher_order, is_of_other_library, signatures_of
+from partita._torch.operator_schemas import is_higher_order, is_of_other_library, signatures_of
 from partita.analysis.effects.modules import may_use_rng
 from partita.program.program import Program
 

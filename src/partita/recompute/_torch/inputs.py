@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 from partita._torch.pytrees import leaves_of
 from partita._torch.stacks import active_saved_tensor_hooks
 from partita._torch.tensors import version_of, wants_gradients

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita._torch.operators.schemas import is_composite
+from partita._torch.operator_schemas import is_composite
 from partita._torch.pytrees import tensors_in
 from partita.errors import RecomputeError
 from partita.recompute._torch.keep_records import (

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita._torch.operators.schemas import is_of_other_library, signatures_of, storage_key
+from partita._torch.operator_schemas import is_of_other_library, signatures_of, storage_key
 from partita._torch.pytrees import leaves_of, tensors_in
 from partita._torch.tensors import version_of
 from partita.errors import RecomputeError

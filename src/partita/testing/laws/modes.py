@@ -15,8 +15,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from partita import hops
+from partita._torch import operator_schemas as torch_operators
 from partita._torch.modes import read_ambient
-from partita._torch.operators import schemas as torch_operators
 from partita._torch.toggles import TOGGLES
 from partita.analysis.modes import AMBIENT
 from partita.capture import capture

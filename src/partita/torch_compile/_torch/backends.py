@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from partita._torch.operators.schemas import storage_key
+from partita._torch.operator_schemas import storage_key
 
 
 def find_backend(name: str) -> Callable[..., Any] | None:

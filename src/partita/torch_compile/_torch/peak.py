@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from partita._torch.fx.lazy_graph_module import take_inputs_in_a_list
-from partita._torch.operators.schemas import flattens_inputs
+from partita._torch.operator_schemas import flattens_inputs
 from partita.torch_compile._torch.backends import adopt_origin, find_backend, sources_of
 
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import symbolic_shapes
 
 from partita._torch.fx.graph_writer import NAMES_OF_CODE
-from partita._torch.operators.schemas import TEXT_CHECKS
+from partita._torch.operator_schemas import TEXT_CHECKS
 from partita._torch.symbolic_shapes import constant_size
 from partita.program.archives._torch.operators import (
     LEVELS,

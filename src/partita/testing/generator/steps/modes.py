@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.nn import functional
 
 from partita import hops
-from partita._torch.operators import schemas as torch_operators
+from partita._torch import operator_schemas as torch_operators
 from partita._torch.toggles import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
