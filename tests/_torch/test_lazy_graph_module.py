@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.copies import Copy, copies
 from tests.helpers.core import cut, listing, program_of
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
@@ -19,20 +18,6 @@ from torch.fx._symbolic_trace import PH
 from partita import Program, inline, verify
 from partita._torch.fx.lazy_graph_module import LazyModule
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
-
-Copy = Callable[[GraphModule], GraphModule]
-
-
-def saved_and_loaded(module: GraphModule) -> GraphModule:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    loaded: GraphModule = torch.load(file, weights_only=False)
-    return loaded
-
-
-COPIES: list[Copy] = [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved_and_loaded]
-copies = pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle", "torch.save"])
 
 
 @pytest.fixture

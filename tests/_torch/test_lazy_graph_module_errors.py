@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.copies import COPIES, Copy
 from tests.helpers.core import cut, program_of
 from torch.fx import Graph, GraphModule
 
 from partita._torch.modes import read_ambient
 from partita._torch.toggles import ENTER_AUTOCAST, ENTER_INFERENCE, EXIT_AUTOCAST, EXIT_INFERENCE, SET_GRAD
-
-Copy = Callable[[GraphModule], GraphModule]
-
-
-def saved_and_loaded(module: GraphModule) -> GraphModule:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    loaded: GraphModule = torch.load(file, weights_only=False)
-    return loaded
-
-
-COPIES: list[Copy] = [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved_and_loaded]
-copies = pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle", "torch.save"])
 
 
 def failing(*toggles: tuple[Any, ...]) -> GraphModule:

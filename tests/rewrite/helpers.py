@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from tests.helpers.core import program_of
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,6 +34,21 @@ def traced(function: Function, *args: Any, symbolic: bool = False) -> Program:
 def wrapped(program: Program, operators: OperatorFamily = "partita") -> Program:
     """The program with its modes as operators."""
     return plan(program, ByMode(), Mode(operators)).apply()
+
+
+def calling(body: nn.Module, call: Callable[[Graph, Any], Any], **modules: nn.Module) -> Program:
+    """A program that calls `body` under the name `sub`."""
+    root = nn.Module()
+    root.sub = body
+    for name, module in modules.items():
+        root.add_module(name, module)
+    graph = Graph()
+    graph.output(call(graph, graph.placeholder("x")))
+    return program_of(graph, root)
+
+
+def call_sub(graph: Graph, x: Any) -> Any:
+    return graph.call_module("sub", (x,))
 
 
 def program_of_toggles(write: Callable[[Graph, Node], Any], root: nn.Module | None = None) -> Program:

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.core import cut, listing, program_of, text
+from tests.rewrite.helpers import call_sub, calling
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from partita import Partition, Program, Region, fingerprint, gather, inline, verify
+from partita import Partition, Region, fingerprint, gather, inline, verify
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST
 from partita.errors import OptionError
 from partita.testing.generator.build import dump
-
-
-def calling(body: nn.Module, call: Callable[[Graph, Any], Any], **modules: nn.Module) -> Program:
-    """A program that calls `body` under the name `sub`."""
-    root = nn.Module()
-    root.sub = body
-    for name, module in modules.items():
-        root.add_module(name, module)
-    graph = Graph()
-    graph.output(call(graph, graph.placeholder("x")))
-    return program_of(graph, root)
-
-
-def call_sub(graph: Graph, x: Any) -> Any:
-    return graph.call_module("sub", (x,))
 
 
 def test_gathering_puts_a_region_side_by_side() -> None:

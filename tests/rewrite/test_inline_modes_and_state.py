@@ -9,28 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.core import program_of
+from tests.rewrite.helpers import call_sub, calling
 from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 from torch.fx._symbolic_trace import PH
 
-from partita import Program, inline, verify
+from partita import inline, verify
 from partita._torch.toggles import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
 from partita.errors import ModeError, OptionError
-
-
-def calling(body: nn.Module, call: Callable[[Graph, Any], Any], **modules: nn.Module) -> Program:
-    """A program that calls `body` under the name `sub`."""
-    root = nn.Module()
-    root.sub = body
-    for name, module in modules.items():
-        root.add_module(name, module)
-    graph = Graph()
-    graph.output(call(graph, graph.placeholder("x")))
-    return program_of(graph, root)
-
-
-def call_sub(graph: Graph, x: Any) -> Any:
-    return graph.call_module("sub", (x,))
 
 
 def in_mode(enter: tuple[Any, ...], leave: Any, inside: Callable[[Graph, Any], Any]) -> Graph:
