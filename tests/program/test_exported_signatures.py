@@ -26,8 +26,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph
 
 from partita import Program, fingerprint, inline, plan, verify
-from partita.analysis.nodes import settle_stacks
 from partita.policies import AroundOperators, ByLabel
+from partita.program.exported import settle_stacks
 from partita.treatments import Call, Mark
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,34 +86,6 @@ def outermost_stack(graph: Graph) -> ModuleStack:
     """The call of the whole model, for nodes that belong to no module in it."""
     found: ModuleStack = next((stack for node in graph.nodes if (stack := node.meta.get(_KEY))), {})
     return dict(list(found.items())[:1])
-
-
-def settle_stacks(graph: Graph) -> None:
-    """Keeps the nodes of each call of a module in one run, as `torch.export.unflatten` requires.
-
-    A node that would go back into a call which has ended stays in the call around it; an item goes with its source.
-    """
-    # Calls are numbered by their parent: keys of whole stacks would take memory quadratic in the depth.
-    numbers: dict[tuple[int, tuple[str, Any]], int] = {}
-    current: list[int] = []
-    ended: set[int] = set()
-    for node in graph.nodes:
-        source = node.args[0] if node.target is operator.getitem else None
-        stack = (source if isinstance(source, Node) else node).meta.get(_KEY) or node.meta.get(_KEY)
-        if not stack or node.op in ("placeholder", "output"):
-            continue
-        calls = tuple(stack.items())
-        if calls[0][1][0] != "":  # Nodes that torch adds belong wherever they stand.
-            continue
-        running, number = list[int](), 0
-        for call in calls:
-            number = numbers.setdefault((number, call), len(numbers) + 1)
-            if number in ended:
-                break
-            running.append(number)
-        ended.update(set(current).difference(running))
-        current = running
-        node.meta[_KEY] = dict(calls[: len(running)])
 
 
 # Traced values: the example result of a node, under either of the two keys that tracers use.

@@ -134,6 +134,8 @@ class ByModule(metaclass=PlainHelp):
         return _is_like(path, self.paths)
 
     def _is_class(self, traced: type | str) -> bool:
+        if not self.classes:
+            return True
         # torch.export records the names of classes, the other tracers the classes.
         found = imported_class(traced) if isinstance(traced, str) else traced
         full_name = traced if isinstance(traced, str) else f"{traced.__module__}.{traced.__qualname__}"
@@ -144,7 +146,7 @@ class ByModule(metaclass=PlainHelp):
                     return True
             elif isinstance(found, type) and issubclass(found, wanted):
                 return True
-        return not self.classes
+        return False
 
 
 def _is_like(path: str, patterns: Sequence[str]) -> bool:

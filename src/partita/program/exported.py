@@ -6,6 +6,7 @@ The rebuilt program survives saving, loading and unflattening, and keeps the mea
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from partita._torch.fake_tensors import shared_fake_mode, to_fake
 from partita._torch.fx.graph_writer import GraphWriter
 from partita._torch.fx.lazy_graph_module import exempt_from_dce, generate_code, lazy_module, restore_levels
 from partita._torch.gc_pause import gc_paused
-from partita.analysis.nodes import ModuleStack, attribute_of, returned_by, settle_stacks
+from partita.analysis.nodes import ModuleStack, attribute_of, returned_by
 from partita.errors import SignatureError
 from partita.program._torch.guards import callers_take_guards, check_inputs, guards_of, set_guards
 
@@ -237,6 +238,37 @@ def exported_graph(graph_module: GraphModule, *, taken: Collection[str]) -> tupl
     return graph, attributes
 
 
+_STACK = "nn_module_stack"
+
+
+def settle_stacks(graph: Graph) -> None:
+    """Keeps the nodes of each call of a module in one run, as `torch.export.unflatten` requires.
+
+    A node that would go back into a call which has ended stays in the call around it; an item goes with its source.
+    """
+    # Calls are numbered by their parent: keys of whole stacks would take memory quadratic in the depth.
+    numbers: dict[tuple[int, tuple[str, Any]], int] = {}
+    current: list[int] = []
+    ended: set[int] = set()
+    for node in graph.nodes:
+        source = node.args[0] if node.target is operator.getitem else None
+        stack = (source if isinstance(source, Node) else node).meta.get(_STACK) or node.meta.get(_STACK)
+        if not stack or node.op in ("placeholder", "output"):
+            continue
+        calls = tuple(stack.items())
+        if calls[0][1][0] != "":  # Nodes that torch adds belong wherever they stand.
+            continue
+        running, number = list[int](), 0
+        for call in calls:
+            number = numbers.setdefault((number, call), len(numbers) + 1)
+            if number in ended:
+                break
+            running.append(number)
+        ended.update(set(current).difference(running))
+        current = running
+        node.meta[_STACK] = dict(calls[: len(running)])
+
+
 class _Copying:
     """Copies graphs; a body that is read twice is copied once."""
 
@@ -347,7 +379,7 @@ def _nodes_by_call(graph: Graph) -> dict[str, dict[Node, None]]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        stack: ModuleStack = node.meta.get("nn_module_stack") or {}
+        stack: ModuleStack = node.meta.get(_STACK) or {}
         for key, (path, _) in stack.items():
             _, again, number = key.partition("@")
             found.setdefault(f"{path}@{number}" if again else path, {})[node] = None
