@@ -13,7 +13,8 @@ from torch import nn
 from torch.fx import Node
 
 from partita._plain_help import PlainHelp
-from partita.analysis.nodes import find, imported_class
+from partita.analysis.imported_names import imported_class
+from partita.analysis.nodes import find
 from partita.errors import OptionError
 from partita.policies.constraints import check_flags
 from partita.policies.legalize import Piece, assignable, call_user_function, legal_partition, unassigned

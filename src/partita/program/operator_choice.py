@@ -10,7 +10,8 @@ from torch import nn
 from torch.fx import Node
 
 from partita._torch.operator_schemas import OPERATORS, is_higher_order, signatures_of, signatures_of_method
-from partita.analysis.nodes import find, imported
+from partita.analysis.imported_names import imported
+from partita.analysis.nodes import find
 from partita.errors import OptionError
 
 #: An operator or overload, a Python function, a module class, or a name: "aten.mm", "vllm.unified_attention",

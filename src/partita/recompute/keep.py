@@ -19,7 +19,8 @@ from partita._plain_help import PlainHelp
 from partita._torch.dry_runs import Allowance
 from partita._torch.operator_schemas import OPERATORS, signatures_of
 from partita._torch.toggles import TOGGLES
-from partita.analysis.nodes import bytes_at_hints, imported, value_of
+from partita.analysis.imported_names import imported
+from partita.analysis.nodes import bytes_at_hints, value_of
 from partita.errors import OptionError, RecomputeError
 from partita.near_names import near_names
 from partita.program._torch.saved_tensors import allocated_tensors
