@@ -20,6 +20,7 @@ import partita
 from partita.errors import BudgetError, OptionError
 from partita.memory import (
     MemoryBudget,
+    MemoryPlan,
     Rates,
     StepMemory,
     budget_curve,
@@ -28,6 +29,7 @@ from partita.memory import (
     step_memory,
 )
 from partita.memory.rates import shown_milliseconds
+from partita.solvers.peak import peak_of
 
 _X, _Y = torch.randn(256, 32), torch.randint(16, (256,))
 
@@ -83,30 +85,55 @@ def test_less_memory_asked_never_means_more_used() -> None:
     assert seconds[-1] == 0
 
 
-@pytest.mark.parametrize("at_the_ends", [True, False])
-def test_less_memory_never_takes_more_where_segments_do_not_add_up(
-    monkeypatch: pytest.MonkeyPatch, *, at_the_ends: bool
-) -> None:
+@cache
+def _deep_step() -> StepMemory:
     torch.manual_seed(0)
-    step = step_memory(Model(), (_X, _Y), rates=RATES)
+    return step_memory(Model(depth=8), (_X, _Y), rates=RATES)
+
+
+def _check_order(plans: list[MemoryPlan]) -> None:
+    """`plans` are from the smallest budget on."""
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+    assert all(one.peak_bytes <= other.peak_bytes for one, other in pairwise(plans))
+    assert all(one.extra_seconds >= other.extra_seconds for one, other in pairwise(plans))
+
+
+@pytest.mark.parametrize("at_the_ends", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+def test_less_memory_never_takes_more_where_segments_do_not_add_up(
+    monkeypatch: pytest.MonkeyPatch, seed: int, *, at_the_ends: bool
+) -> None:
+    step = _deep_step()
     least, most = step.smallest_peak_bytes, step.plain_peak_bytes
-    noise, known = random.Random(0), dict[tuple[int, ...], int]()
+    noise, known = random.Random(seed), dict[tuple[int, ...], int]()
     if not at_the_ends:
         known = dict.fromkeys(((0,) * len(step.chain.links), step.plan(least).chosen), 0)
-    exact = StepMemory._peak_bytes
+    apart, stages = (most - least) // 32, step.chain.stages()
 
-    def peak_bytes(self: StepMemory, chosen: tuple[int, ...]) -> int:
-        return exact(self, chosen) + known.setdefault(tuple(chosen), noise.randint(0, (most - least) // 8))
+    def tried(self: StepMemory, chosen: tuple[int, ...]) -> int:
+        peak = self.resident_bytes + peak_of(stages, chosen)
+        return peak + known.setdefault(tuple(chosen), noise.randint(-apart, apart))
 
-    monkeypatch.setattr(StepMemory, "_peak_bytes", peak_bytes)
+    monkeypatch.setattr(StepMemory, "_peak_bytes", tried)
     step = StepMemory(step.chain, step.options, step.extra_bytes, step.device)
     least, most = step.smallest_peak_bytes, step.plain_peak_bytes
-    plans = [step.plan(least + (most - least) * at // 24) for at in range(25)]
-    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+    asked = [least + (most - least) * at // 30 for at in range(31)]
+    plans = [step.plan(bytes_) for bytes_ in asked]
+    _check_order(plans)
     assert len({plan.chosen for plan in plans}) > 4
-    if at_the_ends:
-        assert all(one.peak_bytes <= other.peak_bytes for one, other in pairwise(plans))
-        assert all(one.extra_seconds >= other.extra_seconds for one, other in pairwise(plans))
+    # Another order of calls, and another `StepMemory`, give the same plans.
+    again = StepMemory(step.chain, step.options, step.extra_bytes, step.device)
+    random.Random(1).shuffle(asked)
+    chosen = {bytes_: again.plan(bytes_).chosen for bytes_ in asked}
+    assert all(chosen[plan.budget_bytes] == plan.chosen for plan in plans)
+
+
+def test_less_memory_never_takes_more_where_a_plan_cannot_be_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partita.solvers.peak._MOST_STATES", 3)
+    step = _deep_step()
+    step = StepMemory(step.chain, step.options, step.extra_bytes, step.device)
+    least, most = step.smallest_peak_bytes, step.plain_peak_bytes
+    _check_order([step.plan(least + (most - least) * at // 60) for at in range(61)])
 
 
 @pytest.mark.parametrize("kind", ["blocks", "cross attention"])

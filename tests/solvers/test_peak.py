@@ -8,66 +8,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.work import steps_during
+from tests.solvers.chains import STAGES, all_plans
 
 from partita.solvers import peak
 from partita.solvers.keep_sets import Item, keep_sets
-from partita.solvers.peak import Choice, IfSaved, Stage, fastest, fastest_measured, frontier, least_peak, peak_of
+from partita.solvers.peak import Choice, IfSaved, Stage, fastest, frontier, least_peak, peak_of, seconds_of
 
-_VALUES = st.frozensets(st.integers(0, 2))
-_CHOICES = st.builds(
-    Choice,
-    seconds=st.integers(0, 9).map(float),
-    held=st.integers(-3, 9),
-    forward=st.integers(0, 20),
-    backward=st.integers(0, 20),
-    saves=_VALUES,
-    if_saved=st.lists(
-        st.builds(IfSaved, st.integers(0, 2), *(3 * [st.integers(0, 4)])), max_size=2, unique_by=lambda one: one.value
-    ).map(tuple),
-)
-_STAGES = st.lists(
-    st.builds(
-        Stage,
-        st.lists(_CHOICES, min_size=1, max_size=4).map(tuple),
-        st.integers(0, 9),
-        _VALUES,
-        st.dictionaries(st.integers(0, 2), st.integers(0, 4), max_size=2).map(lambda sizes: tuple(sizes.items())),
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-def _all_plans(stages: list[Stage]) -> list[tuple[int, ...]]:
-    return list(product(*(range(len(stage.choices)) for stage in stages)))
-
-
-def _seconds(stages: list[Stage], plan: tuple[int, ...]) -> float:
-    return sum(stage.choices[number].seconds for stage, number in zip(stages, plan, strict=True))
-
-
-@given(_STAGES, st.integers(-5, 60))
+@given(STAGES, st.integers(-5, 60))
 @settings(max_examples=300, deadline=None)
 def test_the_fastest_plan_is_the_fastest_of_all_that_fit(stages: list[Stage], room: int) -> None:
-    fitting = [plan for plan in _all_plans(stages) if peak_of(stages, plan) <= room]
+    fitting = [plan for plan in all_plans(stages) if peak_of(stages, plan) <= room]
     found = fastest(stages, room)
     if found is None:
         assert not fitting
         return
     assert peak_of(stages, found) <= room
-    assert _seconds(stages, found) == min(_seconds(stages, plan) for plan in fitting)
+    assert seconds_of(stages, found) == min(seconds_of(stages, plan) for plan in fitting)
 
 
-@given(_STAGES)
+@given(STAGES)
 @settings(max_examples=200, deadline=None)
-def test_the_least_peak_is_the_least_of_all_plans(stages: list[Stage]) -> None:
+def test_the_least_peak_is_the_least_ofall_plans(stages: list[Stage]) -> None:
     found, plan = least_peak(stages)
-    assert found == peak_of(stages, plan) == min(peak_of(stages, one) for one in _all_plans(stages))
+    assert found == peak_of(stages, plan) == min(peak_of(stages, one) for one in all_plans(stages))
     assert fastest(stages, found) is not None
     assert fastest(stages, found - 1) is None
 
 
-@given(_STAGES)
+@given(STAGES)
 @settings(max_examples=100, deadline=None)
 def test_less_room_never_gives_a_higher_peak(stages: list[Stage]) -> None:
     peaks = [peak_of(stages, plan) for room in range(70) if (plan := fastest(stages, room)) is not None]
@@ -82,48 +50,11 @@ def _held(stages: list[Stage], plan: tuple[int, ...]) -> int:
     return held
 
 
-@given(_STAGES, st.integers(0, 6), st.integers(1, 97), st.sampled_from([1, 3, 1_000]))
-@settings(max_examples=200, deadline=None)
-def test_measured_plans_are_in_order_although_their_peaks_are_not_what_stages_say(
-    stages: list[Stage], apart: int, salt: int, states: int
-) -> None:
-    def measured(plan: tuple[int, ...]) -> int:
-        mixed = sum((at + 1) * salt * (number + 1) for at, number in enumerate(plan)) % 97
-        return peak_of(stages, plan) + apart * (mixed % 5 - 2)
-
-    plans = _all_plans(stages)
-    fast = min(plans, key=lambda plan: (_seconds(stages, plan), plan))
-    slow = min(plans, key=lambda plan: (measured(plan), _seconds(stages, plan)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peak, "_MOST_STATES", states)  # The fastest is no longer found then.
-        found = [
-            (room, fastest_measured(stages, room, measured, slow=slow, fast=fast))
-            for room in range(measured(slow), measured(fast))
-        ]
-    assert all(measured(plan) <= room for room, plan in found)
-    peaks, seconds = [measured(plan) for _, plan in found], [_seconds(stages, plan) for _, plan in found]
-    assert peaks == sorted(peaks)
-    assert seconds == sorted(seconds, reverse=True)
-
-
-@given(_STAGES)
-@settings(max_examples=100, deadline=None)
-def test_a_measured_plan_is_the_fastest_where_its_peak_is_what_stages_say(stages: list[Stage]) -> None:
-    plans = _all_plans(stages)
-    fast = min(plans, key=lambda plan: (_seconds(stages, plan), plan))
-    least, slow = least_peak(stages)
-    slow = fastest(stages, least) or slow
-    for room in range(least, peak_of(stages, fast)):
-        found = fastest_measured(stages, room, lambda plan: peak_of(stages, plan), slow=slow, fast=fast)
-        fitting = (plan for plan in plans if peak_of(stages, plan) <= room)
-        assert _seconds(stages, found) == min(_seconds(stages, plan) for plan in fitting)
-
-
-@given(_STAGES, st.integers(-5, 60))
+@given(STAGES, st.integers(-5, 60))
 @settings(max_examples=100, deadline=None)
 def test_the_frontier_has_the_fastest_plan_for_everything_that_may_be_held(stages: list[Stage], room: int) -> None:
     fitting = {
-        (_held(stages, one), _seconds(stages, one)) for one in _all_plans(stages) if peak_of(stages, one) <= room
+        (_held(stages, one), seconds_of(stages, one)) for one in all_plans(stages) if peak_of(stages, one) <= room
     }
     found = frontier(stages, room)
     assert all(peak_of(stages, plan) <= room for plan in found)
@@ -132,7 +63,7 @@ def test_the_frontier_has_the_fastest_plan_for_everything_that_may_be_held(stage
         for held, seconds in sorted(fitting)
         if not any(other != (held, seconds) and other[0] <= held and other[1] <= seconds for other in fitting)
     ]
-    assert [(_held(stages, plan), _seconds(stages, plan)) for plan in found] == expected
+    assert [(_held(stages, plan), seconds_of(stages, plan)) for plan in found] == expected
 
 
 def test_a_value_that_one_stage_saves_stays_allocated_for_the_others() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, final
 
@@ -31,7 +31,8 @@ from partita.plans import Plan
 from partita.program.program import Program
 from partita.recompute import KeepNodes, KeepNothing, Recompute
 from partita.regions import Partition
-from partita.solvers.peak import Stage, fastest, fastest_measured, least_peak, peak_of
+from partita.solvers.ladder import Ladder
+from partita.solvers.peak import Stage, fastest, least_peak, peak_of
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class MemoryPlan:
                 way.is_recomputed,
                 tuple(link.region.nodes[place].name for place in way.kept),
                 way.trial.held,
-                way.trial.seconds - link.ways[0].trial.seconds,
+                link.extra_seconds(way),
             )
             for link, way in zip(self.chain.links, self.ways, strict=True)
         )
@@ -364,11 +365,14 @@ class StepMemory:
     def _fastest_that_fits(self, allowed: int) -> tuple[int, ...]:
         """The choices of a plan, where the plain step does not fit, and the one that takes least does."""
         room = allowed - self.resident_bytes
-        chosen = fastest(self._stages, room) if self._adds_up else None
-        if chosen is not None and self._peak_bytes(chosen) <= allowed:
-            return chosen
-        plain = (0,) * len(self._stages)
-        return fastest_measured(self._stages, room, self._peak_beside, slow=self._smallest[1], fast=plain)
+        return self._ladder.at_by_trial(room, self._peak_beside) if self._adds_up else self._ladder.at(room)
+
+    @cached_property
+    def _ladder(self) -> Ladder:
+        """The plans between the smallest peak and that of the plain step, ordered by what they take."""
+        plain, stages = (0,) * len(self._stages), self._stages
+        peak = partial(peak_of, stages) if self._adds_up else self._peak_beside
+        return Ladder(stages, peak, slow=self._smallest[1], fast=plain)
 
     @cached_property
     def _adds_up(self) -> bool:

@@ -8,7 +8,7 @@ stays allocated if one of them saves it, so a choice also says what it saves, an
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -82,9 +82,9 @@ _NOTHING: frozenset[int] = frozenset()
 def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
     """For each stage the number of a choice, so that the peak is at most `room` and the time least; None if none fits.
 
-    Among equals the plan that holds least is returned, then the first in the order of choices, so less room never
-    gives a plan with a higher peak. Exact for up to `_MOST_STATES` undominated states; of more than these, some are
-    dropped, so that a plan that fits may be slower than need be.
+    Among equals the plan that holds least is returned, then the first in the order of choices. Exact for up to
+    `_MOST_STATES` undominated states; of more than these, some are dropped, so that a plan that fits may be slower than
+    need be, and even slower than the one for less room. A `Ladder` has plans for all rooms that are in order.
     """
     layers: list[_States] = [{_NOTHING: [(0, 0.0, 0, 0)]}]
     for stage in stages:
@@ -93,45 +93,6 @@ def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
             return None
         layers.append(_best(grown))
     return _path(layers)
-
-
-#: How often the bytes between two plans are halved to find one between them.
-_HALVINGS = 10
-#: A plan that leaves less than one in so many bytes is good enough.
-_SPARE = 1_000
-
-
-def fastest_measured(
-    stages: Sequence[Stage],
-    room: int,
-    measured: Callable[[tuple[int, ...]], int],
-    *,
-    slow: tuple[int, ...],
-    fast: tuple[int, ...],
-) -> tuple[int, ...]:
-    """The choices of a plan of about `room` bytes and not more, where the sum of stages is only nearly its peak.
-
-    `measured` gives the peak of a plan. `slow` fits, `fast` does not and is no slower. The bytes between the least and
-    those of `fast` are halved, and a plan that is between the two in bytes and in time takes the place of one of them;
-    others do not count. So where two rooms part, the plan that fits only one of them stays between what they get: less
-    room never gives a plan that takes more memory, nor less time.
-    """
-    low, high = least_peak(stages)[0], peak_of(stages, fast)
-    for _ in range(_HALVINGS):
-        if low >= high or measured(slow) >= room - room // _SPARE:
-            break
-        middle = (low + high) // 2
-        chosen = fastest(stages, middle) or slow
-        peak, seconds = measured(chosen), seconds_of(stages, chosen)
-        if peak >= measured(fast) or seconds < seconds_of(stages, fast):
-            high = middle
-        elif peak < measured(slow) or seconds > seconds_of(stages, slow):
-            low = middle
-        elif peak > room:
-            high, fast = middle, chosen
-        else:
-            low, slow = middle, chosen
-    return slow
 
 
 def seconds_of(stages: Sequence[Stage], chosen: Sequence[int]) -> float:

@@ -252,7 +252,8 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, *outputs: Tensor) -> Any:
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in outputs]
         ctx.set_materialize_grads(False)
-        return outputs[0].new_zeros(())
+        # Of one type, so that it takes as much beside every segment as beside the whole step.
+        return outputs[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -25,7 +25,8 @@ from partita.memory.trials import module_path
 from partita.policies.repeats import Repeats
 from partita.program.program import Program
 from partita.regions.joint_forward import forward_part
-from partita.solvers.peak import Choice, Stage, fastest, fastest_measured, frontier, least_peak
+from partita.solvers.ladder import Ladder
+from partita.solvers.peak import Choice, Stage, fastest, frontier, least_peak
 
 
 @final
@@ -385,7 +386,12 @@ class JointPlanner:
             return self._plain
         if self.peak_of(self._smallest) > allowed:
             return None
-        return fastest_measured(self.stages, allowed, self.peak_of, slow=self._smallest, fast=self._plain)
+        return self._ladder.at(allowed)
+
+    @cached_property
+    def _ladder(self) -> Ladder:
+        """The plans between the smallest peak and that of the fastest step."""
+        return Ladder(self.stages, self.peak_of, slow=self._smallest, fast=self._plain)
 
     def seconds(self, chosen: Sequence[int]) -> float:
         """The time that a plan takes to recompute what it does not save."""

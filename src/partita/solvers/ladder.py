@@ -1,0 +1,109 @@
+"""A ladder of plans for a chain of segments: one for each number of bytes, none of which takes more than a higher one.
+
+The rungs do not depend on which is asked for, nor on what was asked before, so that less room never gives a plan that
+takes more memory, nor less time, however the plans are found and whatever their peaks turn out to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import final
+
+from partita.solvers.peak import Stage, fastest, least_peak, peak_of, seconds_of
+
+#: How often the bytes between two plans are halved to find one between them.
+_HALVINGS = 10
+#: A plan that leaves less than one in so many bytes is good enough.
+_SPARE = 1_000
+
+
+@final
+class Ladder:
+    """Plans between a slow one and a fast one, of which none has both a higher peak than the next and no more time.
+
+    `measured` gives the peak of a plan, which need not be what the stages add up to. The bytes between the ends are
+    halved again and again: a plan for the middle that is between the two around it, in bytes and in time, is a rung;
+    any other is left out. So where two rooms part, all rungs below are for the smaller one, and all above for the other.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        measured: Callable[[tuple[int, ...]], int],
+        *,
+        slow: tuple[int, ...],
+        fast: tuple[int, ...],
+    ) -> None:
+        self._stages, self._measured, self._slow, self._fast = stages, measured, slow, fast
+        self._plans: dict[int, tuple[int, ...]] = {}
+
+    def at(self, room: int) -> tuple[int, ...]:
+        """A plan of about `room` bytes and not more, if `slow` fits and `fast` does not."""
+        plan, _ = self._around(lambda plan: self._measured(plan) <= room, enough=room - room // _SPARE)
+        return plan
+
+    def at_by_trial(self, room: int, tried: Callable[[tuple[int, ...]], int]) -> tuple[int, ...]:
+        """The same where a trial of a plan may give another peak than `measured` does, though not for both ends.
+
+        A rung counts if its trial is nearer to its own peak than to those of the rungs around it, so that trials have
+        the order of rungs. Usually the first that is tried does; at the worst all below it are tried.
+        """
+        plan = self.at(room)
+        while plan != self._slow:
+            peak = tried(plan)
+            if peak <= room and self._is_nearest(plan, peak):
+                break
+            place = self._place(plan)
+            plan, _ = self._around(lambda other, place=place: self._place(other) < place)
+        return plan
+
+    def _is_nearest(self, plan: tuple[int, ...], peak: int) -> bool:
+        """Whether a peak is nearer to that of a rung than to those of its neighbours."""
+        own, place = self._measured(plan), self._place(plan)
+        if peak == own:
+            return True
+        before, _ = self._around(lambda other: self._place(other) < place)
+        _, after = self._around(lambda other: self._place(other) <= place)
+        return self._measured(before) + own < 2 * peak < own + self._measured(after)
+
+    def _around(
+        self, comes: Callable[[tuple[int, ...]], bool], *, enough: int | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The last rung that `comes` before some place, and the first that does not.
+
+        The search ends early with a rung that takes `enough` bytes.
+        """
+        slow, fast = self._slow, self._fast
+        low, high = self._rooms
+        for _ in range(_HALVINGS):
+            if low >= high or (enough is not None and self._measured(slow) >= enough):
+                break
+            middle = (low + high) // 2
+            plan = self._plan_for(middle)
+            if self._place(plan) >= self._place(fast) or self._seconds(plan) < self._seconds(fast):
+                high = middle
+            elif self._place(plan) <= self._place(slow) or self._seconds(plan) > self._seconds(slow):
+                low = middle
+            elif comes(plan):
+                low, slow = middle, plan
+            else:
+                high, fast = middle, plan
+        return slow, fast
+
+    @cached_property
+    def _rooms(self) -> tuple[int, int]:
+        """The least and the most room, by what the stages add up to."""
+        return least_peak(self._stages)[0], peak_of(self._stages, self._fast)
+
+    def _plan_for(self, room: int) -> tuple[int, ...]:
+        if room not in self._plans:
+            self._plans[room] = fastest(self._stages, room) or self._slow
+        return self._plans[room]
+
+    def _place(self, plan: tuple[int, ...]) -> tuple[int, float]:
+        """Where a plan is in the order of rungs."""
+        return self._measured(plan), -self._seconds(plan)
+
+    def _seconds(self, plan: tuple[int, ...]) -> float:
+        return seconds_of(self._stages, plan)
