@@ -246,7 +246,7 @@ def test_a_curve_goes_from_the_smallest_peak_to_the_plain_one() -> None:
         step.curve(1)
 
 
-@pytest.mark.parametrize("peak", [0, -5, "0GB", 0.0, -0.5])
+@pytest.mark.parametrize("peak", [0, -5, "0GB", "-5GB", 0.0, -0.5])
 def test_a_budget_is_above_zero(peak: Any) -> None:
     with pytest.raises(BudgetError, match="above zero"):
         MemoryBudget(peak)

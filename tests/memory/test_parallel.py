@@ -136,7 +136,7 @@ def test_communication_of_shards_is_estimated() -> None:
     assert communication_bytes(nn.ReLU(), under="FSDP2", ranks=2) == 0
 
 
-@pytest.mark.parametrize("communication", [-1, True, 1.5, None, "much", "9" * 400 + "GB"])
+@pytest.mark.parametrize("communication", [-1, "-1MB", True, 1.5, None, "much", "9" * 400 + "GB"])
 def test_communication_is_a_number_of_bytes(communication: Any) -> None:
     with pytest.raises(OptionError):
         step_memory(_model(), _batch(0, 0), rates=RATES, communication=communication)

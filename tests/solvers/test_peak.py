@@ -14,6 +14,7 @@ from partita.solvers import peak
 from partita.solvers.keep_sets import Item, keep_sets
 from partita.solvers.peak import Choice, IfSaved, Stage, fastest, frontier, least_peak, peak_of, seconds_of
 
+
 @given(STAGES, st.integers(-5, 60))
 @settings(max_examples=300, deadline=None)
 def test_the_fastest_plan_is_the_fastest_of_all_that_fit(stages: list[Stage], room: int) -> None:

@@ -24,7 +24,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_TEXT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_TEXT = re.compile(r"\s*(-?[0-9][0-9_]*(?:\.[0-9]*)?|-?\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 @final
@@ -112,11 +112,10 @@ def _counted(number: float) -> int:
 
 def bytes_said(value: object, name: str) -> int:
     """A number of bytes, or a text such as "200MB", that is zero or more; `name` is what it is for."""
-    if isinstance(value, str):
-        return _read(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    number = _read(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise OptionError(f"`{name}` is a number of bytes from 0 on, or a text such as '200MB', not {value!r}")
-    return _counted(value)
+    return _counted(number)
 
 
 def check_device_has(budget: int, device: torch.device) -> None:

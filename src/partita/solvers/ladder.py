@@ -20,11 +20,11 @@ _SPARE = 1_000
 
 @final
 class Ladder:
-    """Plans between a slow one and a fast one, of which none has both a higher peak than the next and no more time.
+    """Plans from a slow one to a fast one, its rungs: none takes fewer bytes or more time than the one before it.
 
     `measured` gives the peak of a plan, which need not be what the stages add up to. The bytes between the ends are
     halved again and again: a plan for the middle that is between the two around it, in bytes and in time, is a rung;
-    any other is left out. So where two rooms part, all rungs below are for the smaller one, and all above for the other.
+    any other is left out. So where two rooms part, the smaller one gets a rung below, and the larger one a rung above.
     """
 
     def __init__(
@@ -54,18 +54,22 @@ class Ladder:
             peak = tried(plan)
             if peak <= room and self._is_nearest(plan, peak):
                 break
-            place = self._place(plan)
-            plan, _ = self._around(lambda other, place=place: self._place(other) < place)
+            plan = self._below(plan)
         return plan
+
+    def _below(self, plan: tuple[int, ...]) -> tuple[int, ...]:
+        """The rung before this one."""
+        place = self._place(plan)
+        found, _ = self._around(lambda other: self._place(other) < place)
+        return found
 
     def _is_nearest(self, plan: tuple[int, ...], peak: int) -> bool:
         """Whether a peak is nearer to that of a rung than to those of its neighbours."""
         own, place = self._measured(plan), self._place(plan)
         if peak == own:
             return True
-        before, _ = self._around(lambda other: self._place(other) < place)
         _, after = self._around(lambda other: self._place(other) <= place)
-        return self._measured(before) + own < 2 * peak < own + self._measured(after)
+        return self._measured(self._below(plan)) + own < 2 * peak < own + self._measured(after)
 
     def _around(
         self, comes: Callable[[tuple[int, ...]], bool], *, enough: int | None = None
