@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 import partita
 from partita.backends import Inductor
 from partita.errors import OptionError, PlanFileError
+from partita.plans import files
 from partita.policies import ByCapability, ByLabel, BySize
 from partita.treatments import (
     Call,
@@ -253,7 +254,7 @@ def _spoilt(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, A
         (_spoilt(lambda data: data["regions"][0].update(label="\ud800")), "cannot be printed: '.ud800"),
         (_spoilt(lambda data: data["regions"][0].update(name="\u202e")), "cannot be printed: '.u202e"),
         (_spoilt(lambda data: data["regions"][0].update(name="a\xa0b")), "an unprintable character"),
-        (_spoilt(lambda data: data["regions"][0].update(label={"set": EQUAL_HASHES})), "more than 1000 values"),
+        (_spoilt(lambda data: data["regions"][0].update(label={"set": EQUAL_HASHES})), "more than 100 values"),
         (_spoilt(lambda data: data["regions"][0]["nodes"].extend(data["regions"][0]["nodes"])), "'linear' twice"),
         (_spoilt(lambda data: data["treatments"].append(data["treatments"][0])), "more treatments than regions"),
         (_spoilt(lambda data: data.update(reasons=[REASON])), "of the kind 'odd', which no reason has"),
@@ -361,3 +362,18 @@ def test_what_another_plan_changes() -> None:
     three = str(two.diff(partita.plan(program, BySize(parts=3), Call())))
     assert "+ region 'part_2', 1 node\n" in three
     assert "region 'part_0': - relu" in three
+
+
+def test_a_long_treatment_of_many_regions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A printed plan has it in each row, and all rows are as long as the longest."""
+    program, path = _program(), tmp_path / "plan.json"
+    partita.save_plan(partita.plan(program, BySize(operators=1), Recompute()), path)
+    count = len(partita.load_plan(path, program).partition)
+    assert count > 1
+    monkeypatch.setattr(files, "_MOST_LETTERS", 1_000 * count)
+    assert len(partita.load_plan(path, program).partition) == count
+    written = json.loads(path.read_text())
+    written["regions"][-1]["label"] = "a" * 1_000
+    path.write_text(json.dumps(written))
+    with pytest.raises(PlanFileError, match=f"too long to be printed for each of {count} regions"):
+        partita.load_plan(path, program)

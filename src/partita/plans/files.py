@@ -166,14 +166,21 @@ def _wrapped_anew(program: Program) -> Program:
 def _assembled(found: dict[str, Any], treatments: Sequence[Any], program: Program, reader: _Reader) -> Plan:
     where = reader.where
     regions, chosen = [], list[Treatment]()
+    letters, longest = [len(str(one)) for one in found["treatments"]], 0
     for at, one in enumerate(found["regions"]):
         row = reader.record(one, _REGION, f"region {at}")
         if not 0 <= row["treatment"] < len(treatments):
             raise PlanFileError(f"{where}: region {row['name']!r} has treatment {row['treatment']}, and there is none")
         nodes = reader.nodes(row["nodes"], program, f"region {row['name']!r}")
         label = reader.hashable(row["label"], f"the label of region {row['name']!r}")
+        longest = max(longest, len(row["name"]) + len(str(row["label"])) + letters[row["treatment"]])
         regions.append(Region(row["name"], nodes, label))
         chosen.append(treatments[row["treatment"]])
+    if longest * len(regions) > _MOST_LETTERS:
+        raise PlanFileError(
+            f"{where}: a region has a name, a label and a treatment of {longest} letters, too long to be "
+            f"printed for each of {len(regions)} regions"
+        )
     reasons: dict[Node, str] = {}
     for at, one in enumerate(found["reasons"]):
         row = reader.record(one, _REASON, f"reason {at}")
@@ -327,6 +334,9 @@ class _Reader:
 
 
 _DEEPEST = 20
-_MOST_IN_SET = 1_000
+_MOST_IN_SET = 100
+#: How many letters a table of all regions has: each row is as long as the longest, and a file may have one long
+#: treatment to which thousands of regions refer.
+_MOST_LETTERS = 50_000_000
 #: Signs that a terminal interprets or that reverse the direction of a text, and halves of characters; no line breaks.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

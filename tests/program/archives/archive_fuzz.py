@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.program.archives.hard_sizes import HARD_SIZES
 from tests.program.archives.helpers import Plain, Spoilt, X
 from torch import Tensor, nn
 from torch.export import Dim
@@ -132,6 +133,7 @@ def spoil(path: Path, seed: int, canary: Path, target: Path) -> None:
     spoilt = Spoilt(path)
     for _ in range(dice.choice((1, 1, 1, 2, 5))):
         kinds = (_spoil_members, *[_spoil_json] * 4, *[_spoil_keys] * 2, *[_spoil_sizes] * 3, *[_spoil_texts] * 4)
+        kinds += (_spoil_metadata,)
         dice.choice(kinds)(spoilt, dice, str(canary))
     compression = zipfile.ZIP_DEFLATED if dice.random() < 0.02 else zipfile.ZIP_STORED
     spoilt.write(target, compression=compression)
@@ -222,6 +224,19 @@ def _spoil_keys(spoilt: Spoilt, dice: random.Random, canary: str) -> None:
     _changing(spoilt, dice, change)
 
 
+def _spoil_metadata(spoilt: Spoilt, dice: random.Random, canary: str) -> None:
+    """Gives a tensor of the graph the metadata of another, or other sizes and strides."""
+
+    def change(parsed: Any) -> None:
+        held = [owner[key] for owner, key in places(parsed) if isinstance(owner[key], dict) and "strides" in owner[key]]
+        if held:
+            one, other = dice.choice(held), dice.choice(held)
+            key = dice.choice(("dtype", "sizes", "strides", "device", "requires_grad"))
+            one[key] = json.loads(json.dumps(other.get(key)))
+
+    _changing(spoilt, dice, change)
+
+
 def _spoil_texts(spoilt: Spoilt, dice: random.Random, canary: str) -> None:
     payload = dice.choice(PAYLOADS).replace("{c!r}", repr(canary)).replace("{c}", canary)
 
@@ -252,6 +267,9 @@ def _spoil_sizes(spoilt: Spoilt, dice: random.Random, canary: str) -> None:
         if written and dice.random() < 0.7:
             owner = dice.choice(written)
             old, new = owner["expr_str"], _expression(dice, dice.choice((1, 2, 4, 8, 60)), is_infix=dice.random() < 0.2)
+            if dice.random() < 0.4:
+                _spoil_all_sizes(written, dice)
+                return
             for each in written:
                 if each["expr_str"] == old:
                     each["expr_str"] = new
@@ -260,6 +278,14 @@ def _spoil_sizes(spoilt: Spoilt, dice: random.Random, canary: str) -> None:
             parsed["guards_code"] = [f"{left} {dice.choice(('==', '<=', '!=', 'and'))} {right}"]
 
     _changing(spoilt, dice, change)
+
+
+def _spoil_all_sizes(written: list[Any], dice: random.Random) -> None:
+    """Gives every size one of the forms that take long, of symbols of its own."""
+    form, length = HARD_SIZES[dice.choice(sorted(HARD_SIZES))], dice.choice((2, 6, 12, 40))
+    for at, owner in enumerate(written):
+        symbols = [f"Symbol('s{at + number + 100}', positive=True, integer=True)" for number in range(length)]
+        owner["expr_str"] = form(symbols)
 
 
 def _symbol(dice: random.Random) -> str:
@@ -334,6 +360,7 @@ def look_at(
         return False
     say("use")
     try:
+        str(partita.plan(program, BySize(operators=1), Recompute()))
         after = program if treatment is None else partita.plan(program, BySize(parts=1), treatment).apply()
         module = after.module()
         _check_conditions(module, args, kwargs)

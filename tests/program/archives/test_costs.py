@@ -327,6 +327,17 @@ def test_layouts_of_weights_are_not_compared_with_each_other(small: Path, tmp_pa
     assert work(240) - work(120) < 3 * (work(120) - work(60))
 
 
+def test_conditions_with_the_same_hash_are_not_compared_with_each_other(small: Path, tmp_path: Path) -> None:
+    def work(count: int) -> int:
+        spoilt = Spoilt(small)
+        texts = [f"max({', '.join(map(str, numbers))}) != L['x'].size()[0]" for numbers in same_hash(count)]
+        spoilt.program(lambda program: program.update(guards_code=texts))
+        program = load_exported(spoilt.write(tmp_path / "m.pt2"))
+        return calls_during(program.module)
+
+    assert grows_in_proportion(work)
+
+
 def test_sizes_with_the_same_hash_have_keys_with_different_ones() -> None:
     traced = Graph()
     for at, sizes in enumerate(same_hash(20)):

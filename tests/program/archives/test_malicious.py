@@ -748,6 +748,62 @@ def test_a_parameter_without_a_tensor_is_refused(saved: Path, tmp_path: Path) ->
         load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 
+def _transposed(meta: Any) -> None:
+    meta.update(strides=[{"as_int": 1}, {"as_int": 4}])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: meta.update(dtype=5),
+        lambda meta: meta.update(sizes=[{"as_int": 2}, {"as_int": 8}]),
+        lambda meta: meta.update(sizes=[{"as_int": 16}], strides=[{"as_int": 1}]),
+        lambda meta: meta.update(sizes=[{"as_expr": {"expr_str": size(7), "hint": {"as_int": 4}}}, {"as_int": 4}]),
+        _transposed,
+    ],
+    ids=["dtype", "sizes", "rank", "symbol", "strides"],
+)
+def test_a_graph_reads_the_weights_that_the_file_has(saved: Path, tmp_path: Path, change: Any) -> None:
+    """Compiled code relies on what the graph says of them."""
+    spoilt = Spoilt(saved)
+    spoilt.program(lambda program: change(graph(program)["tensor_values"]["p_linear_weight"]))
+    with pytest.raises(ArchiveError, match=r"'linear\.weight' is not the tensor that the graph reads: .*, and there"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_strides_between_no_elements_are_not_compared(saved: Path, tmp_path: Path) -> None:
+    spoilt = Spoilt(saved)
+    meta = {"strides": [{"as_int": 77}, {"as_int": 1}]}
+    spoilt.program(lambda program: graph(program)["tensor_values"]["p_empty"].update(meta))
+    assert load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
+def test_a_parameter_is_no_number(saved: Path, tmp_path: Path) -> None:
+    """Saving such a program raised a KeyError, if nothing read the number."""
+    spoilt = Spoilt(saved)
+
+    def change(program: Any) -> None:
+        (place,) = [at for at, one in enumerate(graph(program)["inputs"]) if one["as_tensor"]["name"] == "p_unused"]
+        graph(program)["inputs"][place] = {"as_sym_int": {"as_name": "p_unused"}}
+        graph(program)["sym_int_values"]["p_unused"] = {"as_int": 3}
+
+    weight = json.loads(spoilt.members["data/weights/model_weights_config.json"])["config"]["saved"]
+    spoilt.json("data/weights/model_weights_config.json", lambda parsed: parsed["config"].update(unused=weight))
+
+    def add(program: Any) -> None:
+        signature = program["graph_module"]["signature"]
+        named = {"arg": {"name": "p_unused"}, "parameter_name": "unused"}
+        signature["input_specs"].insert(0, {"parameter": named})
+        graph(program)["inputs"].insert(0, {"as_tensor": {"name": "p_unused"}})
+        graph(program)["tensor_values"]["p_unused"] = graph(program)["tensor_values"]["b_saved"]
+
+    spoilt.program(add)
+    assert load_exported(spoilt.write(tmp_path / "unused.pt2"))
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="'p_unused' is of the type SymInt in the graph"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
 def test_a_tensor_is_no_weight_and_constant_at_once(saved: Path, tmp_path: Path) -> None:
     spoilt = Spoilt(saved)
     listed = json.loads(spoilt.members["data/weights/model_weights_config.json"])["config"]

@@ -114,7 +114,8 @@ def _conditions(exported: ExportedProgram, inputs: Sequence[Node]) -> list[Condi
     found += _on_sizes(values, exported.range_constraints)
     found += _traced(guards_of(exported), paths)
     found += [condition for place, value in enumerate(values) for condition in _on_form(place, value)]
-    return [(condition, _message(condition, names)) for condition in dict.fromkeys(found)]
+    # By their texts: a file can have any number of conditions with the same hash.
+    return [(one, _message(one, names)) for one in {printed(condition): condition for condition in found}.values()]
 
 
 def _message(condition: Expression, names: Sequence[str]) -> str:
@@ -324,10 +325,11 @@ def _linear_form(expression: Any) -> tuple[Any, int, int] | None:
 def _traced(guards: Sequence[str], paths: Sequence[InputPath]) -> Iterator[Expression]:
     """The guards that torch found during tracing, on the inputs of the program."""
     places = {path.keys: place for place, path in enumerate(paths)}
+    arguments = {path.keys[0] for path in paths}
     functions = functions_of_conditions()
     for guard in guards:
         try:
-            condition = substituted(parsed(guard), lambda part: _placed(part, places))
+            condition = substituted(parsed(guard), lambda part: _placed(part, places, arguments))
             evaluator(condition, functions)
         except ExpressionError as error:
             raise SignatureError(
@@ -337,16 +339,18 @@ def _traced(guards: Sequence[str], paths: Sequence[InputPath]) -> Iterator[Expre
         yield condition
 
 
-def _placed(part: Symbol | Read, places: Mapping[tuple[str | int, ...], int]) -> Expression:
+def _placed(
+    part: Symbol | Read, places: Mapping[tuple[str | int, ...], int], arguments: Collection[str | int]
+) -> Expression:
     """A read by the number of the input; torch also numbers inputs, and names those of `*xs` in two ways."""
     if isinstance(part, Symbol):
         raise ExpressionError(f"the symbol {part.name!r} belongs to no input")
     assert isinstance(part.input, InputPath)
     keys = part.input.keys
-    if keys[0] == "flat_args" and len(keys) == 2 and isinstance(keys[1], int) and keys[1] in places.values():
+    if keys[0] == "flat_args" and len(keys) == 2 and isinstance(keys[1], int) and keys[1] < len(places):
         return Read(keys[1], part.query, part.axis)
     spellings = [keys, (f"{keys[0]}_{keys[1]}", *keys[2:])] if len(keys) > 1 else [keys]
-    if all(known[0] != keys[0] for known in places):  # `**kwargs` is no argument of the program, but its entries are.
+    if keys[0] not in arguments:  # `**kwargs` is no argument of the program, but its entries are.
         spellings.append(keys[1:])
     for spelled in spellings:
         if spelled in places:

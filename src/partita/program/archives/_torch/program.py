@@ -10,11 +10,12 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from torch import Size
+from torch import Size, SymBool, SymFloat, SymInt, Tensor
 from torch._export import verifier
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export import graph_signature as signatures
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
+from torch.fx import Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
@@ -29,6 +30,7 @@ from partita._torch.expressions import (
     parsed,
     printed,
 )
+from partita.analysis.nodes import returned_by, value_of
 from partita.errors import SignatureError
 from partita.program._torch.guards import set_guards
 from partita.program.archives._torch.graph import GraphReader, annotations_of, value_name
@@ -114,11 +116,48 @@ class SavedProgram:
 
 
 def _check_signature(made: ExportedProgram, data: Data) -> None:
-    """Raises if the signature names other inputs or outputs than the graph: torch does not look at all of them."""
+    """Raises if the signature names other inputs, outputs or tensors than the graph: torch does not look at all."""
     try:
         check_signature(made.graph, made.graph_signature)
     except SignatureError as error:
         data.malformed(str(error))
+    values = map(value_of, made.graph.find_nodes(op="placeholder"))
+    for value, spec in zip(values, made.graph_signature.input_specs, strict=True):
+        _check_kind(value, spec, data)
+        held = None if spec.target is None else made.state_dict.get(spec.target, made.constants.get(spec.target))
+        if held is not None and (_layout(value) is None or _layout(value) != _layout(held)):
+            where = f"{spec.target[:100]!r} is not the tensor that the graph reads"
+            data.malformed(f"{where}: {_layout(held)}, and there {_layout(value) or 'symbolic sizes'}")
+    for returned, output in zip(returned_by(made.graph), made.graph_signature.output_specs, strict=True):
+        _check_kind(value_of(returned) if isinstance(returned, Node) else returned, output, data)
+
+
+def _check_kind(value: Any, spec: InputSpec | OutputSpec, data: Data) -> None:
+    """Raises if an input or an output is a tensor in the signature and a number in the graph, say."""
+    kinds = _KINDS.get(type(spec.arg))
+    if kinds is not None and not isinstance(value, kinds):
+        data.malformed(f"{spec.arg.name[:100]!r} is of the type {type(value).__name__} in the graph")
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Its dtype, its sizes, and the strides between its elements; None if some are symbolic, which compare slowly."""
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    if not all(type(number) is int for number in (*sizes, *strides)):
+        return None
+    return (
+        tensor.dtype,
+        sizes,
+        tuple(step for size, step in zip(sizes, strides, strict=True) if size > 1 and 0 not in sizes),
+    )
+
+
+#: What a value of the graph is that the signature names as a tensor or a number.
+_KINDS: Mapping[type, tuple[type, ...]] = {
+    TensorArgument: (Tensor,),
+    signatures.SymIntArgument: (int, SymInt),
+    signatures.SymFloatArgument: (int, float, SymFloat),
+    signatures.SymBoolArgument: (bool, SymBool),
+}
 
 
 def _verifier(dialect: Data) -> Any:

@@ -25,9 +25,14 @@ _MOST_LETTERS = 4_000
 _MOST_OPERATIONS = 120
 _MOST_TERMS = 256
 _LARGEST_EXPONENT = 8
+#: The most operands of all Max, Min, And and Or in a size: sympy compares them in pairs at each level of a nest, and
+#: again whenever the size is built anew with other symbols.
+_MOST_CHOICES = 24
+#: Of a fraction, so that no two in a file have the same hash: of pairs of larger numbers, any number have.
+_LARGEST_OF_FRACTION = 1 << 31
 #: An estimate of torch's work on all sizes of a program, in units of about 0.3 ms, fitted to measurements: every
 #: operation and every new shape costs something, and products of sums grow like powers of their number of terms.
-_MOST_WORK = 100_000
+_MOST_WORK = 50_000
 _WORK_OF_OPERATION, _WORK_OF_REMAINDER, _WORK_OF_SHAPE = 6, 30, 35
 _USUAL_DIMENSIONS = 8
 _MOST_RANGES = 100_000
@@ -123,6 +128,8 @@ class Symbols:
             return self._known[written]
         try:
             read = parsed(written, letters=_MOST_LETTERS, operations=_MOST_OPERATIONS)
+            if _choices(read) > _MOST_CHOICES:
+                raise ExpressionError(f"it has more than {_MOST_CHOICES} operands of Max, Min, And and Or")
             made, terms = self._made(read)
         except ExpressionError as error:
             data.refuse(f"{written[:100]!r} is no size: {error}")
@@ -182,7 +189,9 @@ class Symbols:
                 return self._symbol(name, {})
             case Operation("Symbol", (str(name),), options) if all(isinstance(value, bool) for _, value in options):
                 return self._symbol(name, {key: bool(value) for key, value in options})
-            case Operation("Rational", (int(above), int(below)), ()) if below > 0:
+            case Operation("Rational", (int(above), int(below)), ()) if (
+                below > 0 and max(abs(above), below) < _LARGEST_OF_FRACTION
+            ):
                 return sympy.Rational(above, below), 1
             case Operation("Float", (str(written),), () | (("precision", 53),)):
                 return _float(written), 1
@@ -274,6 +283,14 @@ def _terms(expression: Operation, counts: list[int], last: sympy.Basic) -> int:
     if terms > _MOST_TERMS:
         raise ExpressionError(f"it has more than {_MOST_TERMS} terms")
     return terms
+
+
+def _choices(expression: Expression) -> int:
+    """The operands of all Max, Min, And and Or in an expression, however nested."""
+    if not isinstance(expression, Operation):
+        return 0
+    own = len(expression.operands) if expression.name.lower() in ("max", "min", "and", "or") else 0
+    return own + sum(map(_choices, expression.operands))
 
 
 def _has_power(base: Expression) -> bool:
