@@ -755,7 +755,7 @@ def _transposed(meta: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda meta: meta.update(dtype=5),
+        lambda meta: meta.update(dtype=8),
         lambda meta: meta.update(sizes=[{"as_int": 2}, {"as_int": 8}]),
         lambda meta: meta.update(sizes=[{"as_int": 16}], strides=[{"as_int": 1}]),
         lambda meta: meta.update(sizes=[{"as_expr": {"expr_str": size(7), "hint": {"as_int": 4}}}, {"as_int": 4}]),
@@ -783,11 +783,10 @@ def test_a_parameter_is_no_number(saved: Path, tmp_path: Path) -> None:
     spoilt = Spoilt(saved)
 
     def change(program: Any) -> None:
-        (place,) = [at for at, one in enumerate(graph(program)["inputs"]) if one["as_tensor"]["name"] == "p_unused"]
-        graph(program)["inputs"][place] = {"as_sym_int": {"as_name": "p_unused"}}
+        graph(program)["inputs"][0] = {"as_sym_int": {"as_name": "p_unused"}}
         graph(program)["sym_int_values"]["p_unused"] = {"as_int": 3}
 
-    weight = json.loads(spoilt.members["data/weights/model_weights_config.json"])["config"]["saved"]
+    weight = json.loads(spoilt.members["data/weights/model_weights_config.json"])["config"]["linear.bias"]
     spoilt.json("data/weights/model_weights_config.json", lambda parsed: parsed["config"].update(unused=weight))
 
     def add(program: Any) -> None:
@@ -795,7 +794,7 @@ def test_a_parameter_is_no_number(saved: Path, tmp_path: Path) -> None:
         named = {"arg": {"name": "p_unused"}, "parameter_name": "unused"}
         signature["input_specs"].insert(0, {"parameter": named})
         graph(program)["inputs"].insert(0, {"as_tensor": {"name": "p_unused"}})
-        graph(program)["tensor_values"]["p_unused"] = graph(program)["tensor_values"]["b_saved"]
+        graph(program)["tensor_values"]["p_unused"] = graph(program)["tensor_values"]["p_linear_bias"]
 
     spoilt.program(add)
     assert load_exported(spoilt.write(tmp_path / "unused.pt2"))

@@ -23,8 +23,8 @@ from partita.program.archives.data import NotDataError, RefusedError
 from partita.program.exported import with_origin
 
 _SHOWN = 5
-#: How many programs of one archive are inspected; each may take a minute.
-_MOST_PROGRAMS = 16
+#: How many programs of one archive are inspected; each may have sizes that take seconds.
+_MOST_PROGRAMS = 8
 #: torch's own loader is not thread-safe.
 _LOCK = threading.RLock()
 
