@@ -778,28 +778,36 @@ def test_strides_between_no_elements_are_not_compared(saved: Path, tmp_path: Pat
     assert load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 
-def test_a_parameter_is_no_number(saved: Path, tmp_path: Path) -> None:
-    """Saving such a program raised a KeyError, if nothing read the number."""
+@pytest.mark.parametrize(
+    ("given", "name", "kind"),
+    [
+        ({"as_int": 3}, "arg0", "int"),
+        ({"as_sym_int": {"as_name": "n"}}, "n", "SymInt"),
+        ({"as_sym_float": {"as_name": "f"}}, "f", "float"),
+    ],
+)
+def test_a_parameter_is_no_number(saved: Path, tmp_path: Path, given: Any, name: str, kind: str) -> None:
+    """Saving a program in which nothing reads it raised a KeyError."""
     spoilt = Spoilt(saved)
-
-    def change(program: Any) -> None:
-        graph(program)["inputs"][0] = {"as_sym_int": {"as_name": "p_unused"}}
-        graph(program)["sym_int_values"]["p_unused"] = {"as_int": 3}
-
     weight = json.loads(spoilt.members["data/weights/model_weights_config.json"])["config"]["linear.bias"]
     spoilt.json("data/weights/model_weights_config.json", lambda parsed: parsed["config"].update(unused=weight))
+    spec: Any = {"parameter": {"arg": {"name": "p_unused"}, "parameter_name": "unused"}}
 
     def add(program: Any) -> None:
-        signature = program["graph_module"]["signature"]
-        named = {"arg": {"name": "p_unused"}, "parameter_name": "unused"}
-        signature["input_specs"].insert(0, {"parameter": named})
+        program["graph_module"]["signature"]["input_specs"].insert(0, spec)
         graph(program)["inputs"].insert(0, {"as_tensor": {"name": "p_unused"}})
         graph(program)["tensor_values"]["p_unused"] = graph(program)["tensor_values"]["p_linear_bias"]
+
+    def change(program: Any) -> None:
+        program["graph_module"]["signature"]["input_specs"][0]["parameter"]["arg"]["name"] = name
+        graph(program)["inputs"][0] = given
+        graph(program)["sym_int_values"]["n"] = {"as_int": 3}
+        graph(program)["sym_float_values"]["f"] = {"as_float": 3.0}
 
     spoilt.program(add)
     assert load_exported(spoilt.write(tmp_path / "unused.pt2"))
     spoilt.program(change)
-    with pytest.raises(ArchiveError, match="'p_unused' is of the type SymInt in the graph"):
+    with pytest.raises(ArchiveError, match=f"'{name}' is of the type {kind} in the graph"):
         load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 
