@@ -349,15 +349,23 @@ def test_functions_that_alias_what_crosses_keep_their_own_backward(
     torch.testing.assert_close(*gradients)
 
 
-def test_a_function_whose_result_and_argument_a_model_returns_keeps_its_own_backward() -> None:
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = x * 1
-        return hidden, _Reversed.apply(hidden)
+def _with_reversed(x: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = x * 1
+    return hidden, _Reversed.apply(hidden)
 
-    hidden, result = compiled(function, inner="aot_eager")(x := torch.ones(3, requires_grad=True))
+
+@pytest.mark.parametrize("treatment", [Call(), Recompute()])
+def test_a_function_whose_result_and_argument_a_model_returns_keeps_its_own_backward(treatment: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    hidden, result = compiled(_with_reversed, inner="aot_eager", treatment=treatment)(x)
     (hidden.sum() * 10 + result.sum()).backward()
     assert x.grad is not None
     assert x.grad.tolist() == [9, 9, 9]
+
+
+def test_a_peak_for_a_function_whose_backward_would_be_lost_is_refused() -> None:
+    with pytest.raises(Exception, match="whose result shares memory with what crosses its border, and code that is"):
+        compiled(_with_reversed, inner="aot_eager", peak="1GB")(torch.ones(3, requires_grad=True))
 
 
 def test_a_function_that_returns_new_memory_is_compiled() -> None:

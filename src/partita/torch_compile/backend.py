@@ -44,7 +44,7 @@ from partita.torch_compile.numbers import specialize_floats, take_numbers_out
 from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.peak import compile_to_fit
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
-from partita.torch_compile.pieces import DeferredTreatment, compile_pieces
+from partita.torch_compile.pieces import DeferredTreatment, compile_pieces, lost_backward
 from partita.torch_compile.shared_memory import checking_shared_memory
 from partita.torch_compile.shared_pieces import piece_key
 from partita.torch_compile.steps import forget_steps, steps_of
@@ -125,7 +125,11 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpt
     decided, checked = plan(program, chosen.policy, chosen.treatment), checking_shared_memory(program, example_inputs)
     with _annotated(decided, example_inputs):
         compiles_whole = _suffice_annotations(decided, chosen.treatment)
-        if compiles_whole and not (chosen.shares and _are_all_in_repeats(decided)):
+        lost = lost_backward(gm) if compiles_whole else None
+        if lost is not None:
+            log.warning("the graph %s; it runs uncompiled", lost)
+            function = _uncompiled(decided)
+        elif compiles_whole and not (chosen.shares and _are_all_in_repeats(decided)):
             border, compiled = border_of_graph(gm), inner(gm, example_inputs)
             function = compiled if border == Border() else Bordered(compiled, border)
         else:

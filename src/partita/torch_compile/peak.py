@@ -38,6 +38,7 @@ from partita.torch_compile._torch.backends import own_tracing_context
 from partita.torch_compile._torch.peak import compile_with_partitioner, copied_graph
 from partita.torch_compile.frames import PlaceInStep
 from partita.torch_compile.joint_mutations import check_recomputed_reads, is_functionalized, nodes_before_updates
+from partita.torch_compile.pieces import lost_backward
 from partita.torch_compile.steps import Steps
 
 log = logging.getLogger(__name__)
@@ -305,6 +306,12 @@ def compile_to_fit(
         raise BudgetError(
             "the graph has nested tensors, whose sizes are not known when a step is planned; compile without a peak, "
             "or pass padded tensors"
+        )
+    lost = lost_backward(gm)
+    if lost is not None:
+        raise BudgetError(
+            f"the graph {lost}, and code that is compiled whole loses its backward (torch 2.13); let the function "
+            "return a copy, or compile without a peak"
         )
     partition = memory_partition(
         peak,

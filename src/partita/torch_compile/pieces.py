@@ -493,8 +493,8 @@ class DeferredTreatment:
 def _why_uncompiled(body: GraphModule, site: Site) -> str | None:
     """Why a region must not be compiled apart from the rest of the graph; None if it may be."""
     if site.program is None or len(site.region.nodes) == len(site.program.operators()):
-        return _loses_backward(body)  # One compiled graph has all other gradients, and no tensor that crosses.
-    return _reshapes_across(body) or _loses_backward(body) or _split_hook(site)
+        return lost_backward(body)  # One compiled graph has all other gradients, and no tensor that crosses.
+    return _reshapes_across(body) or lost_backward(body) or _split_hook(site)
 
 
 def _reshapes_across(body: GraphModule) -> str | None:
@@ -508,8 +508,8 @@ def _reshapes_across(body: GraphModule) -> str | None:
     return "reshapes a tensor in place that crosses its border" if crosses else None
 
 
-def _loses_backward(body: GraphModule) -> str | None:
-    """Whether AOTAutograd (torch 2.13) would lose the backward of an autograd function, for its result is an alias.
+def lost_backward(body: GraphModule) -> str | None:
+    """Why AOTAutograd (torch 2.13) would lose the backward of an autograd function in a graph; None if it would not.
 
     It makes anew what aliases an input or another output, by views.
     """
