@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -377,3 +379,36 @@ def test_a_long_treatment_of_many_regions_is_refused(tmp_path: Path, monkeypatch
     path.write_text(json.dumps(written))
     with pytest.raises(PlanFileError, match=f"too long to be printed for each of {count} regions"):
         partita.load_plan(path, program)
+
+
+_READS_PLANS_THAT_NAME = """
+import json
+import sys
+
+import numpy
+import torch
+
+import partita
+from partita.policies import BySize
+from partita.treatments import KeepOperators, Recompute
+
+program = partita.capture(torch.nn.ReLU(), (torch.ones(2),))
+partita.save_plan(partita.plan(program, BySize(parts=1), Recompute(KeepOperators("aten.relu"))), "plan.json")
+data = json.load(open("plan.json"))
+before = set(sys.modules)
+for name in sys.argv[1:]:
+    data["treatments"][0]["options"]["keep"]["options"]["operators"] = {"tuple": [name]}
+    json.dump(data, open("plan.json", "w"))
+    try:
+        plan = partita.load_plan("plan.json", program)
+        print(plan)
+        plan.apply()
+    except partita.errors.PartitaError as error:
+        print(error)
+assert before == set(sys.modules), set(sys.modules) - before
+"""
+
+
+def test_operators_that_a_file_names_are_looked_up_without_imports(tmp_path: Path) -> None:
+    names = ("torch.onnx", "torch.onnx.x", "numpy.f2py.x", "torch.classes.foo.Bar", "aten.relu.__init__.__globals__")
+    subprocess.run([sys.executable, "-c", _READS_PLANS_THAT_NAME, *names], check=True, cwd=tmp_path)

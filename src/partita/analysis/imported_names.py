@@ -8,28 +8,33 @@ from typing import Any
 
 
 def imported(full_name: str) -> Any:
-    """The class or function of that name, or None where no imported module has it.
-
-    Attribute access may run code, so the name must come from the user, never from a file.
-    """
-    module, names = _module_and_names(full_name)
-    found: Any = sys.modules.get(module)
-    for name in names:
-        found = getattr(found, name, None)
+    """The class or function of that name, or None where no imported module has it."""
+    found = _found(full_name)
     return found if callable(found) else None
 
 
 def imported_class(full_name: str) -> type | None:
-    """The class of that name, or None where no imported module has it; the lookup runs no code."""
+    """The class of that name, or None where no imported module has it."""
+    found = _found(full_name)
+    return found if issubclass(type(found), type) else None
+
+
+def _found(full_name: str) -> Any:
+    """What a module, or a class in it, has under that name; None if nothing.
+
+    Attribute access may run code, lazy modules import others then, and the name may come from a file: so only the
+    dictionaries of modules and classes are read.
+    """
     module, names = _module_and_names(full_name)
     found: Any = sys.modules.get(module)
-    # `vars` and `isinstance` access attributes of the object, and lazy modules load on attribute access.
-    held = object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
     for name in names:
-        found = held.get(name)
-        if not issubclass(type(found), type):
+        if issubclass(type(found), ModuleType):
+            holders = [object.__getattribute__(found, "__dict__")]
+        elif issubclass(type(found), type):
+            holders = [type.__getattribute__(each, "__dict__") for each in type.__getattribute__(found, "__mro__")]
+        else:
             return None
-        held = type.__getattribute__(found, "__dict__")
+        found = next((holder[name] for holder in holders if name in holder), None)
     return found if names else None
 
 

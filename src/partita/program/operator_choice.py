@@ -52,7 +52,7 @@ class Chosen:
 
     def _add(self, operator: Operator) -> None:
         if isinstance(operator, str):
-            self._names.add(operator.replace("::", "."))
+            self._names.add(operator.replace("::", ".").removeprefix("torch.ops."))
             found = imported(operator)
             if found is not None:
                 self._add(found)

@@ -195,12 +195,19 @@ def _check_operator_names(names: Iterable[str]) -> None:
     """
     for name in names:
         plain = name.replace("::", ".").removeprefix("torch.ops.")
-        if plain.startswith("aten.") and imported(f"torch.ops.{plain}") is None:
+        if plain.startswith("aten.") and not _is_in_aten(plain):
             raise OptionError(f"torch has no operator {name!r}, so it cannot be kept{_hint(plain, _aten_names())}")
         module, _, function = plain.rpartition(".")
         if module.split(".")[0] == "torch" and module in sys.modules and imported(plain) is None:
-            near = (f"{module}.{known}" for known in dir(sys.modules[module]))
+            near = (f"{module}.{known}" for known, value in vars(sys.modules[module]).items() if callable(value))
             raise OptionError(f"{module!r} has no {function!r}, so it cannot be kept{_hint(plain, near)}")
+
+
+def _is_in_aten(name: str) -> bool:
+    """Whether ATen has the operator or overload `aten.name` or `aten.name.overload`, of which nothing else is read."""
+    base, _, overload = name.removeprefix("aten.").partition(".")
+    packet = getattr(torch.ops.aten, base, None) if base.isidentifier() else None
+    return isinstance(packet, OPERATORS[1]) and (not overload or overload in packet.overloads())
 
 
 def _aten_names() -> Iterator[str]:
