@@ -19,7 +19,9 @@ from partita.errors import OptionError, RecomputeError
 from partita.plans.memory import saved_bytes_of
 from partita.policies import ByLabel, ByModule, BySize
 from partita.program.flops import Flops
+from partita.program.operator_choice import Chosen
 from partita.program.saved_tensors import NodeDryRuns, saved_tensors_of
+from partita.recompute import keep
 from partita.recompute.keep import keepable
 from partita.testing.captured import Attention, Buffered, Mixer
 from partita.treatments import (
@@ -261,3 +263,19 @@ def test_a_kept_node_that_reads_a_float_of_a_size_can_be_saved(tmp_path: Path) -
     after = partita.plan(program, BySize(parts=1), Recompute(KeepEverything())).apply()
     after.save(str(tmp_path / "kept.pt2"))
     partita.verify(program, partita.Program.of(str(tmp_path / "kept.pt2")), args)
+
+
+def test_a_name_that_no_operator_can_have_is_refused_in_few_letters() -> None:
+    with pytest.raises(OptionError, match="no operator has a name of 20005 letters") as caught:
+        KeepOperators("aten." + "a." * 10_000)
+    assert len(str(caught.value)) < 200
+
+
+def test_operators_are_looked_up_once_for_all_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = partita.capture(nn.Sequential(*(nn.ReLU() for _ in range(20))), (torch.ones(2),))
+    made = []
+    monkeypatch.setattr(keep, "Chosen", lambda *given: made.append(given) or Chosen(*given))
+    plan = partita.plan(program, BySize(operators=1), Recompute(KeepOperators("aten.relu")))
+    str(plan)
+    plan.apply()
+    assert len(made) == 1

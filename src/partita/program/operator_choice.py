@@ -27,7 +27,13 @@ def checked_operators(operators: object) -> tuple[Operator, ...]:
             f"operators are operators, functions, module classes or their names, not {operators!r}; "
             "for example torch.ops.aten.scaled_dot_product_attention"
         )
+    long = next((one for one in several if isinstance(one, str) and len(one) > _LONGEST_NAME), None)
+    if long is not None:
+        raise OptionError(f"no operator has a name of {len(long)} letters, as the one that begins {long[:40]!r}")
     return several
+
+
+_LONGEST_NAME = 1000
 
 
 @final

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -79,9 +79,11 @@ class KeepOperators(metaclass=PlainHelp):
         _check_operator_names(name for name in self.operators if isinstance(name, str))
 
     def __call__(self, region: Region) -> Iterable[Node]:
-        root = region.nodes[0].graph.owning_module
-        chosen = Chosen(self.operators, nn.Module() if root is None else root)
+        chosen = region.surroundings().once(self._chosen)
         return [node for node in keepable(region) if node.op.startswith("call_") and node in chosen]
+
+    def _chosen(self, program: Program) -> Chosen:
+        return Chosen(self.operators, program.graph_module)
 
     def __repr__(self) -> str:
         return f"KeepOperators({', '.join(map(_shown, self.operators))})"
