@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from partita.policies import ByLabel, ByModule, BySize
 from partita.program.flops import Flops
 from partita.program.operator_choice import Chosen
 from partita.program.saved_tensors import NodeDryRuns, saved_tensors_of
-from partita.recompute import keep
 from partita.recompute.keep import keepable
 from partita.testing.captured import Attention, Buffered, Mixer
 from partita.treatments import (
@@ -273,8 +273,10 @@ def test_a_name_that_no_operator_can_have_is_refused_in_few_letters() -> None:
 
 def test_operators_are_looked_up_once_for_all_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     program = partita.capture(nn.Sequential(*(nn.ReLU() for _ in range(20))), (torch.ones(2),))
-    made = []
-    monkeypatch.setattr(keep, "Chosen", lambda *given: made.append(given) or Chosen(*given))
+    made: list[Any] = []
+    monkeypatch.setattr(
+        sys.modules[KeepOperators.__module__], "Chosen", lambda *given: made.append(given) or Chosen(*given)
+    )
     plan = partita.plan(program, BySize(operators=1), Recompute(KeepOperators("aten.relu")))
     str(plan)
     plan.apply()
