@@ -29,7 +29,7 @@ from partita.plans.report import called_name
 from partita.plans.treatment import Treatment
 from partita.policies.by_module import calls_around
 from partita.program.program import Program
-from partita.regions import Partition, Region
+from partita.regions import Region
 from partita.solvers.smallest_failing import failing_element, smallest_failing, smallest_failing_run
 from partita.treatments.basic import Call
 
@@ -236,7 +236,7 @@ def _narrowed(part: Plan, trials: Trials) -> tuple[Plan, Comparison] | None:
 def _part(plan: Plan, chosen: Sequence[int]) -> Plan:
     """The plan of some regions; what is in the others is not cut."""
     kept = sorted(chosen)
-    partition = Partition(plan.program, [plan.partition.regions[at] for at in kept])
+    partition = plan.partition.of_other_regions(plan.partition.regions[at] for at in kept)
     return Plan(partition, tuple(plan.treatments[at] for at in kept), plan.puts_back_modes)
 
 
@@ -244,7 +244,7 @@ def _within(part: Plan, start: int, end: int) -> Plan:
     """The plan of a run of the nodes of its one region. In graph order a run of a region is one, too."""
     (region,) = part.partition
     inner = replace(region, nodes=region.nodes[start:end], program=None)
-    return Plan(Partition(part.program, [inner]), part.treatments, part.puts_back_modes)
+    return Plan(part.partition.of_other_regions([inner]), part.treatments, part.puts_back_modes)
 
 
 #: Compares two programs.

@@ -57,6 +57,7 @@ def as_data(plan: Plan, known: Known) -> dict[str, Any]:
     for node, text in plan.partition.reasons.items():
         reason = Reason.of(text)
         by_reason.setdefault((str(reason), reason.kind, reason.by, reason.why), []).append(node.name)
+    constants = [node.name for node in plan.partition.constant_nodes()]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -64,6 +65,7 @@ def as_data(plan: Plan, known: Known) -> dict[str, Any]:
         "restores_modes": plan.puts_back_modes,
         "treatments": treatments,
         "regions": regions,
+        **({"numbers": constants} if constants else {}),
         "reasons": [
             {"text": _printable(text), "kind": kind, "by": _printable(by), "why": _printable(why), "nodes": nodes}
             for (text, kind, by, why), nodes in by_reason.items()
@@ -116,7 +118,8 @@ _MOST_BYTES, _MOST_VALUES = 1 << 28, 10_000_000
 def from_data(data: Any, program: Program, known: Known, *, where: str = "the plan") -> Plan:
     """The plan that `as_data` has written, for this program."""
     reader = _Reader(known, where)
-    found = reader.record(data, _PLAN, where)
+    passes_numbers = isinstance(data, dict) and "numbers" in data
+    found = reader.record(data, {**_PLAN, "numbers": list} if passes_numbers else _PLAN, where)
     if found["format"] != FORMAT or found["version"] != VERSION:
         raise PlanFileError(
             f"{where} has the format {found['format'][:40]!r}, version {str(found['version'])[:40]}; this version of "
@@ -188,7 +191,10 @@ def _assembled(found: dict[str, Any], treatments: Sequence[Any], program: Progra
             raise PlanFileError(f"{where}: reason {at} is of the kind {row['kind'][:40]!r}, which no reason has")
         reason = Reason(row["text"], kind=row["kind"], by=row["by"], why=row["why"])
         reasons.update(dict.fromkeys(reader.nodes(row["nodes"], program, f"reason {at}"), reason))
-    return Plan(Partition(program, regions, reasons), tuple(chosen), found["restores_modes"])
+    partition = Partition(program, regions, reasons)
+    if "numbers" in found:
+        partition = partition.passing_numbers(reader.nodes(found["numbers"], program, "the list of numbers"))
+    return Plan(partition, tuple(chosen), found["restores_modes"])
 
 
 _PLAN = {

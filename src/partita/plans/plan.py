@@ -269,13 +269,16 @@ class Application:
     regions: tuple[tuple[str, Hashable, tuple[str, ...]], ...]
     treatments: tuple[Treatment, ...]
     puts_back_modes: bool
+    #: The nodes whose numbers are passed to regions.
+    constants: tuple[str, ...]
 
     @staticmethod
     def of(plan: Plan) -> Application:
         named = tuple(
             (region.name, region.label, tuple(node.name for node in region.nodes)) for region in plan.partition
         )
-        return Application(ref(plan.program), named, plan.treatments, plan.puts_back_modes)
+        constants = tuple(node.name for node in plan.partition.constant_nodes())
+        return Application(ref(plan.program), named, plan.treatments, plan.puts_back_modes, constants)
 
     def plan(self) -> Plan | None:
         """The same plan again; None if its program is gone."""
@@ -283,7 +286,8 @@ class Application:
         if program is None:
             return None
         regions = [Region(name, tuple(map(program.node, nodes)), label=label) for name, label, nodes in self.regions]
-        return Plan(Partition(program, regions), self.treatments, self.puts_back_modes)
+        partition = Partition(program, regions).passing_numbers(map(program.node, self.constants))
+        return Plan(partition, self.treatments, self.puts_back_modes)
 
 
 def plan_applied_to_make(program: Program) -> Plan | None:

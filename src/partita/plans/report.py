@@ -98,11 +98,15 @@ class Excluded(metaclass=PlainHelp):
 @final
 @dataclass(frozen=True, slots=True)
 class DistinctBody(metaclass=PlainHelp):
-    """Regions with equal bodies of so many nodes; `name` is the label that they share, or the name of the first."""
+    """Regions with equal bodies of so many nodes; `name` is the label that they share, or the name of the first.
+
+    `numbers` are the nodes of the first region with a number that differs in the others, and so is passed to the body.
+    """
 
     name: str
     nodes: int
     regions: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
 
     @property
     def calls(self) -> int:
@@ -110,7 +114,12 @@ class DistinctBody(metaclass=PlainHelp):
 
     def __str__(self) -> str:
         calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
-        return f"{self.name}: {calls} of {self.nodes} {'node' if self.nodes == 1 else 'nodes'}"
+        text = f"{self.name}: {calls} of {self.nodes} {'node' if self.nodes == 1 else 'nodes'}"
+        if not self.numbers:
+            return text
+        rest = len(self.numbers) - _SHOWN
+        shown = ", ".join(self.numbers[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+        return f"{text}, each with its own {'number' if len(self.numbers) == 1 else 'numbers'} in {shown}"
 
 
 def distinct_bodies(partition: Partition) -> tuple[DistinctBody, ...]:
@@ -118,12 +127,14 @@ def distinct_bodies(partition: Partition) -> tuple[DistinctBody, ...]:
     found: dict[int, list[Region]] = {}
     for region, body in zip(partition.regions, body_numbers(partition), strict=True):
         found.setdefault(body, []).append(region)
-    made = []
+    made, number = [], partition.program.index.number
     for regions in found.values():
         label = regions[0].label
         is_shared = isinstance(label, str) and all(region.label == label for region in regions)
         name = label if isinstance(label, str) and is_shared else regions[0].name
-        made.append(DistinctBody(name, partition.operator_count(regions[0]), tuple(region.name for region in regions)))
+        names = tuple(region.name for region in regions)
+        numbers = tuple(node.name for node in regions[0].nodes if number[node] in partition.constants)
+        made.append(DistinctBody(name, partition.operator_count(regions[0]), names, numbers))
     return tuple(made)
 
 

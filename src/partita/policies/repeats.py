@@ -20,12 +20,12 @@ from partita.errors import OptionError
 from partita.policies.constraints import at_mode_changes, check_flags, check_modes_apart
 from partita.policies.legalize import Piece, assignable, legal_partition, unassigned
 from partita.program.program import Program
-from partita.program.structure import structure_of
+from partita.program.structure import Structure, structure_of
 from partita.regions import Partition, Region
-from partita.regions.equal_bodies import body_numbers
+from partita.regions.equal_bodies import body_numbers, passing_differing_numbers
 from partita.solvers.equal_runs import Items
 from partita.solvers.quotient import ALONE
-from partita.solvers.repeats import cover
+from partita.solvers.repeats import Run, cover, work_of
 
 
 @final
@@ -41,6 +41,9 @@ class Repeats(metaclass=PlainHelp):
     between repeats forms regions too, which have labels of their own, unless `between` is false. With `modes_apart`,
     regions are cut where the mode changes too; by default where the treatment takes one mode a region. Regions of a
     joint graph are in its forward or in its backward.
+
+    Numbers in which regions differ are inputs of the one body, as tensors without dimensions, where these compute the
+    same: factors, say, and the epsilon of an addition. Without `passes_numbers` they make bodies different.
     """
 
     _: KW_ONLY
@@ -48,9 +51,10 @@ class Repeats(metaclass=PlainHelp):
     min_saved: float = 0.0
     between: bool = True
     modes_apart: bool | None = None
+    passes_numbers: bool = True
 
     def __post_init__(self) -> None:
-        check_flags(self, "between")
+        check_flags(self, "between", "passes_numbers")
         check_modes_apart(self)
         if type(self.min_size) is not int or self.min_size < 1:
             raise OptionError(f"min_size is a number of operators from 1 on, not {self.min_size!r}")
@@ -61,9 +65,8 @@ class Repeats(metaclass=PlainHelp):
         numbers = list(assignable(program))
         assignment, reasons, count = unassigned(program), dict[Node, str](), 0
         backward = frozenset[Node]() if program.joint is None else frozenset(program.joint.backward)
-        items = _items(program, numbers)
-        least = self.min_saved * (sum(items.work) or len(numbers))
-        for run in cover(items, min_size=self.min_size, min_saved=least):
+        runs, passes_numbers = self._cover(program, numbers)
+        for run in runs:
             if run.group < 0 and not self.between:
                 nodes = (program.index.nodes[number] for number in numbers[run.start : run.stop])
                 reasons.update(dict.fromkeys(nodes, "it is in no repeat"))
@@ -72,7 +75,36 @@ class Repeats(metaclass=PlainHelp):
         if self.modes_apart:
             assignment = at_mode_changes(program, assignment)
         count = max(assignment, default=ALONE) + 1
-        return _labelled(legal_partition(program, assignment, [Piece("part")] * count, reasons))
+        # Blocks return the same values, whichever of them is read first: the last block is not read by another one.
+        partition = legal_partition(program, assignment, [Piece("part")] * count, reasons).returning_in_graph_order()
+        return _labelled(passing_differing_numbers(partition) if passes_numbers else partition)
+
+    def _cover(self, program: Program, numbers: Sequence[int]) -> tuple[Sequence[Run], bool]:
+        """The runs of the nodes with these numbers, and whether some differ in numbers that are passed to them.
+
+        That is so where it saves more: a compiler computes with a constant what it cannot with an input.
+        """
+        structure = program.once(structure_of)
+        items = _items(program, numbers, structure.letters)
+        least = self.min_saved * (sum(items.work) or len(numbers))
+        exact = cover(items, min_size=self.min_size, min_saved=least)
+        if not self.passes_numbers or not _differ_in_numbers(structure):
+            return exact, False
+        letters = list(structure.letters)
+        for number, letter in structure.loose.items():
+            letters[number] = letter
+        items = _items(program, numbers, letters)
+        loose = cover(items, min_size=self.min_size, min_saved=least)
+        return (loose, True) if work_of(loose, items) < work_of(exact, items) else (exact, False)
+
+
+def _differ_in_numbers(structure: Structure) -> bool:
+    """Whether two nodes differ in a number alone that can be passed."""
+    found: dict[int, int] = {}
+    return any(
+        found.setdefault(letter, structure.letters[number]) != structure.letters[number]
+        for number, letter in structure.loose.items()
+    )
 
 
 def _assign(
@@ -87,15 +119,18 @@ def _assign(
     return count + 1
 
 
-def _items(program: Program, numbers: Sequence[int]) -> Items:
-    """The operators of a program as the items of a sequence; what they take out of containers belongs to them."""
+def _items(program: Program, numbers: Sequence[int], by_number: Sequence[int]) -> Items:
+    """The operators of a program as the items of a sequence, with these letters of nodes.
+
+    What an operator takes out of a container belongs to the one that makes the container.
+    """
     structure, index = program.once(structure_of), program.index
     count = len(numbers)
     # Values that operators make are numbered like the operators, all others after them.
     value = [count + number for number in range(len(index))]
     for place, number in enumerate(numbers):
         value[number] = place
-    letters = [structure.letters[number] for number in numbers]
+    letters = [by_number[number] for number in numbers]
     makes: dict[int, list[int]] = {}
     taken: dict[int, list[tuple[int, int]]] = {}
     maker: dict[int, tuple[int, int]] = {}
@@ -106,7 +141,7 @@ def _items(program: Program, numbers: Sequence[int]) -> Items:
         if place < count:
             made = makes.setdefault(place, [])
             maker[number] = (place, len(made))
-            taken.setdefault(place, []).append((structure.letters[number], inner))
+            taken.setdefault(place, []).append((by_number[number], inner))
             made.append(value[number])
     known: dict[object, int] = {}
     for place, items in taken.items():
@@ -170,8 +205,6 @@ def _calls(node: Node) -> tuple[str, ...]:
 
 def _labelled(partition: Partition) -> Partition:
     """The same partition, with regions that are named by their bodies."""
-    # Blocks return the same values, whichever of them is read first: the last block is not read by another one.
-    partition = partition.returning_in_graph_order()
     bodies = body_numbers(partition)
     calls = [0] * (max(bodies, default=-1) + 1)
     for body in bodies:

@@ -6,7 +6,7 @@ and marks, on inputs of the same kind. Symbols are mentioned like inputs, so tha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from partita._torch.symbolic_shapes import SYMBOLIC, renamed_expression
 from partita._torch.tensors import inner_tensors, placements_of
 from partita.analysis.modes import AMBIENT
 from partita.analysis.nodes import find, value_of
+from partita.analysis.number_operands import number_operand
 from partita.program.program import Program
 
 _NO_CALLS = frozenset(("placeholder", "get_attr", "output"))
@@ -38,6 +39,8 @@ class Structure:
     mentions: Sequence[Sequence[int]]
     #: The numbers of symbols.
     symbols: frozenset[int]
+    #: For each node with a number that a tensor can replace the letter that does not depend on the number.
+    loose: Mapping[int, int]
 
 
 def structure_of(program: Program) -> Structure:
@@ -70,7 +73,7 @@ class _Reader:
         joint = self._program.joint
         backward = frozenset[Node]() if joint is None else frozenset(joint.backward)
         by_number, root = self._program.modes.by_number, self._root
-        letters, mentions = list(values), list[Sequence[int]]()
+        letters, mentions, loose = list(values), list[Sequence[int]](), dict[int, int]()
         for number, node in enumerate(index.nodes):
             read = index.inputs(number)
             mentioned: Sequence[int] = (*read, *own[number]) if own[number] else read
@@ -78,25 +81,24 @@ class _Reader:
                 mentions.append(mentioned)
                 continue
             mode = AMBIENT if by_number is None else by_number[number]
-            key: tuple[Hashable, ...] = (
-                self._keys.of_call(node, root),
-                values[number],
-                *[values[source] for source in read],
-            )
+            key: tuple[Hashable, ...] = (values[number], *[values[source] for source in read])
             if mode != AMBIENT or node in backward:
                 key = (*key, mode, node in backward)
             if node.op == "call_module":
                 state, tensors = self._state_of(find(root, str(node.target)))
                 key, mentioned = (*key, state), (*mentioned, *tensors)
+            if (operand := number_operand(node)) is not None:
+                called = self._keys.of_call(node, root, without=operand.place)
+                loose[number] = self._letter((called, operand.dtype, *key))
             group = node.meta.get("ac_graph_id")
             if group is not None:
                 mentioned = (*mentioned, self._other("group", group))
             if shared:
                 mentioned = (*mentioned, *(shared[source] for source in read if source in shared))
-            letters[number] = self._letter(key)
+            letters[number] = self._letter((self._keys.of_call(node, root), *key))
             mentions.append(mentioned)
         mentioned_symbols = (number for (kind, _), number in self._others.items() if kind == "symbol")
-        return Structure(letters, mentions, frozenset(len(index) + number for number in mentioned_symbols))
+        return Structure(letters, mentions, frozenset(len(index) + number for number in mentioned_symbols), loose)
 
     def _letter(self, key: Hashable) -> int:
         return self._known.setdefault(key, len(self._known) + 1)

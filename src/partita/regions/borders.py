@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -33,8 +33,17 @@ class Item(NamedTuple):
     place: int
 
 
-#: What crosses a border: a node's value, an item of its container, or the size of one dimension of its tensor.
-Crossing = int | Item | Dimension
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The number among the operands of a node, which a tensor replaces."""
+
+    number: int
+    place: int
+
+
+#: What crosses a border: a node's value, an item of its container, the size of one dimension of its tensor, or a
+#: number of the graph.
+Crossing = int | Item | Dimension | Constant
 
 #: For each scalar that several regions read, the regions that compute it for themselves.
 Copies = Mapping[int, frozenset[int]]
@@ -68,6 +77,14 @@ class Borders:
             replace(border, outputs=dict.fromkeys(sorted(border.outputs, key=_place))) for border in self.of_regions
         )
         return replace(self, of_regions=tuple(ordered))
+
+    def with_constants(self, constants: Iterable[tuple[int, Constant]]) -> Borders:
+        """The same borders, across which these constants come into regions, after all else."""
+        inputs = [dict(border.inputs) for border in self.of_regions]
+        for region, constant in constants:
+            inputs[region].setdefault(constant)
+        changed = (replace(border, inputs=own) for border, own in zip(self.of_regions, inputs, strict=True))
+        return replace(self, of_regions=tuple(changed))
 
 
 def _place(output: int | Item) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -13,7 +13,7 @@ from partita._torch.fx.structural_hash import settings_of
 from partita.analysis.nodes import bodies_read, body_read, find
 from partita.program.program import Program
 from partita.program.structure import Structure, structure_of
-from partita.regions.borders import Crossing, Item
+from partita.regions.borders import Constant, Crossing, Item
 from partita.regions.partition import Partition
 from partita.regions.region import Region
 
@@ -26,10 +26,27 @@ def body_numbers(partition: Partition) -> list[int]:
     """
     known: dict[Hashable, int] = {}
     structure = partition.program.once(structure_of)
+    loose = {number: structure.loose[number] for number in partition.constants}
     return [
-        known.setdefault(_key(partition, at, numbers, structure), len(known))
+        known.setdefault(_key(partition, at, numbers, structure, loose), len(known))
         for at, numbers in enumerate(partition.numbers())
     ]
+
+
+def passing_differing_numbers(partition: Partition) -> Partition:
+    """The same partition, in which numbers that alone make bodies differ are inputs of the regions, where possible."""
+    structure, nodes = partition.program.once(structure_of), partition.program.index.nodes
+    alike: dict[Hashable, list[list[int]]] = {}
+    for at, numbers in enumerate(partition.numbers()) if structure.loose else ():
+        alike.setdefault(_key(partition, at, numbers, structure, structure.loose), []).append(numbers)
+    differing = [
+        number
+        for regions in alike.values()
+        for same in zip(*regions, strict=True)
+        if same[0] in structure.loose and len({structure.letters[number] for number in same}) > 1
+        for number in same
+    ]
+    return partition.passing_numbers(nodes[number] for number in differing) if differing else partition
 
 
 def has_repeats(partition: Partition) -> bool:
@@ -64,12 +81,15 @@ def shareable_bodies(partition: Partition) -> list[int]:
     return found
 
 
-def _key(partition: Partition, at: int, numbers: Sequence[int], structure: Structure) -> Hashable:
+def _key(
+    partition: Partition, at: int, numbers: Sequence[int], structure: Structure, loose: Mapping[int, int]
+) -> Hashable:
+    """Equal for regions with equal bodies, if the numbers of the nodes in `loose` do not count."""
     letters, mentions, local = structure.letters, structure.mentions, dict[int, int]()
     nodes = []
     for number in numbers:
         read = [local.setdefault(mentioned, len(local)) for mentioned in mentions[number]]
-        nodes.append((letters[number], *read))
+        nodes.append((loose.get(number, letters[number]), *read))
         local.setdefault(number, len(local))
     border = partition.borders.of_regions[at]
     inputs = tuple(_crossings(border.inputs, local))
@@ -84,6 +104,8 @@ def _crossings(crossings: Iterable[Crossing], local: dict[int, int]) -> Iterator
     for crossing in crossings:
         if isinstance(crossing, int):
             yield local.setdefault(crossing, len(local))
+        elif isinstance(crossing, Constant):
+            yield "constant", local[crossing.number]
         else:
             place = crossing.place if isinstance(crossing, Item) else crossing.axis
             yield type(crossing).__name__, local.setdefault(crossing.number, len(local)), place
@@ -108,7 +130,8 @@ def _symbols(partition: Partition, at: int, structure: Structure) -> Iterator[in
     """The symbols in the values of a region and of its inputs, in order."""
     border, nodes = partition.borders.of_regions[at], partition.regions[at].nodes
     number = partition.program.index.number
-    inputs = (crossing if isinstance(crossing, int) else crossing.number for crossing in border.inputs)
+    known = (crossing for crossing in border.inputs if not isinstance(crossing, Constant))
+    inputs = (crossing if isinstance(crossing, int) else crossing.number for crossing in known)
     for mentioning in (*inputs, *(number[node] for node in nodes)) if structure.symbols else ():
         yield from (other for other in structure.mentions[mentioning] if other in structure.symbols)
 

@@ -10,9 +10,10 @@ from typing import final
 
 from torch.fx import Node
 
+from partita.analysis.number_operands import NumberOperand, number_operand
 from partita.errors import CycleError, RegionError
 from partita.program.program import Program, counted_operators
-from partita.regions.borders import Borders, Copies, borders_of, settle_projections, settle_scalars
+from partita.regions.borders import Borders, Constant, Copies, borders_of, settle_projections, settle_scalars
 from partita.regions.region import Region
 from partita.solvers.quotient import ALONE, NOWHERE, Quotient, quotient
 
@@ -27,10 +28,12 @@ class Partition:
     apart. Without `passes_scalars`, as in exported programs and in Dynamo's, since Inductor neither takes nor returns
     them, truth values and symbolic floats are computed where they are read; `copies` are those that several regions
     read. With `keeps_item_regions`, a region that only takes items out of containers stays one, `kept`, instead of
-    losing all of its nodes.
+    losing all of its nodes. `constants` are the numbers of the graph that are passed to regions, by their nodes.
     """
 
-    __slots__ = ("borders", "copies", "kept", "order", "owner", "program", "quotient", "reasons", "regions")
+    __slots__ = (
+        "borders", "constants", "copies", "kept", "order", "owner", "program", "quotient", "reasons", "regions",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Partition:
         is_plain = program.export is None and program.frame is None
         crosses = is_plain if passes_scalars is None else passes_scalars
         self.copies: Copies = {} if crosses else settle_scalars(self.owner, program)
+        self.constants: Mapping[int, NumberOperand] = MappingProxyType({})
         self.borders: Borders = borders_of(
             self.owner, len(self.regions), program, passes_symbols=passes_symbols, copies=self.copies, kept=self.kept
         )
@@ -78,6 +82,36 @@ class Partition:
         made = self._copy()
         made.borders = self.borders.with_outputs_in_graph_order()
         return made
+
+    def passing_numbers(self, nodes: Iterable[Node]) -> Partition:
+        """The same partition, whose regions get the numbers among the operands of these nodes as inputs.
+
+        So regions that differ in them alone have equal bodies.
+        """
+        constants = dict(self.constants)
+        for node in nodes:
+            number, operand = self.program.index.number.get(node), number_operand(node)
+            if number is None or self.owner[number] < 0 or operand is None:
+                raise RegionError(
+                    f"{node.name!r} has no number that can be passed to a region: that takes a node in a region, which "
+                    "adds, subtracts, multiplies or divides a tensor of known dimensions by a number"
+                )
+            constants[number] = operand
+        made, ordered = self._copy(), sorted(constants.items())
+        made.constants = MappingProxyType(dict(ordered))
+        crossing = ((self.owner[number], Constant(number, operand.place)) for number, operand in ordered)
+        made.borders = self.borders.with_constants(crossing)
+        return made
+
+    def constant_nodes(self) -> tuple[Node, ...]:
+        """The nodes whose numbers are passed to regions, in graph order."""
+        return tuple(self.program.index.nodes[number] for number in self.constants)
+
+    def of_other_regions(self, regions: Iterable[Region]) -> Partition:
+        """A partition of the same program into other regions, to which the same numbers are passed."""
+        made = Partition(self.program, regions)
+        number = self.program.index.number
+        return made.passing_numbers(node for node in self.constant_nodes() if made.owner[number[node]] >= 0)
 
     def _copy(self) -> Partition:
         made = object.__new__(Partition)

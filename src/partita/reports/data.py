@@ -19,7 +19,7 @@ from partita.plans.memory import SavedMemory
 from partita.plans.report import bytes_of_crossings, plan_remarks, reported_memory
 from partita.program.program import Program, counted_operators
 from partita.regions import Partition
-from partita.regions.borders import Crossing, Item
+from partita.regions.borders import Constant, Crossing, Item
 from partita.regions.equal_bodies import body_numbers
 from partita.reports.graph_data import Texts, class_name, graph_data, value_text
 
@@ -123,6 +123,9 @@ def _crossings(
             items = container_items(nodes[crossing.number])
             text = -1 if items is None else texts.number(value_text(items[crossing.place]))
             found.append([crossing.number, f"[{crossing.place}]", text, size])
+        elif isinstance(crossing, Constant):
+            number = partition.constants[crossing.number].number
+            found.append([crossing.number, f".args[{crossing.place}]", texts.number(str(number)), size])
         else:
             found.append([crossing.number, f".size({crossing.axis})", texts.number("size"), size])
     return found, sum_of_bytes(sizes)

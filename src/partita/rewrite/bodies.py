@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from partita._torch.fake_sandbox import fake_mode_of, to_fake
 from partita._torch.fx.graph_writer import FreeNames, GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.symbolic_shapes import constant_size
 from partita.analysis.modes import AMBIENT, Mode, Modes
 from partita.analysis.nodes import VALUE_KEYS, attribute_of, container_items, crossing_places, value_of
+from partita.analysis.number_operands import number_operand
 from partita.analysis.symbols import Dimension
 from partita.errors import ModeError
 from partita.program.program import Program
-from partita.regions.borders import Border, Crossing, Item, item_taken
+from partita.regions.borders import Border, Constant, Crossing, Item, item_taken
 from partita.regions.partition import Partition
 from partita.rewrite.mode_nodes import ModeWriter
 from partita.rewrite.state import place
@@ -129,16 +131,31 @@ def name_of_crossing(crossing: Crossing, source: Node) -> str:
     if isinstance(crossing, Item):
         place = crossing.place
         return f"{source.name}_item_{place}" if place >= 0 else f"{source.name}_item_{-place}_from_the_end"
+    if isinstance(crossing, Constant):
+        return f"{source.name}_number"
     return f"{source.name}_size_{crossing.axis}" if isinstance(crossing, Dimension) else source.name
 
 
-def meta_of_crossing(crossing: Item | Dimension, source: Node) -> dict[str, Any]:
-    """The traced value of an item or a size, under the names that its source uses."""
+def meta_of_crossing(crossing: Item | Dimension | Constant, source: Node) -> dict[str, Any]:
+    """The traced value of an item, a size or a number, under the names that its source uses."""
+    if isinstance(crossing, Constant):
+        return _meta_of_number(source)
     found = {}
     for key in VALUE_KEYS:
         if key in source.meta:
             value = source.meta[key]
             found[key] = value[crossing.place] if isinstance(crossing, Item) else value.shape[crossing.axis]
+    return found
+
+
+def _meta_of_number(source: Node) -> dict[str, Any]:
+    operand = number_operand(source)
+    assert operand is not None
+    found = {}
+    for key in VALUE_KEYS:
+        if key in source.meta:
+            mode = fake_mode_of(source.meta[key])
+            found[key] = operand.tensor() if mode is None else to_fake(operand.tensor(), mode)
     return found
 
 
@@ -192,6 +209,8 @@ class _BodyWriter:
         self.modes = ModeWriter(self.writer, base, caller=program.caller, originals=kept)
         self.env: dict[Node, Any] = dict.fromkeys(program.modes.read)
         self.items: dict[Item, Any] = {}
+        #: What replaces the numbers among the operands of old nodes.
+        self.constants: dict[Node, Node] = {}
         self.targets: dict[str, str] = {}
         self.locals: dict[str, str] = {}
         self.free = FreeNames()
@@ -247,6 +266,8 @@ class _BodyWriter:
             placeholder.meta.update(meta_of_crossing(crossing, source))
             if isinstance(crossing, Item):
                 self.items[crossing] = placeholder
+            elif isinstance(crossing, Constant):
+                self.constants[source] = placeholder
         if self.style.names_integers and type(placeholder.meta.get("val")) is int:
             placeholder.meta["val"] = constant_size(placeholder.meta["val"])
 
@@ -284,6 +305,10 @@ class _BodyWriter:
                 plain = []
                 attribute_of(self.program.graph_module, node)
                 self._write_module(node)
+            elif node in self.constants:
+                self._write_plain(plain)
+                plain = []
+                self._write_with_number(node)
             else:
                 plain.append(node)
         self._write_plain(plain)
@@ -292,6 +317,16 @@ class _BodyWriter:
         keeps, names = self.style.keeps_node_names, self.writer.names
         chosen = [node.name for node in nodes] if keeps else names.fresh_for_all([node.target for node in nodes])
         self.writer.copy_run(nodes, self.env, chosen)
+
+    def _write_with_number(self, node: Node) -> None:
+        """A node that reads a tensor in the place of a number."""
+        operand, names = number_operand(node), self.writer.names
+        assert operand is not None
+        arguments = operand.arguments(self.env[node.args[1 - operand.place]], self.constants[node])  # type: ignore[index]
+        name = node.name if self.style.keeps_node_names else names.fresh_for(operand.target)
+        written = self.writer.write(node.op, operand.target, arguments, name=name, type_expr=node.type)
+        self.writer.copy_meta(node, written)
+        self.env[node] = written
 
     def _local_target(self, target: str) -> str:
         """A path inside the body: the old one joined by underscores, numbered where another one has that name."""

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.fx.graph_writer import GraphWriter, map_nodes
+from partita._torch.fx.graph_writer import ADDED_BY_EXPORT, FreeNames, GraphWriter, identifier, map_nodes
 from partita._torch.fx.lazy_graph_module import LazyModule, lazy_module
 from partita._torch.gc_pause import gc_paused
 from partita._torch.operator_schemas import SYM_SIZE
@@ -19,7 +20,7 @@ from partita.analysis.symbols import Dimension
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.program.program import Program, summation_tolerance, uses_autocast
 from partita.regions import Partition
-from partita.regions.borders import Crossing, Item
+from partita.regions.borders import Constant, Crossing, Item
 from partita.rewrite.bodies import PLAIN_BODY, Body, BodyStyle, meta_of_crossing, name_of_crossing, rebuilt, write_body
 from partita.rewrite.mode_nodes import ModeWriter
 from partita.rewrite.operator_calls import PLAIN_CALL, call_through
@@ -126,6 +127,8 @@ def outlined(
         }
         replaced = {target for at in range(len(partition)) if shared[at] != at for target in _bodies_in(partition, at)}
         gone = replaced.union(moved.values())
+        # Plain attributes: state dicts have no such names, and `half` and `to` leave the tensors as they are.
+        vars(base).update(outer.constants)
         _place_state(program.graph_module, base, parts, gone, keeps_unused=style.keeps_unused_state)
     moves_sums = uses_autocast(program) or _is_reordered(partition, numbers, order)
     tolerance = summation_tolerance(program) if moves_sums else EXACT
@@ -265,8 +268,12 @@ class OuterGraph:
         self.writer = GraphWriter.like(self.program.graph)
         self.modes = ModeWriter(self.writer, caller=self.program.caller)
         self.env: dict[Node, Any] = dict.fromkeys(self.program.modes.read)
-        self.loose: dict[Item | Dimension, Node] = {}
+        self.loose: dict[Item | Dimension | Constant, Node] = {}
         self.names = tuple(names)
+        #: The numbers that are passed to regions, by the attributes that hold them.
+        self.constants: dict[str, Tensor] = {}
+        taken = ADDED_BY_EXPORT.union(names)
+        self._free = FreeNames(lambda name: name in taken or hasattr(self.root, name))
 
     def write(self, order: Sequence[int], bodies: Sequence[Body]) -> Graph:
         """The graph with its calls and single nodes in this order."""
@@ -372,6 +379,8 @@ class OuterGraph:
         """The value in the outer graph of something that crosses; items and sizes are read when first needed."""
         if isinstance(crossing, int):
             return self._value(self.nodes[crossing])
+        if isinstance(crossing, Constant):
+            return self._constant(crossing)
         if crossing not in self.loose:
             source = self.nodes[crossing.number]
             index, target = (
@@ -379,6 +388,18 @@ class OuterGraph:
             )
             name = self.writer.names.fresh(name_of_crossing(crossing, source))
             node = self.writer.write("call_function", target, (self._value(source), index), name=name)
+            node.meta.update(meta_of_crossing(crossing, source))
+            self._set_module_stack(node, source)
+            self.loose[crossing] = node
+        return self.loose[crossing]
+
+    def _constant(self, crossing: Constant) -> Node:
+        """A read of the tensor that stands for a number; each call has its own."""
+        if crossing not in self.loose:
+            source = self.nodes[crossing.number]
+            target = self._free.take(identifier(name_of_crossing(crossing, source)))
+            self.constants[target] = self.partition.constants[crossing.number].tensor()
+            node = self.writer.write("get_attr", target, name=self.writer.names.fresh(target))
             node.meta.update(meta_of_crossing(crossing, source))
             self._set_module_stack(node, source)
             self.loose[crossing] = node

@@ -52,6 +52,17 @@ def cover(items: Items, *, min_size: int, min_saved: float = 0) -> list[Run]:
     return list(cover.runs())
 
 
+def work_of(runs: Iterable[Run], items: Items) -> int:
+    """The work that is left with these runs, calls and bodies included."""
+    cover, known, left = _Cover(items), set[int](), 0
+    for run in runs:
+        left += _CALL
+        if run.group < 0 or run.group not in known:
+            left += _BODY + cover.work(run.start, run.stop)
+        known.add(run.group)
+    return left
+
+
 @final
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:

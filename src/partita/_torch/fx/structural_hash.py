@@ -50,13 +50,16 @@ class NodeKeys:
         self._keys = _Keys(_Itself)
         self._modules: dict[nn.Module, Hashable] = {}
 
-    def of_call(self, node: Node, root: nn.Module) -> Hashable:
-        """The key of a node that calls something."""
+    def of_call(self, node: Node, root: nn.Module, *, without: int | None = None) -> Hashable:
+        """The key of a node that calls something; without the value of the argument at a place, if one is given."""
         inputs = node.all_input_nodes
         target: Any = node.target
         if node.op == "call_module":
             target = self.of_module(_attribute(root, str(target)))
-        args, kwargs = node.args, node.kwargs
+        args: tuple[Any, ...] = node.args
+        kwargs = node.kwargs
+        if without is not None:
+            args = (*args[:without], ..., *args[without + 1 :])
         mark = node.meta.get("recompute")
         if mark is None and not kwargs and len(args) == len(inputs) and all(map(is_, args, inputs)):
             return node.op, target, len(args)  # Most nodes read their inputs in order, and nothing else.
