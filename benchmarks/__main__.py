@@ -48,6 +48,7 @@ SECTIONS = {
     "compile-once": compile_once.rows,
     "compile-many": compile_once.many_rows,
     "compile-distinct": compile_once.distinct_rows,
+    "compile-scaled": compile_once.scaled_rows,
     "compile-captured": compile_once.captured_rows,
 }
 _HERE = Path(__file__).resolve().parent

@@ -7,6 +7,7 @@ room for all of them, about 25 GB each for training at width 4096:
     python -m benchmarks.compile_once                                    # 24 blocks of width 64 on the CPU
     python -m benchmarks.compile_once --device cuda --width 4096         # on a GPU; --train for training
     python -m benchmarks.compile_once whole ours --blocks 6 --distinct   # a model in which nothing repeats
+    python -m benchmarks.compile_once whole nested ours --scaled         # each block has a factor of its own
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ _STEPS = 20
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each after a norm."""
+    """Attention and a feed-forward part, each after a norm, and multiplied by a factor if there is one."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, factor: float | None = None) -> None:
         super().__init__()
+        self.factor = factor
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -55,17 +57,24 @@ class Block(nn.Module):
         batch, tokens, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, tokens, 3, width // _HEAD, _HEAD).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, tokens, width))
-        fed: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        x = x + self._scaled(self.out(seen.transpose(1, 2).reshape(batch, tokens, width)))
+        fed: Tensor = x + self._scaled(self.down(functional.gelu(self.up(self.norm2(x)))))
         return fed
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.factor is None else x * self.factor
 
 
 class Model(nn.Module):
-    """Blocks of one width and nothing else, or blocks of different widths, with a projection between them."""
+    """Blocks of one width and nothing else, or blocks of different widths, with a projection between them.
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    If `scaled`, each block has a factor of its own, as in models that make deep residuals small.
+    """
+
+    def __init__(self, widths: Sequence[int], *, scaled: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(map(Block, widths))
+        factors = [(2 * at + 2) ** -0.5 if scaled else None for at in range(len(widths))]
+        self.blocks = nn.ModuleList(map(Block, widths, factors))
         self.between = nn.ModuleList(
             nn.Identity() if one == other else nn.Linear(one, other) for one, other in pairwise((*widths, widths[-1]))
         )
@@ -103,7 +112,9 @@ def _reads_qkv(node: torch.fx.Node) -> bool:
 class Measured:
     """A model and its compiled form in this process."""
 
-    def __init__(self, way: str, *, blocks: int, width: int, device: str, train: bool, distinct: bool) -> None:
+    def __init__(
+        self, way: str, *, blocks: int, width: int, device: str, train: bool, distinct: bool, scaled: bool = False
+    ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -111,7 +122,7 @@ class Measured:
         self._way, self._device, self._train = way, device, train
         # Made where it is used: to fill the weights of a wide model on one core takes a minute.
         with torch.device(device):
-            self._model = Model(widths).to(dtype)
+            self._model = Model(widths, scaled=scaled).to(dtype)
         self._x = torch.randn(2, _TOKENS, width, device=device, dtype=dtype)
         self._call: Callable[[Tensor], Tensor] | None = None if way == CAPTURED else compiled(way, self._model)
 
@@ -286,6 +297,19 @@ def distinct_rows(scale: Scale) -> Iterator[Row]:
         yield from _beside_whole(found, case, first=at_most(1.05), has_targets=_has_targets(scale))
 
 
+def scaled_rows(scale: Scale) -> Iterator[Row]:
+    """Blocks that differ in a factor, beside blocks that do not."""
+    blocks = scale.equal_blocks[0]
+    for train in (False, True):
+        options = {"blocks": blocks, "train": train, "distinct": False, **_options(scale)}
+        ways = ("whole", "nested", "ours")
+        found = compare(ways, repeated=("ours",), scaled=True, **options)
+        equal = compare(("ours",), repeated=("ours",), **options)["ours"]
+        case, target = f"{blocks} blocks with factors, {_TASKS[train]}", at_most(1.15) if _has_targets(scale) else None
+        yield _row("first result", case, "s", found["ours"]["first"], "blocks without", equal["first"], target)
+        yield from _beside_whole(found, case, first=None, has_targets=_has_targets(scale))
+
+
 def captured_rows(scale: Scale) -> Iterator[Row]:
     """What plan and apply are of the way by capture, Repeats and Lower."""
     ways, blocks = (CAPTURED,), scale.equal_blocks[0]
@@ -367,6 +391,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--distinct", action="store_true", help="blocks of different widths, none equal to another")
+    parser.add_argument("--scaled", action="store_true", help="each block has a factor of its own")
     parser.add_argument("--turns", type=int, default=1, help="how often each way compiles; the lowest figures count")
     parser.add_argument("--rounds", type=int, help="how often the steps of each way are timed, 20 at a time")
     options = vars(parser.parse_args(arguments))

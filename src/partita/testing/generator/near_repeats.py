@@ -19,6 +19,8 @@ from partita.capture.capture import capture
 from partita.program.program import Program
 
 _WIDTH, _ROWS = 6, 6
+#: How many of the models have steps with numbers that may be inputs of a shared body.
+_WITH_NUMBERS = 0.4
 
 
 @final
@@ -42,11 +44,14 @@ class NearRepeats:
 
 
 def near_repeats(seed: int, *, dtype: torch.dtype = torch.float32) -> NearRepeats:
-    """The model of a seed: from two to six blocks of the same steps, up to two of which differ."""
-    source = Random(seed)
+    """The model of a seed: from two to six blocks of the same steps, up to two of which differ, or all in numbers."""
+    source, numbers = Random(seed), Random(f"numbers {seed}")
     steps = tuple(source.choice(list(_STEPS)) for _ in range(source.randint(2, 6)))
     count = source.randint(2, 6)
-    chosen = [(source.randrange(count), source.choice(list(DIFFERENCES))) for _ in range(source.choice((0, 1, 1, 2)))]
+    chosen = [(source.randrange(count), source.choice(list(_ODD))) for _ in range(source.choice((0, 1, 1, 2)))]
+    if numbers.random() < _WITH_NUMBERS:
+        steps = (*steps[:3], *(numbers.choice(list(_WITH_A_NUMBER)) for _ in range(numbers.randint(1, 3))))
+        chosen = [*chosen[: numbers.randint(0, 1)], (numbers.randrange(count), numbers.choice(list(_IN_NUMBERS)))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         blocks = [_Block(_Settings(steps, dtype=dtype)) for _ in range(count)]
@@ -75,6 +80,9 @@ class _Settings:
     autocast: bool = False
     #: A function with a constant inside.
     scale: Callable[[Tensor], Tensor] = field(default_factory=lambda: _scaled_by(2.0))
+    #: Numbers that are inputs of a shared body where blocks differ in them, in most steps.
+    factor: float = 0.5
+    offset: int = 1
 
 
 class _Block(nn.Module):
@@ -91,7 +99,7 @@ class _Block(nn.Module):
         y = x
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.settings.without_grad):
             for step in self.settings.steps:
-                y = _STEPS[step](self, x, y)
+                y = _EVERY_STEP[step](self, x, y)
         return x + y if self.settings.is_swapped else y + x
 
 
@@ -148,6 +156,26 @@ _STEPS: dict[str, Callable[[_Block, Tensor, Tensor], Tensor]] = {
     "residual": lambda block, x, y: y - x if block.settings.is_swapped else x - y,
     "views": lambda block, x, y: y.view(2, _ROWS // 2, _WIDTH).transpose(0, 1).reshape(_ROWS, _WIDTH),
 }
+
+
+def _drop_path(block: _Block, x: Tensor, y: Tensor) -> Tensor:
+    keep = 1 - block.settings.p
+    return y.div(keep) * torch.floor(keep + torch.rand(_ROWS, 1)) if block.training else y
+
+
+#: Numbers beside tensors: with dimensions and without, integers beside integers and beside other kinds.
+_WITH_A_NUMBER: dict[str, Callable[[_Block, Tensor, Tensor], Tensor]] = {
+    "drop path": _drop_path,
+    "rms": lambda block, x, y: y * torch.rsqrt(y.square().mean(-1, keepdim=True) + block.settings.eps),
+    "scaled in place": lambda block, x, y: y.clone().mul_(block.settings.factor).sub_(block.settings.offset),
+    "integers": lambda block, x, y: y * (torch.arange(_WIDTH) + block.settings.offset).mul(block.settings.factor),
+    "mean": lambda block, x, y: y - y.mean() * block.settings.factor,
+    "reversed": lambda block, x, y: block.settings.offset - block.settings.factor * y,
+    "wide": lambda block, x, y: (y.double() / block.settings.factor + block.settings.offset).to(y.dtype),
+    "narrow": lambda block, x, y: (y.bfloat16() * block.settings.factor + block.settings.eps).to(y.dtype),
+    "alpha": lambda block, x, y: torch.add(y, x, alpha=block.settings.offset).sub(block.settings.factor),
+}
+_EVERY_STEP = {**_STEPS, **_WITH_A_NUMBER}
 
 
 def _scaled_by(number: float | bool) -> Callable[[Tensor], Tensor]:  # noqa: FBT001  A constant of any type.
@@ -231,7 +259,14 @@ def _without_bias(model: _Stack, at: int) -> None:
     block.up.bias = None
 
 
-DIFFERENCES: dict[str, Difference] = {
+def _with_own_numbers(model: _Stack, at: int) -> None:
+    """Every block has another factor, epsilon, offset and rate."""
+    for place in range(len(model.blocks)):
+        number = place + 1
+        _set(factor=1 / number, eps=1e-5 * number, offset=place - at, p=0.1 * place)(model, place)
+
+
+_ODD: dict[str, Difference] = {
     "another eps": _set(eps=1e-3),
     "another dropout": _set(p=0.5),
     "another constant in a closure": _set(scale=_scaled_by(3.0)),
@@ -255,6 +290,13 @@ DIFFERENCES: dict[str, Difference] = {
     "the same block again": _called_twice,
     "no bias": _without_bias,
 }
+_IN_NUMBERS: dict[str, Difference] = {
+    "another factor": _set(factor=0.75),
+    "a factor that is an integer": _set(factor=1),
+    "another offset": _set(offset=3),
+    "numbers of their own": _with_own_numbers,
+}
+DIFFERENCES: dict[str, Difference] = {**_ODD, **_IN_NUMBERS}
 
 
 # Routes: how the graph is recorded.
