@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -173,11 +173,148 @@ def test_a_tied_weight_is_told_apart_in_the_graphs_of_every_tracer(trace: Callab
     assert sorted(Counter(_labels(Repeats()(Program.of(trace(model))))).values()) == [1, 1, 1, 5]
 
 
+@pytest.mark.parametrize("policy", [Repeats(passes_numbers=False), Repeats()])
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"scale": 3.0}], ids=str)
-def test_other_constants_are_told_apart(options: dict[str, float]) -> None:
+def test_other_constants_are_told_apart(options: dict[str, float], policy: Repeats) -> None:
     model = Stack(*(Block(**(options if place == 2 else {})) for place in range(5)))  # type: ignore[arg-type]
     program = _captured(model)
-    _check_blocks(Repeats()(program), program, model, different=2)
+    if "scale" in options and policy.passes_numbers:
+        assert Counter(_labels(policy(program)))["repeat_0"] == 5
+    else:
+        _check_blocks(policy(program), program, model, different=2)
+
+
+def _drop_path(x: Tensor, keep: float) -> Tensor:
+    return x.div(keep) * torch.floor(keep + torch.rand(x.shape[0], 1))
+
+
+def _rms(x: Tensor, number: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + number)
+
+
+class _Numbered(nn.Module):
+    """A block with a number of its own, used as said."""
+
+    def __init__(self, number: float, use: Callable[[Tensor, Any], Tensor], *, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.number, self.use, self.dtype = number, use, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.down(self.up(x).relu().tanh())
+        used = self.use(inner if self.dtype is None else inner.to(self.dtype), self.number).to(x.dtype)
+        return (x + used).cos()
+
+
+def _numbered(
+    use: Callable[[Tensor, Any], Tensor], *, numbers: Iterable[float] | None = None, dtype: torch.dtype | None = None
+) -> Stack:
+    torch.manual_seed(0)
+    return Stack(*(_Numbered(number, use, dtype=dtype) for number in numbers or [1 / (at + 2) for at in range(6)]))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, number: x * number,
+        lambda x, number: x / number,
+        lambda x, number: number - x,
+        lambda x, number: x.clone().mul_(number).add_(number),
+        lambda x, number: (number * x.bfloat16()).float(),
+        _drop_path,
+        _rms,
+    ],
+    ids=["factor", "quotient", "difference", "in place", "half precision", "drop path", "epsilon"],
+)
+@pytest.mark.parametrize("trace", slow_but(TRACERS[:-1], _captured, dynamo), ids=lambda trace: trace.__name__)
+def test_numbers_in_which_blocks_differ_are_inputs_of_one_body(
+    trace: Callable[[nn.Module], Any], use: Callable[[Tensor, Any], Tensor]
+) -> None:
+    model = _numbered(use)
+    program = Program.of(trace(model))
+    plan = partita.plan(program, Repeats(), Call())
+    assert max(Counter(_labels(plan.partition)).values()) == 6
+    assert max(Counter(_labels(Repeats(passes_numbers=False)(program))).values()) < 6
+    if trace is not dynamo:  # Its graph has weights as inputs; it is run where torch.compile is tested.
+        partita.verify(program, plan.apply(), (_x(),))
+
+
+@pytest.mark.parametrize(
+    ("use", "dtype"),
+    [
+        (lambda x, number: x * number, torch.int64),
+        (lambda x, number: x + x.mean() * number, None),
+        (lambda x, number: torch.add(x, x.tanh(), alpha=number), None),
+        (lambda x, number: functional.leaky_relu(x, number), None),
+        (lambda x, number: x.clamp(max=number), None),
+        (lambda x, number: functional.layer_norm(x, (4,), eps=number), None),
+        (lambda x, number: x * number, torch.complex64),
+    ],
+    ids=["integers", "no dimensions", "alpha", "slope", "bound", "epsilon of a norm", "complex"],
+)
+def test_other_numbers_make_bodies_different(use: Callable[[Tensor, Any], Tensor], dtype: torch.dtype | None) -> None:
+    program = _captured(_numbered(use, dtype=dtype))
+    partition = Repeats()(program)
+    assert not partition.constants
+    assert _labels(partition) == _labels(Repeats(passes_numbers=False)(program))
+
+
+def test_a_number_may_be_an_integer_in_some_blocks() -> None:
+    partition = Repeats()(_captured(_numbered(operator.mul, numbers=[1, 0.5, 2, 3.0, -0.0, 7])))
+    assert Counter(_labels(partition))["repeat_0"] == 6
+
+
+def test_numbers_that_are_the_same_in_all_blocks_stay_in_the_body() -> None:
+    model = _numbered(lambda x, number: (x * number + 0.5) / 3)
+    program = _captured(model)
+    plan = partita.plan(program, Repeats(), Call())
+    (body,) = (body for body in plan.bodies() if body.calls > 1)
+    assert body.numbers == ("mul",)
+    assert str(body) == f"repeat_0: 6 calls of {body.nodes} nodes, each with its own number in mul"
+    assert str(body) in str(plan)
+    numbers = [node.args[1] for node in plan.apply().graph_module.repeat_0_0.graph.nodes if len(node.args) == 2]
+    assert numbers.count(0.5) == numbers.count(3) == 1
+    assert not [number for number in numbers if number in (1 / 2, 1 / 3) and number != 0.5]
+
+
+def test_programs_without_such_numbers_are_cut_as_ever() -> None:
+    for program in (_captured(_stack()), _captured(_numbered(operator.mul, numbers=[0.5] * 6))):
+        partition, exact = Repeats()(program), Repeats(passes_numbers=False)(program)
+        assert not partition.constants
+        assert [region.nodes for region in partition] == [region.nodes for region in exact]
+
+
+def test_numbers_are_passed_only_where_that_saves_more() -> None:
+    """Pairs of blocks with two factors repeat as they are, but each block by itself saves more."""
+    assert Repeats()(_captured(_numbered(operator.mul, numbers=[0.5, 2.5] * 3))).constants
+    assert not Repeats(min_size=100)(_captured(_numbered(operator.mul))).constants
+
+
+def test_blocks_with_numbers_of_their_own_are_compiled_once() -> None:
+    backend, model = Counting(), _numbered(_drop_path)
+    x = _x().requires_grad_()
+    program = partita.capture(model, (x,))
+    lowered = partita.plan(program, Repeats(), Lower(backend, strict=True)).apply()
+    partita.verify(program, lowered, (x,))
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    before = len(backend.made)
+    assert torch.equal(lowered.module()(x), expected)
+    assert len(backend.made) == before
+
+
+def test_the_backward_of_a_joint_graph_shares_its_numbers() -> None:
+    program = partita.capture_joint(_numbered(operator.mul), (_x().requires_grad_(),))
+    assert program.joint is not None
+    partition = Repeats()(program)
+    backward = set(program.joint.backward)
+    passed = [node in backward for node in partition.constant_nodes()]
+    assert passed.count(True) >= 5
+    assert passed.count(False) >= 5
+    state = [dict(_numbered(operator.mul).named_parameters())[name].detach() for name in program.joint.state]
+    applied = partita.plan(program, Repeats(), Call()).apply()
+    partita.verify(program, applied, (*state, _x(), torch.ones(2, 3)), gradients=False)
 
 
 def _check_blocks(partition: Partition, program: Program, model: Stack, *, different: int) -> None:

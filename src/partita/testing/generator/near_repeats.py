@@ -169,10 +169,10 @@ _WITH_A_NUMBER: dict[str, Callable[[_Block, Tensor, Tensor], Tensor]] = {
     "rms": lambda block, x, y: y * torch.rsqrt(y.square().mean(-1, keepdim=True) + block.settings.eps),
     "scaled in place": lambda block, x, y: y.clone().mul_(block.settings.factor).sub_(block.settings.offset),
     "integers": lambda block, x, y: y * (torch.arange(_WIDTH) + block.settings.offset).mul(block.settings.factor),
-    "mean": lambda block, x, y: y - y.mean() * block.settings.factor,
+    "mean": lambda block, x, y: y * (y.mean() * block.settings.factor).exp(),
     "reversed": lambda block, x, y: block.settings.offset - block.settings.factor * y,
     "wide": lambda block, x, y: (y.double() / block.settings.factor + block.settings.offset).to(y.dtype),
-    "narrow": lambda block, x, y: (y.bfloat16() * block.settings.factor + block.settings.eps).to(y.dtype),
+    "narrow": lambda block, x, y: (block.settings.factor * y.bfloat16() + block.settings.eps).to(y.dtype),
     "alpha": lambda block, x, y: torch.add(y, x, alpha=block.settings.offset).sub(block.settings.factor),
 }
 _EVERY_STEP = {**_STEPS, **_WITH_A_NUMBER}
