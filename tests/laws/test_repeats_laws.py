@@ -56,6 +56,11 @@ def test_a_wrongly_shared_body_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert all("near_repeats(" in case for case in tally.broken)
 
 
+def test_a_wrongly_passed_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partita.analysis.number_operands._dtype_for", lambda *_, **__: torch.float64)
+    assert fuzz(20, 1, repeats="call").broken
+
+
 def test_an_error_in_single_precision_alone_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(gm: GraphModule, inputs: Any, *, options: Any = None) -> Any:
         def run(*args: Any) -> Any:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
+from partita import Partition, Program
 from partita.policies import ByModule, Repeats, SplitAt
 from partita.torch_compile import plans
-from partita.treatments import Recompute
+from partita.treatments import Call, Recompute
 
 
 @pytest.fixture(autouse=True)
@@ -229,6 +230,41 @@ def test_factors_that_differ_are_inputs_if_they_are_buffers(
         options = {"inner": "aot_eager", "policy": SplitAt(_is_norm)}
         torch.testing.assert_close(compiled(model, dynamic=dynamic, **options)(x), model(x))
     assert plans(model)[-1].bodies == bodies
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("treatment", [Call(), Recompute()], ids=str)
+def test_by_default_layers_with_factors_of_their_own_are_compiled_once(treatment: Any, *, dynamic: bool) -> None:
+    model, sizes = _Scaled(float), (4, 5, 6) if dynamic else (4, 4, 4)
+    assert_trains_like_eager(model, sizes=sizes, dynamic=dynamic, inner="aot_eager", treatment=treatment)
+    (frame,) = plans(model)
+    # The size is an input of the first layer, and those after it read it from their input.
+    assert len(frame.plan.partition.constants) == (3 if dynamic else 4)
+    assert frame.bodies == len(frame.plan.bodies()) == (2 if dynamic else 1)
+
+
+@pytest.mark.slow
+def test_inductor_computes_with_a_factor_that_is_passed_as_with_a_constant() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model, x = _Scaled(float).eval().to(dtype), torch.randn(4, 6, dtype=dtype)
+        with torch.no_grad():
+            results = [compiled(model, policy=policy)(x) for policy in (Repeats(min_size=6), _repeats_apart)]
+        assert torch.equal(*results)
+        torch.testing.assert_close(results[0], model(x))
+
+
+def _repeats_apart(program: Program) -> Partition:
+    """The same regions, with the numbers in their bodies."""
+    return Partition(program, Repeats(min_size=6)(program).regions)
+
+
+def test_without_gradients_modes_leak_nothing_into_the_numbers() -> None:
+    """A graph that is compiled in inference mode holds tensors that autograd can use."""
+    model, x = _Scaled(float).eval(), torch.randn(4, 6)
+    call = compiled(model, inner="aot_eager")
+    with torch.inference_mode():
+        torch.testing.assert_close(call(x), model(x))
+    torch.testing.assert_close(call(x), model(x))
 
 
 def _is_norm(node: Node) -> bool:

@@ -21,7 +21,7 @@ import partita
 from partita.backends import Inductor
 from partita.errors import OptionError, PlanFileError
 from partita.plans import files
-from partita.policies import ByCapability, ByLabel, BySize
+from partita.policies import ByCapability, ByLabel, BySize, Repeats
 from partita.treatments import (
     Call,
     Delegate,
@@ -103,6 +103,48 @@ def test_a_plan_is_for_the_same_model_captured_again(tmp_path: Path) -> None:
     other = partita.capture(nn.Sequential(Model(), nn.ReLU()), (X,))
     with pytest.raises(PlanFileError, match="for another program"):
         partita.load_plan(tmp_path / "plan.json", other)
+
+
+class Scaled(nn.Module):
+    """Two equal blocks but for a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, block in enumerate(self.blocks):
+            x = torch.relu(block(x)).tanh() * (1 / (at + 2))
+        return x
+
+
+def test_a_file_says_which_numbers_are_passed_to_regions(tmp_path: Path) -> None:
+    program = partita.capture(Scaled(), (X,))
+    plan = partita.plan(program, Repeats(), Call())
+    partita.save_plan(plan, tmp_path / "plan.json")
+    loaded = partita.load_plan(tmp_path / "plan.json", partita.capture(Scaled(), (X,)))
+    assert loaded.bodies() == plan.bodies()
+    assert len(loaded.bodies()) == 1
+    assert not partita.load_plan(tmp_path / "plan.json", program).diff(plan)
+    partita.verify(program, partita.load_plan(tmp_path / "plan.json", program).apply(), (X,))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (["relu"], "'relu' has no number"),
+        (["mlu"], "did you mean 'mul"),
+        ([3], "which is no name"),
+        ({}, "of the type"),
+    ],
+)
+def test_numbers_that_cannot_be_passed_are_refused(numbers: Any, message: str, tmp_path: Path) -> None:
+    program = partita.capture(Scaled(), (X,))
+    path = tmp_path / "plan.json"
+    partita.save_plan(partita.plan(program, Repeats(), Call()), path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "numbers": numbers}))
+    with pytest.raises(PlanFileError, match=message):
+        partita.load_plan(path, program)
 
 
 class WithModes(nn.Module):
