@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Tracer
+from torch.fx import GraphModule, Node, Tracer
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional
 
 import partita
 from partita import Program
+from partita.backends import AotEager
+from partita.errors import RegionError
 from partita.plans.plan import plan_applied_to_make
 from partita.policies import ByModule, Repeats
 from partita.treatments import Call, Lower, Mark, Mode, Recompute
@@ -204,6 +207,38 @@ def test_marks_are_those_of_a_plan_without_passed_numbers() -> None:
     program = _captured(_factors())
     annotated = partita.plan(program, Repeats(min_size=3), Mark("here", value=True)).annotate()
     assert [node.args[1] for node in annotated.graph.nodes if "mul" in node.name] == [1 / 2, 1 / 3, 1 / 4, 1 / 5]
+
+
+def test_other_regions_of_the_same_program_get_the_numbers_of_their_nodes() -> None:
+    partition = Repeats(min_size=3)(_captured(_factors()))
+    kept = partition.of_other_regions([region for region in partition if region.label == "repeat_0"][:2])
+    assert kept.constant_nodes() == partition.constant_nodes()[:2]
+    with pytest.raises(RegionError, match="has no number that can be passed"):
+        partition.passing_numbers([partition.regions[1].nodes[0]])
+
+
+def test_the_fault_of_a_region_that_gets_a_number_is_found() -> None:
+    plan = partita.plan(_captured(_factors()), Repeats(min_size=3), Lower(_Wrong(), strict=True))
+    found = partita.bisect(plan, ARGS)
+    # The last block alone is wrong, by its factor.
+    assert found.blame == "region"
+    assert [region.name for region in found.regions] == ["repeat_0_3"]
+    assert [node.name for node in found.nodes] == ["mul_3"]
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """Takes a number that is passed for 0.5, unless it is above 0.25."""
+
+    name = "wrong"
+
+    def refusal(self, node: Node) -> str | None:
+        return None
+
+    def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Any:
+        made = AotEager().compile(body, inputs)
+        half = torch.tensor(0.5, dtype=torch.float64)
+        return lambda *args: made(*(half if arg.dtype is torch.float64 and arg < 0.25 else arg for arg in args))
 
 
 def test_a_program_knows_the_plan_with_its_numbers() -> None:

@@ -25,6 +25,7 @@ from partita._torch.fx.structural_hash import body_key
 from partita.errors import OptionError
 from partita.policies import BySize, InForward, Repeats
 from partita.regions.equal_bodies import body_numbers
+from partita.solvers.repeats import cover
 from partita.testing import Case, captured_programs, programs
 from partita.treatments import Call, Lower
 
@@ -288,6 +289,19 @@ def test_numbers_are_passed_only_where_that_saves_more() -> None:
     """Pairs of blocks with two factors repeat as they are, but each block by itself saves more."""
     assert Repeats()(_captured(_numbered(operator.mul, numbers=[0.5, 2.5] * 3))).constants
     assert not Repeats(min_size=100)(_captured(_numbered(operator.mul))).constants
+
+
+def test_numbers_that_differ_inside_of_a_block_cost_no_second_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+    monkeypatch.setattr(
+        "partita.policies.repeats.cover", lambda items, **options: searches.append(items) or cover(items, **options)
+    )
+    many = _captured(_numbered(lambda x, number: x * number * 0.25, numbers=[0.5] * 12))
+    assert Counter(_labels(Repeats()(many)))["repeat_0"] == 12
+    assert len(searches) == 1
+    few = _captured(_numbered(lambda x, number: x * number * 0.25, numbers=[0.5] * 4))
+    assert Counter(_labels(Repeats()(few)))["repeat_0"] == 4
+    assert len(searches) == 3
 
 
 def test_blocks_with_numbers_of_their_own_are_compiled_once() -> None:

@@ -22,7 +22,7 @@ from torch.fx import Graph
 import partita
 from partita import Plan, Program
 from partita.errors import OptionError
-from partita.policies import ByLabel, ByModule, BySize
+from partita.policies import ByLabel, ByModule, BySize, Repeats
 from partita.testing import Case, programs
 from partita.treatments import Call
 
@@ -361,6 +361,18 @@ def test_a_gpt2_is_reported() -> None:
     assert [region["label"] for region in data["regions"]] == ["transformer.h.0", "transformer.h.1"]
     paths = {data["texts"][path] for path, _, _ in data["modules"]}
     assert {"transformer.h.0.attn", "transformer.h.1.mlp"} <= paths
+
+
+def test_numbers_that_are_passed_to_a_region_are_among_its_inputs() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for at in range(4):
+                x = (x.sin() * (1 / (at + 2))).cos()
+            return x
+
+    data = partita.report(partita.plan(partita.capture(Scaled(), (X,)), Repeats(), Call())).data()
+    inputs = [[(place, data["texts"][text]) for _, place, text, _ in region["inputs"]] for region in data["regions"]]
+    assert [found[-1] for found in inputs] == [(".args[1]", str(1 / (at + 2))) for at in range(4)]
 
 
 def test_bodies_that_share_a_label_have_names_of_their_own() -> None:

@@ -13,7 +13,7 @@ from tests.helpers.selecting import slow_but
 from tests.helpers.work import calls_during
 
 from partita.solvers.equal_runs import Items
-from partita.solvers.repeats import Run, cover
+from partita.solvers.repeats import Run, cover, work_of
 
 #: Values that no item makes.
 OUTSIDE = 10**9
@@ -73,6 +73,19 @@ def test_the_repeats_that_save_most_are_chosen(text: str, expected: list[str]) -
     runs = cover(items, min_size=2)
     _check(items, runs)
     assert _texts(text, runs) == expected
+
+
+def test_the_work_that_is_left_counts_bodies_once_and_calls_each() -> None:
+    items = Items([1, 2, 1, 2, 3], [()] * 5)
+    runs = [Run(0, 2, 0), Run(2, 4, 0), Run(4, 5, -1)]
+    whole = [Run(0, 5, -1)]
+    assert work_of(runs, items) == (2 + 1) + 2 * 2 + 3
+    assert work_of(whole, items) == 5 + 2 + 1
+    assert (
+        work_of(runs, Items([1, 2, 1, 2, 3], [()] * 5, work=[10] * 5))
+        < 50
+        < work_of(whole, Items([1, 2, 1, 2, 3], [()] * 5, work=[10] * 5))
+    )
 
 
 def test_repeats_have_the_least_size() -> None:

@@ -5,8 +5,9 @@ The graph in its order is a sequence of operators; `solvers/repeats.py` finds th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import takewhile
 from operator import eq
 from typing import final
@@ -84,27 +85,44 @@ class Repeats(metaclass=PlainHelp):
 
         That is so where it saves more: a compiler computes with a constant what it cannot with an input.
         """
-        structure = program.once(structure_of)
-        items = _items(program, numbers, structure.letters)
+        items, structure = _items(program, numbers), program.once(structure_of)
         least = self.min_saved * (sum(items.work) or len(numbers))
         exact = cover(items, min_size=self.min_size, min_saved=least)
-        if not self.passes_numbers or not _differ_in_numbers(structure):
+        differing = _differing_in_numbers(structure) if self.passes_numbers else frozenset()
+        if not _may_save_more(exact, items, [number in differing for number in numbers]):
             return exact, False
-        letters = list(structure.letters)
-        for number, letter in structure.loose.items():
-            letters[number] = letter
-        items = _items(program, numbers, letters)
+        # What takes a number makes no container, and so it has the letter of its node.
+        letters = [structure.loose.get(number, letter) for number, letter in zip(numbers, items.letters, strict=True)]
+        items = replace(items, letters=letters)
         loose = cover(items, min_size=self.min_size, min_saved=least)
         return (loose, True) if work_of(loose, items) < work_of(exact, items) else (exact, False)
 
 
-def _differ_in_numbers(structure: Structure) -> bool:
-    """Whether two nodes differ in a number alone that can be passed."""
-    found: dict[int, int] = {}
-    return any(
-        found.setdefault(letter, structure.letters[number]) != structure.letters[number]
-        for number, letter in structure.loose.items()
-    )
+def _differing_in_numbers(structure: Structure) -> frozenset[int]:
+    """The nodes from which others differ in a number alone that can be passed."""
+    found: dict[int, set[int]] = {}
+    for number, letter in structure.loose.items():
+        found.setdefault(letter, set()).add(structure.letters[number])
+    return frozenset(number for number, letter in structure.loose.items() if len(found[letter]) > 1)
+
+
+def _may_save_more(runs: Sequence[Run], items: Items, differs: Sequence[bool]) -> bool:
+    """Whether other runs can save more where the items that differ in numbers are equal.
+
+    Not if all of them are in one body with more calls than it has work: to save a part of it, each call becomes two.
+    """
+    calls, pieces = Counter(run.group for run in runs), dict[int, Run]()
+    for at, run in enumerate(runs):
+        place = run.group if run.group >= 0 else -1 - at
+        if place not in pieces and any(differs[run.start : run.stop]):
+            pieces[place] = run
+            if len(pieces) > 1 or place < 0:
+                return True
+    return any(calls[run.group] < _work_between(items, run.start, run.stop) for run in pieces.values())
+
+
+def _work_between(items: Items, start: int, stop: int) -> int:
+    return sum(items.work[start:stop]) if items.work else stop - start
 
 
 def _assign(
@@ -119,18 +137,15 @@ def _assign(
     return count + 1
 
 
-def _items(program: Program, numbers: Sequence[int], by_number: Sequence[int]) -> Items:
-    """The operators of a program as the items of a sequence, with these letters of nodes.
-
-    What an operator takes out of a container belongs to the one that makes the container.
-    """
+def _items(program: Program, numbers: Sequence[int]) -> Items:
+    """The operators of a program as the items of a sequence; what they take out of containers belongs to them."""
     structure, index = program.once(structure_of), program.index
     count = len(numbers)
     # Values that operators make are numbered like the operators, all others after them.
     value = [count + number for number in range(len(index))]
     for place, number in enumerate(numbers):
         value[number] = place
-    letters = [by_number[number] for number in numbers]
+    letters = [structure.letters[number] for number in numbers]
     makes: dict[int, list[int]] = {}
     taken: dict[int, list[tuple[int, int]]] = {}
     maker: dict[int, tuple[int, int]] = {}
@@ -141,7 +156,7 @@ def _items(program: Program, numbers: Sequence[int], by_number: Sequence[int]) -
         if place < count:
             made = makes.setdefault(place, [])
             maker[number] = (place, len(made))
-            taken.setdefault(place, []).append((by_number[number], inner))
+            taken.setdefault(place, []).append((structure.letters[number], inner))
             made.append(value[number])
     known: dict[object, int] = {}
     for place, items in taken.items():
