@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from partita._torch.fake_sandbox import fake_mode_of
+from partita._torch.fake_tensors import fake_mode_of
 from partita._torch.functorch import is_inside_transform
 from partita._torch.tensors import inner_tensors
 from partita.analysis.nodes import value_of

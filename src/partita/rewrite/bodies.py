@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.fake_sandbox import fake_mode_of, to_fake
+from partita._torch.fake_tensors import fake_mode_of, to_fake
 from partita._torch.fx.graph_writer import FreeNames, GraphWriter
 from partita._torch.fx.lazy_graph_module import lazy_module
 from partita._torch.symbolic_shapes import constant_size
