@@ -236,3 +236,122 @@ def test_numbers_inside_of_objects_have_the_tolerance() -> None:
     near = Tolerance(relative=1e-6)
     assert compare(lambda x: Logits(x, 1.0), lambda x: Logits(x, 1.0 + 1e-9), (torch.ones(2),), tolerance=near).equal
     assert not compare(lambda x: Logits(x, 1.0), lambda x: Logits(x, 1.0 + 1e-9), (torch.ones(2),)).equal
+
+
+class Labelled(Tensor):
+    """A tensor with attributes."""
+
+    tag: Any
+
+
+def labelled(value: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        found = (x * 2).as_subclass(Labelled)
+        found.tag = value(x)
+        return found
+
+    return forward
+
+
+ATTRIBUTES: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object], tuple[str, str]]] = {
+    "value": (lambda x: 1, lambda x: 2, ("value", "output.tag")),
+    "type": (lambda x: 1, lambda x: True, ("type", "output.tag")),
+    "tensor": (lambda x: x * 1, lambda x: x * 2, ("value", "output.tag")),
+    "memory": (lambda x: x, lambda x: x * 1, ("aliasing", "output.tag")),
+    "container": (lambda x: [1], lambda x: (1,), ("structure", "output.tag")),
+}
+
+
+@pytest.mark.parametrize("case", ATTRIBUTES)
+def test_attributes_of_a_tensor_subclass_are_compared(case: str) -> None:
+    one, other, expected = ATTRIBUTES[case]
+    found = compare(labelled(one), labelled(other), (torch.rand(3),)).differences
+    assert [(difference.kind, difference.where) for difference in found] == [expected]
+    assert compare(labelled(one), labelled(one), (torch.rand(3),)).equal
+
+
+def test_an_attribute_of_a_tensor_subclass_that_is_missing_is_a_difference() -> None:
+    found = compare(labelled(lambda x: 1), lambda x: (x * 2).as_subclass(Labelled), (torch.rand(3),)).differences
+    assert [str(difference) for difference in found] == [
+        "structure of output (first call): Labelled(.tag) != no container"
+    ]
+
+
+def test_an_attribute_of_a_tensor_subclass_without_an_equality_is_noted() -> None:
+    made = labelled(lambda x: threading.Lock())
+    found = compare(made, made, (torch.rand(3),))
+    assert found.notes == ("output.tag was compared by type only: a lock has no equality that can be trusted",)
+
+
+def test_a_copied_argument_keeps_the_attributes_of_its_subclass() -> None:
+    def counts(x: Any, steps: int = 1) -> Tensor:
+        x.tag["calls"] += steps
+        return x.as_subclass(Tensor) * x.scale
+
+    x: Any = torch.rand(3).as_subclass(Labelled)
+    x.tag, x.scale = {"calls": 0}, torch.ones(3, requires_grad=True)
+    assert compare(counts, counts, (x,)).equal
+    found = compare(counts, lambda x: counts(x, 2), (x,)).differences
+    assert [(difference.kind, difference.where) for difference in found] == [
+        ("value", "input[0].tag['calls'] after the call")
+    ]
+    assert x.tag == {"calls": 0}
+
+
+def test_a_tensor_that_is_its_own_attribute_is_opened_once() -> None:
+    def rings(x: Tensor) -> Tensor:
+        found = (x * 2).as_subclass(Labelled)
+        found.tag = [found]
+        return found
+
+    assert compare(rings, rings, (torch.rand(3),)).equal
+
+
+def replacing(values: Any, key: Any, x: Tensor) -> Tensor:
+    values[key] = x + 1
+    return x * 2
+
+
+def filling(values: Any, key: Any, x: Tensor) -> Tensor:
+    values[key].copy_(x + 1)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("reach", "make", "where"),
+    [
+        (lambda held: held, lambda x: [x], "input[0][0] after the call"),
+        (lambda held: held, lambda x: {0: x}, "input[0][0] after the call"),
+        (lambda held: held["a"][1], lambda x: {"a": (1, [x])}, "input[0]['a'][1][0] after the call"),
+        (lambda held: held.layers, lambda x: Cache(x), "input[0].layers[0] after the call"),
+    ],
+    ids=["list", "dict", "nested", "object"],
+)
+def test_whether_a_tensor_in_an_argument_is_replaced_is_compared(
+    reach: Callable[[Any], Any], make: Callable[[Tensor], object], where: str
+) -> None:
+    def replaces(held: Any, x: Tensor) -> Tensor:
+        return replacing(reach(held), 0, x)
+
+    def fills(held: Any, x: Tensor) -> Tensor:
+        return filling(reach(held), 0, x)
+
+    args = (make(torch.zeros(3)), torch.rand(3))
+    for one, other in ((replaces, fills), (fills, replaces)):
+        found = compare(one, other, args).differences
+        assert [(difference.kind, difference.where) for difference in found] == [("identity", where)]
+    for same in (replaces, fills):
+        assert compare(same, same, args).equal
+
+
+def test_the_memory_of_what_enters_an_argument_is_compared() -> None:
+    def enters(held: list[Tensor], x: Tensor, *, copied: bool) -> Tensor:
+        held[0] = x.clone() if copied else x
+        held.append(x.clone() if copied else x)
+        return x * 2
+
+    args = ([torch.zeros(3)], torch.rand(3))
+    both = [lambda held, x, copied=copied: enters(held, x, copied=copied) for copied in (False, True)]
+    found = compare(*both, args).differences
+    places = [("aliasing", "input[0][0] after the call"), ("aliasing", "input[0][1] after the call")]
+    assert [(difference.kind, difference.where) for difference in found] == places

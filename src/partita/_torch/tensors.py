@@ -96,6 +96,41 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     return [plain for held in inner.values() for plain in plain_tensors(held)] if inner else [tensor]
 
 
+def stored_parts(tensor: Tensor) -> dict[str, Tensor]:
+    """What a sparse or a quantized tensor stores, by what reads it: indices and values, scales and zero points."""
+    if tensor.layout is torch.sparse_coo:
+        # Without the underscore it refuses a tensor that is not coalesced, as `values()` does.
+        values = {"values()": tensor.values()} if tensor.is_coalesced() else {}
+        return {"indices()": tensor._indices(), **values}
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        rows, columns = tensor.crow_indices(), tensor.col_indices()
+        return {"crow_indices()": rows, "col_indices()": columns, "values()": tensor.values()}
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        columns, rows = tensor.ccol_indices(), tensor.row_indices()
+        return {"ccol_indices()": columns, "row_indices()": rows, "values()": tensor.values()}
+    quantization = quantization_of(tensor)
+    if quantization is None:
+        return {}
+    if len(quantization) > 1:
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return {"q_per_channel_scales()": scales, "q_per_channel_zero_points()": zeros}
+    scale = torch.tensor(tensor.q_scale(), dtype=torch.float64)
+    return {"q_scale()": scale, "q_zero_point()": torch.tensor(tensor.q_zero_point())}
+
+
+def quantization_of(tensor: Tensor) -> tuple[object, ...] | None:
+    """The scheme of a quantized tensor and, if each slice along an axis has a scale of its own, that axis."""
+    if not tensor.is_quantized:
+        return None
+    try:
+        scheme = tensor.qscheme()
+    except RuntimeError:  # Made by torch.empty, which gives it no scale.
+        return None
+    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return (scheme,)
+    return scheme, f"axis {tensor.q_per_channel_axis()}"
+
+
 def placements_of(tensor: Tensor) -> tuple[object, ...] | None:
     """How a DTensor is spread over which devices; None for other tensors."""
     mesh = getattr(tensor, "device_mesh", None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from partita._torch.symbolic_shapes import symbols_in
 from partita._torch.tensors import plain_tensors
@@ -16,7 +17,7 @@ from partita.equivalence.ambient import generators_of, random_state
 from partita.equivalence.differences import Comparison, Difference, differences, uncompared
 from partita.equivalence.inputs import Arguments, arguments_of, resized
 from partita.equivalence.observe import Call, Comparable, Observation, Start, Subject, Watched, run, subject_of
-from partita.equivalence.state import Pairing, paired, snapshot_of, storage_key
+from partita.equivalence.state import Pairing, Places, paired, snapshot_of, storage_key
 from partita.errors import OptionError
 
 #: What a difference is called that shows in the call under no_grad.
@@ -146,8 +147,33 @@ def _pair_of(before: Subject, after: Subject, arguments: Arguments, *, tolerance
     one, other = _watched(pairing, restored)
     allowed = before.tolerance | after.tolerance if tolerance is None else tolerance
     random = random_state(generators_of(roots, arguments.tree.leaves))
-    start = Start(snapshot_of(roots, slots, mutated=restored), random, keys, restored)
+    places = _places_of(before, after, pairing)
+    start = Start(snapshot_of(roots, slots, mutated=restored), random, keys, restored, places)
     return _Pair(before, after, one, other, start, allowed, pairing.notes)
+
+
+def _places_of(before: Subject, after: Subject, pairing: Pairing) -> Places:
+    """Where the modules of the original hold tensors, and where those of the other program do that stand for them.
+
+    What only the other program has, a delegate say, may hold what it likes.
+    """
+    ones, others = _named_modules(before), _named_modules(after)
+    names = {id(module): name for name, module in ones}
+    originals = dict(reversed(ones))
+    twins = {id(there.owner): here.owner for here, there in zip(pairing.before, pairing.after, strict=True)}
+    found = list(ones)
+    for name, module in others:
+        own = ".".join(part for part in name.split(".") if part != "_orig_mod")  # As torch.compile calls it.
+        for here in (originals.get(own), twins.get(id(module))):
+            if id(module) not in names and here is not None and (type(here) is type(module) or not name):
+                names[id(module)] = names[id(here)]
+                found.append((names[id(here)], module))
+    return Places.of(found, among=[module for _, module in (*ones, *others)])
+
+
+def _named_modules(subject: Subject) -> list[tuple[str, Module]]:
+    modules = () if subject.root is None else subject.root.named_modules()
+    return [(subject.original(path), module) for path, module in modules]
 
 
 def _watched(pairing: Pairing, restored: frozenset[int]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:

@@ -17,7 +17,8 @@ from partita._torch.tensors import is_within_storage
 from partita.analysis.tolerance import EXACT, Tolerance
 from partita.equivalence.inputs import input_name
 from partita.equivalence.objects import Containers, Opaque, Shape
-from partita.equivalence.observe import Moment, Named, Observation, Raised, TensorRecord
+from partita.equivalence.observe import Moment, Named, Observation, Raised
+from partita.equivalence.records import TensorRecord
 from partita.equivalence.values import same
 
 _Structure: TypeAlias = Mapping[str, Containers | Shape]
@@ -82,7 +83,10 @@ class Comparison(metaclass=PlainHelp):
 _PROPERTIES = (
     *("type", "dtype", "shape", "stride", "device", "layout"),
     *("requires_grad", "inference", "conjugate", "negative", "placements"),
+    *("coalesced", "sparse_dim", "quantization"),
 )
+#: Properties of one layout or dtype, which others do not have.
+_OF_SOME = frozenset(("coalesced", "sparse_dim", "quantization"))
 #: Autograd chooses how it lays out a gradient, and a gradient is a leaf of its own.
 _GRADIENT_PROPERTIES = ("dtype", "shape", "device", "layout")
 #: The other properties of an inner tensor are those of its wrapper.
@@ -102,6 +106,7 @@ def differences(before: Observation, after: Observation, tolerance: Tolerance) -
         yield from _leaves(_after_the_call(before.inputs), _after_the_call(after.inputs), tolerance)
         yield from _leaves(before.state, after.state, tolerance)
         yield from _replaced(before, after)
+        yield from _added(before, after)
         yield from _switched(before, after)
     for one, other in zip(before.moments, after.moments, strict=False):
         yield from _modes(one, other)
@@ -146,14 +151,20 @@ def _leaves(before: Named, after: Named, tolerance: Tolerance) -> Iterator[Diffe
 
 
 def _replaced(before: Observation, after: Observation) -> Iterator[Difference]:
-    """State that only one program replaced by another tensor; state and inputs that only one gave other memory."""
-    for name in dict([*before.state, *after.state]):
-        if name in before.replaced ^ after.replaced:
-            which = "the original" if name in before.replaced else "the other program"
-            yield Difference("identity", name, f"only {which} replaces it by another tensor")
+    """State and inputs that only one program replaced by another tensor, or that only one gave other memory."""
+    for name in sorted(before.replaced ^ after.replaced):
+        which = "the original" if name in before.replaced else "the other program"
+        yield Difference("identity", name, f"only {which} replaces it by another tensor")
     for name in sorted(before.moved ^ after.moved):
         which = "the original" if name in before.moved else "the other program"
         yield Difference("identity", name, f"only {which} puts other memory into it")
+
+
+def _added(before: Observation, after: Observation) -> Iterator[Difference]:
+    """State that only one program adds to a module."""
+    for name in sorted(before.added ^ after.added):
+        which = "the original" if name in before.added else "the other program"
+        yield Difference("structure", name, f"only {which} adds it")
 
 
 def _switched(before: Observation, after: Observation) -> Iterator[Difference]:
@@ -198,12 +209,7 @@ def _bare(leaf: object) -> object:
 def _tensors(
     before: TensorRecord, after: TensorRecord, where: str, tolerance: Tolerance, properties: tuple[str, ...]
 ) -> Iterator[Difference]:
-    alike = (before.shape, before.layout) == (after.shape, after.layout)
-    for name in properties:
-        one, other = getattr(before, name), getattr(after, name)
-        # Strides are comparable only between tensors of one shape and layout.
-        if one != other and (alike or name != "stride"):
-            yield Difference(name, where, f"{one} != {other}")
+    yield from (differing := list(_of_properties(before, after, where, properties)))
     if before.inner or after.inner:
         others = dict(after.inner)
         for name, one in before.inner:
@@ -218,6 +224,30 @@ def _tensors(
         detail = value_difference(before.value, after.value, tolerance)
         if detail is not None:
             yield Difference("value", where, detail)
+        elif not differing and properties is not _GRADIENT_PROPERTIES:
+            yield from _stored(before, after, where, tolerance)
+
+
+def _of_properties(
+    before: TensorRecord, after: TensorRecord, where: str, properties: tuple[str, ...]
+) -> Iterator[Difference]:
+    alike = (before.shape, before.layout) == (after.shape, after.layout)
+    for name in properties:
+        one, other = getattr(before, name), getattr(after, name)
+        # Strides are comparable only between tensors of one shape and layout.
+        comparable = alike if name == "stride" else name not in _OF_SOME or None not in (one, other)
+        if one != other and comparable:
+            yield Difference(name, where, f"{one} != {other}")
+
+
+def _stored(before: TensorRecord, after: TensorRecord, where: str, tolerance: Tolerance) -> Iterator[Difference]:
+    """The first part of two sparse or quantized tensors that differs although their elements do not."""
+    others = dict(after.parts)
+    for name, one in before.parts:
+        found = list(_tensors(one, others[name], f"{where}.{name}", tolerance, _INNER_PROPERTIES))
+        if found:
+            yield from found
+            return
 
 
 def _aliasing(before: Observation, after: Observation) -> Iterator[Difference]:

@@ -16,7 +16,7 @@ from partita._torch.pytrees import Tree, flatten, keywords_of
 from partita._torch.symbolic_shapes import symbol_of, symbols_in
 from partita._torch.tensors import plain_tensors, unexpanded
 from partita.analysis.nodes import value_of
-from partita.equivalence.objects import Held, held_in
+from partita.equivalence.objects import Held, carry_attributes, held_in
 from partita.equivalence.state import storage_key, storage_of
 
 _STEPS: tuple[Callable[[int], int], ...] = (lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1)
@@ -172,6 +172,7 @@ class _Made:
             if isinstance(leaf, Tensor):
                 if leaf.grad_fn is not None and id(leaf) not in seen:
                     seen[id(leaf)] = leaf.detach().requires_grad_()
+                    carry_attributes(leaf, seen[id(leaf)])
                 passed = self.leaves[number] = seen.get(id(leaf), leaf)
                 self.passed_on.append(number)
                 if passed.requires_grad:
@@ -196,15 +197,21 @@ class _Made:
 def _copies(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
     """Copies of tensors of one storage, each with the leaf that collects its gradient."""
     storage = storage_of(tensors[0])
-    ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
-    if storage is None or not ordinary:
+    if storage is None or not all(map(_is_ordinary, tensors)):
         alone = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        for tensor, other in zip(tensors, alone, strict=True):
+            carry_attributes(tensor, other)
         return [(copy, copy if copy.requires_grad else None) for copy in alone]
     copied = storage.clone()
     if any(tensor.grad_fn is not None for tensor in tensors) and len({tensor.dtype for tensor in tensors}) == 1:
         return _inside_a_graph(tensors, copied)
     laid = [_laid_out(tensor, copied).requires_grad_(tensor.requires_grad) for tensor in tensors]
     return [(copy, copy if copy.requires_grad else None) for copy in laid]
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is all said by its storage, offset, sizes and strides."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested and not tensor.is_quantized
 
 
 def _inside_a_graph(tensors: Sequence[Tensor], storage: torch.UntypedStorage) -> list[tuple[Tensor, Tensor | None]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partita._torch.pytrees import Tree, flatten
+from partita._torch.tensors import inner_tensors
 from partita.equivalence.ambient import state_of
 from partita.equivalence.values import has_equality, is_array, is_value
 
@@ -81,7 +82,13 @@ class Opened:
             self._add_leaf(leaf, path + place, around)
 
     def _add_leaf(self, leaf: object, path: str, around: tuple[object, ...]) -> None:
-        if is_value(leaf) or isinstance(leaf, Tensor) or state_of(leaf) is not None:
+        if isinstance(leaf, Tensor):
+            self.leaves.append((path, leaf))
+            attributes = _attributes_of(leaf)
+            if attributes and not any(leaf is outer for outer in around):
+                self._add_members(leaf, attributes, path, around)
+            return
+        if is_value(leaf) or state_of(leaf) is not None:
             self.leaves.append((path, leaf))
             return
         if any(leaf is outer for outer in around):
@@ -91,6 +98,9 @@ class Opened:
         if members is None or self.members + len(members) > _MOST:
             self.leaves.append((path, Opaque(leaf)))
             return
+        self._add_members(leaf, members, path, around)
+
+    def _add_members(self, leaf: object, members: dict[str, object], path: str, around: tuple[object, ...]) -> None:
         self.members += len(members)
         self.structure[path] = Shape(type(leaf), tuple(members))
         for name, member in members.items():
@@ -106,6 +116,8 @@ def opened(value: object) -> Opened:
 
 def opened_leaf(leaf: object) -> Opened | None:
     """A leaf of a pytree opened, None if it is a tensor, a generator or a value that nothing can mutate."""
+    if isinstance(leaf, Tensor):
+        return None
     found = Opened()
     found._add_leaf(leaf, "", ())
     may_be_mutated = found.structure or isinstance(found.leaves[0][1], Opaque | bytearray | set)
@@ -131,6 +143,41 @@ def _members(value: Any) -> dict[str, object] | None:
     if has_equality(value) and not any(isinstance(part, Tensor) for part in _inside(found)):
         return None  # It says itself what it is equal to, and attributes may be caches.
     return found
+
+
+def _attributes_of(tensor: Tensor) -> dict[str, object]:
+    """What an instance of a subclass of somebody else's holds beside its elements, by the text that reads it."""
+    if _is_of_torch(tensor):
+        return {}
+    inner = inner_tensors(tensor)
+    found = {name: value for name, value in vars(tensor).items() if name not in inner}
+    slots = (name for name in _slots_of(type(tensor)) if name not in inner and hasattr(tensor, name))
+    found.update({name: getattr(tensor, name) for name in slots})
+    return {f".{name}": value for name, value in found.items()}
+
+
+def _is_of_torch(tensor: Tensor) -> bool:
+    """Whether torch itself wrote the class of a tensor: what such an instance holds are caches and layouts."""
+    return type(tensor).__module__.partition(".")[0] == "torch"
+
+
+def carry_attributes(tensor: Tensor, other: Tensor) -> None:
+    """Gives `other`, made of `tensor`, copies of the attributes that were set on that instance of a subclass."""
+    if _is_of_torch(tensor):
+        return
+    table = vars(other)
+    for name, value in vars(tensor).items():
+        if name not in table:
+            table[name] = _copied(value)
+
+
+def _copied(value: object) -> object:
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value  # Gradients are asked for of this very tensor.
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # Whatever the object's own code raises.
+        return value
 
 
 def _inside(members: Mapping[str, object]) -> Iterable[object]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,16 +16,18 @@ from torch.nn import Module
 
 from partita._torch.modes import Ambient, read_ambient
 from partita._torch.pytrees import flatten
-from partita._torch.tensors import inner_tensors, is_within_storage, placements_of, plain_tensors, version_of
+from partita._torch.tensors import inner_tensors, plain_tensors, version_of
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.equivalence.ambient import RandomState, random_state, restored_ambient, state_of
+from partita.equivalence.ambient import RandomState, random_state, restored_ambient
 from partita.equivalence.inputs import Arguments, Inputs, input_name
 from partita.equivalence.objects import Containers, Opened, Shape, opened
+from partita.equivalence.records import TensorRecord, record_of, tensor_record
 from partita.equivalence.settings import STACKS, Settings, read_settings
 from partita.equivalence.state import (
     Alias,
     Layout,
     Memory,
+    Places,
     Slot,
     Snapshot,
     aliases_of,
@@ -33,7 +35,6 @@ from partita.equivalence.state import (
     slots_of,
     storage_key,
 )
-from partita.equivalence.values import is_array
 from partita.errors import OptionError, PartitaError
 from partita.program.program import Program, mutated_positions
 
@@ -67,6 +68,8 @@ class Subject:
     tolerance: Tolerance = EXACT
     placeholders: tuple[Node, ...] = ()
     output_names: tuple[str, ...] = ()
+    #: The name that a module has in the original.
+    original: Callable[[str], str] = str
     #: The grad mode under which it must be called, if any.
     caller_grad: bool | None = None
 
@@ -113,6 +116,7 @@ def _of_program(program: Program) -> Subject:
         tolerance=program.tolerance,
         placeholders=placeholders,
         output_names=tuple(leaf.name if isinstance(leaf, Node) else "" for leaf in flatten(nodes[-1].args[0]).leaves),
+        original=program.state_keys.original,
         caller_grad=program.caller.grad,
     )
 
@@ -144,6 +148,7 @@ class Start:
     random: RandomState
     state: frozenset[int]
     restored: frozenset[int]
+    places: Places
 
 
 def run(
@@ -181,20 +186,19 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
                 )
                 seen = replace(seen, moments=(*seen.moments, moment), backward_raised=raised, gradients=gradients)
         pairs = zip(uncopied, versions, strict=True)
-        moved = memory.left()
+        moved, added = memory.left(), start.places.added()
         mutations = [label for (label, tensor), old in pairs if version_of(tensor) != old or label in moved]
-        replaced = frozenset(place.label for place in state if place.slot.current() is not place.slot.tensor)
         switched = Counter((type(module).__name__, not flag) for module, flag in in_training if module.training != flag)
         seen = replace(
             seen,
-            state=_state_now(state, start),
-            replaced=replaced,
-            moved=moved - replaced,
+            state=_state_now(state, added, start),
+            added=frozenset(added),
+            moved=moved - seen.replaced,
             switched=frozenset(switched.items()),
             undeclared=tuple(mutations),
         )
         made.clear()  # These tensors keep the graph alive, and no view can be detached from a living graph.
-        _detach_state(state)
+        _detach_state(state, added)
         for layout in layouts:
             layout.restore()
         return seen
@@ -211,6 +215,7 @@ def _called(
 ) -> tuple[Observation, list[Tensor]]:
     """The observation of the bare call, and the tensors that gradients can flow from."""
     raised, result, found, settings = None, None, read_ambient(), read_settings()
+    given = dict(opened((inputs.args, inputs.kwargs)).leaves)
     try:
         result = subject.call(*inputs.args, **inputs.kwargs)
         moment = Moment("after the call", found, read_ambient(), read_settings(), random_state())
@@ -225,41 +230,61 @@ def _called(
     tensors = [(name, leaf) for name, leaf in outputs if isinstance(leaf, Tensor)]
     held = [(place.label, tensor) for place in state if (tensor := place.slot.current()) is not None]
     around = [*inputs.tensors, *held]
+    replaced = {place.label: now for place in state if (now := place.slot.current()) is not place.slot.tensor}
+    entered = {
+        _after(path): leaf for path, leaf in passed.leaves if isinstance(leaf, Tensor) and given.get(path) is not leaf
+    }
+    added = start.places.added()
+    others = [(name, now) for name, now in {**replaced, **entered, **added}.items() if now is not None]
+    held_before = {_after(path) for path, leaf in given.items() if isinstance(leaf, Tensor)}
     seen = Observation(
         raised=raised,
         structure={} if raised else returned.structure,
-        outputs=tuple((name, _record_of(leaf, restored=start.restored)) for name, leaf in outputs),
+        outputs=tuple((name, record_of(leaf, restored=start.restored)) for name, leaf in outputs),
         input_structure=passed.structure,
         inputs=_inputs_now(inputs, passed, start),
-        aliases=aliases_of(tensors, around),
+        aliases=aliases_of([*tensors, *others], around),
         moments=(moment,),
+        replaced=frozenset(replaced) | (entered.keys() & held_before),
         notes=inputs.notes,
     )
-    made = [tensor for _, tensor in tensors] + [tensor for _, tensor in around if tensor.grad_fn is not None]
+    made = [tensor for _, tensor in tensors]
+    made += [tensor for _, tensor in (*around, *added.items()) if tensor.grad_fn is not None]
     return seen, made
+
+
+def _after(path: str) -> str:
+    return f"{input_name(path)} after the call"
 
 
 def _inputs_now(inputs: Inputs, passed: Opened, start: Start) -> Named:
     skipped = {id(tensor) for _, tensor in inputs.passed_on}
     return tuple(
-        (input_name(path), _record_of(leaf, restored=start.restored))
+        (input_name(path), record_of(leaf, restored=start.restored))
         for path, leaf in passed.leaves
         if id(leaf) not in skipped
     )
 
 
-def _state_now(state: Sequence[Watched], start: Start) -> Named:
+def _state_now(state: Sequence[Watched], added: Mapping[str, Tensor], start: Start) -> Named:
     """Records of all state that may have been mutated, and of tensors that replaced others."""
     found: list[tuple[str, object]] = []
     for place in state:
         tensor = place.slot.current()
         if place.may_be_mutated or tensor is not place.slot.tensor:
-            found.append((place.label, _record_of(tensor, restored=start.restored)))
+            found.append((place.label, record_of(tensor, restored=start.restored)))
+    for label, new in added.items():
+        # The next call may mutate it.
+        own = frozenset((key,)) if (key := storage_key(new)) is not None else frozenset[int]()
+        found.append((label, record_of(new, restored=own)))
     return tuple(found)
 
 
-def _detach_state(state: Sequence[Watched]) -> None:
+def _detach_state(state: Sequence[Watched], added: Mapping[str, Tensor]) -> None:
     """Lets the next call start an autograd graph of its own, since backward has freed this one."""
+    for new in added.values():
+        if new.grad_fn is not None:
+            detach_in_place(new)
     for place in state:
         tensor = place.slot.current()
         if tensor is not None and tensor.grad_fn is not None and not place.computed:
@@ -268,28 +293,6 @@ def _detach_state(state: Sequence[Watched]) -> None:
 
 #: Leaves or records with their paths.
 Named = tuple[tuple[str, object], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """The properties of a tensor, and its values detached from any graph."""
-
-    type: str
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...] | None
-    device: torch.device
-    layout: torch.layout
-    requires_grad: bool
-    inference: bool
-    #: Whether a bit of the tensor conjugates or negates the values in memory.
-    conjugate: bool
-    negative: bool
-    value: Tensor
-    #: The placements of a DTensor.
-    placements: tuple[object, ...] | None = None
-    #: The inner tensors of a wrapper subclass, which hold its values.
-    inner: tuple[tuple[str, TensorRecord], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,71 +331,16 @@ class Observation:
     backward_raised: Raised | None = None
     gradients: tuple[tuple[str, TensorRecord | None], ...] = ()
     state: Named = ()
-    #: The state in whose place there is another tensor, or none, after the call.
+    #: The state, and the tensors in containers of the inputs, in whose place there is another tensor, or none.
     replaced: frozenset[str] = frozenset()
+    #: The state at places where a module had no tensor before the call.
+    added: frozenset[str] = frozenset()
     #: The state and inputs that were given other memory, by `tensor.data = ...` or `tensor.set_(...)`.
     moved: frozenset[str] = frozenset()
     #: The classes of modules that the call switched to training or to evaluation, each with the new flag and a count.
     switched: frozenset[tuple[tuple[str, bool], int]] = frozenset()
     undeclared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-def _record_of(leaf: object, *, restored: frozenset[int]) -> object:
-    """The record of a leaf; values are copied only if their memory will be `restored`."""
-    state = state_of(leaf)
-    if state is not None:
-        leaf = state if isinstance(state, Tensor) else str(state)
-    if is_array(leaf):
-        return _array_record(leaf)
-    if isinstance(leaf, bytearray | set):
-        return leaf.copy()
-    return _tensor_record(leaf, restored) if isinstance(leaf, Tensor) else leaf
-
-
-def _array_record(array: Any) -> object:
-    """The record of a copy of an array; a copy of the array itself where torch has no such dtype."""
-    array = array.copy()
-    try:
-        return replace(_tensor_record(torch.from_numpy(array)), type=type(array).__name__)
-    except TypeError:
-        return array
-
-
-def _tensor_record(tensor: Tensor, restored: frozenset[int] = frozenset()) -> TensorRecord:
-    value = _rows(tensor.detach()) if tensor.is_nested else tensor.detach()
-    strided = tensor.layout is torch.strided and not tensor.is_nested
-    inner = tuple((name, _tensor_record(inner, restored)) for name, inner in inner_tensors(tensor).items())
-    is_copied = not inner and storage_key(tensor) in restored and is_within_storage(value)
-    return TensorRecord(
-        type=type(tensor).__name__,
-        dtype=tensor.dtype,
-        shape=value.shape,
-        stride=_normalized_strides(tensor) if strided else None,
-        device=tensor.device,
-        layout=tensor.layout,
-        requires_grad=tensor.requires_grad,
-        inference=tensor.is_inference(),
-        conjugate=strided and tensor.is_conj(),
-        negative=strided and tensor.is_neg(),
-        value=value.clone() if is_copied else value,
-        placements=placements_of(tensor),
-        inner=inner,
-    )
-
-
-def _rows(nested: Tensor) -> Tensor:
-    """The lengths and values of a nested tensor's rows in one tensor, since its own shape is symbolic."""
-    rows = nested.unbind()
-    lengths = torch.tensor([size for row in rows for size in row.shape], device=nested.device)
-    return torch.cat([lengths.to(nested.dtype), *(row.flatten() for row in rows)])
-
-
-def _normalized_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides, with 0 along axes of one element or none, where strides have no meaning."""
-    empty = tensor.numel() == 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tuple(0 if empty or size == 1 else stride for size, stride in pairs)
 
 
 @contextmanager
@@ -427,7 +375,7 @@ def _gradients_of(
         found = _autograd_grad(differentiable, tensors)
     except Exception as error:
         return Raised(type(error), str(error)), tuple((name, None) for name, _ in everything)
-    records = (None if gradient is None else _tensor_record(gradient) for gradient in found)
+    records = (None if gradient is None else tensor_record(gradient) for gradient in found)
     return None, tuple((name, record) for (name, _), record in zip(everything, records, strict=True))
 
 

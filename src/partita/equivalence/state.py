@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -72,6 +72,38 @@ def _slots_in(container: object, prefix: str, owner: Module, name: str) -> Itera
     for leaf, (path, item) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
         if isinstance(item, Tensor):
             yield Slot(f"{prefix}{name}{path}", "attribute", owner, name, leaf, item)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Modules with their names, and at which of their attributes tensors are at one moment; and what else is known."""
+
+    modules: tuple[tuple[str, Module], ...]
+    known: frozenset[int]
+    taken: frozenset[tuple[int, str, int | None]]
+
+    @classmethod
+    def of(cls, modules: Iterable[tuple[str, Module]], *, among: Iterable[Module]) -> Places:
+        # A graph sets no attributes.
+        named = tuple((name, module) for name, module in modules if not isinstance(module, GraphModule))
+        slots = (slot for name, module in named for slot in _own_slots(name and name + ".", module))
+        taken = frozenset((id(slot.owner), slot.attribute, slot.leaf) for slot in slots)
+        return cls(named, frozenset(map(id, among)), taken)
+
+    def added(self) -> dict[str, Tensor]:
+        """The tensors now at other attributes, or in modules that were not there, by label."""
+        found: dict[str, Tensor] = {}
+        for name, module in self.modules:
+            prefix = name and name + "."
+            for slot in _own_slots(prefix, module):
+                if (id(slot.owner), slot.attribute, slot.leaf) not in self.taken:
+                    found[slot.label] = slot.tensor
+            for child, new in module.named_children():
+                if id(new) not in self.known:
+                    owners = new.named_modules(prefix=prefix + child)
+                    slots = (_own_slots(f"{path}.", owner) for path, owner in owners)
+                    found.update({slot.label: slot.tensor for own in slots for slot in own})
+        return found
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage | None:
@@ -208,6 +240,7 @@ def aliases_of(
 
 _Container: TypeAlias = list[object] | dict[object, object]
 
+_REFILLED = (list, dict, OrderedDict, defaultdict)
 _PLAIN = (type(None), bool, int, float, complex, str, Tensor, tuple, list, dict)
 
 
@@ -306,8 +339,19 @@ class _Attributes:
 
 def _attributes_of(module: Module) -> _Attributes:
     values = dict(vars(module))
-    containers = [value for value in values.values() if type(value) in (list, dict, OrderedDict)]
+    containers = list(_containers_in(values.values(), set()))
     return _Attributes(module, values, tuple((value, value.copy()) for value in containers))
+
+
+def _containers_in(values: Iterable[object], seen: set[int]) -> Iterator[_Container]:
+    """The containers among some values, at any depth."""
+    for value in values:
+        if type(value) in (*_REFILLED, tuple) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, list | dict):
+                yield value
+            inside = value.values() if isinstance(value, dict) else value
+            yield from _containers_in(cast(Iterable[object], inside), seen)
 
 
 def _refill(container: _Container, content: _Container) -> None:
