@@ -15,8 +15,9 @@ from partita.analysis.nodes import value_of
 from partita.analysis.tolerance import Tolerance
 from partita.equivalence.ambient import generators_of, random_state
 from partita.equivalence.differences import Comparison, Difference, differences, uncompared
-from partita.equivalence.inputs import Arguments, arguments_of, resized
+from partita.equivalence.inputs import SAME_DATA, Arguments, arguments_of, resized
 from partita.equivalence.observe import Call, Comparable, Observation, Start, Subject, Watched, run, subject_of
+from partita.equivalence.other_data import refused
 from partita.equivalence.state import Pairing, Places, paired, snapshot_of, storage_key
 from partita.errors import OptionError
 
@@ -47,6 +48,7 @@ def compare(
     Both run from the same state, inputs and random state, all of which are afterwards as they were. Memory is copied
     only for state and inputs that may be mutated. The calls: the arguments with gradients; then other data on the
     state that the first call left; the arguments under no_grad; other sizes where the graph has symbols for them.
+    Other data are of the same kind, such as other indices of the same range; `notes` name the tensors that keep theirs.
     """
     pair, first, without_grad, other = _calls_of(before, after, args, kwargs, tolerance, gradients=gradients)
     found = [_compared(pair, first if second_call else first[:1])]
@@ -69,6 +71,8 @@ def replay(
 ) -> None:
     """Makes all calls of a comparison, of `after` alone, until the one whose name is `last`; each is announced."""
     pair, first, without_grad, other = _calls_of(before, after, args, kwargs, None, gradients=gradients)
+    if last != first[0].name:
+        first = list(_accepted(pair, first)[0])
     sizes = _other_sizes(pair, other.arguments)
     resized = ([replace(other, name=_with(words), arguments=sized)] for words, sized in sizes)
     for calls in (first, without_grad, *(session for session in resized if session[0].name == last)):
@@ -189,8 +193,39 @@ def _watched(pairing: Pairing, restored: frozenset[int]) -> tuple[tuple[Watched,
 
 def _compared(pair: _Pair, calls: Sequence[Call]) -> Comparison:
     """What differs in these calls, made one after the other."""
-    ones = run([pair.before, pair.after], pair.before_state, calls, pair.start)
-    return _against(pair, calls, ones)
+    calls, ones, notes = _accepted(pair, calls)
+    found = _against(pair, calls, ones)
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def _accepted(pair: _Pair, calls: Sequence[Call]) -> tuple[Sequence[Call], list[Observation], list[str]]:
+    """The calls, what the original does in them, and notes; with the data of the first call where it refuses others."""
+    ones = _run_before(pair, calls)
+    raised = ones[-1].raised
+    if not calls[-1].other_data or raised is None or any(one.raised for one in ones[:-1]):
+        return calls, ones, []
+    last = calls[-1]
+    groups = last.inputs(frozenset(), pair.start.state).other
+    everything = frozenset(number for group in groups for number in group)
+
+    def keeping(changed: Sequence[tuple[int, ...]]) -> Call:
+        return replace(last, kept=everything.difference(*changed))
+
+    def accepts(changed: Sequence[tuple[int, ...]]) -> bool:
+        return _run_before(pair, [*calls[:-1], keeping(changed)])[-1].raised is None
+
+    if not accepts([]):  # It is the state that the first call left.
+        return calls, ones, []
+    same = refused(groups, accepts)
+    calls = [*calls[:-1], keeping([group for group in groups if group not in same])]
+    numbers = sorted(number for group in same for number in group)
+    why = f"with other data the original raises {raised}"
+    notes = [SAME_DATA.format(name, why) for name in last.arguments.names(numbers)]
+    return calls, _run_before(pair, calls), notes
+
+
+def _run_before(pair: _Pair, calls: Sequence[Call]) -> list[Observation]:
+    return run([pair.before, pair.after], pair.before_state, calls, pair.start)
 
 
 def _against(pair: _Pair, calls: Sequence[Call], ones: Sequence[Observation]) -> Comparison:
@@ -212,7 +247,7 @@ def _compared_on_other_sizes(pair: _Pair, call: Call) -> Comparison:
     refused = []
     for words, arguments in _other_sizes(pair, call.arguments):
         other = replace(call, name=_with(words), arguments=arguments)
-        ones = run([pair.before, pair.after], pair.before_state, [other], pair.start)
+        ones = _run_before(pair, [other])
         if ones[0].raised is None:
             return _against(pair, [other], ones)
         refused.append(f"{words} ({ones[0].raised})")

@@ -1,10 +1,10 @@
-"""The inputs of one call, copied where it may mutate them and aliased as the arguments; other data, other sizes."""
+"""The inputs of one call, copied where it may mutate them and aliased as the arguments; other sizes."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,13 @@ from torch.fx import Node
 
 from partita._torch.pytrees import Tree, flatten, keywords_of
 from partita._torch.symbolic_shapes import symbol_of, symbols_in
-from partita._torch.tensors import plain_tensors, unexpanded
 from partita.analysis.nodes import value_of
 from partita.equivalence.objects import Held, carry_attributes, held_in
+from partita.equivalence.other_data import fill_with_other_data, has_data
 from partita.equivalence.state import storage_key, storage_of
+
+#: A note on an argument of the call with other data.
+SAME_DATA = "second call: {} has the same data as the first, since {}"
 
 _STEPS: tuple[Callable[[int], int], ...] = (lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1)
 
@@ -31,8 +34,10 @@ class Inputs:
     tensors: tuple[tuple[str, Tensor], ...]
     passed_on: tuple[tuple[str, Tensor], ...]
     leaves: tuple[tuple[str, Tensor], ...]
-    #: What could not be copied although it may be mutated.
+    #: What could not be copied although it may be mutated, or has the same data where it should have other data.
     notes: tuple[str, ...] = ()
+    #: The numbers of the leaves that have other data, those of one storage together.
+    other: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,18 @@ class Arguments:
         keywords = [f"[{name!r}]" for name in keywords_of(placeholders[0].graph)] if placeholders and passed else []
         return list(dict.fromkeys(passed)) == keywords and len(placeholders) == len(self.tree.leaves)
 
-    def inputs(self, *, mutated: frozenset[int], state: frozenset[int], other_data: bool = False) -> Inputs:
+    def inputs(
+        self,
+        *,
+        mutated: frozenset[int],
+        state: frozenset[int],
+        other_data: bool = False,
+        kept: frozenset[int] = frozenset(),
+    ) -> Inputs:
         """Inputs for one call: copies of those `mutated` or for other data, else the arguments themselves.
 
-        Memory that inputs share with `state` is not copied: the snapshot of the state restores it.
+        Memory that inputs share with `state` is not copied: the snapshot of the state restores it. The leaves `kept`
+        have the same data in any case.
         """
         objects = held_in(self.tree.leaves)
         made = _Made(self.tree, objects)
@@ -58,12 +71,14 @@ class Arguments:
         for numbers in _groups(made.leaves, state):
             if other_data or not copied.isdisjoint(numbers):
                 made.copy(numbers)
-                if other_data:
-                    _fill_with_other_data([made.leaves[number] for number in numbers])
+                if other_data and kept.isdisjoint(numbers):
+                    made.fill(numbers)
             else:
                 made.pass_on(numbers)
         may_change = frozenset(range(len(made.leaves))) if other_data else mutated
         notes = tuple(made.copy_objects(objects, may_change))
+        if other_data:
+            notes += tuple(made.same_data(kept, state))
         args, kwargs = self.tree.rebuilt(made.leaves[: len(self.tree.leaves)])
         tensors = {number: leaf for number, leaf in enumerate(made.leaves) if isinstance(leaf, Tensor)}
         return Inputs(
@@ -73,7 +88,13 @@ class Arguments:
             passed_on=made.named({number: tensors[number] for number in made.passed_on}),
             leaves=made.named(made.gradients),
             notes=notes,
+            other=tuple(made.other),
         )
+
+    def names(self, numbers: Iterable[int]) -> list[str]:
+        """What leaves are called, those inside objects included."""
+        paths = _Made(self.tree, held_in(self.tree.leaves)).paths
+        return [input_name(paths[number]) for number in numbers]
 
 
 def arguments_of(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Arguments:
@@ -127,6 +148,8 @@ class _Made:
         self.paths = list(tree.paths)
         self.gradients: dict[int, Tensor] = {}
         self.passed_on: list[int] = []
+        #: The numbers of leaves that got other data, those of one storage together.
+        self.other: list[tuple[int, ...]] = []
         #: By the number of each object the numbers of what is inside.
         self.inside: dict[int, range] = {}
         for held in objects:
@@ -163,6 +186,22 @@ class _Made:
         for number, (_, part) in zip(self.inside[held.number], held.inside, strict=True):
             self.leaves[number] = part
             self.gradients.pop(number, None)
+
+    def fill(self, numbers: Sequence[int]) -> None:
+        """Fills tensors of one storage with other data."""
+        kept = fill_with_other_data([self.leaves[number] for number in numbers])
+        other = [number for number in numbers if all(self.leaves[number] is not leaf for leaf in kept)]
+        if any(has_data(self.leaves[number]) for number in other):
+            self.other.append(tuple(other))
+
+    def same_data(self, kept: frozenset[int], state: frozenset[int]) -> Iterator[str]:
+        """Says which tensors have the same data although they are not `kept`."""
+        other = kept.union(*self.other)
+        for number, leaf in enumerate(self.leaves):
+            if number not in other and has_data(leaf):
+                is_state = isinstance(leaf, Tensor) and storage_key(leaf) in state
+                why = "its memory is state" if is_state else "no other values are known to be valid"
+                yield SAME_DATA.format(input_name(self.paths[number]), why)
 
     def pass_on(self, numbers: Sequence[int]) -> None:
         """The tensors themselves, but detached from their autograd graph."""
@@ -234,49 +273,6 @@ def _laid_out(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     if tensor.is_conj():
         copy = copy.conj()
     return copy
-
-
-def _fill_with_other_data(leaves: Sequence[object]) -> None:
-    """Fills tensors of one storage with other values of the same kind.
-
-    Integers are only permuted, since they may be indices; floats also shrink by a quarter and, unless none was
-    negative, change sign, so that probabilities stay probabilities.
-    """
-    for leaf in leaves:
-        inside = [tensor for tensor in plain_tensors(leaf) if _is_fillable(tensor)] if isinstance(leaf, Tensor) else []
-        for tensor in inside:
-            _fill(tensor.detach())
-        if inside:
-            # The others are views of the same storage.
-            return
-
-
-def _is_fillable(tensor: Tensor) -> bool:
-    special = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
-    return not special and tensor.numel() > 0
-
-
-def _fill(tensor: Tensor) -> None:
-    once = unexpanded(tensor)
-    try:
-        once.copy_(_other_values(once))
-    except RuntimeError:
-        # Elements that overlap in memory cannot be mutated one by one; such an input keeps its values.
-        return
-
-
-def _other_values(tensor: Tensor) -> Tensor:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor if _looks_like_offsets(tensor) else tensor.flatten().roll(1).reshape(tensor.shape)
-    if tensor.element_size() == 1:
-        return tensor.view(torch.uint8).flatten().roll(1).reshape(tensor.shape).view(tensor.dtype)
-    sign = 1 if tensor.is_complex() or bool((tensor >= 0).all()) else -1
-    return tensor.flatten().roll(1).reshape(tensor.shape) * (0.75 * sign)
-
-
-def _looks_like_offsets(tensor: Tensor) -> bool:
-    """Increasing integers are often offsets, and kernels read out of bounds where offsets decrease."""
-    return tensor.ndim == 1 and tensor.dtype is not torch.bool and bool((tensor.diff() >= 0).all())
 
 
 def _sizes(values: Sequence[Any], leaves: Sequence[object]) -> dict[Any, int]:

@@ -48,6 +48,12 @@ class Call:
     grad: bool
     backward: bool = False
     other_data: bool = False
+    #: The numbers of the leaves that have the same data even so.
+    kept: frozenset[int] = frozenset()
+
+    def inputs(self, mutated: frozenset[int], state: frozenset[int]) -> Inputs:
+        """The inputs of the call, where it may mutate those with the numbers `mutated`."""
+        return self.arguments.inputs(mutated=mutated, state=state, other_data=self.other_data, kept=self.kept)
 
 
 Comparable: TypeAlias = Program | Module | Callable[..., object]
@@ -166,7 +172,7 @@ def run(
 def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call, start: Start) -> Observation:
     with restored_ambient(), torch.set_grad_enabled(call.grad):
         mutated = frozenset[int]().union(*(subject.mutated_leaves(call.arguments) for subject in subjects))
-        inputs = call.arguments.inputs(mutated=mutated, state=start.state, other_data=call.other_data)
+        inputs = call.inputs(mutated, start.state)
         parameters = [(place.name, place.slot.tensor) for place in state if place.slot.tensor.requires_grad]
         leaves = [*((repr(name), leaf) for name, leaf in parameters), *inputs.leaves]
         # What was not copied, since by the programs' effects nothing mutates it.
