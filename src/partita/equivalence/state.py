@@ -63,7 +63,7 @@ def _own_slots(prefix: str, owner: Module) -> Iterator[Slot]:
             continue
         if isinstance(value, Tensor):
             yield Slot(prefix + name, "attribute", owner, name, None, value)
-        elif isinstance(value, list | tuple | dict) and not isinstance(owner, GraphModule):
+        elif isinstance(value, list | tuple | dict) and value and not isinstance(owner, GraphModule):
             yield from _slots_in(value, prefix, owner, name)
 
 
