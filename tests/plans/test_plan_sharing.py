@@ -186,6 +186,27 @@ def test_a_file_holds_the_numbers_beside_one_body(tmp_path: Path) -> None:
     assert _bodies(loaded.graph_module) == _bodies(after.exported().graph_module)
 
 
+@pytest.mark.parametrize("program_of", [_captured, _with_values])
+def test_numbers_take_no_names_of_state(program_of: Callable[[nn.Module], Program]) -> None:
+    model = _Adding(_factors())
+    after = partita.plan(program_of(model), Repeats(min_size=3), Call()).apply()
+    assert "mul_number" in after.module().state_dict()
+    partita.verify(model, after, ARGS)
+
+
+class _Adding(nn.Module):
+    """Adds a buffer with the name that a number would get."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mul_number", torch.full((3,), 5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.model(x) + self.mul_number
+        return result
+
+
 @pytest.mark.parametrize("treatment", [Recompute(), Mode(), Lower("aot_eager", strict=True)], ids=str)
 @pytest.mark.parametrize("program_of", [_captured, _with_values])
 def test_every_treatment_gets_the_numbers(treatment: Any, program_of: Callable[[nn.Module], Program]) -> None:

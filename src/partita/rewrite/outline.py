@@ -272,7 +272,9 @@ class OuterGraph:
         self.names = tuple(names)
         #: The numbers that are passed to regions, by the attributes that hold them.
         self.constants: dict[str, Tensor] = {}
-        taken = ADDED_BY_EXPORT.union(names)
+        export = self.program.export
+        state = () if export is None else (*export.state, *export.constants)  # The module does not have it.
+        taken = ADDED_BY_EXPORT.union(names, (path.partition(".")[0] for path in state))
         self._free = FreeNames(lambda name: name in taken or hasattr(self.root, name))
 
     def write(self, order: Sequence[int], bodies: Sequence[Body]) -> Graph:
