@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from partita.backends.backend import is_backend, takes_symbols, tolerance_of, tr
 from partita.backends.inductor import stored
 from partita.errors import BackendError, OptionError
 from partita.testing import check_backend
+from partita.treatments import Delegate
 
 BACKENDS = (Eager(), AotEager(), Inductor(), AotInductor())
 COMPILING = (AotEager(), Inductor())
@@ -250,3 +252,15 @@ def test_bytes_from_elsewhere_are_not_loaded() -> None:
         Inductor().load(data[:30])
     with pytest.raises(BackendError, match=r"torch '1\.0', here"):
         Inductor().load(data.replace(torch.__version__.encode(), b"1.0", 1))
+
+
+def test_installed_packages_are_searched_once_for_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Any] = []
+    monkeypatch.setattr(
+        sys.modules[find_backend.__module__], "entry_points", lambda **options: searched.append(options) or ()
+    )
+    monkeypatch.syspath_prepend("nowhere")  # What was found on another path does not count.
+    for _ in range(10):
+        find_backend("eager")
+        Delegate("aot_inductor")
+    assert len(searched) == 1

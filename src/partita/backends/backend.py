@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final, runtime_checkable
 
@@ -124,7 +126,13 @@ def backend_names() -> list[str]:
     return sorted({*_entries(), *_REGISTERED})
 
 
-def _entries() -> dict[str, EntryPoint]:
+def _entries() -> Mapping[str, EntryPoint]:
+    return _entries_in(tuple(sys.path))
+
+
+@lru_cache(maxsize=4)
+def _entries_in(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    """The entry points of all packages on this path: finding them takes milliseconds, and many names are looked up."""
     own = [EntryPoint(name, f"partita.backends:{kind}", _GROUP) for name, kind in _OWN.items()]
     return {entry.name: entry for entry in (*own, *entry_points(group=_GROUP))}
 
