@@ -14,9 +14,9 @@ from tests.helpers.work import calls_during
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from partita import Plan, Program, Region, Tolerance, Treatment, fingerprint, plan, verify
+from partita import Plan, Program, Region, Tolerance, Treatment, capture, fingerprint, plan, verify
 from partita._torch.toggles import SET_GRAD, TOGGLES
-from partita.errors import ModeError, OptionError, PartitaError, UnknownNodeError
+from partita.errors import CallbackError, ModeError, OptionError, PartitaError, UnknownNodeError
 from partita.policies import AroundOperators, ByLabel, BySize
 from partita.testing.generator.build import dump
 from partita.treatments import Call, Mark
@@ -292,3 +292,29 @@ def test_a_mapping_by_label_says_which_names_there_are(treatments: dict[str, Tre
     program = program_of(lambda x: x.sin().cos().tan())
     with pytest.raises(OptionError, match=message):
         plan(program, AroundOperators("cos"), treatments)
+
+
+def test_a_function_to_treatments_that_raises_is_an_error_with_its_region() -> None:
+    program = capture(nn.ReLU(), (torch.ones(2),))
+    with pytest.raises(CallbackError, match=r"treatments raised KeyError for region 'part_0': 'part_0'") as caught:
+        plan(program, BySize(parts=1), lambda region: {}[region.name])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_program_whose_autocast_blocks_are_operators_has_the_tolerance_of_its_blocks() -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.layer(x)
+            return y.float().sin() * x
+
+    captured = capture(Casting(), (torch.randn(4, 4),))
+    tolerances = [
+        plan(program, BySize(parts=2), Call()).apply().tolerance
+        for program in (captured, Program.of(captured.exported()))
+    ]
+    assert tolerances[0] == tolerances[1] == Tolerance(rounding=torch.finfo(torch.bfloat16).eps)

@@ -19,7 +19,7 @@ from partita._plain_help import PlainHelp
 from partita._torch.gc_pause import gc_paused
 from partita.analysis.modes import AMBIENT
 from partita.analysis.tolerance import EXACT, Tolerance
-from partita.errors import ModeError, OptionError, TreatmentError, listed
+from partita.errors import CallbackError, ModeError, OptionError, TreatmentError, listed
 from partita.near_names import near_names
 from partita.plans.compilations import Compilations, Failures
 from partita.plans.diff import PlanDiff, plan_diff
@@ -382,7 +382,13 @@ def _treatment_for(
     if isinstance(treatment, Mapping):
         chosen = treatment.get(region.name)
     elif not is_treatment(treatment) and callable(treatment) and not isinstance(treatment, type):
-        chosen = treatment(region)
+        try:
+            chosen = treatment(region)
+        except Exception as error:
+            raise CallbackError(
+                f"the function from regions to treatments raised {type(error).__name__} for region {region.name!r}: "
+                f"{error}; nothing was changed"
+            ) from error
     if not is_treatment(chosen):
         if isinstance(chosen, type):
             name = chosen.__name__

@@ -24,7 +24,7 @@ from partita.analysis.effects.terms import Effects
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.modes import AMBIENT, Autocast, Mode, Modes, check_bodies, modes_of
 from partita.analysis.mutation import Mutations, mutations_of
-from partita.analysis.nodes import Neighbours, neighbours_of, value_of
+from partita.analysis.nodes import Neighbours, bodies_read, neighbours_of, value_of
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
@@ -552,6 +552,22 @@ def _cast_dtypes(program: Program) -> Iterator[torch.dtype]:
         for autocast in mode.autocast:
             if autocast.enabled:
                 yield torch.bfloat16 if autocast.dtype is None else autocast.dtype
+    yield from _cast_dtypes_of_operators(program.graph_module, set())
+
+
+def _cast_dtypes_of_operators(root: GraphModule, seen: set[GraphModule]) -> Iterator[torch.dtype]:
+    """Those of operators that run a body under autocast, as programs in files have the blocks, in bodies too."""
+    seen.add(root)
+    for read, body in bodies_read(root, root.graph.find_nodes(op="get_attr", sort=False)):
+        for user in read.users:
+            if str(user.target) in _RUNS_UNDER_AUTOCAST and user.args[2] is True:
+                dtype = user.args[1]
+                yield dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        if body not in seen:
+            yield from _cast_dtypes_of_operators(body, seen)
+
+
+_RUNS_UNDER_AUTOCAST = ("partita_autocast", "wrap_with_autocast")
 
 
 def _known_dtypes(program: Program) -> Iterator[torch.dtype]:
