@@ -203,3 +203,15 @@ def test_settings_of_another_thread_are_not_touched() -> None:
     thread.join()
     assert seen == [True]
     assert sys.float_info.min / 2 != 0.0
+
+
+def test_a_program_may_restore_the_settings_of_a_mode_that_an_exception_leaves_open() -> None:
+    def leaves_open(x: Tensor) -> Tensor:
+        handle = torch.autograd.grad_mode._enter_inference_mode(True)
+        raise ValueError(f"in the block of {type(handle).__name__}"[:12])
+
+    def restores(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            raise ValueError("in the block")
+
+    assert compare(leaves_open, restores, (torch.ones(2),)).equal

@@ -326,6 +326,9 @@ def _modes(before: Moment, after: Moment) -> Iterator[Difference]:
 
 
 def _settings(before: Moment, after: Moment) -> Iterator[Difference]:
+    # Some settings belong to modes: inference mode switches off that backwards run in several threads.
+    if before.random is None and not any(after.found_settings.differing(after.settings)):
+        return
     for name, detail in before.settings.differing(after.settings):
         yield Difference("setting", f"{name} {before.name}", detail)
 

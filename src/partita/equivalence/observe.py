@@ -186,9 +186,9 @@ def _observed(subjects: Sequence[Subject], state: Sequence[Watched], call: Call,
             seen, made = _called(subjects[0], state, inputs, start)
             if call.backward and seen.raised is None:
                 raised, gradients = _gradients_of(made, leaves)
-                left = seen.moments[-1].ambient
+                left, generated = seen.moments[-1], None if raised else random_state()
                 moment = Moment(
-                    "after backward", left, read_ambient(), read_settings(), None if raised else random_state()
+                    "after backward", left.ambient, left.settings, read_ambient(), read_settings(), generated
                 )
                 seen = replace(seen, moments=(*seen.moments, moment), backward_raised=raised, gradients=gradients)
         pairs = zip(uncopied, versions, strict=True)
@@ -224,11 +224,11 @@ def _called(
     given = dict(opened((inputs.args, inputs.kwargs)).leaves)
     try:
         result = subject.call(*inputs.args, **inputs.kwargs)
-        moment = Moment("after the call", found, read_ambient(), read_settings(), random_state())
+        moment = Moment("after the call", found, settings, read_ambient(), read_settings(), random_state())
     except Exception as error:
         raised = Raised(type(error), str(error))
         # The caller sees these modes when it catches the error; guards in the frames of its traceback may go with it.
-        moment = Moment("after the call", found, read_ambient(), read_settings(), None)
+        moment = Moment("after the call", found, settings, read_ambient(), read_settings(), None)
     # What is recorded from here on would go through them.
     settings.restore(STACKS)
     returned, passed = opened(result), opened((inputs.args, inputs.kwargs))
@@ -314,10 +314,11 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The modes before a call or backward, and the modes, settings and RNG state after it (None after an exception)."""
+    """The modes and settings before and after a call or backward; the RNG state after it (None after an exception)."""
 
     name: str
     found: Ambient
+    found_settings: Settings
     ambient: Ambient
     settings: Settings
     random: RandomState | None
