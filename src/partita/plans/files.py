@@ -278,7 +278,7 @@ class _Reader:
     def nodes(self, names: Sequence[Any], program: Program, what: str) -> tuple[Node, ...]:
         for name in names:
             if not isinstance(name, str):
-                raise PlanFileError(f"{self.where}: {what} has {name!r} among its nodes, which is no name")
+                raise PlanFileError(f"{self.where}: {what} has {str(name)[:80]} among its nodes, which is no name")
         try:
             return tuple(program.node(name) for name in names)
         except PartitaError as error:

@@ -204,7 +204,7 @@ def _called_under(caller: Mode) -> Iterator[None]:
 
 
 #: How many operators a dry run may execute, and how many more for each node.
-_CALLS, _CALLS_BY_NODE = 100_000, 100
+_CALLS, _CALLS_BY_NODE = 40_000, 10
 
 
 class _DryRun:
@@ -432,7 +432,7 @@ class _NodeRecord:
 #: Not zero, since a node that saves its result must have computed it.
 _UNKNOWN = 1
 #: How many operators dry runs may execute in all, how many more for each, and the most items of a container.
-_TRIAL_CALLS, _MORE_CALLS, _MOST_ITEMS = 100_000, 1_000, 1_000
+_TRIAL_CALLS, _MORE_CALLS, _MOST_ITEMS = 20_000, 20, 1_000
 
 
 class NodeDryRuns:

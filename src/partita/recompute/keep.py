@@ -275,7 +275,7 @@ def _not_recomputed(region: Region, trials: NodeDryRuns) -> set[Node]:
 
 
 #: How many operators may run in all, and how many more for each node that is measured.
-_CALLS, _MORE_CALLS = 100_000, 1_000
+_CALLS, _MORE_CALLS = 20_000, 20
 
 
 class _KeptBytes:

@@ -62,7 +62,11 @@ class InputGuards(nn.Module):
                 tracer.create_proxy("call_module", tracer.path_of_module(self), args, {})
                 return
         for check, message in self._checks:
-            if not check(args):
+            try:
+                holds = check(args)
+            except (ArithmeticError, IndexError, TypeError) as error:  # A file may say anything.
+                raise AssertionError(f"{message}: {type(error).__name__}: {error}") from error
+            if not holds:
                 raise AssertionError(message)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _damage(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except _ZIP_ERRORS as error:
-        raise ArchiveError(f"{what}: {error}; {advice}") from error
+        raise ArchiveError(f"{what}: {str(error)[:200]}; {advice}") from error  # It may name a member.
     except OSError as error:
         if error.errno not in (None, errno.EINVAL):  # These mean that the directory has an invalid offset.
             raise
