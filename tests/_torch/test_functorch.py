@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from tests.helpers.torch_versions import IS_OLD
 from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch._functorch.predispatch import _vmap_decrement_nesting, _vmap_increment_nesting
+from torch.autograd import forward_ad
 from torch.fx import Graph, GraphModule, Node
 
 from partita import Program, capture, plan
+from partita._torch.compile_context import compiler_scope
 from partita._torch.functorch import is_inside_transform, transforms_found_once
 from partita.policies import ByCapability, BySize
 from partita.treatments import Call
@@ -154,3 +157,15 @@ def test_a_node_that_raises_leaves_the_transforms_of_its_caller() -> None:
 
     x = torch.ones(3)
     assert torch.equal(torch.vmap(caller)(x), x.sin())
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_compiler_that_leaves_a_transform_open_leaves_the_forward_mode_of_its_caller(raises: bool) -> None:
+    x = torch.ones(3)
+    with forward_ad.dual_level():
+        with pytest.raises(ValueError, match="no") if raises else nullcontext(), compiler_scope():
+            functorch._vmap_increment_nesting(2, "error")
+            if raises:
+                raise ValueError("no")
+        assert functorch.get_dynamic_layer_stack_depth() == 0
+        assert torch.equal(forward_ad.unpack_dual(forward_ad.make_dual(x, x) * 2).tangent, 2 * x)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita._torch.functorch import close_dual_level, close_levels, count_levels
-from partita._torch.modes import read_ambient, restore_after_error, restore_autocast
+from partita._torch.modes import in_forward_mode, read_ambient, restore_after_error, restore_autocast
 from partita._torch.operator_schemas import base_name
 from partita.errors import BackendError
 
@@ -46,17 +46,24 @@ def compiler_scope() -> Iterator[None]:
         # So does a body that enters a transform which another one leaves.
         if count_levels() > found.levels:
             close_levels(found.levels)
-            close_dual_level()
+            _close_dual_level_of_graph()
     except BaseException as error:
         has_open_levels = count_levels() > found.levels
         restore_after_error(found, error)
         if has_open_levels:
-            close_dual_level()
+            _close_dual_level_of_graph()
         raise
     finally:
         if torch.get_default_dtype() is not dtype:
             torch.set_default_dtype(dtype)
         hooks._saved_tensors_hooks_set_tracing(traced)
+
+
+def _close_dual_level_of_graph() -> None:
+    """Closes the level of forward-mode AD that a graph has left open; one that the caller is in stays open."""
+    # Graphs open it by a function that does not count the level for Python, as `forward_ad.dual_level` does.
+    if not in_forward_mode():
+        close_dual_level()
 
 
 def _devices() -> list[int]:
