@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from partita import Plan, Program, Region, Tolerance, Treatment, capture, fingerprint, plan, verify
+from partita._torch.operator_schemas import WRAP_WITH_AUTOCAST
 from partita._torch.toggles import SET_GRAD, TOGGLES
 from partita.errors import CallbackError, ModeError, OptionError, PartitaError, UnknownNodeError
 from partita.policies import AroundOperators, ByLabel, BySize
@@ -318,3 +319,18 @@ def test_a_program_whose_autocast_blocks_are_operators_has_the_tolerance_of_its_
         for program in (captured, Program.of(captured.exported()))
     ]
     assert tolerances[0] == tolerances[1] == Tolerance(rounding=torch.finfo(torch.bfloat16).eps)
+
+
+def test_operators_under_autocast_may_be_called_with_keywords() -> None:
+    def body_and_call(names: bool) -> Program:
+        inner, outer = Graph(), Graph()
+        inner.output((inner.call_function(torch.relu, (inner.placeholder("x"),)),))
+        outer.placeholder("x")
+        body = outer.get_attr("body")
+        named = {"dtype": torch.bfloat16, "enabled": True, "cache_enabled": None, "wrapped_func": body}
+        args = ("cpu",) if names else ("cpu", *named.values())
+        outer.output(outer.call_function(WRAP_WITH_AUTOCAST, args, named if names else {}))
+        return Program.of(GraphModule({"body": GraphModule(nn.Module(), inner)}, outer))
+
+    tolerances = [plan(body_and_call(names), BySize(parts=1), Call()).apply().tolerance for names in (False, True)]
+    assert tolerances == [Tolerance(rounding=torch.finfo(torch.bfloat16).eps)] * 2

@@ -24,7 +24,7 @@ from partita.analysis.effects.terms import Effects
 from partita.analysis.index import Index, index_of_edited
 from partita.analysis.modes import AMBIENT, Autocast, Mode, Modes, check_bodies, modes_of
 from partita.analysis.mutation import Mutations, mutations_of
-from partita.analysis.nodes import Neighbours, bodies_read, neighbours_of, value_of
+from partita.analysis.nodes import Neighbours, bodies_read, modules_in, neighbours_of, value_of
 from partita.analysis.projections import projections_of
 from partita.analysis.symbols import symbolic_scalars_of
 from partita.analysis.tolerance import EXACT, Tolerance
@@ -552,19 +552,19 @@ def _cast_dtypes(program: Program) -> Iterator[torch.dtype]:
         for autocast in mode.autocast:
             if autocast.enabled:
                 yield torch.bfloat16 if autocast.dtype is None else autocast.dtype
-    yield from _cast_dtypes_of_operators(program.graph_module, set())
+    yield from _cast_dtypes_of_operators(program.graph_module)
 
 
-def _cast_dtypes_of_operators(root: GraphModule, seen: set[GraphModule]) -> Iterator[torch.dtype]:
+def _cast_dtypes_of_operators(root: GraphModule) -> Iterator[torch.dtype]:
     """Those of operators that run a body under autocast, as programs in files have the blocks, in bodies too."""
-    seen.add(root)
-    for read, body in bodies_read(root, root.graph.find_nodes(op="get_attr", sort=False)):
-        for user in read.users:
-            if str(user.target) in _RUNS_UNDER_AUTOCAST and user.args[2] is True:
-                dtype = user.args[1]
+    graphs = (module for module in modules_in(root) if isinstance(module, GraphModule))
+    reads = (read for one in graphs for read, _ in bodies_read(one, one.graph.find_nodes(op="get_attr", sort=False)))
+    for user in (user for read in reads for user in read.users):
+        if str(user.target) in _RUNS_UNDER_AUTOCAST:
+            given = {**dict(zip(("device_type", "dtype", "enabled"), user.args, strict=False)), **user.kwargs}
+            dtype = given.get("dtype")
+            if given.get("enabled") is True:
                 yield dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        if body not in seen:
-            yield from _cast_dtypes_of_operators(body, seen)
 
 
 _RUNS_UNDER_AUTOCAST = ("partita_autocast", "wrap_with_autocast")
