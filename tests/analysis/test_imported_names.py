@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from partita.analysis import imported_names
 from partita.analysis.imported_names import imported, imported_class
 
 
@@ -28,6 +29,10 @@ class _Holder(metaclass=_Meta):
     @property
     def computed(self) -> Any:
         raise AssertionError("a property was read")
+
+    @staticmethod
+    def called(x: int) -> int:
+        return x
 
 
 _INSTANCE = _Holder()
@@ -55,3 +60,13 @@ def test_no_attribute_is_computed(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_is_read_from_instances() -> None:
     assert imported(f"{__name__}._INSTANCE.computed") is None
+
+
+def test_static_methods_are_found_as_they_are_called() -> None:
+    assert imported(f"{__name__}._Holder.called") is _Holder.called
+
+
+def test_names_that_nothing_has_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imported_names, "_module_and_names", None)
+    assert imported("torch." * 200 + "relu") is None
+    assert imported_class("a." * 50_000 + "b") is None

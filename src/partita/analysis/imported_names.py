@@ -10,6 +10,8 @@ from typing import Any
 def imported(full_name: str) -> Any:
     """The class or function of that name, or None where no imported module has it."""
     found = _found(full_name)
+    if type(found) is staticmethod:
+        found = found.__func__  # What graphs have as the target of a call.
     return found if callable(found) else None
 
 
@@ -25,6 +27,8 @@ def _found(full_name: str) -> Any:
     Attribute access may run code, lazy modules import others then, and the name may come from a file: so only the
     dictionaries of modules and classes are read.
     """
+    if len(full_name) > _LONGEST:
+        return None
     module, names = _module_and_names(full_name)
     found: Any = sys.modules.get(module)
     for name in names:
@@ -36,6 +40,10 @@ def _found(full_name: str) -> Any:
             return None
         found = next((holder[name] for holder in holders if name in holder), None)
     return found if names else None
+
+
+#: How long a name may be: looking it up takes time that grows with the square of its length.
+_LONGEST = 1000
 
 
 def _module_and_names(full_name: str) -> tuple[str, list[str]]:
