@@ -10,6 +10,7 @@ import copy
 import logging
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -517,7 +518,7 @@ def lost_backward(body: GraphModule) -> str | None:
     if not own:
         return None
     inputs, outputs, found = _memory(body, own)
-    lost = found.intersection((*inputs, *(memory for memory in outputs if outputs.count(memory) > 1)))
+    lost = found.intersection(inputs.union(memory for memory, count in Counter(outputs).items() if count > 1))
     return "has an autograd function whose result shares memory with what crosses its border" if lost else None
 
 
