@@ -302,17 +302,7 @@ def compile_to_fit(
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
         return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
-    if has_nested_tensors(gm.graph):
-        raise BudgetError(
-            "the graph has nested tensors, whose sizes are not known when a step is planned; compile without a peak, "
-            "or pass padded tensors"
-        )
-    lost = lost_backward(gm)
-    if lost is not None:
-        raise BudgetError(
-            f"the graph {lost}, and code that is compiled whole loses its backward (torch 2.13); let the function "
-            "return a copy, or compile without a peak"
-        )
+    _check_can_be_planned(gm)
     partition = memory_partition(
         peak,
         fuses=inner == "inductor",
@@ -337,6 +327,21 @@ def compile_to_fit(
         steps=steps,
         place=place,
     )
+
+
+def _check_can_be_planned(gm: GraphModule) -> None:
+    """Raises for a graph whose sizes are not known, or of which no code that is compiled whole has the backward."""
+    if has_nested_tensors(gm.graph):
+        raise BudgetError(
+            "the graph has nested tensors, whose sizes are not known when a step is planned; compile without a peak, "
+            "or pass padded tensors"
+        )
+    lost = lost_backward(gm)
+    if lost is not None:
+        raise BudgetError(
+            f"the graph {lost}, and code that is compiled whole loses its backward (torch 2.13); let the function "
+            "return a copy, or compile without a peak"
+        )
 
 
 @final
