@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch.predispatch import _vmap_increment_nesting
 from torch.fx import Graph, Node
 
 from partita.analysis.number_operands import number_operand
@@ -141,6 +142,15 @@ def test_a_call_with_further_arguments_has_no_operand(kwargs: dict[str, Any]) ->
 def test_a_value_that_was_not_traced_has_no_operand() -> None:
     graph = Graph()
     assert number_operand(graph.call_function(operator.mul, (graph.placeholder("x"), 2.0))) is None
+
+
+def test_a_node_inside_a_transform_has_no_operand() -> None:
+    """There, a tensor that has dimensions when it is traced may be a batch of tensors without any."""
+    node = _node("call_function", operator.mul, ("x", 2.0), x=_X)
+    assert number_operand(node) is not None
+    with node.graph.inserting_before(node):
+        node.graph.call_function(_vmap_increment_nesting, (3, "error"))
+    assert number_operand(node) is None
 
 
 def test_a_tensor_that_gets_its_dimensions_later_has_no_operand() -> None:
