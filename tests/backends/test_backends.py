@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 from copy import deepcopy
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,13 @@ def test_installed_packages_are_searched_once_for_backends(monkeypatch: pytest.M
         find_backend("eager")
         Delegate("aot_inductor")
     assert len(searched) == 1
+
+
+def test_a_backend_that_is_installed_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[EntryPoint] = []
+    monkeypatch.setattr(sys.modules[find_backend.__module__], "entry_points", lambda **_: installed)
+    monkeypatch.syspath_prepend("nowhere else")
+    with pytest.raises(OptionError, match="no backend is called 'later'"):
+        find_backend("later")
+    installed.append(EntryPoint("later", "partita.backends:Eager", "partita.backends"))
+    assert find_backend("later") == Eager()

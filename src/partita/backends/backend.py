@@ -96,6 +96,9 @@ def find_backend(wanted: str | Backend) -> Backend:
         return _REGISTERED[wanted]
     found = _entries().get(wanted)
     if found is None:
+        _entries_in.cache_clear()  # A package may have been installed since, as from a notebook.
+        found = _entries().get(wanted)
+    if found is None:
         names = backend_names()
         near = near_names(wanted, names)
         own = "" if near else ". Your own is found once its module (--import MODULE) has called register_backend"
