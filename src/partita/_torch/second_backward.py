@@ -53,6 +53,7 @@ def _recorded(computed: Iterable[Any], given: Iterable[Any]) -> tuple[Any, ...]:
         if isinstance(one, Tensor) and one.grad_fn is not None:
             one.grad_fn.register_prehook(_refuse)
     without = [place for place, one in enumerate(found) if _is_differentiable(one) and not one.requires_grad]
+    # torch 2.13 gives each a history; one without would seem to be a constant to a backward of this backward.
     behind = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
     if without and behind:
         apply: Any = _Once.apply
